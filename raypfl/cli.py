@@ -1,0 +1,245 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from raypfl import __version__
+from raypfl.errors import ConfigError, RaypflError, Stopped
+
+if TYPE_CHECKING:
+    from raypfl.federation import Result
+    from raypfl.registry import Registry
+    from raypfl.tracking.mlflow import MLflowListener
+    from raypfl.tracking.progress import RunLine
+
+STOPPED, WRONG, FAILED = 130, 2, 1  # exit codes; 130 is what a shell expects after Ctrl-C
+
+
+class _Sentences(TyperGroup):
+    """Ends a command that failed on purpose with a sentence and an exit code, not with a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (Stopped, KeyboardInterrupt) as stop:
+            _say_error(str(stop) or "Stopped.", "yellow")
+            raise typer.Exit(STOPPED) from None
+        except RaypflError as error:
+            _say_error(str(error), "red")
+            raise typer.Exit(WRONG if isinstance(error, ConfigError) else FAILED) from None
+
+
+app = typer.Typer(
+    cls=_Sentences,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Personalized federated learning, simulated on Ray.",
+)
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="RECIPE|FILE.yaml KEY=VALUE", help="What to run, and what to change.", show_default=False),
+]
+Changes = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change.", show_default=False)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the result only.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    methods = "methods"
+    datasets = "datasets"
+    models = "models"
+    partitions = "partitions"
+    recipes = "recipes"
+
+
+def main() -> None:
+    """Entry point of the command ``raypfl``."""
+    sys.path.insert(0, os.getcwd())  # where `my_module:MyMethod` is looked for, as under `python -m`
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"raypfl {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@app.command()
+def run(
+    words: Words = None,
+    method: Annotated[str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto")] = "",
+    seeds: Annotated[int, typer.Option(help="Seeds to run each method with.", min=0, show_default=False)] = 0,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run an experiment or a comparison: a recipe by name, or your own YAML file. Without either: the recipe digits.
+
+    KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
+    """
+    from raypfl import federation
+    from raypfl.config import experiments
+    from raypfl.tracking.progress import lines_for
+
+    recipe, changes = _recipe_and_changes(words or [])
+    changes += [f"methods={json.dumps(method.split(','))}"] if method else []
+    changes += [f"seeds={seeds}"] if seeds else []
+    planned = experiments(_source(recipe), changes)
+    jobs = [partial(federation.run, one) for one in planned]
+    together = federation.session(planned[0]) if len(planned) > 1 else nullcontext()
+    _carry_out(jobs, lines_for(planned), together, recipe, quiet, as_json)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)],
+    changes: Changes = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run from its newest checkpoint, to the same result as if it had not been interrupted.
+
+    rounds=60 makes a finished run longer.
+    """
+    from raypfl import federation
+    from raypfl.tracking.progress import RunLine
+
+    job = partial(federation.resume, folder, overrides=changes or [])
+    _carry_out([job], [RunLine(folder.name)], nullcontext(), "digits", quiet, as_json)
+
+
+@app.command(name="list")
+def list_(kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)]) -> None:
+    """List what an experiment can name, with options and their defaults."""
+    Console().print(_listing(kind))
+
+
+def _recipe_and_changes(words: Sequence[str]) -> tuple[str, list[str]]:
+    first, *rest = words or ["digits"]
+    return ("digits", [first, *rest]) if "=" in first else (first, rest)
+
+
+def _source(recipe: str) -> str | Path:
+    from raypfl import recipes
+
+    return Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes.text(recipe)
+
+
+def _carry_out(
+    jobs: Sequence[Callable[..., Result]],
+    lines: Sequence[RunLine],
+    session: AbstractContextManager[Any],
+    recipe: str,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Run after run, then tell what came of those that came to an end, even if a later one fails."""
+    from raypfl.tracking import outcome
+    from raypfl.tracking.console import view
+    from raypfl.tracking.mlflow import MLflowListener
+
+    progress = Console(stderr=True)
+    tracked = MLflowListener(warn=lambda text: progress.print(f"[yellow]Warning:[/] {escape(text)}"))
+    results: list[Result] = []
+    try:
+        with view(progress, lines, quiet) as shown, session:
+            for i, job in enumerate(jobs):
+                results.append(job(listeners=[shown.listener(i), tracked]))
+                if results[-1].status == "stopped":
+                    raise Stopped(f"Stopped. To go on: raypfl resume {outcome.nearby(results[-1].run_dir)}")
+    finally:
+        if results:
+            _report(results, tracked, recipe, as_json)
+
+
+def _report(results: Sequence[Result], tracked: MLflowListener, recipe: str, as_json: bool) -> None:
+    from raypfl.tracking import outcome
+
+    picture = _picture(results)
+    if picture:
+        tracked.attach(picture)
+    if as_json:
+        print(json.dumps(outcome.as_json(results, picture), indent=2))
+    else:
+        outcome.show(Console(), results, picture, recipe)
+
+
+def _picture(results: Sequence[Result]) -> Path | None:
+    from raypfl.tracking.picture import draw
+
+    judged = [result for result in results if result.evaluations.num_rows]
+    if not judged:
+        return None
+    first = results[0].run_dir
+    return draw(judged, first / "picture.png" if len(results) == 1 else first.with_name(f"{first.name}-compared.png"))
+
+
+def _listing(kind: Kind) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("what it is")
+    table.add_column("options", style="dim")
+    for row in _recipe_rows() if kind is Kind.recipes else _registry_rows(kind):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _recipe_rows() -> list[tuple[str, str, str]]:
+    from raypfl import recipes
+
+    return [(name, recipes.summary(name), "") for name in recipes.names()]
+
+
+def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:
+    from raypfl.data import DATASETS, PARTITIONS
+    from raypfl.methods import METHODS
+    from raypfl.models import MODELS
+
+    registry = {"methods": METHODS, "models": MODELS, "partitions": PARTITIONS, "datasets": DATASETS}[kind.value]
+    return [(name, registry.summary(name), _options(registry, name)) for name in registry]
+
+
+def _options(registry: Registry, name: str) -> str:
+    """A line for each option; those of another registered method, which this one extends, go under its name."""
+    from raypfl.config.components import options_of
+    from raypfl.config.experiment import GIVEN_BY_ENGINE
+
+    entry = registry.get(name)
+    known = {key: option.default for key, option in options_of(entry, ("config", *GIVEN_BY_ENGINE)).items()}
+    bases = [base for base in getattr(entry, "__mro__", ())[1:] if (":" not in registry.name_of(base))]
+    inherited = options_of(bases[0]) if bases else {}
+    lines = [f"{key} = {default!r}" for key, default in known.items() if key not in inherited]
+    return "\n".join([*lines, *(f"and those of {registry.name_of(base)}" for base in bases[:1] if inherited)])
+
+
+def _say_error(text: str, colour: str) -> None:
+    Console(stderr=True).print(Text(text, colour), soft_wrap=True)

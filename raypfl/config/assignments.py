@@ -1,0 +1,41 @@
+"""``dotted.key=value``, as the command line and sweeps change an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from raypfl.config.yaml_text import parse
+from raypfl.errors import ConfigError
+
+
+def parsed(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
+    """Paths and values of assignments, the shorter paths first, so that ``method=ditto`` never undoes ``method.lam=1``.
+
+    Raises
+    ------
+    ConfigError : for one without ``=`` or with a value that is not YAML.
+    """
+    pairs = []
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        path = key.strip().split(".")
+        if not equals or not all(path):
+            raise ConfigError(f"{text!r} is not an assignment; write dotted.key=value, such as training.lr=0.05.")
+        pairs.append((path, parse(value, f"The value in {text!r}")))
+    return sorted(pairs, key=lambda pair: len(pair[0]))
+
+
+def assign(values: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set what stands at `path` in nested dicts, in place; a part that is a name alone gets options beside it."""
+    for depth, key in enumerate(path[:-1], start=1):
+        inner = values.get(key)
+        if isinstance(inner, str) and depth == 1:
+            inner = {"name": inner}
+        if not isinstance(inner, dict | None):
+            raise ConfigError(
+                f"{'.'.join(path)} cannot be set: {'.'.join(path[:depth])} is {inner!r}, which has no parts."
+            )
+        values[key] = dict(inner or {})
+        values = values[key]
+    values[path[-1]] = value

@@ -1,0 +1,71 @@
+"""Several methods, each from several seeds, on what is otherwise one experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from raypfl.config.assignments import assign, parsed
+from raypfl.config.experiment import Experiment
+from raypfl.config.yaml_text import read
+from raypfl.errors import ConfigError, did_you_mean
+
+
+def experiments(source: str | Path, assignments: Iterable[str] = ()) -> list[Experiment]:
+    """The experiments of a comparison: each of its methods from each of its seeds, method by method.
+
+    Parameters
+    ----------
+    source : an `Experiment` as YAML text or file, in which ``methods: [fedavg, {name: ditto, lam: 1}]`` may stand for
+        ``method``, and ``seeds: 3`` asks for as many repetitions, the first of them with ``seed``.
+    assignments : ``dotted.key=value``; ``method.lam=1`` reaches each of the methods that has a `lam`.
+
+    Raises
+    ------
+    ConfigError : as `Experiment` does, before anything is run.
+    """
+    values, of_methods = read(source), []
+    for path, value in parsed(assignments):
+        if path[0] == "method" and len(path) > 1:
+            of_methods.append((path, value))
+        else:
+            values.pop({"method": "methods", "methods": "method"}.get(path[0], ""), None)
+            assign(values, path, value)
+    methods, seeds = _methods(values), _seeds(values)
+    base = Experiment(**values)
+    compared = [base.replace(method=method) for method in methods]
+    return [one.replace(seed=one.seed + i) for one in _with_options(compared, of_methods) for i in range(seeds)]
+
+
+def _methods(values: dict[str, Any]) -> list[Any]:
+    if "method" in values and "methods" in values:
+        raise ConfigError("Both method and methods are given; keep one of them.")
+    methods = values.pop("methods", [values.pop("method", "fedavg")])
+    if not isinstance(methods, list) or not methods:
+        raise ConfigError(f"methods is {methods!r}; it must be a list, such as [fedavg, ditto].")
+    return methods
+
+
+def _seeds(values: dict[str, Any]) -> int:
+    seeds = values.pop("seeds", 1)
+    if not isinstance(seeds, int) or seeds < 1:
+        raise ConfigError(f"seeds is {seeds!r}; it must be a whole number, at least 1: how often each method is run.")
+    return seeds
+
+
+def _with_options(compared: list[Experiment], assignments: list[tuple[list[str], Any]]) -> list[Experiment]:
+    changed = [{"method": one.to_dict()["method"]} for one in compared]
+    for path, value in assignments:
+        takers = [one for one in changed if path[1] in one["method"]]
+        if not takers:
+            raise ConfigError(_unknown_option(path[1], [one["method"] for one in changed]))
+        for one in takers:
+            assign(one, path, value)
+    return [one.replace(**change) for one, change in zip(compared, changed, strict=True)]
+
+
+def _unknown_option(option: str, methods: list[dict[str, Any]]) -> str:
+    names = " or ".join(method["name"] for method in methods)
+    known = {key for method in methods for key in method} - {"name"}
+    return f"method.{option} is not an option of {names}; {did_you_mean(option, known)}"

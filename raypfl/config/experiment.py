@@ -1,0 +1,179 @@
+"""An experiment's whole description: typed, checked early, YAML in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from raypfl.config.assignments import assign, parsed
+from raypfl.config.components import build, checked_options, described, found, made, named
+from raypfl.config.limits import contradictions, outside_limits
+from raypfl.config.sentences import joined, sentences
+from raypfl.config.yaml_text import read, write
+from raypfl.data import DATASETS, PARTITIONS, DataConfig, Partition
+from raypfl.errors import ConfigError, did_you_mean
+from raypfl.methods import METHODS, Method
+from raypfl.models import MODELS
+from raypfl.settings import (
+    CheckpointSettings,
+    CohortSettings,
+    EngineSettings,
+    EvaluationSettings,
+    FailureSettings,
+    ModelSettings,
+    RaySettings,
+    TrackingSettings,
+    TrainingSettings,
+)
+
+GIVEN_BY_ENGINE = ("input_shape", "num_classes")
+
+
+def _data(value: Any) -> DataConfig:
+    if isinstance(value, DataConfig):
+        return value
+    name, options = named({"name": DataConfig.name, **value} if isinstance(value, dict) else value, "data")
+    found(DATASETS, name)
+    return made(DataConfig, "data", {"name": name, **options}, "data")
+
+
+def _model(value: Any) -> ModelSettings:
+    name, options = (value.name, value.options) if isinstance(value, ModelSettings) else named(value, "model")
+    options = checked_options(found(MODELS, name), name, options, "model", hidden=GIVEN_BY_ENGINE)
+    return ModelSettings(name=name, options=_plain(options))
+
+
+class Experiment(BaseModel):
+    """Everything that decides a run's result, and how it is executed.
+
+    Every part can be given as a YAML file gives it (``method="ditto"``, ``training={"lr": 0.05}``) or as an object
+    (``method=Ditto(lam=1.0)``). An experiment never changes; `override` and `replace` give new ones.
+
+    Raises
+    ------
+    ConfigError : listing, with its dotted path, everything that is unknown, of a wrong type, out of range, or contrary
+        to something else.
+
+    Examples
+    --------
+    >>> Experiment(method="ditto", rounds=10).override(["method.lam=1", "training.lr=0.05"]).method
+    Ditto(lam=1.0)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
+
+    name: str = "experiment"
+    seed: int = 0
+    rounds: int = 30
+    data: Annotated[DataConfig, PlainValidator(_data)] = Field(default_factory=DataConfig)
+    partition: Annotated[Partition, PlainValidator(partial(build, PARTITIONS, Partition))] = Field(
+        default_factory=partial(build, PARTITIONS, Partition, "dirichlet")
+    )
+    model: Annotated[ModelSettings, PlainValidator(_model)] = Field(default_factory=ModelSettings)
+    method: Annotated[Method, PlainValidator(partial(build, METHODS, Method))] = Field(
+        default_factory=partial(build, METHODS, Method, "fedavg")
+    )
+    cohort: CohortSettings = Field(default_factory=CohortSettings)
+    training: TrainingSettings = Field(default_factory=TrainingSettings)
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    ray: RaySettings = Field(default_factory=RaySettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+    failures: FailureSettings = Field(default_factory=FailureSettings)
+    output: str = "runs"
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Experiment:
+        """From YAML text, or from a file (a Path, or a line ending in ``.yaml`` or ``.yml``)."""
+        return cls(**read(source))
+
+    def to_yaml(self) -> str:
+        """YAML text with every setting spelled out; `from_yaml` gives an equal experiment."""
+        return write(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts, lists, numbers and texts, as in YAML."""
+        return {name: _plain(getattr(self, name)) for name in type(self).model_fields}
+
+    def override(self, assignments: Iterable[str]) -> Experiment:
+        """With ``dotted.key=value`` assignments, whose values are YAML.
+
+        ``method=ditto`` starts from that method's defaults, wherever in the list it stands.
+        """
+        values = self.to_dict()
+        for path, value in parsed(assignments):
+            assign(values, path, value)
+        return Experiment(**values)
+
+    def replace(self, **changes: Any) -> Experiment:
+        """With other fields, e.g. ``replace(seed=1, method=Ditto(lam=1.0))``."""
+        return Experiment(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_sentences(cls, values: Any, validate: Any) -> Any:
+        try:
+            experiment = validate(values)
+        except ValidationError as error:
+            raise ConfigError(joined(sentences(error, _unknown), "The experiment")) from None
+        if lines := contradictions(experiment):
+            raise ConfigError(joined(lines, "The experiment"))
+        return experiment
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:
+        if lines := outside_limits(str(info.field_name), value):
+            raise ValueError("\n".join(lines))
+        return value
+
+
+def _unknown(path: tuple[int | str, ...]) -> str:
+    *sections, key = [str(part) for part in path]
+    if sections:
+        return f"is not a setting of {sections[0]}; {did_you_mean(key, _settings(sections[0]))}"
+    at_home = [f"{section}.{key}" for section in Experiment.model_fields if key in _settings(section)]
+    hint = f"did you mean {' or '.join(map(repr, at_home))}?" if at_home else did_you_mean(key, Experiment.model_fields)
+    return f"is not a setting of an experiment; {hint}"
+
+
+def _settings(section: str) -> list[str]:
+    kind = Experiment.model_fields[section].annotation
+    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _plain(value: Any) -> Any:
+    for registry, base in ((METHODS, Method), (PARTITIONS, Partition)):
+        if isinstance(value, base):
+            return _plain(described(registry, value))
+    if isinstance(value, ModelSettings):
+        return _plain({"name": value.name, **value.options})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return _plain_scalar(value)
+
+
+def _plain_scalar(value: Any) -> Any:
+    for kind in (bool, int, float, str):  # numpy's and enum's subclasses, as Ray Tune samples them, become these
+        if isinstance(value, kind):
+            return kind(value)
+    return value

@@ -1,0 +1,108 @@
+"""What the numbers of an experiment may be, and which settings contradict each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raypfl.config.experiment import Experiment
+
+PROTOCOLS = ("local", "global")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A condition and how a sentence says it."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+COUNT = Limit("at least 1", lambda v: v >= 1)
+FROM_ZERO = Limit("0 or more", lambda v: 0 <= v < inf)
+POSITIVE = Limit("above 0", lambda v: 0 < v < inf)
+POSITIVE_OR_INFINITE = Limit("above 0 (.inf for none)", lambda v: v > 0)
+SHARE = Limit("above 0 and at most 1", lambda v: 0 < v <= 1)
+CHANCE = Limit("between 0 and 1", lambda v: 0 <= v <= 1)
+BELOW_ONE = Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
+FILE_NAME = Limit(
+    "letters, digits, '.', '_' or '-', since the run's folder is named after it",
+    lambda v: re.fullmatch(r"\w[\w.-]*", v) is not None,
+)
+PATH = Limit("a folder", bool)
+
+_SETTINGS = {
+    COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
+    "evaluation.batch_size engine.group_size engine.threads ray.actors ray.clients_per_actor checkpoint.keep",
+    FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every ray.gpus_per_actor "
+    "checkpoint.every failures.retries",
+    POSITIVE: "training.lr training.clip_norm training.gamma ray.cpus_per_actor",
+    POSITIVE_OR_INFINITE: "failures.loss_limit",
+    SHARE: "cohort.fraction training.decay",
+    CHANCE: "failures.min_success_fraction",
+    BELOW_ONE: "cohort.dropout training.momentum",
+    FILE_NAME: "name",
+    PATH: "output",
+}
+LIMITS = {path: limit for limit, paths in _SETTINGS.items() for path in paths.split()}
+
+
+def outside_limits(field: str, value: Any) -> list[str]:
+    """A sentence for every number in an experiment's `field` that is out of range."""
+    lines = []
+    for path, limit in LIMITS.items():
+        section, _, key = path.partition(".")
+        if section == field:
+            lines += _outside(path, getattr(value, key) if key else value, limit)
+    return lines
+
+
+def _outside(path: str, value: Any, limit: Limit) -> list[str]:
+    each = value if isinstance(value, tuple) else () if value is None else (value,)
+    return [f"{path} is {one!r}; it must be {limit.text}." for one in each if not limit.holds(one)]
+
+
+def contradictions(experiment: Experiment) -> list[str]:
+    """A sentence for every pair of settings that cannot both be meant."""
+    return [*_cohort(experiment), *_training(experiment), *_evaluation(experiment)]
+
+
+def _cohort(experiment: Experiment) -> list[str]:
+    lines, cohort = [], experiment.cohort
+    clients = getattr(experiment.partition, "clients", None)
+    if cohort.size and clients and cohort.size > clients:
+        lines.append(f"cohort.size is {cohort.size}, but partition.clients is {clients}; draw at most that many.")
+    reach = cohort.availability
+    if reach is not None and not (set(reach) == {"low", "high"} and 0 <= reach["low"] <= reach["high"] <= 1):
+        lines.append(f"cohort.availability is {reach}; it must be {{low: p, high: q}} with 0 <= p <= q <= 1.")
+    return lines
+
+
+def _training(experiment: Experiment) -> list[str]:
+    lines, training = [], experiment.training
+    if training.nesterov and training.momentum == 0:
+        lines.append("training.nesterov is true, but training.momentum is 0; give a momentum such as 0.9.")
+    if (training.schedule == "step") != bool(training.milestones):
+        lines.append(
+            f"training.schedule is {training.schedule!r} with milestones {list(training.milestones)}; "
+            f"schedule: step and a list of rounds belong together."
+        )
+    if (training.schedule == "exponential") != (training.decay != 1):
+        lines.append(
+            f"training.schedule is {training.schedule!r} with decay {training.decay}; "
+            f"schedule: exponential and a decay below 1, such as 0.99, belong together."
+        )
+    if training.warmup_rounds > experiment.rounds:
+        lines.append(f"training.warmup_rounds is {training.warmup_rounds}, but rounds is {experiment.rounds}.")
+    return lines
+
+
+def _evaluation(experiment: Experiment) -> list[str]:
+    protocols = experiment.evaluation.protocols
+    if not protocols or not set(protocols) <= set(PROTOCOLS) or len(set(protocols)) < len(protocols):
+        return [f"evaluation.protocols is {list(protocols)}; it must name one or more of {', '.join(PROTOCOLS)}."]
+    return []

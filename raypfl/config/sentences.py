@@ -1,0 +1,64 @@
+"""What pydantic found wrong, said in sentences with dotted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+Path = tuple[int | str, ...]
+
+_UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "list": "a list",
+    "an instance of sequence": "a list",
+    "dict": "options as 'key: value'",
+    "dataclass": "options as 'key: value'",
+}
+
+
+def sentences(error: ValidationError, unknown: Callable[[Path], str], prefix: Path = ()) -> list[str]:
+    """One sentence for everything that is wrong.
+
+    Parameters
+    ----------
+    unknown : what to say of the path of an unknown key: ``"is not an option of ditto; did you mean 'lam'?"``.
+    prefix : path of what was validated.
+    """
+    return [line for detail in error.errors() for line in _sentence(detail, unknown, prefix)]
+
+
+def dotted(path: Path) -> str:
+    """``("training", "milestones", 0)`` as ``"training.milestones[0]"``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def joined(lines: list[str], subject: str) -> str:
+    """One sentence as it is; several as a list."""
+    if len(lines) == 1:
+        return lines[0]
+    return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *lines])
+
+
+def _sentence(detail: Any, unknown: Callable[[Path], str], prefix: Path) -> list[str]:
+    kind, path = detail["type"], (*prefix, *detail["loc"])
+    if kind == "value_error":
+        return str(detail["ctx"]["error"]).splitlines()
+    if kind in _UNKNOWN:
+        return [f"{dotted(path)} {unknown(path)}"]
+    if kind in {"missing", "missing_argument"}:
+        return [f"{dotted(path)} is needed and has no default."]
+    return [f"{dotted(path)} is {detail['input']!r}; it must be {_expected(detail)}."]
+
+
+def _expected(detail: Any) -> str:
+    if detail["type"] == "literal_error":
+        return detail["ctx"]["expected"]
+    message = detail["msg"].removeprefix("Input should be ").lower()
+    return _EXPECTED.get(detail["type"].partition("_")[0]) or _EXPECTED.get(message, message)

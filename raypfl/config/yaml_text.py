@@ -1,0 +1,82 @@
+"""YAML as a person writes it: ``1e-3`` is a number, and a key given twice is an error rather than a silent choice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raypfl.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} stands here twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1, which PyYAML follows, reads 1e-3 as text: it wants 1.0e-3.
+_EXPONENT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+
+_LIST = "tag:yaml.org,2002:seq"
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(_LIST, items, flow_style=True))
+
+
+def parse(text: str, where: str) -> Any:
+    """The value that YAML `text` describes.
+
+    Raises
+    ------
+    ConfigError : if it is not YAML, or gives a key twice; `where` says which text is meant.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{where}{line} is not valid YAML: {error.problem}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
+
+
+def read(source: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file (a Path, or a line ending in ``.yaml`` or ``.yml``) or in YAML text."""
+    is_file = isinstance(source, Path) or ("\n" not in source and source.endswith((".yaml", ".yml")))
+    text, where = (_text(Path(source)), str(source)) if is_file else (str(source), "The experiment's text")
+    values = {} if (parsed := parse(text, where)) is None else parsed
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{where} holds a {type(values).__name__}; it must be 'key: value' lines, such as 'rounds: 30'."
+        )
+    return values
+
+
+def write(values: dict[str, Any]) -> str:
+    """YAML text, one setting a line."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"There is no file {str(path)!r}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from None

@@ -1,0 +1,129 @@
+"""NumPy arrays in an Arrow file: written whole or not at all, checked when opened, and memory-mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from raypfl.errors import DataError
+
+
+class Unreadable(Exception):
+    """A cache file is missing, cut short, or not what was written."""
+
+
+class Arrays(NamedTuple):
+    """Columns of equal length, and what is to be known about them.
+
+    Attributes
+    ----------
+    columns : name -> array; integers ``[N]``, ``uint8[N, ...]`` of one shape, or, to write, an Arrow dictionary array,
+        whose codes are what is read back.
+    about : anything that JSON can hold.
+    digest : SHA-256 of both, in hexadecimal: the same on every machine.
+    """
+
+    columns: Mapping[str, Any]
+    about: dict[str, Any]
+    digest: str
+
+
+def cached(path: Path, build: Callable[[], tuple[Mapping[str, Any], dict[str, Any]]]) -> Arrays:
+    """Open the Arrow file at `path`; build it first if it is missing, or damaged, of which a warning tells.
+
+    Parameters
+    ----------
+    build : returns columns and about.
+    """
+    if path.exists():
+        try:
+            return opened(path, check=True)
+        except Unreadable as error:
+            warnings.warn(f"The cache file {path} is damaged, and is built again: {error}", stacklevel=3)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    columns, about = build()
+    with writing(path):
+        _write(path, columns, about)
+    return opened(path, check=False)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell how to mend it if the cache at `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"The data cache {path} cannot be written: {error}. Name another folder in data.cache, or in the "
+            f"environment variable RAYPFL_CACHE."
+        ) from error
+
+
+def opened(path: Path, check: bool) -> Arrays:
+    """The arrays in `path`, as read-only views of the memory-mapped file.
+
+    Parameters
+    ----------
+    check : compare the digest too, which reads the whole file.
+
+    Raises
+    ------
+    Unreadable : if there is no such file, or it is damaged.
+    """
+    try:
+        with pa.memory_map(str(path)) as source:
+            batch = pa.ipc.open_file(source).get_batch(0)
+        batch.validate()
+        columns = {name: _view(batch.column(name)) for name in batch.schema.names}
+        header = batch.schema.metadata
+        arrays = Arrays(columns, json.loads(header[b"about"]), header[b"digest"].decode())
+    except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
+    if check and _digest(arrays.columns, arrays.about) != arrays.digest:
+        raise Unreadable("its contents are not those that were written")
+    return arrays
+
+
+def _write(path: Path, columns: Mapping[str, Any], about: dict[str, Any]) -> None:
+    packed = {name: _packed(column) for name, column in columns.items()}
+    digest = _digest({name: _view(column) for name, column in packed.items()}, about)
+    batch = pa.RecordBatch.from_arrays(list(packed.values()), names=list(packed))
+    batch = batch.replace_schema_metadata({"about": json.dumps(about), "digest": digest})
+    # Whoever else builds the same file at the same time replaces it with the same bytes.
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _packed(column: Any) -> pa.Array:
+    if isinstance(column, np.ndarray) and column.ndim > 1:
+        return pa.FixedShapeTensorArray.from_numpy_ndarray(column)
+    return column if isinstance(column, pa.Array) else pa.array(column)
+
+
+def _view(column: pa.Array) -> np.ndarray:
+    if isinstance(column, pa.FixedShapeTensorArray):
+        return column.to_numpy_ndarray()
+    return (column.indices if isinstance(column, pa.DictionaryArray) else column).to_numpy()
+
+
+def _digest(columns: Mapping[str, np.ndarray], about: dict[str, Any]) -> str:
+    content = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, column in columns.items():
+        content.update(f"{name} {column.dtype.str} {column.shape}".encode())
+        content.update(np.ascontiguousarray(column).data)
+    return content.hexdigest()

@@ -1,0 +1,61 @@
+"""Errors that are sentences: what is wrong, where, and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RaypflError(Exception):
+    """Base of everything that raypfl raises on purpose; its text is written for the person who can mend it."""
+
+
+class ConfigError(RaypflError):
+    """An experiment description asks for something that does not exist or does not fit together."""
+
+
+class DataError(RaypflError):
+    """A data set or a partition of it cannot be had as described."""
+
+
+class CheckpointError(RaypflError):
+    """A checkpoint is missing, damaged, or belongs to another experiment."""
+
+
+class ClientError(RaypflError):
+    """A client's own work went wrong.
+
+    Parameters
+    ----------
+    message : what happened, as a sentence.
+    clients : ids of the clients it happened to.
+    repeatable : whether trying again must give the same (a NaN loss), so that no retry is made.
+    """
+
+    def __init__(self, message: str, clients: Iterable[int] = (), repeatable: bool = False):
+        super().__init__(message, tuple(clients), repeatable)
+        self.message = message
+        self.clients = tuple(clients)
+        self.repeatable = repeatable
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class EmptyCohort(RaypflError):
+    """Nobody is left to take part in a round."""
+
+
+class LostState(RaypflError):
+    """Client states were lost with the node that held them; the rounds since the last checkpoint must be run again."""
+
+
+class Stopped(RaypflError):
+    """The run was asked to stop (Ctrl-C, SIGTERM) and did so between two rounds' results."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"did you mean 'x'?"`` for the nearest known name, else the list of the known ones."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(known)}."

@@ -1,0 +1,92 @@
+"""Where groups are run. `inline` is this process; Ray's is in :mod:`raypfl.federation.actors`."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from raypfl.errors import Stopped
+from raypfl.federation.states import Place, Stack
+from raypfl.federation.stopping import StopRequest
+from raypfl.federation.work import Call, Group, Reply, Worker
+
+
+@dataclass(frozen=True)
+class Done:
+    """A group that succeeded; `stack` holds its clients' new states (a :class:`Stack` or a reference), or None."""
+
+    reply: Reply
+    stack: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A group whose function raised, or whose actors died."""
+
+    error: BaseException
+    trace: str
+
+
+class Backend(Protocol):
+    """Runs the groups of an exchange somewhere."""
+
+    def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        """Put what all groups need where they can get at it."""
+        ...
+
+    def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
+        """Run the groups, costliest first; results in the order in which they come."""
+        ...
+
+    def keep(self, stack: Stack) -> Any:
+        """Put states where groups can get at them; returns the handle that a :class:`Place` holds."""
+        ...
+
+    def fetch(self, handle: Any) -> Stack:
+        """The states behind a handle."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Inline:
+    """Groups run one after the other in this process: for a breakpoint, or a machine with torch alone."""
+
+    def __init__(self, worker: Worker, stop: StopRequest | None = None):
+        self._worker = worker
+        self._stop = stop or StopRequest()
+
+    def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        return arrays
+
+    def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
+        for group in groups:
+            if self._stop.made:
+                raise Stopped("The run was asked to stop.")
+            try:
+                with self._stop.interruptible():
+                    reply, stack = self._worker.work(call, call.broadcast, group, states_of(group.states, lambda s: s))
+            except Exception as error:
+                yield group, Failed(error, traceback.format_exc())
+            else:
+                yield group, Done(reply, stack)
+
+    def keep(self, stack: Stack) -> Any:
+        return stack
+
+    def fetch(self, handle: Any) -> Stack:
+        return handle
+
+    def close(self) -> None:
+        pass
+
+
+def states_of(places: Sequence[Place | None], fetch: Callable[[Any], Stack]) -> list[Mapping[str, np.ndarray]]:
+    """Each client's state, empty where it has none."""
+    return [{} if place is None else fetch(place.stack).of(place.k) for place in places]

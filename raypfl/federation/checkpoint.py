@@ -1,0 +1,351 @@
+"""Checkpoints that survive a kill: safetensors, Parquet and JSON in a folder, complete only once its manifest is there.
+
+A checkpoint is a folder ``<location>/<number>-round-<round>`` with ::
+
+    server.safetensors                  the tensors of the server's state
+    states-00000.safetensors, ...       the clients' states, a shard of clients a file
+    rounds.parquet, ...                 the tables
+    meta.json                           everything else
+    manifest.json                       size and SHA-256 of every other file, written last
+
+Numbers count up with every save, so a checkpoint never overwrites another, not even one of the same round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from raypfl.errors import CheckpointError
+
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_NAME = re.compile(r"(\d+)-round-\d+")
+_DRAFT = ".draft"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """The states of some clients.
+
+    Attributes
+    ----------
+    clients : ``int64[k]``, ids.
+    tensors : name -> ``[k, ...]``, row i belonging to ``clients[i]``.
+    """
+
+    clients: np.ndarray
+    tensors: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a run needs to go on to the same bits.
+
+    Attributes
+    ----------
+    round : rounds finished.
+    server : nested dicts (keys str or int), lists and tuples of tensors, int, float, str, bool, None. Tensors come back
+        on the CPU.
+    states : the clients' states, read and written one shard at a time; after `load` it may be iterated more than once.
+    tables : name -> table; a name is a file name without its ending.
+    meta : what JSON can hold.
+    """
+
+    round: int
+    server: dict[str, Any]
+    states: Iterable[StateShard]
+    tables: dict[str, pa.Table]
+    meta: dict[str, Any]
+
+
+def save(location: str, snapshot: Snapshot, keep: int) -> str:
+    """Write a checkpoint, then delete all but the `keep` newest.
+
+    Parameters
+    ----------
+    location : a local path or any ``pyarrow.fs`` URI; belongs to one run, and one process writes to it at a time.
+
+    Returns
+    -------
+    path of the checkpoint inside the location's file system.
+
+    Raises
+    ------
+    CheckpointError : if it cannot be written; the older checkpoints are then untouched.
+    """
+    files, root = resolve(location)
+    local = isinstance(files, pafs.LocalFileSystem)
+    try:
+        existing = _list(files, root)
+        number = 1 + max((int(name.partition("-")[0]) for name in existing), default=0)
+        path = f"{root}/{number:06d}-round-{snapshot.round}"
+        draft = path + _DRAFT if local else path
+        _write(files, draft, snapshot)
+        if local:
+            _publish(draft, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint of round {snapshot.round} cannot be written to {location}: {error}. Free some space "
+            f"there, or set checkpoint.location to another place; `raypfl resume` goes on from the checkpoint before."
+        ) from error
+    # What cannot be deleted now is tried again after the next save: no reason to stop a run.
+    with contextlib.suppress(OSError):
+        _prune(files, root, keep)
+    return path
+
+
+def load(location: str, warn: Callable[[str], None]) -> Snapshot | None:
+    """The newest checkpoint that is intact, or None if none was ever completed.
+
+    Parameters
+    ----------
+    warn : is told, in a sentence each, which checkpoints were skipped and why.
+
+    Raises
+    ------
+    CheckpointError : if there are checkpoints, but every one of them is damaged, or the location cannot be read.
+    """
+    files, root = resolve(location)
+    damaged = []
+    try:
+        names = sorted(_list(files, root), reverse=True)
+    except OSError as error:
+        raise CheckpointError(f"The checkpoints in {location} cannot be listed: {error}.") from error
+    for name in names:
+        path = f"{root}/{name}"
+        try:
+            if not _is_complete(files, path):
+                warn(
+                    f"The checkpoint {path} is skipped: it was never finished, as if the run had been killed meanwhile."
+                )
+                continue
+            return _read(files, path)
+        except (OSError, _Damaged) as error:
+            damaged.append(f"{path} ({error})")
+            warn(f"The checkpoint {path} is skipped: {error}.")
+    if damaged:
+        raise CheckpointError(
+            f"No checkpoint in {location} is intact: {'; '.join(damaged)}. "
+            f"Restore one of these folders from a copy, or delete them to start from the first round."
+        )
+    return None
+
+
+def resolve(location: str) -> tuple[pafs.FileSystem, str]:
+    """The file system of a location and the path in it."""
+    if "://" not in location:
+        return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
+    try:
+        files, path = pafs.FileSystem.from_uri(location)
+    except (pa.ArrowException, OSError) as error:
+        raise CheckpointError(
+            f"checkpoint.location is {location!r}, which cannot be opened: {error}. "
+            f"Expected is a folder, or a URI such as s3://bucket/folder or gs://bucket/folder."
+        ) from error
+    return files, path.rstrip("/")
+
+
+class _Damaged(Exception):
+    """Why a checkpoint cannot be used, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class _StoredShards:
+    """The shards of a checkpoint, read one at a time as they are asked for."""
+
+    files: pafs.FileSystem
+    paths: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[StateShard]:
+        for path in self.paths:
+            try:
+                arrays = safetensors.numpy.load(_bytes(self.files, path))
+            except (OSError, safetensors.SafetensorError) as error:
+                raise CheckpointError(
+                    f"The client states in {path} were intact a moment ago and can no longer be read: {error}."
+                ) from error
+            yield StateShard(arrays.pop("clients"), {name.removeprefix("state/"): a for name, a in arrays.items()})
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> None:
+    files.create_dir(folder, recursive=True)
+    written: dict[str, dict[str, Any]] = {}
+
+    def put(name: str, content: bytes | pa.Buffer) -> None:
+        with files.open_output_stream(f"{folder}/{name}", compression=None) as stream:
+            stream.write(content)
+        written[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    tensors: dict[str, torch.Tensor] = {}
+    server = _encode(snapshot.server, "", tensors)
+    put("server.safetensors", safetensors.torch.save(tensors))
+    shards = 0
+    for shard in snapshot.states:
+        arrays = {"clients": shard.clients, **{f"state/{name}": array for name, array in shard.tensors.items()}}
+        put(f"states-{shards:05d}.safetensors", safetensors.numpy.save(arrays))
+        shards += 1
+    for name, table in snapshot.tables.items():
+        put(f"{name}.parquet", _parquet(table))
+    meta = {"round": snapshot.round, "server": server, "shards": shards, "tables": list(snapshot.tables)}
+    put("meta.json", json.dumps({**meta, "meta": snapshot.meta}).encode())
+    put(_MANIFEST, json.dumps({"format": FORMAT, "files": written}, indent=1).encode())
+
+
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    """`value` as JSON, each node a pair ``[kind, content]``; its tensors go to `tensors` under their path."""
+    if isinstance(value, torch.Tensor):
+        while path in tensors:  # the keys 3 and "3", or "a/b" and "a" above "b", make one path
+            path += "'"
+        # A copy: safetensors refuses tensors that share memory, as views of one flat vector do.
+        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+        return ["tensor", path]
+    if isinstance(value, dict):
+        if bad := [key for key in value if not isinstance(key, (str, int))]:
+            raise CheckpointError(f"The server state {path or '/'} has the key {bad[0]!r}; keys must be str or int.")
+        return ["dict", [[key, _encode(item, f"{path}/{key}".lstrip("/"), tensors)] for key, item in value.items()]]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["value", value]
+    raise CheckpointError(
+        f"The server state {path!r} is of type {type(value).__name__}, which a checkpoint cannot hold; keep tensors, "
+        f"numbers, strings, and dicts, lists or tuples of them."
+    )
+
+
+def _parquet(table: pa.Table) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def _publish(draft: str, path: str) -> None:
+    """Give a local checkpoint its final name once it is on the disk, also if the power fails."""
+    for entry in os.scandir(draft):
+        _fsync(entry.path)
+    _fsync(draft)
+    os.rename(draft, path)
+    _fsync(os.path.dirname(path))
+
+
+def _fsync(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _prune(files: pafs.FileSystem, root: str, keep: int) -> None:
+    """Delete unfinished checkpoints, and complete ones but the `keep` newest."""
+    kept = 0
+    for name in sorted(_list(files, root), reverse=True):
+        if kept < max(keep, 1) and _is_complete(files, f"{root}/{name}"):
+            kept += 1
+        else:
+            files.delete_dir(f"{root}/{name}")
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def _list(files: pafs.FileSystem, root: str) -> list[str]:
+    """Names of all checkpoints in a folder, unfinished ones included."""
+    found = files.get_file_info(pafs.FileSelector(root, allow_not_found=True))
+    return [
+        entry.base_name
+        for entry in found
+        if entry.type == pafs.FileType.Directory and _NAME.fullmatch(entry.base_name.removesuffix(_DRAFT))
+    ]
+
+
+def _is_complete(files: pafs.FileSystem, path: str) -> bool:
+    """Whether the save came to its end; what happened to the files since is another question."""
+    if isinstance(files, pafs.LocalFileSystem):
+        return not path.endswith(_DRAFT)
+    return files.get_file_info(f"{path}/{_MANIFEST}").type == pafs.FileType.File
+
+
+def _read(files: pafs.FileSystem, path: str) -> Snapshot:
+    _verify(files, path)
+    meta = json.loads(_bytes(files, f"{path}/meta.json"))
+    tensors = safetensors.torch.load(_bytes(files, f"{path}/server.safetensors"))
+    return Snapshot(
+        round=meta["round"],
+        server=_decode(meta["server"], tensors),
+        states=_StoredShards(files, tuple(f"{path}/states-{i:05d}.safetensors" for i in range(meta["shards"]))),
+        tables={
+            name: pq.read_table(pa.BufferReader(_bytes(files, f"{path}/{name}.parquet"))) for name in meta["tables"]
+        },
+        meta=meta["meta"],
+    )
+
+
+def _verify(files: pafs.FileSystem, path: str) -> None:
+    """Raise `_Damaged` unless every file is as it was written."""
+    for name, expected in _manifest(files, path).items():
+        size = files.get_file_info(f"{path}/{name}").size
+        if size is None:
+            raise _Damaged(f"its {name} is missing")
+        if size != expected["bytes"]:
+            raise _Damaged(f"its {name} has {size:,} bytes instead of {expected['bytes']:,}")
+        if _sha256(files, f"{path}/{name}") != expected["sha256"]:
+            raise _Damaged(f"the content of its {name} has changed since it was written")
+
+
+def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
+    """File name -> its bytes and sha256."""
+    try:
+        manifest = json.loads(_bytes(files, f"{path}/{_MANIFEST}"))
+        if manifest["format"] > FORMAT:
+            raise _Damaged("it was written by a newer version of raypfl, which is needed to read it")
+        return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        raise _Damaged(f"its {_MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _Damaged(f"its {_MANIFEST} is damaged") from None
+
+
+def _decode(node: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
+    kind, content = node
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _decode(item, tensors) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [_decode(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    return content
+
+
+def _sha256(files: pafs.FileSystem, path: str) -> str:
+    digest = hashlib.sha256()
+    with files.open_input_stream(path, compression=None) as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _bytes(files: pafs.FileSystem, path: str) -> bytes:
+    with files.open_input_stream(path, compression=None) as stream:
+        return stream.read()

@@ -1,0 +1,447 @@
+"""A group of clients at work: what a method's client functions are given."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, vmap
+from torch.nn import functional as F
+
+from raypfl import rng
+from raypfl.errors import ClientError
+from raypfl.federation.batches import Batch, GroupSamples, Samples, order
+from raypfl.federation.executor import Executor, Loss, Sequential, SGDRule, Vectorised
+from raypfl.messages import PerClient, per_client, plain
+from raypfl.models.flat import FlatModel
+from raypfl.settings import TrainingSettings
+
+
+@dataclass(eq=False)
+class Bench:
+    """What the clients of one process share: the network, the samples, the settings. Built once, used by every group.
+
+    Attributes
+    ----------
+    split : ``split(client, name) -> int64[n]`` sample numbers of one client's split.
+    pools : samples that belong to no client, by name.
+    networks : further networks of the method (:meth:`raypfl.Method.networks`).
+    loss_limit : a training loss above it is a failure.
+    """
+
+    model: FlatModel
+    executor: Executor
+    samples: Samples
+    split: Callable[[int, str], np.ndarray]
+    num_clients: int
+    num_classes: int
+    training: TrainingSettings
+    seed: int
+    pools: Mapping[str, np.ndarray] = field(default_factory=dict)
+    networks: Mapping[str, FlatModel] = field(default_factory=dict)
+    loss_limit: float = 1e6
+    evaluation_batch: int = 512
+
+    @cached_property
+    def initial(self) -> Tensor:
+        """The model that every client and the server begin with, ``[P+B]``."""
+        return self.model.init(self.seed)
+
+    @cache
+    def everyone(self, split: str) -> np.ndarray:
+        """The union of all clients' splits, ``int64[N]``."""
+        return np.concatenate([self.split(client, split) for client in range(self.num_clients)])
+
+    @cached_property
+    def one_by_one(self) -> Sequential:
+        """The executor for what cannot be vectorised."""
+        executor = self.executor
+        return executor if isinstance(executor, Sequential) else Sequential(self.model, executor.precision)  # type: ignore[attr-defined]
+
+
+class ClientState(MutableMapping[str, Tensor]):
+    """What stays with the group's clients between rounds: name -> ``Tensor[K, ...]``.
+
+    Loaded with the group and stored when its function returns. A client that was never given a value has none.
+    """
+
+    def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device):
+        self._rows = rows
+        self._device = device
+        self._new: dict[str, Tensor] = {}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The clients' values of `name` ``[K, ...]``; a client without one gets `default` (one row, or ``[K, ...]``)."""
+        if name in self._new:
+            return self._new[name]
+        if not any(name in row for row in self._rows):
+            if default is None:
+                return None
+            return self._default_rows(default)
+        if default is None and not all(name in row for row in self._rows):
+            raise KeyError(f"Some clients of the group have no {name!r} yet; give clients.state.get a default.")
+        filled = None if default is None else plain(self._default_rows(default)).clone()
+        stored = [
+            None if name not in row else torch.from_numpy(np.array(row[name])).to(self._device) for row in self._rows
+        ]
+        if filled is None:
+            return per_client(torch.stack([s for s in stored if s is not None]))
+        for k, value in enumerate(stored):
+            if value is not None:
+                filled[k] = value
+        return per_client(filled)
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.get(name)
+        if value is None:
+            raise KeyError(f"The clients have no {name!r} yet; give clients.state.get a default.")
+        return value
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if len(value) != len(self._rows):
+            raise ValueError(
+                f"clients.state[{name!r}] needs one row for each of the group's {len(self._rows)} clients, "
+                f"this has shape {tuple(value.shape)}."
+            )
+        self._new[name] = per_client(plain(value).detach())
+
+    def __delitem__(self, name: str) -> None:
+        self._new.pop(name, None)
+        self._rows = [{n: v for n, v in row.items() if n != name} for row in self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({name for row in self._rows for name in row} | set(self._new)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def changes(self) -> dict[str, np.ndarray]:
+        """What was set: name -> ``[K, ...]``."""
+        return {name: plain(value).cpu().numpy() for name, value in self._new.items()}
+
+    def _default_rows(self, default: Tensor) -> PerClient:
+        if isinstance(default, PerClient):
+            return default
+        return per_client(default.to(self._device).expand(len(self._rows), *default.shape))
+
+
+class Clients:
+    """A group of K clients in one round. Tensors about the group have a leading client axis.
+
+    Attributes
+    ----------
+    ids : the clients' numbers.
+    round : the round's number, from 0.
+    lr : the learning rate that the schedule gives this round.
+    model : the clients' network as a function of a flat vector.
+    networks : the method's further networks.
+    state : what stays on the clients between rounds.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        ids: tuple[int, ...],
+        round: int,
+        lr: float,
+        states: list[Mapping[str, np.ndarray]] | None = None,
+    ):
+        self.ids = ids
+        self.round = round
+        self.lr = lr
+        self.model = bench.model
+        self.networks = bench.networks
+        self.num_classes = bench.num_classes
+        self.training = bench.training
+        self.state = ClientState(states or [{} for _ in ids], bench.model.device)
+        self.losses: Tensor | None = None
+        self._bench = bench
+        self._gathered: dict[str, GroupSamples] = {}
+        self._shared: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group computes."""
+        return self.model.device
+
+    @property
+    def initial(self) -> Tensor:
+        """The model that every client and the server begin with, ``[P+B]``."""
+        return self._bench.initial
+
+    @property
+    def num_samples(self) -> PerClient:
+        """``[K]`` training samples of each client, in floating point."""
+        return per_client(torch.from_numpy(self._samples("train").sizes).to(self.device, self.model.dtype))
+
+    def label_counts(self, split: str = "train") -> PerClient:
+        """``[K, num_classes]`` samples of each class."""
+        rows = [torch.bincount(b.y, minlength=self.num_classes) for b in self._whole(split)]
+        return per_client(torch.stack(rows).to(self.model.dtype))
+
+    def loss(self, p: Tensor, batch: Batch) -> Tensor:
+        """One client's mean cross-entropy on a batch, at parameters `p`."""
+        return batch.mean(
+            F.cross_entropy(
+                self.model(p, batch.x).float() if self._half else self.model(p, batch.x), batch.y, reduction="none"
+            )
+        )
+
+    def sgd(
+        self,
+        loss: Loss,
+        start: Tensor,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        train: str | None = None,
+        stream: str = "",
+        **extras: Any,
+    ) -> PerClient:
+        """Train each client from its start by SGD on its own training samples.
+
+        Two calls in one round visit the same batches, so that their results can be compared, unless they name different
+        streams.
+
+        Parameters
+        ----------
+        loss : ``loss(p, batch, **extras) -> scalar`` of one client's parameters ``p[P]``.
+        start : ``[P+B]``, the same for all, or ``[K, P+B]``.
+        epochs, steps, batch_size, lr : instead of the experiment's.
+        train : the segments that move (see :meth:`FlatModel.names`); the rest stays bit for bit.
+        stream : another name, other batches.
+        extras : passed to the loss by name. What came up per client (a state, a scattered row, a result) is passed row
+            by row; a model vector among them is cut to its parameters.
+
+        Returns
+        -------
+        ``[K, P+B]`` trained models.
+
+        Raises
+        ------
+        ClientError : for clients whose loss or model is not finite, or whose loss is above the limit.
+        """
+        t = self.training
+        samples = self._samples("train")
+        if epochs is None and steps is None:
+            epochs, steps = t.epochs, t.steps
+        visits = order(self._keys("batches" + stream), samples.sizes, batch_size or t.batch_size, epochs or 1, steps)
+        mask = None if train is None else self.model.parameters(self.model.mask(train))
+        rule = SGDRule(self.lr if lr is None else lr, t.momentum, t.nesterov, t.weight_decay, t.clip_norm, mask)
+        rows = self._rows(start)
+        keys = torch.from_numpy(self._keys("draws" + stream).astype(np.int64)).to(self.device)
+        extras = self._checked(extras)
+        executor = self._executor(loss, rows, visits.counts, extras)
+        trained, losses = self._or_one_by_one(
+            executor, lambda e: e.sgd(loss, rows, samples, visits, rule, keys, extras)
+        )
+        self._refuse_divergence(trained, losses)
+        self.losses = losses
+        return per_client(trained)
+
+    def grad(self, loss: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
+        """Gradient of each client's mean loss, ``[K, P]``, at ``at`` (``[P+B]`` or ``[K, P+B]``).
+
+        `batches` is what :meth:`batches` gave; None: all training samples of each client.
+        """
+        keys = torch.from_numpy(self._keys("draws").astype(np.int64)).to(self.device)
+        chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
+        return per_client(
+            self._or_one_by_one(self._bench.executor, lambda e: e.grad(loss, rows, chosen, keys, extras)[0])
+        )
+
+    def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
+        """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
+
+        `at` is any flat vector, one for all or one a client: the clients' network's, or another's.
+        """
+        chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
+        return per_client(self._or_one_by_one(self._bench.executor, lambda e: e.map(function, rows, chosen, extras)))
+
+    def vjp(
+        self, function: Loss, at: Tensor, cotangent: Tensor, batches: list[Batch] | None = None, **extras: Any
+    ) -> PerClient:
+        """Pull ``cotangent[K, ...]`` back through what :meth:`map` computes: ``[K, Q]`` for ``at[Q]`` or ``[K, Q]``."""
+        p = self._rows(at).detach().clone().requires_grad_()
+        with torch.enable_grad():
+            rows = self.map(function, p, batches, **extras)
+        return per_client(torch.autograd.grad(plain(rows), p, plain(cotangent))[0])
+
+    def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
+        """A batch of `size` samples of each client (all it has, if fewer), the same for the same stream in a round."""
+        samples = self._samples(split)
+        visits = order(self._keys("batch" + stream), samples.sizes, size, steps=1)
+        positions = [torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]]) for k in range(len(self))]
+        return [samples.client(k, p.to(self.device)) for k, p in enumerate(positions)]
+
+    def class_means(
+        self, features: Callable[[Tensor, Tensor], Tensor], at: Tensor, split: str = "train"
+    ) -> tuple[PerClient, PerClient]:
+        """Mean feature of each class on each client.
+
+        Parameters
+        ----------
+        features : ``features(theta, x[b, ...]) -> [b, d]``.
+
+        Returns
+        -------
+        ``[K, num_classes, d]``, zero for a class that a client lacks, and counts ``[K, num_classes]``.
+        """
+        classes = self.num_classes
+
+        def one(theta: Tensor, batch: Batch) -> Tensor:
+            z = features(theta, batch.x)
+            member = F.one_hot(batch.y, classes).to(z.dtype) * batch.weight[:, None].to(z.dtype)
+            return member.T @ z / member.sum(0).clamp_min(1)[:, None]
+
+        return self.map(one, at, self._whole(split)), self.label_counts(split)
+
+    def logits(self, theta: Tensor, x: Tensor) -> PerClient:
+        """Each client's model on the same inputs ``x[n, ...]``: ``[K, n, classes]``, without gradients."""
+        return per_client(torch.cat(list(self._outputs(self._rows(theta), x)), dim=1))
+
+    def pool(self, name: str) -> tuple[Tensor, Tensor]:
+        """Samples that belong to no client: normalised inputs ``[n, C, H, W]`` and labels ``[n]``."""
+        x, y = self._bench.samples.take(self._bench.pools[name])
+        return self._bench.samples.normalise(x), y
+
+    def evaluate(self, theta: Tensor, split: str = "test") -> tuple[PerClient, PerClient, PerClient]:
+        """Each client's model on its own split: correct answers, summed cross-entropy and samples, each ``[K]``."""
+        samples, rows = self._samples(split), self._rows(theta)
+        totals = [self._score(rows[k : k + 1], b.x, b.y) for k, b in enumerate(self._whole(split))]
+        correct, loss = (torch.cat([t[i] for t in totals]) for i in (0, 1))
+        return per_client(correct), per_client(loss), per_client(torch.from_numpy(samples.sizes).to(self.device))
+
+    def evaluate_on(self, theta: Tensor, where: np.ndarray) -> tuple[PerClient, PerClient]:
+        """Each client's model on the same samples, given by number: correct answers and summed cross-entropy, ``[K]``."""
+        rows, size = self._rows(theta), self._bench.evaluation_batch
+        correct = torch.zeros(len(self), device=self.device)
+        loss = torch.zeros(len(self), device=self.device)
+        for first in range(0, len(where), size):
+            x, y = self._bench.samples.take(where[first : first + size])
+            right, wrong = self._score(rows, self._bench.samples.normalise(x), y)
+            correct, loss = correct + right, loss + wrong
+        return per_client(correct), per_client(loss)
+
+    def everyone(self, split: str) -> np.ndarray:
+        """Numbers of the samples in the union of all clients' splits, ``int64[N]``."""
+        return self._bench.everyone(split)
+
+    def received(self, arguments: Mapping[str, Any]) -> None:
+        """Note the round's broadcasts, which an extra may be without a doubt about its first axis."""
+        self._shared = {id(a) for a in arguments.values() if isinstance(a, Tensor) and not isinstance(a, PerClient)}
+
+    @property
+    def _half(self) -> bool:
+        return self.training.precision == "bf16"
+
+    def _score(self, rows: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        correct = torch.zeros(len(rows), device=self.device)
+        loss = torch.zeros(len(rows), device=self.device)
+        first = 0
+        for out in self._outputs(rows, x):
+            labels = y[first : first + out.shape[1]].expand(len(rows), -1)
+            correct += (out.argmax(-1) == labels).sum(1)
+            loss += F.cross_entropy(out.transpose(1, 2).float(), labels, reduction="none").sum(1)
+            first += out.shape[1]
+        return correct, loss
+
+    def _outputs(self, rows: Tensor, x: Tensor) -> Iterator[Tensor]:
+        """Logits ``[K, b, classes]`` batch by batch."""
+        together = isinstance(self._bench.executor, Vectorised) and len(rows) > 1
+        with torch.no_grad(), self.model.mode(train=False):
+            for part in x.split(self._bench.evaluation_batch):
+                if together:
+                    yield vmap(self.model, in_dims=(0, None))(rows, part)
+                else:
+                    yield torch.stack([self.model(row, part) for row in rows])
+
+    def _samples(self, split: str) -> GroupSamples:
+        if split not in self._gathered:
+            self._gathered[split] = GroupSamples(self._bench.samples, [self._bench.split(c, split) for c in self.ids])
+        return self._gathered[split]
+
+    def _whole(self, split: str) -> list[Batch]:
+        samples = self._samples(split)
+        return [samples.client(k) for k in range(len(self))]
+
+    def _keys(self, purpose: str) -> np.ndarray:
+        return np.array([rng.key(self._bench.seed, purpose, self.round, c) for c in self.ids], dtype=np.uint64)
+
+    def _rows(self, theta: Tensor) -> Tensor:
+        theta = plain(theta)
+        return theta.expand(len(self), -1) if theta.dim() == 1 else theta
+
+    def _checked(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+        for name, extra in extras.items():
+            doubtful = isinstance(extra, Tensor) and not isinstance(extra, PerClient) and id(extra) not in self._shared
+            if doubtful and len(self) > 1 and extra.dim() and len(extra) == len(self):
+                raise ValueError(
+                    f"{name!r} has {len(extra)} rows, as many as the group has clients: is there one for each client? Then "
+                    f"pass raypfl.per_client({name}); if all clients share it, send it with cohort.run."
+                )
+        return dict(extras)
+
+    def _executor(self, loss: Loss, start: Tensor, counts: np.ndarray, extras: Mapping[str, Any]) -> Executor:
+        """The group's executor, unless padding would change what this loss computes."""
+        executor = self._bench.executor
+        if not isinstance(executor, Vectorised) or loss == self.loss:
+            return executor
+        size = counts.max(initial=1)
+        if (counts[counts > 0] == size).all() or executor.respects_padding(loss, start, self._samples("train"), extras):
+            return executor
+        warnings.warn(
+            f"The loss {getattr(loss, '__qualname__', loss)} does not weigh its samples with batch.weight, so clients "
+            "are trained one by one; use batch.mean(values) to train them together.",
+            stacklevel=3,
+        )
+        return self._bench.one_by_one
+
+    def _or_one_by_one(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:
+        try:
+            return work(executor)
+        except RuntimeError as error:
+            if not isinstance(executor, Vectorised) or "vmap" not in str(error):
+                raise
+            warnings.warn(
+                f"A function of this method cannot be vectorised, so clients run one by one. torch says: "
+                f"{str(error).splitlines()[0]}",
+                stacklevel=3,
+            )
+            return work(self._bench.one_by_one)
+
+    def _refuse_divergence(self, trained: Tensor, losses: Tensor) -> None:
+        good = torch.isfinite(losses) & (losses <= self._bench.loss_limit) & torch.isfinite(trained).all(1)
+        if not bool(good.all()):
+            k = int((~good).nonzero()[0])
+            bad = [self.ids[i] for i in (~good).nonzero().flatten().tolist()]
+            raise ClientError(
+                f"Training diverged on client {self.ids[k]} in round {self.round}: mean loss {float(losses[k]):.3g}, "
+                f"limit {self._bench.loss_limit:.3g}. Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
+                clients=bad,
+                repeatable=True,
+            )
+
+
+def learning_rate(settings: TrainingSettings, round: int, rounds: int) -> float:
+    """The learning rate of a round under the settings' schedule."""
+    lr = settings.lr
+    if settings.schedule == "exponential":
+        lr *= settings.decay**round
+    elif settings.schedule == "cosine":
+        lr *= 0.5 * (1 + float(np.cos(np.pi * round / rounds)))
+    elif settings.schedule == "step":
+        lr *= settings.gamma ** sum(round >= milestone for milestone in settings.milestones)
+    if round < settings.warmup_rounds:
+        lr *= (round + 1) / settings.warmup_rounds
+    return lr

@@ -1,0 +1,92 @@
+"""Connecting to a Ray cluster, or starting a local one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from raypfl.errors import ConfigError
+from raypfl.settings import RaySettings
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@contextlib.contextmanager
+def connected(settings: RaySettings) -> Iterator[Any]:
+    """Within: Ray is there. A local cluster is started and stopped; one that was there before is left as it was.
+
+    Raises
+    ------
+    ConfigError : if ``ray.address`` names a cluster that cannot be reached.
+    """
+    _authenticate(local=settings.address is None)
+    import ray
+
+    if ray.is_initialized():
+        yield ray
+        return
+    folder = tempfile.mkdtemp(prefix="raypfl-")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    try:
+        if settings.address is None:
+            ray.init(include_dashboard=settings.dashboard, _temp_dir=folder, **quiet)
+        else:
+            _attach(ray, settings.address, quiet)
+        _without_chatter(ray)
+        yield ray
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def client_actors(ray: Any, settings: RaySettings, groups: int) -> int:
+    """How many client actors a run gets: what is asked for, or what the cluster has room for and there is work for.
+
+    Raises
+    ------
+    ConfigError : if the cluster has no room for as many as are asked for.
+    """
+    total = ray.cluster_resources()
+    room = math.inf
+    for resource, share in (("CPU", settings.cpus_per_actor), ("GPU", settings.gpus_per_actor)):
+        if share:
+            room = min(room, total.get(resource, 0.0) / share + 1e-9)
+    wanted = settings.actors or 1
+    if room < wanted:
+        raise ConfigError(
+            f"{wanted} client actors with {settings.cpus_per_actor:g} CPUs and {settings.gpus_per_actor:g} GPUs each need "
+            f"more than this cluster has: {total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs. "
+            "Lower ray.actors, ray.cpus_per_actor or ray.gpus_per_actor."
+        )
+    return settings.actors or max(1, int(min(room, groups)))
+
+
+def _attach(ray: Any, address: str, options: dict[str, Any]) -> None:
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ConfigError(
+            f"No Ray cluster can be reached at ray.address={address!r}: {str(error).splitlines()[0]} Is it running, and "
+            "has this machine its token (RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH)? Without ray.address a local one is started."
+        ) from error
+
+
+def _authenticate(local: bool) -> None:
+    """Ray's token authentication, on: with a token of our own for a local cluster, the user's for another."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    if local and not given and os.environ["RAY_AUTH_MODE"] == "token":
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _without_chatter(ray: Any) -> None:
+    # Ray prints a paragraph for every process that dies, whatever its log settings; the run says it in a sentence.
+    worker = ray._private.worker
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *args, **kwargs: None

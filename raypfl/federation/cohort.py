@@ -1,0 +1,312 @@
+"""The clients of one round, as the server calls them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.errors import ClientError, ConfigError, EmptyCohort, RaypflError
+from raypfl.federation.backend import Backend, Failed
+from raypfl.federation.ledger import Entry, Ledger
+from raypfl.federation.schedule import cut
+from raypfl.federation.states import StateTable
+from raypfl.federation.work import Call, Group, Reply, Value
+from raypfl.messages import Scatter, plain
+from raypfl.methods.base import Task
+from raypfl.settings import FailureSettings
+
+
+@dataclass
+class Exchanger:
+    """Carries a run's exchanges: what all its cohorts share.
+
+    Attributes
+    ----------
+    costs : ``float[num_clients]`` what each client's turn is expected to take, in any unit.
+    cut_for : ``(group size, executor)`` for a cohort of a given size.
+    warn : told of what a person should know.
+    """
+
+    task: Task
+    backend: Backend
+    states: StateTable
+    ledger: Ledger
+    failures: FailureSettings
+    costs: np.ndarray
+    cut_for: Callable[[int], tuple[int, str]]
+    warn: Callable[[str], None]
+    _numbers: Any = field(default_factory=itertools.count)
+
+    def call(
+        self,
+        function: str | Callable[..., Any],
+        clients: Iterable[tuple[int, int]],
+        round: int,
+        lr: float,
+        arguments: Mapping[str, Any],
+    ) -> tuple[Call, list[Group]]:
+        """An exchange and its groups, for ``(position, client)`` pairs."""
+        tensors = {n: plain(a) for n, a in arguments.items() if isinstance(a, Tensor)}
+        shared = self.backend.broadcast({n: t.detach().cpu().numpy() for n, t in tensors.items()})
+        scalars = {n: a for n, a in arguments.items() if not isinstance(a, Tensor | Scatter)}
+        rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
+        pairs = list(clients)
+        ids, positions = np.array([c for _, c in pairs]), np.array([p for p, _ in pairs])
+        size, executor = self.cut_for(len(pairs))
+        groups = [
+            Group(
+                index=index,
+                clients=tuple(ids[members].tolist()),
+                positions=positions[members],
+                scattered={n: r[positions[members]] for n, r in rows.items()},
+                states=[self.states.place(int(c)) for c in ids[members]],
+                cost=float(self.costs[ids[members]].sum()),
+            )
+            for index, members in enumerate(cut(self.costs[ids], size, executor))
+        ]
+        return Call(next(self._numbers), function, round, lr, shared, scalars), groups
+
+    def run(self, call: Call, groups: list[Group], losing: Callable[[int, str], None]) -> Iterable[tuple[Group, Reply]]:
+        """Run groups until each has succeeded or lost its failing clients; replies in the order of the groups.
+
+        A group's partial sums must be added in a fixed order, so replies that come early wait for those before them.
+        """
+        arrived: dict[int, tuple[Group, Reply] | None] = {}
+        order = [g.index for g in groups]
+        tries = dict.fromkeys(order, 0)
+        while groups:
+            failures: list[tuple[Group, Failed]] = []
+            for group, outcome in self.backend.run(call, groups):
+                if isinstance(outcome, Failed):
+                    tries[group.index] += 1
+                    self._raise_if_hopeless(call, outcome)
+                    failures.append((group, outcome))
+                    continue
+                if outcome.stack is not None:
+                    self.states.stage(group.clients, outcome.stack)
+                arrived[group.index] = (group, outcome.reply)
+                yield from _ready(order, arrived)
+            groups = []
+            for group, failed in failures:
+                rest = self._rest(call, group, failed, tries[group.index], losing)
+                if rest is None:
+                    arrived[group.index] = None
+                else:
+                    groups.append(rest)
+            yield from _ready(order, arrived)
+
+    def _raise_if_hopeless(self, call: Call, failed: Failed) -> None:
+        error = failed.error
+        if isinstance(error, ClientError) and error.repeatable and self.failures.on_client_failure == "raise":
+            raise _sentence(error.clients[0], call.round, failed, 1)
+
+    def _rest(
+        self, call: Call, group: Group, failed: Failed, tries: int, losing: Callable[[int, str], None]
+    ) -> Group | None:
+        """What of a failed group to try again: all of it, or what is left without the clients that fail; or None."""
+        known = failed.error.clients if isinstance(failed.error, ClientError) else ()
+        if not known and tries <= self.failures.retries:
+            return group
+        culprits = dict.fromkeys(known, failed) or self._culprits(call, group) or dict.fromkeys(group.clients, failed)
+        sentences = {client: _sentence(client, call.round, why, tries) for client, why in sorted(culprits.items())}
+        for client, sentence in sentences.items():
+            if self.failures.on_client_failure == "raise":
+                raise sentence
+            losing(client, sentence.message)
+        kept = [k for k, c in enumerate(group.clients) if c not in culprits]
+        return _subgroup(group, kept) if kept else None
+
+    def _culprits(self, call: Call, group: Group) -> dict[int, Failed]:
+        """Which clients of a failing group fail alone; nothing that they do counts."""
+        if len(group.clients) == 1:
+            return {}
+        alone = [replace(_subgroup(group, [k]), index=k) for k in range(len(group.clients))]
+        return {g.clients[0]: f for g, f in self.backend.run(call, alone) if isinstance(f, Failed)}
+
+
+def _ready(order: list[int], arrived: dict[int, tuple[Group, Reply] | None]) -> Iterator[tuple[Group, Reply]]:
+    while order and order[0] in arrived:
+        ready = arrived.pop(order.pop(0))
+        if ready is not None:
+            yield ready
+
+
+def _subgroup(group: Group, kept: list[int]) -> Group:
+    return replace(
+        group,
+        clients=tuple(group.clients[k] for k in kept),
+        positions=group.positions[kept],
+        scattered={n: r[kept] for n, r in group.scattered.items()},
+        states=[group.states[k] for k in kept],
+    )
+
+
+def _sentence(client: int, round: int, failed: Failed, tries: int) -> ClientError:
+    if isinstance(failed.error, RaypflError):
+        return ClientError(str(failed.error), [client])
+    lines = failed.trace.strip().splitlines()
+    shown = lines if len(lines) <= 24 else [*lines[:4], "  ...", *lines[-19:]]
+    times = f"{tries} times in a row" if tries > 1 else "once"
+    return ClientError("\n".join([f"Client {client} failed {times} in round {round}:", *shown]), [client])
+
+
+class Cohort:
+    """The clients of one round.
+
+    Attributes
+    ----------
+    ids : their numbers, ascending. Rows of a ``Scatter`` and of an ``Each`` reply are in this order.
+    present : ``bool[C]``; False for a client that failed in an earlier exchange of this round and was skipped.
+    round, lr : the round's number and learning rate.
+    task : what the method was started with.
+    """
+
+    def __init__(self, exchanger: Exchanger, ids: tuple[int, ...], dropped: tuple[int, ...], round: int, lr: float):
+        self.ids = ids
+        self.round = round
+        self.lr = lr
+        self.task = exchanger.task
+        self.present = np.ones(len(ids), dtype=bool)
+        self.losses: dict[int, float] = {}
+        self.failed: dict[int, str] = {}
+        self.seconds = 0.0
+        self._exchanger = exchanger
+        self._dropped = dropped
+        self._exchanges = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
+        """One exchange: call one of the method's client functions on every client of the cohort.
+
+        Parameters
+        ----------
+        function : a client function of the method, ``self.train``: called as ``function(clients, **arguments)`` on groups
+            of clients, returning ``{name: Mean | Sum | Each}``.
+        arguments : go down. A tensor is a broadcast, a ``Scatter`` sends each client its row; numbers and strings go to
+            everybody.
+
+        Returns
+        -------
+        name -> tensor: the mean or the sum over the cohort, or ``[C, ...]`` for ``Each`` (a row of zeros where `present`
+        is False).
+        """
+        name = self._name_of(function)
+        self._check(arguments)
+        self._charge_down(arguments)
+        pairs = [(p, c) for p, c in enumerate(self.ids) if self.present[p]]
+        if not pairs:
+            raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
+        call, groups = self._exchanger.call(name, pairs, self.round, self.lr, arguments)
+        total = _Total(len(self.ids), self.task.model.device)
+        for group, reply in self._exchanger.run(call, groups, self._lose):
+            total.add(group, reply.values)
+            self._note(group, reply)
+        if not self.present.any():
+            raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
+        self._charge_up(total)
+        self._exchanges += 1
+        return total.result()
+
+    def _name_of(self, function: Callable[..., Any]) -> str:
+        owner = getattr(function, "__self__", None)
+        if owner is None or not hasattr(type(owner), function.__name__):
+            raise ConfigError(
+                "cohort.run takes a client function of the method itself, as in cohort.run(self.train, ...)."
+            )
+        return function.__name__
+
+    def _check(self, arguments: Mapping[str, Any]) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, Scatter) and len(value.rows) != len(self.ids):
+                raise ConfigError(
+                    f"Scatter for {name!r} has {len(value.rows)} rows, but the cohort of round {self.round} has "
+                    f"{len(self.ids)} clients."
+                )
+            if not isinstance(value, Tensor | Scatter | int | float | str):
+                raise ConfigError(
+                    f"cohort.run cannot send {name!r}, a {type(value).__name__}; send tensors, Scatter, numbers or strings."
+                )
+
+    def _lose(self, client: int, why: str) -> None:
+        self.failed[client] = why
+        self.present[self.ids.index(client)] = False
+        self._exchanger.warn(f"Skipped: {why}")
+        share = self.present.mean()
+        if share < self._exchanger.failures.min_success_fraction:
+            raise ClientError(
+                f"Only {self.present.sum()} of {len(self.ids)} clients of round {self.round} succeeded, fewer than "
+                f"failures.min_success_fraction = {self._exchanger.failures.min_success_fraction} asks for. "
+                f"The last failure: {why}",
+                [client],
+            )
+
+    def _note(self, group: Group, reply: Reply) -> None:
+        self.seconds += reply.seconds
+        if reply.losses is not None:
+            self.losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
+        for note in reply.notes:
+            self._exchanger.warn(note)
+
+    def _charge_down(self, arguments: Mapping[str, Any]) -> None:
+        # A client that drops out still receives the round's first message.
+        receivers = int(self.present.sum()) + (len(self._dropped) if self._exchanges == 0 else 0)
+        for name, value in arguments.items():
+            if isinstance(value, Tensor | Scatter):
+                tensor = value.rows[0] if isinstance(value, Scatter) else value
+                self._charge("down", name, receivers, tensor.numel(), tensor.numel() * tensor.element_size())
+
+    def _charge_up(self, total: _Total) -> None:
+        for name, value in total.sample.items():
+            if value.numbers:
+                self._charge("up", name, total.senders[name], value.numbers, value.bytes)
+
+    def _charge(self, direction: Any, name: str, clients: int, numbers: int, size: int) -> None:
+        entry = Entry(self.round, self._exchanges, direction, name, clients, numbers, size)
+        self._exchanger.ledger.add(entry)
+
+
+class _Total:
+    """The cohort's reply, put together group by group."""
+
+    def __init__(self, clients: int, device: torch.device):
+        self.sample: dict[str, Value] = {}
+        self.senders: dict[str, int] = {}
+        self._clients = clients
+        self._device = device
+        self._sums: dict[str, np.ndarray] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, group: Group, values: Mapping[str, Value]) -> None:
+        for name, value in values.items():
+            self.sample.setdefault(name, value)
+            self.senders[name] = self.senders.get(name, 0) + len(group.clients)
+            if value.kind == "each":
+                rows = self._sums.setdefault(name, np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype))
+                rows[group.positions] = value.array
+            elif name in self._sums:
+                self._sums[name] += value.array
+                self._weights[name] += value.weight
+            else:
+                self._sums[name] = np.array(value.array)
+                self._weights[name] = value.weight
+
+    def result(self) -> dict[str, Tensor]:
+        result = {}
+        for name, array in self._sums.items():
+            tensor = torch.from_numpy(array).to(self._device)
+            if self.sample[name].kind == "mean":
+                if self._weights[name] <= 0:
+                    raise ConfigError(
+                        f"The weights of Mean {name!r} sum to {self._weights[name]}; they must be positive."
+                    )
+                tensor = tensor / self._weights[name]
+            result[name] = tensor
+        return result

@@ -1,0 +1,204 @@
+"""Running an experiment from its description to its result."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypfl.config import Experiment
+from raypfl.data import FederatedData, load_federated
+from raypfl.errors import CheckpointError, RaypflError
+from raypfl.federation.backend import Inline
+from raypfl.federation.cluster import client_actors, connected
+from raypfl.federation.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    Listener,
+    Progress,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    Warned,
+)
+from raypfl.federation.result import Result, write_tables
+from raypfl.federation.schedule import choose_executor, cohort_size
+from raypfl.federation.server import Job, Server, group_size_for
+from raypfl.federation.setup import make_bench, make_model, make_task
+from raypfl.federation.stopping import StopRequest
+from raypfl.federation.work import Worker
+from raypfl.methods import METHODS
+
+RECIPE = "experiment.yaml"
+DRIVER_POLL = 0.2
+
+
+def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: str | Path | None = None) -> Result:
+    """Run an experiment to its end.
+
+    Parameters
+    ----------
+    listeners : are called with every event (:mod:`raypfl.federation.events`), in order, in this process.
+    run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
+
+    Returns
+    -------
+    Its result; ``result.status`` is ``"stopped"`` if it was asked to stop (Ctrl-C, SIGTERM).
+
+    Raises
+    ------
+    RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
+    """
+    folder = Path(run_dir) if run_dir is not None else _new_folder(experiment)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECIPE).write_text(experiment.to_yaml())
+    return _run(experiment, folder.resolve(), listeners)
+
+
+def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides: Sequence[str] = ()) -> Result:
+    """Go on with a run that was stopped, or failed, or was killed: to the same bits as if it never had been.
+
+    Parameters
+    ----------
+    run_dir : the run's folder.
+    overrides : ``dotted.key=value`` changes to its description, e.g. ``rounds=200`` for a longer run.
+    """
+    folder = Path(run_dir)
+    if not (folder / RECIPE).exists():
+        raise CheckpointError(
+            f"{folder} is no run's folder: it has no {RECIPE}. Runs are in the folder `output` names."
+        )
+    experiment = Experiment.from_yaml(folder / RECIPE).override(overrides)
+    (folder / RECIPE).write_text(experiment.to_yaml())
+    return _run(experiment, folder.resolve(), listeners)
+
+
+@contextlib.contextmanager
+def session(experiment: Experiment) -> Iterator[None]:
+    """Within: all runs share one connection to Ray, and one local cluster. Inline runs need none."""
+    if experiment.engine.backend == "inline":
+        yield
+        return
+    with connected(experiment.ray):
+        yield
+
+
+def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
+    telling = _Audience(listeners)
+    with StopRequest().listening() as stop:
+        telling(Progress("preparing data"))
+        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        job = _job(experiment, folder, data)
+        backend = _inline if experiment.engine.backend == "inline" else _on_ray
+        finished = backend(job, data, telling, stop)
+    write_tables(folder, finished)
+    if finished.status == "failed":
+        raise RaypflError(finished.error)
+    return Result.load(folder)
+
+
+def _job(experiment: Experiment, folder: Path, data: FederatedData) -> Job:
+    parameters = make_model(experiment, data, torch.device("cpu")).num_parameters
+    executor = choose_executor(experiment.engine.executor, parameters)
+    return Job(folder.name, str(folder), experiment, executor, data.fingerprint)
+
+
+def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.experiment.engine.threads)
+    try:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        task = make_task(job.experiment, data, device)
+        worker = Worker(make_bench(job.experiment, data, task, job.executor), job.experiment.method)
+        return Server(job, task, Inline(worker, stop), emit, {"backend": "inline", "actors": 1}).run()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _on_ray(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
+    emit(Progress("starting Ray"))
+    with connected(job.experiment.ray) as ray:
+        from raypfl.federation.actors import ServerActor
+
+        emit(Progress("starting actors"))
+        settings = job.experiment.ray
+        size = cohort_size(job.experiment.cohort, data.num_clients)
+        actors = client_actors(ray, settings, -(-size // group_size_for(job, size)))
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True
+        )
+        options = {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
+        remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
+        placed = remote.options(num_cpus=0, max_restarts=3, max_task_retries=3, scheduling_strategy=here)
+        server = placed.remote(job, data, actors, options)
+        try:
+            return _follow(ray, server, emit, stop)
+        finally:
+            ray.kill(server)
+
+
+def _follow(ray: Any, server: Any, emit: Listener, stop: StopRequest) -> RunFinished:
+    """Pass a server actor's events on until its run is over."""
+    finished = server.run.remote()
+    incarnation, seen, asked = "", 0, False
+    done: list[Any] = []
+    while not done:
+        done, _ = ray.wait([finished], timeout=DRIVER_POLL)
+        if stop.made and not asked:
+            asked = True
+            server.stop.remote()
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError):
+            now, events = ray.get(server.events.remote(incarnation, seen))
+            if now != incarnation:
+                incarnation, seen = now, 0
+            seen += len(events)
+            for event in events:
+                emit(event)
+    return ray.get(finished)
+
+
+class _Audience:
+    """Passes events on to the listeners, each but once: a server that was started again runs some rounds again."""
+
+    def __init__(self, listeners: Sequence[Listener]):
+        self._listeners = listeners
+        self._round = -1
+        self._evaluated = -1
+        self._started = False
+
+    def __call__(self, event: Event) -> None:
+        if not self._is_news(event):
+            return
+        for listener in self._listeners:
+            listener(event)
+
+    def _is_news(self, event: Event) -> bool:
+        if isinstance(event, RunStarted):
+            first, self._started = not self._started, True
+            if not first:
+                self(Warned(f"The server was started again and goes on from round {event.first_round}."))
+            return first
+        if isinstance(event, RoundFinished):
+            news, self._round = event.round > self._round, max(event.round, self._round)
+            return news
+        if isinstance(event, Evaluated):
+            news, self._evaluated = event.round > self._evaluated, max(event.round, self._evaluated)
+            return news
+        return True
+
+
+def _new_folder(experiment: Experiment) -> Path:
+    method = METHODS.name_of(type(experiment.method)).rpartition(":")[2].lower()
+    name = "-".join([experiment.name, method, f"s{experiment.seed}", time.strftime("%Y%m%d-%H%M%S")])
+    name = re.sub(r"[^\w.-]+", "_", name)
+    folder = Path(experiment.output) / name
+    count = 2
+    while folder.exists():
+        folder, count = Path(experiment.output) / f"{name}-{count}", count + 1
+    return folder

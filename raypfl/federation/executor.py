@@ -1,0 +1,348 @@
+"""Running a function of one client for a whole group: all clients at once, or one by one.
+
+A *loss* here is ``loss(p, batch, **extras) -> scalar`` of one client's trainable parameters ``p[P]``; a *function* is the
+same with any output. Extras come as ``{name: tensor}``; those that are :class:`PerClient` have a row for each client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, vmap
+
+from raypfl.federation.batches import Batch, GroupSamples, Order
+from raypfl.messages import PerClient, one_client_at_a_time, plain
+from raypfl.models.flat import FlatModel
+from raypfl.models.rowwise import RowWise
+
+Loss = Callable[..., Tensor]
+Extras = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SGDRule:
+    """One step of SGD on flat vectors, with the semantics of ``torch.optim.SGD`` and ``clip_grad_norm_``.
+
+    Attributes
+    ----------
+    trained : ``bool[P]`` entries that move, or None: all.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    trained: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is ``theta - lr * grad`` and nothing else."""
+        return self.momentum == 0 and self.weight_decay == 0 and self.clip_norm is None and self.trained is None
+
+    def step_(self, theta: Tensor, grad: Tensor, velocity: Tensor | None) -> None:
+        """Move ``theta[..., P]`` in place; `grad` and `velocity` (same shape) are overwritten."""
+        if self.trained is not None:
+            grad.mul_(self.trained)
+        if self.clip_norm is not None:
+            norm = grad.norm(dim=-1, keepdim=True)
+            grad.mul_((self.clip_norm / (norm + 1e-6)).clamp_max(1.0))
+        if self.weight_decay:
+            grad.add_(theta if self.trained is None else theta * self.trained, alpha=self.weight_decay)
+        if velocity is not None:
+            velocity.mul_(self.momentum).add_(grad)
+            grad = grad.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+        theta.sub_(grad, alpha=self.lr)
+
+
+class Executor(Protocol):
+    """What a group at work needs; both implementations give the same up to floating-point rounding."""
+
+    def sgd(
+        self,
+        loss: Loss,
+        start: Tensor,
+        samples: GroupSamples,
+        visits: Order,
+        rule: SGDRule,
+        keys: Tensor,
+        extras: Extras,
+    ) -> tuple[Tensor, Tensor]:
+        """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean training loss[K])``."""
+        ...
+
+    def grad(self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        """Gradient of each client's loss on its batch: ``(gradients[K, P], losses[K])``; statistics stay as they are."""
+        ...
+
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
+        """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the forward and backward passes are computed: bf16 autocast or not, and the layout of images."""
+
+    autocast: bool = False
+    channels_last: bool = False
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The autocast context for `device`."""
+        return torch.autocast(device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
+
+    def layout(self, x: Tensor) -> Tensor:
+        """A batch of images in the chosen layout."""
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
+
+
+class Sequential:
+    """Client by client over one flat buffer to which an ordinary module is bound."""
+
+    def __init__(self, model: FlatModel, precision: Precision = Precision()):
+        self.model = model
+        self.precision = precision
+
+    def sgd(
+        self,
+        loss: Loss,
+        start: Tensor,
+        samples: GroupSamples,
+        visits: Order,
+        rule: SGDRule,
+        keys: Tensor,
+        extras: Extras,
+    ) -> tuple[Tensor, Tensor]:
+        trained = torch.empty_like(start)
+        losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
+        with self.model.bound() as bound, self.model.mode(train=True):
+            turn = _Turn(self.model, bound, rule)
+            for k, steps in enumerate(visits.steps):
+                bound.load(start[k])
+                turn.begin()
+                mine = _extras_of(self.model, extras, k)
+                for s in range(steps):
+                    index = torch.from_numpy(visits.index[k, s, : visits.counts[k, s]]).to(start.device)
+                    batch = self._batch(samples.client(k, index))
+                    with self._inside(keys[k] + s):
+                        value = loss(bound.theta, batch, **mine)
+                    turn.step(value)
+                    losses[k] += value.detach() / int(steps)
+                bound.save(trained[k])
+        return trained, losses
+
+    def grad(self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        gradients, losses = [], []
+        with self.model.mode(train=True):
+            for k, batch in enumerate(batches):
+                p = self.model.parameters(at[k]).detach().requires_grad_()
+                with self.model.statistics(self.model.buffers(at[k])), self._inside(keys[k]):
+                    value = loss(p, self._batch(batch), **_extras_of(self.model, extras, k))
+                gradients.append(torch.autograd.grad(value, p)[0])
+                losses.append(value.detach())
+        return torch.stack(gradients), torch.stack(losses)
+
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
+        with self.model.mode(train=False), self._inside(None):
+            rows = [function(at[k], self._batch(b), **_extras_of(None, extras, k)) for k, b in enumerate(batches)]
+        return torch.stack(rows)
+
+    def _batch(self, batch: Batch) -> Batch:
+        return batch._replace(x=self.precision.layout(batch.x))
+
+    @contextlib.contextmanager
+    def _inside(self, key: Tensor | None) -> Iterator[None]:
+        draws = RowWise(None, key) if key is not None and self.model.has_dropout else contextlib.nullcontext()
+        with one_client_at_a_time(), self.precision.context(self.model.device), draws:
+            yield
+
+
+class _Turn:
+    """One client's steps on the bound module."""
+
+    def __init__(self, model: FlatModel, bound: Any, rule: SGDRule):
+        self.rule = rule
+        self.theta = bound.theta
+        self.tensors = bound.tensors
+        self.gradient: Tensor | None = None
+        self.velocity: Tensor | None = None
+        if not rule.plain:
+            self.gradient = torch.zeros_like(bound.theta.detach())
+            names = model.parameter_names
+            self.views = [model.unflatten(self.gradient)[name] for name in names]
+            if rule.momentum:
+                self.velocity = torch.zeros_like(self.gradient)
+
+    def begin(self) -> None:
+        if self.velocity is not None:
+            self.velocity.zero_()
+
+    def step(self, value: Tensor) -> None:
+        *grads, direct = torch.autograd.grad(value, [*self.tensors, self.theta], allow_unused=True)
+        with torch.no_grad():
+            if self.gradient is None:
+                self._descend(grads, direct)
+            else:
+                for view, g in zip(self.views, grads, strict=True):
+                    view.zero_() if g is None else view.copy_(g)
+                if direct is not None:
+                    self.gradient.add_(direct)
+                self.rule.step_(self.theta, self.gradient, self.velocity)
+
+    def _descend(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
+        moved = [(t, g) for t, g in zip(self.tensors, grads, strict=True) if g is not None]
+        if moved:
+            torch._foreach_add_([t for t, _ in moved], [g for _, g in moved], alpha=-self.rule.lr)
+        if direct is not None:
+            self.theta.sub_(direct, alpha=self.rule.lr)
+
+
+class Vectorised:
+    """All clients of the group at once with ``vmap``; unequal batches are padded and masked."""
+
+    def __init__(self, model: FlatModel, precision: Precision = Precision()):
+        self.model = model
+        self.precision = precision
+        self._masks: dict[Any, bool] = {}
+
+    def sgd(
+        self,
+        loss: Loss,
+        start: Tensor,
+        samples: GroupSamples,
+        visits: Order,
+        rule: SGDRule,
+        keys: Tensor,
+        extras: Extras,
+    ) -> tuple[Tensor, Tensor]:
+        rank = np.argsort(-visits.steps, kind="stable")
+        ranked = torch.from_numpy(rank).to(start.device)
+        at, weight = samples.walk(rank, visits)
+        theta = self.model.parameters(start)[ranked].contiguous()
+        statistics = self.model.buffers(start)[ranked].contiguous()
+        velocity = torch.zeros_like(theta) if rule.momentum else None
+        losses = torch.zeros(len(theta), dtype=start.dtype, device=start.device)
+        keys = keys[ranked]
+        mine = {name: plain(e)[ranked] if isinstance(e, PerClient) else e for name, e in extras.items()}
+        step = self._step(loss, extras)
+        with self.model.mode(train=True), self._inside():
+            for s in range(visits.index.shape[1]):
+                k = int((visits.steps > s).sum())
+                active = {n: e[:k] if isinstance(extras[n], PerClient) else e for n, e in mine.items()}
+                batch = samples.group(at[:k, s], weight[:k, s])
+                gradient, value, moved = step(theta[:k], statistics[:k], batch, keys[:k] + s, active)
+                rule.step_(theta[:k], gradient, velocity[:k] if velocity is not None else None)
+                if self.model.num_buffers:
+                    statistics[:k] = moved
+                losses[:k] += value
+        trained = torch.empty_like(start)
+        trained[ranked] = torch.cat([theta, statistics], dim=1)
+        mean = torch.empty_like(losses)
+        mean[ranked] = losses / torch.from_numpy(visits.steps[rank]).to(losses).clamp_min(1)
+        return trained, mean
+
+    def grad(self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        mine = {name: plain(e) for name, e in extras.items()}
+        with self.model.mode(train=True), self._inside():
+            gradient, value, _ = self._step(loss, extras)(
+                self.model.parameters(at), self.model.buffers(at), _padded(batches), keys, mine
+            )
+        return gradient, value
+
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
+        mine = {name: plain(e) for name, e in extras.items()}
+        one = vmap(lambda p, b, e: function(p, b, **e), in_dims=(0, 0, _axes(extras)))
+        with self.model.mode(train=False), self._inside():
+            return one(at, _padded(batches), mine)
+
+    def respects_padding(self, loss: Loss, start: Tensor, samples: GroupSamples, extras: Extras) -> bool:
+        """Whether `loss` leaves padding rows out, tried once per loss on one client's samples."""
+        code = getattr(loss, "__code__", None) or getattr(getattr(loss, "__func__", loss), "__code__", loss)
+        if code not in self._masks:
+            batch = samples.client(0)
+            other = batch.x.flip(0).neg().add(1.0)
+            weight = torch.cat([batch.weight, torch.zeros_like(batch.weight)])
+            padded = [
+                Batch(torch.cat([batch.x, pad]), torch.cat([batch.y, batch.y.flip(0)]), weight)
+                for pad in (batch.x, other)
+            ]
+            padded[1] = padded[1]._replace(y=torch.cat([batch.y, torch.zeros_like(batch.y)]))
+            mine = _extras_of(self.model, extras, 0)
+            values = [self._value(loss, start[0], b, mine) for b in padded]
+            self._masks[code] = bool(torch.isclose(values[0], values[1], rtol=1e-4))
+        return self._masks[code]
+
+    def _value(self, loss: Loss, theta: Tensor, batch: Batch, extras: dict[str, Any]) -> Tensor:
+        key = torch.zeros((), dtype=torch.int64, device=theta.device)
+        with torch.no_grad(), self.model.mode(train=True), self._inside():
+            with self.model.statistics(self.model.buffers(theta)), self._rows(batch, key):
+                return loss(self.model.parameters(theta), batch, **extras)
+
+    def _step(self, loss: Loss, extras: Extras) -> Callable[..., Any]:
+        def one(
+            p: Tensor, statistics: Tensor, batch: Batch, key: Tensor, mine: dict[str, Tensor]
+        ) -> tuple[Tensor, Tensor]:
+            with self.model.statistics(statistics) as moved, self._rows(batch, key):
+                value = loss(p, batch, **_trimmed(self.model, mine))
+            return value, moved()
+
+        rows = vmap(one, in_dims=(0, 0, 0, 0, _axes(extras)))
+
+        # One backward pass through all rows, not torch.func.grad: the same gradients, but that imports the compiler,
+        # which takes longer than a small run.
+        def step(
+            theta: Tensor, statistics: Tensor, batch: Batch, keys: Tensor, mine: dict[str, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            p = theta.detach().requires_grad_()
+            values, moved = rows(p, statistics, batch, keys, mine)
+            (gradient,) = torch.autograd.grad(values.sum(), p)
+            return gradient, values.detach(), moved.detach()
+
+        return step
+
+    def _rows(self, batch: Batch, key: Tensor) -> contextlib.AbstractContextManager[Any]:
+        if self.model.num_buffers or self.model.has_dropout:
+            return RowWise(batch.weight, key)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        with one_client_at_a_time(), self.precision.context(self.model.device):
+            yield
+
+
+def _axes(extras: Extras) -> dict[str, int | None]:
+    return {name: 0 if isinstance(e, PerClient) else None for name, e in extras.items()}
+
+
+def _trimmed(model: FlatModel, extras: dict[str, Any]) -> dict[str, Any]:
+    """Model vectors among the extras, cut to their parameters: a loss deals with what is trained."""
+    if not model.num_buffers:
+        return extras
+    return {
+        name: model.parameters(e) if isinstance(e, Tensor) and e.dim() and e.shape[-1] == model.size else e
+        for name, e in extras.items()
+    }
+
+
+def _extras_of(model: FlatModel | None, extras: Extras, k: int) -> dict[str, Any]:
+    mine = {name: plain(e)[k] if isinstance(e, PerClient) else e for name, e in extras.items()}
+    return _trimmed(model, mine) if model is not None else mine
+
+
+def _padded(batches: list[Batch]) -> Batch:
+    """Batches of unequal length as one, ``[K, b, ...]``, padded with rows of weight 0."""
+    width = max(len(b.y) for b in batches)
+
+    def stack(parts: list[Tensor]) -> Tensor:
+        out = parts[0].new_zeros((len(parts), width, *parts[0].shape[1:]))
+        for row, part in zip(out, parts, strict=True):
+            row[: len(part)] = part
+        return out
+
+    return Batch(stack([b.x for b in batches]), stack([b.y for b in batches]), stack([b.weight for b in batches]))

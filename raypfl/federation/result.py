@@ -1,0 +1,116 @@
+"""What a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from raypfl.config import Experiment
+from raypfl.errors import CheckpointError, ConfigError
+from raypfl.evaluation import summarise
+from raypfl.federation import checkpoint
+from raypfl.federation.events import RunFinished
+
+TABLES = ("rounds", "evaluations", "ledger")
+SUMMARY = "summary.json"
+
+
+def write_tables(folder: Path, finished: RunFinished) -> None:
+    """Put a run's tables and its end into its folder."""
+    for name, table in finished.tables.items():
+        pq.write_table(table, folder / f"{name}.parquet")
+    end = {name: getattr(finished, name) for name in ("status", "round", "weights_hash", "error")}
+    (folder / SUMMARY).write_text(json.dumps(end, indent=1))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that is over.
+
+    Attributes
+    ----------
+    experiment : its description. run_dir : its folder.
+    status : ``finished``, ``stopped`` or ``failed``. round : rounds finished.
+    weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
+    rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
+    evaluations : a row for each (round, client, protocol, model): samples, accuracy, loss.
+    ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client.
+    """
+
+    experiment: Experiment
+    run_dir: Path
+    status: str
+    round: int
+    weights_hash: str
+    rounds: pa.Table
+    evaluations: pa.Table
+    ledger: pa.Table
+
+    @classmethod
+    def load(cls, run_dir: str | Path) -> Result:
+        """Read a result back from a run's folder."""
+        folder = Path(run_dir)
+        if not (folder / SUMMARY).exists():
+            raise CheckpointError(
+                f"{folder} holds no finished run; `raypfl resume {folder}` finishes one that was cut off."
+            )
+        end = json.loads((folder / SUMMARY).read_text())
+        return cls(
+            experiment=Experiment.from_yaml(folder / "experiment.yaml"),
+            run_dir=folder,
+            status=end["status"],
+            round=end["round"],
+            weights_hash=end["weights_hash"],
+            **{name: pq.read_table(folder / f"{name}.parquet") for name in TABLES},
+        )
+
+    def summary(self) -> list[dict[str, Any]]:
+        """The aggregates of the last evaluation, a dict for each (protocol, model); see ``evaluation.summarise``."""
+        if not self.evaluations.num_rows:
+            return []
+        last = pc.max(self.evaluations["round"])
+        return summarise(self.evaluations.filter(pc.equal(self.evaluations["round"], last)).to_pydict())
+
+    @property
+    def megabytes(self) -> tuple[float, float]:
+        """Sent up and down in all, in megabytes of 10^6 bytes."""
+        up, down = (pc.sum(self.rounds[name]).as_py() or 0 for name in ("bytes_up", "bytes_down"))
+        return up / 1e6, down / 1e6
+
+    def server_state(self) -> dict[str, Any]:
+        """The server's final state, from the newest checkpoint."""
+        return self._snapshot().server
+
+    def global_model(self) -> Tensor:
+        """The global model ``[P+B]``.
+
+        Raises
+        ------
+        ConfigError : if the method has none.
+        """
+        theta = self.experiment.method.global_model(self.server_state())
+        if theta is None:
+            raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
+        return theta
+
+    def client_state(self, client: int) -> dict[str, Any]:
+        """What one client kept, by name, as NumPy arrays; empty if it never took part or keeps nothing."""
+        for shard in self._snapshot().states:
+            if client in shard.clients:
+                k = int((shard.clients == client).argmax())
+                return {name: rows[k] for name, rows in shard.tensors.items()}
+        return {}
+
+    def _snapshot(self) -> checkpoint.Snapshot:
+        location = self.experiment.checkpoint.location or str(self.run_dir / "checkpoints")
+        snapshot = checkpoint.load(location, lambda text: None)
+        if snapshot is None:
+            raise CheckpointError(f"There is no checkpoint in {location}.")
+        return snapshot

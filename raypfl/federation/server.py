@@ -1,0 +1,325 @@
+"""The round loop."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+import raypfl
+from raypfl.errors import CheckpointError, EmptyCohort, LostState, RaypflError, Stopped
+from raypfl.evaluation import score, summarise, tabulate
+from raypfl.federation import checkpoint
+from raypfl.federation.backend import Backend
+from raypfl.federation.checkpoint import Snapshot, StateShard
+from raypfl.federation.clients import Clients, learning_rate
+from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.federation.ledger import Ledger
+from raypfl.federation.schedule import cohort_size, draw, group_size
+from raypfl.federation.setup import client_costs
+from raypfl.federation.states import Stack, StateTable
+from raypfl.federation.tree import cloned, put_together, taken_apart
+from raypfl.messages import Each
+from raypfl.methods.base import Method, Task
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
+
+EVALUATIONS = pa.schema(
+    [
+        ("round", pa.int32()),
+        ("client", pa.int32()),
+        ("protocol", pa.string()),
+        ("model", pa.string()),
+        ("samples", pa.int64()),
+        ("accuracy", pa.float64()),
+        ("loss", pa.float64()),
+    ]
+)
+ROUNDS = pa.schema(
+    [
+        ("round", pa.int32()),
+        ("loss", pa.float64()),
+        ("seconds", pa.float64()),
+        ("bytes_up", pa.int64()),
+        ("bytes_down", pa.int64()),
+        ("clients", pa.int32()),
+        ("dropped", pa.int32()),
+        ("failed", pa.int32()),
+        ("cohort", pa.list_(pa.int32())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a server is asked to do, as it travels to a server actor."""
+
+    name: str
+    run_dir: str
+    experiment: Experiment
+    executor: str
+    fingerprint: str
+
+    @property
+    def checkpoints(self) -> str:
+        return self.experiment.checkpoint.location or f"{self.run_dir}/checkpoints"
+
+
+class Server:
+    """Runs an experiment's rounds on a backend, from its newest checkpoint if there is one.
+
+    Parameters
+    ----------
+    emit : is told of every event, in order.
+    facts : about the backend, for the run's record.
+    """
+
+    def __init__(self, job: Job, task: Task, backend: Backend, emit: Listener, facts: dict[str, Any]):
+        self.job = job
+        self.task = task
+        self.backend = backend
+        self.emit = emit
+        self.facts = facts
+        self.experiment = job.experiment
+        self.method = job.experiment.method
+        self.round = 0
+        self.state: dict[str, Any] = {}
+        self.states = StateTable()
+        self.ledger = Ledger()
+        self._rounds: dict[str, list[Any]] = {}
+        self._evaluations: dict[str, list[Any]] = {}
+        self._warned: set[str] = set()
+        self._saved: int | None = None
+        self._exchanger = Exchanger(
+            task=task,
+            backend=backend,
+            states=self.states,
+            ledger=self.ledger,
+            failures=job.experiment.failures,
+            costs=client_costs(job.experiment, task.num_samples),
+            cut_for=lambda cohort: (group_size_for(job, cohort), job.executor),
+            warn=self._warn,
+        )
+
+    def run(self) -> RunFinished:
+        """All rounds that are left; a stop or a failure leaves a checkpoint of the last finished round behind."""
+        try:
+            self._begin()
+            while self.round < self.experiment.rounds:
+                try:
+                    self._step()
+                except LostState as error:
+                    self._rewind(error)
+            return self._end("finished")
+        except (Stopped, KeyboardInterrupt):
+            return self._end("stopped")
+        except RaypflError as error:
+            return self._end("failed", str(error))
+
+    def _step(self) -> None:
+        self._one_round()
+        if self._due(self.experiment.evaluation.every):
+            self._undisturbed(self._evaluate)
+        if self._due(self.experiment.checkpoint.every):
+            self._save()
+
+    def _rewind(self, error: LostState) -> None:
+        """Go back to the last checkpoint; running its rounds again gives the same bits."""
+        reached = self.round
+        self._restore_or_start()
+        self._warn(f"{error} Going on from round {self.round} again, {reached - self.round} rounds back.")
+
+    def _restore_or_start(self) -> None:
+        self.states = self._exchanger.states = StateTable()
+        self.ledger.entries.clear()
+        if not self._restore():
+            self.round, self.state = 0, self.method.start(self.task)
+            self._rounds = {name: [] for name in ROUNDS.names}
+            self._evaluations = {name: [] for name in EVALUATIONS.names}
+
+    def _begin(self) -> None:
+        self._restore_or_start()
+        cohort = cohort_size(self.experiment.cohort, self.task.num_clients)
+        facts = {
+            "num_clients": self.task.num_clients,
+            "parameters": self.task.model.num_parameters,
+            "executor": self.job.executor,
+            "group_size": group_size_for(self.job, cohort),
+            "data": self.job.fingerprint,
+            "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+        self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, facts | self.facts, self.round))
+
+    def _due(self, every: int) -> bool:
+        return self.round == self.experiment.rounds or (every > 0 and self.round % every == 0)
+
+    def _undisturbed(self, work: Callable[[], None]) -> None:
+        """Do all of the work or, if it is stopped or fails, leave everything as it was before."""
+        before, entries = cloned(self.state), len(self.ledger.entries)
+        try:
+            work()
+        except BaseException as error:
+            self.state = before
+            self.states.abandon()
+            if not isinstance(error, EmptyCohort):
+                del self.ledger.entries[entries:]
+            raise
+
+    def _one_round(self) -> None:
+        begun = time.perf_counter()
+        drawn = draw(self.experiment.cohort, self.task.num_clients, self.experiment.seed, self.round)
+        lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
+        cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, self.round, lr)
+        try:
+            self._undisturbed(lambda: self.method.round(self.state, cohort))
+        except EmptyCohort as error:
+            self._warn(f"{error} Such a round changes nothing.")
+        self.states.commit()
+        self._record(cohort, len(drawn.dropped), time.perf_counter() - begun)
+
+    def _record(self, cohort: Cohort, dropped: int, seconds: float) -> None:
+        losses = [cohort.losses[c] for c in cohort.ids if c in cohort.losses]
+        finished = RoundFinished(
+            round=self.round + 1,
+            loss=float(np.mean(losses)) if losses else math.nan,
+            seconds=seconds,
+            bytes_up=self.ledger.total("up", self.round),
+            bytes_down=self.ledger.total("down", self.round),
+            clients=int(cohort.present.sum()),
+            dropped=dropped,
+            failed=len(cohort.failed),
+        )
+        self.round += 1
+        for name, value in (asdict(finished) | {"cohort": list(cohort.ids)}).items():
+            self._rounds[name].append(value)
+        self.emit(finished)
+
+    def _evaluate(self) -> None:
+        skeleton, tensors = taken_apart(self.state)
+        arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
+        protocols = self.experiment.evaluation.protocols
+        everyone = [(c, c) for c in range(self.task.num_clients)]
+        arguments |= {"skeleton": skeleton, "protocols": protocols}
+        call, groups = self._exchanger.call(_score, everyone, self.round, 0.0, arguments)
+        scores: dict[str, np.ndarray] = {}
+        for group, reply in self._exchanger.run(call, groups, _unjudged):
+            for name, value in reply.values.items():
+                rows = scores.setdefault(name, np.zeros((self.task.num_clients, 3)))
+                rows[group.positions] = value.array
+        self.states.abandon()
+        columns = tabulate(self.round, scores, protocols)
+        for name, values in columns.items():
+            self._evaluations[name] += values
+        self.emit(Evaluated(self.round, summarise(columns)))
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self.emit(Warned(text))
+
+    def _end(self, status: Literal["finished", "stopped", "failed"], error: str | None = None) -> RunFinished:
+        try:
+            if self.state and self._saved != self.round:
+                self._save()
+        except RaypflError as unsaved:
+            status, error = "failed", f"{error or ''}\n{unsaved}".strip()
+        finished = RunFinished(status, self.round, self._hash(), error, self._tables())
+        self.emit(finished)
+        return finished
+
+    def _hash(self) -> str:
+        """SHA-256 of the server's tensors and of all clients' states, in the order of names and clients."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(taken_apart(self.state)[1].items()):
+            digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+        stacks = {id(handle): self.backend.fetch(handle) for handle, _, _ in self.states.stacks()}
+        for client in self.states.clients():
+            place = self.states.place(client)
+            assert place is not None
+            for name, array in sorted(stacks[id(place.stack)].of(place.k).items()):
+                digest.update(f"{client}/{name}".encode() + np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    def _tables(self) -> dict[str, pa.Table]:
+        return {
+            "rounds": pa.table(self._rounds, schema=ROUNDS),
+            "evaluations": pa.table(self._evaluations, schema=EVALUATIONS),
+            "ledger": pa.table(self.ledger.columns()),
+        }
+
+    def _save(self) -> None:
+        snapshot = Snapshot(
+            round=self.round,
+            server=self.state,
+            states=self._shards(),
+            tables=self._tables(),
+            meta={
+                "experiment": self.experiment.to_yaml(),
+                "executor": self.job.executor,
+                "data": self.job.fingerprint,
+                "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__},
+            },
+        )
+        path = checkpoint.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep)
+        self._saved = self.round
+        self.emit(Checkpointed(self.round, path))
+
+    def _shards(self) -> Iterator[StateShard]:
+        for handle, clients, ks in self.states.stacks():
+            stack = self.backend.fetch(handle)
+            held = {name: where[ks] >= 0 for name, where in stack.index.items()}
+            patterns = sorted({tuple(sorted(n for n in held if held[n][i])) for i in range(len(ks))})
+            for names in patterns:
+                mine = [i for i in range(len(ks)) if tuple(sorted(n for n in held if held[n][i])) == names]
+                rows = {n: stack.rows[n][stack.index[n][[ks[i] for i in mine]]] for n in names}
+                yield StateShard(np.array([clients[i] for i in mine]), rows)
+
+    def _restore(self) -> bool:
+        snapshot = checkpoint.load(self.job.checkpoints, self._warn)
+        if snapshot is None:
+            return False
+        if snapshot.meta["data"] != self.job.fingerprint:
+            raise CheckpointError(
+                f"The checkpoint in {self.job.checkpoints} was made with other data or another partition than "
+                f"{self.experiment.data.name} is now; bring back the data it was made with, or start a new run."
+            )
+        device = self.task.model.device
+        skeleton, tensors = taken_apart(snapshot.server)
+        self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
+        for shard in snapshot.states:
+            count = len(shard.clients)
+            stack = Stack(dict(shard.tensors), {name: np.arange(count) for name in shard.tensors})
+            self.states.stage(tuple(int(c) for c in shard.clients), self.backend.keep(stack))
+        self.states.commit()
+        self._rounds = snapshot.tables["rounds"].to_pydict()
+        self._evaluations = snapshot.tables["evaluations"].to_pydict()
+        self.ledger.restore(snapshot.tables["ledger"].to_pydict())
+        self.round = self._saved = snapshot.round
+        return True
+
+
+def group_size_for(job: Job, cohort: int) -> int:
+    """Clients a group, as the settings say or as model and cohort suggest."""
+    fixed = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
+    return fixed or group_size(cohort, job.executor)
+
+
+def _score(
+    clients: Clients, method: Method, skeleton: Any, protocols: tuple[str, ...], **tensors: torch.Tensor
+) -> dict[str, Each]:
+    server = put_together(skeleton, {name.removeprefix("server/"): tensor for name, tensor in tensors.items()})
+    return score(clients, method, server, protocols)
+
+
+def _unjudged(client: int, why: str) -> None:
+    raise RaypflError(f"Client {client} could not be evaluated. {why}")

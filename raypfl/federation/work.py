@@ -1,0 +1,175 @@
+"""One group's share of an exchange: what is sent to where the clients are, what is done there, what comes back."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.errors import ConfigError
+from raypfl.federation.clients import Bench, Clients
+from raypfl.federation.states import Stack
+from raypfl.messages import Each, Mean, Sum, per_client, plain
+from raypfl.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every group of an exchange is sent.
+
+    Attributes
+    ----------
+    number : of the call, counted over the run, so that an actor unpacks its broadcast once.
+    function : name of the method's client function, or a function ``f(clients, method, **arguments)`` of the engine's.
+    round, lr : of the round.
+    broadcast : name -> array; on Ray a reference to that.
+    scalars : name -> number or string.
+    """
+
+    number: int
+    function: str | Callable[..., Mapping[str, Any]]
+    round: int
+    lr: float
+    broadcast: Any
+    scalars: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of an exchange.
+
+    Attributes
+    ----------
+    index : its place in the cut, in which partial sums are added.
+    clients : their numbers. positions : their places in the cohort.
+    scattered : name -> ``[K, ...]``.
+    states : each client's place, or None.
+    cost : what it is expected to take, in any unit.
+    """
+
+    index: int
+    clients: tuple[int, ...]
+    positions: np.ndarray
+    scattered: Mapping[str, np.ndarray]
+    states: Sequence[Any]
+    cost: float = 0.0
+
+
+@dataclass(frozen=True)
+class Value:
+    """A reply's value on its way up.
+
+    Attributes
+    ----------
+    kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
+    numbers, bytes : what one client sends; 0 if it is not charged.
+    """
+
+    kind: Literal["each", "sum", "mean"]
+    array: np.ndarray
+    weight: float
+    numbers: int
+    bytes: int
+
+
+@dataclass
+class Reply:
+    """What comes back from a group.
+
+    Attributes
+    ----------
+    losses : ``[K]`` mean training losses, or None if nothing was trained.
+    seconds : the group took.
+    stateful : whether its clients' states changed.
+    notes : warnings given meanwhile.
+    """
+
+    values: dict[str, Value]
+    losses: np.ndarray | None
+    seconds: float
+    stateful: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+class Worker:
+    """The clients' side of one process: runs client functions on groups. The same object inline and in a Ray actor."""
+
+    def __init__(self, bench: Bench, method: Method):
+        self.bench = bench
+        self.method = method
+        self._unpacked: tuple[int, dict[str, Tensor]] = (-1, {})
+
+    def work(
+        self, call: Call, broadcast: Mapping[str, np.ndarray], group: Group, states: list[Mapping[str, np.ndarray]]
+    ) -> tuple[Reply, Stack | None]:
+        """Run the call's function for a group; returns its reply and, if it changed them, its clients' new states."""
+        begun = time.perf_counter()
+        shared = self._broadcast(call.number, broadcast)
+        clients = Clients(self.bench, group.clients, call.round, call.lr, states)
+        rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
+        arguments = {**shared, **rows, **call.scalars}
+        clients.received(arguments)
+        versions = {name: tensor._version for name, tensor in shared.items()}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            returned = self._function(call)(clients, **arguments) or {}
+        self._refuse_changed(shared, versions)
+        values = {name: _reduced(name, value, len(clients)) for name, value in returned.items()}
+        changes = clients.state.changes()
+        losses = None if clients.losses is None else clients.losses.cpu().numpy()
+        notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
+        reply = Reply(values, losses, time.perf_counter() - begun, bool(changes), notes)
+        return reply, Stack.updated(states, changes) if changes else None
+
+    def _function(self, call: Call) -> Callable[..., Mapping[str, Any]]:
+        if isinstance(call.function, str):
+            return getattr(self.method, call.function)
+        function = call.function
+        return lambda clients, **arguments: function(clients, self.method, **arguments)
+
+    def _broadcast(self, number: int, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        # Copied once a call: what Ray hands out is read-only shared memory, to which a tensor must never write.
+        if self._unpacked[0] != number:
+            self._unpacked = (number, {name: self._tensor(array) for name, array in arrays.items()})
+        return self._unpacked[1]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.array(array)).to(self.bench.model.device)
+
+    def _refuse_changed(self, shared: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
+        for name, tensor in shared.items():
+            if tensor._version != versions[name]:
+                self._unpacked = (-1, {})
+                raise ValueError(
+                    f"A client function changed its argument {name!r} in place, but all clients share it; work on "
+                    f"{name}.clone()."
+                )
+
+
+def _reduced(name: str, value: object, clients: int) -> Value:
+    if not isinstance(value, Mean | Sum | Each):
+        raise ConfigError(
+            f"A client function returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how it "
+            "comes up."
+        )
+    rows = plain(value.rows).detach()
+    if rows.dim() == 0 or len(rows) != clients:
+        raise ConfigError(
+            f"A client function returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: its "
+            "first axis must run over them."
+        )
+    numbers = rows[0].numel() if value.charged else 0
+    size = numbers * rows.element_size()
+    if isinstance(value, Each):
+        return Value("each", rows.cpu().numpy(), 0.0, numbers, size)
+    if isinstance(value, Sum):
+        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, size)
+    weight = torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else plain(value.weight)
+    partial = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
+    return Value("mean", partial.cpu().numpy(), float(weight.double().sum()), numbers, size)

@@ -1,0 +1,96 @@
+"""What crosses between server and clients, as a method says it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Down: row i of `rows` (``[C, ...]``, in cohort order) goes to client i alone."""
+
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Up: the weighted mean over the cohort of ``rows[K, ...]``, reduced where the clients are.
+
+    Parameters
+    ----------
+    rows : one row a client of the group.
+    weight : ``[K]``, not negative; None: every client counts the same. The server knows it beforehand (the clients'
+        sample counts), so it is not charged to the wire.
+    charged : False for what the server itself could compute from messages already counted, and which is reduced on the
+        actors only because that is where the models are (a teacher ensemble's logits on a public pool).
+    """
+
+    rows: Tensor
+    weight: Tensor | None = None
+    charged: bool = True
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are. `charged` as for :class:`Mean`."""
+
+    rows: Tensor
+    charged: bool = True
+
+
+@dataclass(frozen=True)
+class Each:
+    """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. `charged` as for :class:`Mean`."""
+
+    rows: Tensor
+    charged: bool = True
+
+
+class PerClient(torch.Tensor):
+    """A tensor whose first axis runs over the clients of a group: a ``Scatter``'s rows, a state, a training's result.
+
+    What is computed from it is one too. Inside a loss, which sees one client at a time, it must come as an argument: a
+    loss that reaches for it directly would mix all clients' rows, so that is refused.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _one_client.active:
+            raise ValueError(
+                "A loss sees one client at a time, but this one uses a tensor that holds a row for every client of the "
+                "group. Pass it by name instead: clients.sgd(loss, start, anchor=personal), with loss(p, batch, anchor)."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def per_client(rows: Tensor) -> PerClient:
+    """Mark a tensor's first axis as the clients of the group."""
+    return rows.as_subclass(PerClient)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same tensor without the mark."""
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, PerClient) else tensor
+
+
+class _OneClient:
+    active = False
+
+
+_one_client = _OneClient()
+
+
+@contextlib.contextmanager
+def one_client_at_a_time() -> Iterator[None]:
+    """Within: touching a :class:`PerClient` tensor is an error."""
+    was, _one_client.active = _one_client.active, True
+    try:
+        yield
+    finally:
+        _one_client.active = was

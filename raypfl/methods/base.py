@@ -1,0 +1,84 @@
+"""What a federated method is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, dataclass_transform
+
+import numpy as np
+from torch import Tensor
+
+from raypfl.models.flat import FlatModel
+from raypfl.registry import Registry
+
+if TYPE_CHECKING:
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.cohort import Cohort
+
+METHODS = Registry("method")
+
+Server = dict[str, Any]
+"""A method's server state: tensors, numbers, strings, and dicts and lists of them. Assign to it; never to the method."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a method may know before the first round.
+
+    Attributes
+    ----------
+    model : the clients' network.
+    seed : of the run.
+    rounds, num_clients, num_classes : of the experiment.
+    input_shape : ``(C, H, W)``.
+    num_samples : ``int64[num_clients]`` training samples of each client.
+    networks : the method's own, by name.
+    """
+
+    model: FlatModel
+    seed: int
+    rounds: int
+    num_clients: int
+    num_classes: int
+    input_shape: tuple[int, int, int]
+    num_samples: np.ndarray
+    networks: Mapping[str, FlatModel] = field(default_factory=dict)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Method:
+    """A federated method: a frozen dataclass of its hyperparameters, and what server and clients do in a round.
+
+    Subclasses become dataclasses by themselves. Nothing is kept on the method object: what the server remembers is in
+    `server`, what a client remembers in ``clients.state``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclass(frozen=True, kw_only=True)(cls)
+
+    def networks(self, task: Task) -> dict[str, FlatModel]:
+        """Networks beside the clients' model; they are ``task.networks``, ``cohort.task.networks``, ``clients.networks``."""
+        return {}
+
+    def start(self, task: Task) -> Server:
+        """The server's state before the first round."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it starts: define start(self, task).")
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """One round: change `server`, calling ``cohort.run(self.some_client_function, ...)``."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what a round is: define round(self, server, cohort)."
+        )
+
+    def global_model(self, server: Server) -> Tensor | None:
+        """The server's model ``[P+B]``, or None if the method has none."""
+        return None
+
+    def personal_model(self, clients: Clients, server: Server) -> Tensor | None:
+        """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients, changes nothing."""
+        return None
+
+
+Method = dataclass(frozen=True, kw_only=True)(Method)  # type: ignore[misc]

@@ -1,0 +1,61 @@
+"""Federated averaging."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from raypfl.messages import Mean
+from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.methods.server_optimizers import ServerOptimizer
+
+if TYPE_CHECKING:
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.cohort import Cohort
+
+
+@METHODS.register("fedavg")
+class FedAvg(Method):
+    """Federated averaging (McMahan et al. 2017), with the server optimizers of Reddi et al. 2021.
+
+    Attributes
+    ----------
+    weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
+    server_optimizer : ``sgd``, ``momentum``, ``adam`` or ``yogi``; see :class:`ServerOptimizer`.
+    server_lr : its learning rate; 1 with ``sgd`` is the plain average.
+    server_beta1, server_beta2, server_tau : momentum, second-moment decay, adaptivity.
+    """
+
+    weighting: Literal["samples", "uniform"] = "samples"
+    server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "sgd"
+    server_lr: float = 1.0
+    server_beta1: float = 0.9
+    server_beta2: float = 0.99
+    server_tau: float = 1e-3
+
+    def start(self, task: Task) -> Server:
+        return {"theta": task.model.init(task.seed), "moments": {}}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        reply = cohort.run(self.train, theta=server["theta"])
+        optimizer = ServerOptimizer(
+            name=self.server_optimizer,
+            lr=self.server_lr,
+            beta1=self.server_beta1,
+            beta2=self.server_beta2,
+            tau=self.server_tau,
+        )
+        parameters = cohort.task.model.num_parameters
+        server["theta"] = optimizer.step(server["theta"], reply["theta"], server["moments"], parameters)
+
+    def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        trained = clients.sgd(clients.loss, theta)
+        return {"theta": Mean(trained, weight=self.weights(clients))}
+
+    def weights(self, clients: Clients) -> Tensor | None:
+        """How much each client counts, ``[K]``; None: all the same."""
+        return clients.num_samples if self.weighting == "samples" else None
+
+    def global_model(self, server: Server) -> Tensor:
+        return server["theta"]

@@ -1,0 +1,33 @@
+"""Every client alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from raypfl.messages import Mean
+from raypfl.methods.base import METHODS, Method, Server, Task
+
+if TYPE_CHECKING:
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.cohort import Cohort
+
+
+@METHODS.register("local")
+class Local(Method):
+    """Each client trains its own model and sends nothing: the floor that personalization has to beat."""
+
+    def start(self, task: Task) -> Server:
+        return {}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        cohort.run(self.train)
+
+    def train(self, clients: Clients) -> dict[str, Mean]:
+        personal = clients.state.get("personal", default=clients.initial)
+        clients.state["personal"] = clients.sgd(clients.loss, personal)
+        return {}
+
+    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+        return clients.state.get("personal", default=clients.initial)

@@ -1,0 +1,51 @@
+"""How a server moves its model toward the clients' average (Reddi et al. 2021, "Adaptive Federated Optimization")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer:
+    """Treats ``mean - theta`` as a descent direction.
+
+    Attributes
+    ----------
+    name : ``sgd`` (theta + lr * d; at lr = 1 the plain average, bit for bit), ``momentum`` (Hsu et al. 2019),
+        ``adam``, ``yogi``.
+    lr : server learning rate, eta.
+    beta1, beta2 : decay of the first and the second moment.
+    tau : adaptivity, added to the root of the second moment, which starts at tau^2.
+    """
+
+    name: Literal["sgd", "momentum", "adam", "yogi"] = "sgd"
+    lr: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def step(self, theta: Tensor, mean: Tensor, moments: dict[str, Any], num_parameters: int) -> Tensor:
+        """The next model ``[P+B]``. `moments` is the optimizer's memory, changed; statistics are averaged as they are."""
+        if self.name == "sgd" and self.lr == 1.0:
+            return mean
+        old, direction = theta[:num_parameters], (mean - theta)[:num_parameters]
+        return torch.cat([old + self.lr * self._direction(direction, moments), mean[num_parameters:]])
+
+    def _direction(self, d: Tensor, moments: dict[str, Any]) -> Tensor:
+        if self.name == "sgd":
+            return d
+        first = moments.get("first", torch.zeros_like(d))
+        if self.name == "momentum":
+            moments["first"] = self.beta1 * first + d
+            return moments["first"]
+        second = moments.get("second", torch.full_like(d, self.tau**2))
+        moments["first"] = self.beta1 * first + (1 - self.beta1) * d
+        if self.name == "adam":
+            moments["second"] = self.beta2 * second + (1 - self.beta2) * d.square()
+        else:
+            moments["second"] = second - (1 - self.beta2) * d.square() * torch.sign(second - d.square())
+        return moments["first"] / (moments["second"].sqrt() + self.tau)

@@ -1,0 +1,6 @@
+"""Networks as functions of a flat vector."""
+
+from raypfl.models.flat import FlatModel, Segment
+from raypfl.models.networks import MODELS
+
+__all__ = ["MODELS", "FlatModel", "Segment"]

@@ -1,0 +1,261 @@
+"""A network as a function of one flat vector.
+
+A model vector holds every trainable parameter and, behind them, every buffer that training moves (batch-norm
+statistics): ``theta = [parameters (P) | buffers (B)]``. So a model is one tensor, a set of K models is ``Tensor[K, P+B]``,
+and averaging, storing or sending a model never forgets its statistics. Networks without such buffers have B = 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from raypfl.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One named tensor's place in a model vector: ``theta[start:stop].view(shape)``."""
+
+    name: str
+    start: int
+    stop: int
+    shape: torch.Size
+
+
+class FlatModel:
+    """A network, its segments, and its evaluation at a flat vector.
+
+    Parameters
+    ----------
+    factory : builds the network (an ``nn.Module``) from nothing; called under a fixed seed.
+    seed : of the template, which holds what is in no model vector: frozen parameters and integer buffers.
+    dtype, device : of the network and of the vectors that it makes.
+
+    Attributes
+    ----------
+    num_parameters : P, the trainable numbers.
+    num_buffers : B, the floating-point numbers that training moves without a gradient.
+    size : P + B, the length of a model vector.
+    segments : name -> Segment, parameters first, in the network's order.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], nn.Module],
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        self.factory = factory
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.module = self._build(seed)
+        self.segments: dict[str, Segment] = {}
+        offset = 0
+        for name, tensor in self._moving(self.module).items():
+            self.segments[name] = Segment(name, offset, offset + tensor.numel(), tensor.shape)
+            offset += tensor.numel()
+        self.size = offset
+        self.parameter_names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        self.num_parameters = sum(self.segments[name].stop - self.segments[name].start for name in self.parameter_names)
+        self.num_buffers = self.size - self.num_parameters
+        self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules())
+        self._sizes = [segment.stop - segment.start for segment in self.segments.values()]
+        self._bound: BoundModel | None = None
+        self._statistics: dict[str, Tensor] | None = None
+        if self.num_parameters == 0:
+            raise ConfigError("The network has no trainable parameters, so there is nothing to train.")
+
+    def init(self, seed: int) -> Tensor:
+        """A freshly initialised model vector, ``Tensor[P+B]``, the same for the same seed."""
+        return self.flatten(self._moving(self._build(seed)))
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Named tensors, as from :meth:`unflatten`, as one vector ``Tensor[P+B]``."""
+        return torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.segments])
+
+    def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
+        """Views of a model vector ``[P+B]``, or of its parameters ``[P]`` alone, by segment name."""
+        segments = list(self.segments.values())
+        sizes = self._sizes
+        if theta.shape[-1] != self.size:
+            if theta.shape[-1] != self.num_parameters:
+                raise ValueError(
+                    f"A vector of {theta.shape[-1]} numbers is no model of this network, which has "
+                    f"{self.num_parameters} parameters and {self.num_buffers} buffer entries."
+                )
+            segments = segments[: len(self.parameter_names)]
+            sizes = sizes[: len(segments)]
+        parts = theta.split(sizes, dim=-1)
+        return {s.name: part.reshape(*theta.shape[:-1], *s.shape) for s, part in zip(segments, parts, strict=True)}
+
+    def parameters(self, theta: Tensor) -> Tensor:
+        """The trainable part of model vectors: ``[..., P+B] -> [..., P]``, a view."""
+        return theta[..., : self.num_parameters]
+
+    def buffers(self, theta: Tensor) -> Tensor:
+        """The statistics in model vectors: ``[..., P+B] -> [..., B]``, a view."""
+        return theta[..., self.num_parameters :]
+
+    def names(self, pattern: str) -> list[str]:
+        """Segments that a pattern selects.
+
+        `pattern` is one or more of: a name (``fc.weight``), a module (``fc``: all below it), or a glob (``*.bn*``),
+        separated by commas.
+
+        Raises
+        ------
+        ConfigError : if a part of the pattern selects nothing.
+        """
+        chosen = []
+        for part in pattern.split(","):
+            part = part.strip()
+            hits = [n for n in self.segments if n == part or n.startswith(part + ".") or fnmatch.fnmatch(n, part)]
+            if not hits:
+                raise ConfigError(f"No segment of the network matches {part!r}; {did_you_mean(part, self.segments)}")
+            chosen += hits
+        return [name for name in self.segments if name in chosen]
+
+    def mask(self, pattern: str) -> Tensor:
+        """``bool[P+B]``: which entries of a model vector belong to the segments that `pattern` selects."""
+        mask = torch.zeros(self.size, dtype=torch.bool, device=self.device)
+        for name in self.names(pattern):
+            mask[self.segments[name].start : self.segments[name].stop] = True
+        return mask
+
+    def segment(self, theta: Tensor, name: str) -> Tensor:
+        """One tensor of a model vector, by its exact name, as a view of shape ``[..., *shape]``."""
+        if name not in self.segments:
+            raise ConfigError(f"The network has no segment {name!r}; {did_you_mean(name, self.segments)}")
+        place = self.segments[name]
+        return theta[..., place.start : place.stop].reshape(*theta.shape[:-1], *place.shape)
+
+    def __call__(self, theta: Tensor, x: Tensor) -> Tensor:
+        """The network's output at `theta` (``[P+B]``, or ``[P]`` during training) for inputs ``x[b, ...]``."""
+        if self._bound is not None and theta is self._bound.theta:
+            return self._bound.module(x)
+        tensors = self.unflatten(theta)
+        if self.num_buffers and theta.shape[-1] == self.num_parameters:
+            if self._statistics is None:
+                raise ValueError(
+                    "This network has batch-norm statistics: outside training, pass the whole model vector."
+                )
+            tensors |= self._statistics
+        return functional_call(self.module, tensors, (x,))
+
+    @contextmanager
+    def statistics(self, values: Tensor) -> Iterator[Callable[[], Tensor]]:
+        """Within: calls at parameters ``[P]`` use a copy of the statistics `values` ``[B]`` and, in training mode, move it.
+
+        Yields a function that returns the statistics as they are by then.
+        """
+        names = list(self.segments)[len(self.parameter_names) :]
+        places = [self.segments[name] for name in names]
+        parts = values.split([p.stop - p.start for p in places]) if places else []
+        moving = {p.name: part.reshape(p.shape).clone() for p, part in zip(places, parts, strict=True)}
+        outer, self._statistics = self._statistics, moving
+        try:
+            yield lambda: torch.cat([moving[n].reshape(-1) for n in names]) if names else values
+        finally:
+            self._statistics = outer
+
+    @contextmanager
+    def mode(self, train: bool) -> Iterator[None]:
+        """Within: the network is in training or in evaluation mode."""
+        was = self.module.training
+        self.module.train(train)
+        if self._bound is not None:
+            self._bound.module.train(train)
+        try:
+            yield
+        finally:
+            self.module.train(was)
+            if self._bound is not None:
+                self._bound.module.train(was)
+
+    @contextmanager
+    def bound(self) -> Iterator[BoundModel]:
+        """Within: calls at the bound vector itself run as an ordinary module whose parameters are views of it."""
+        if self._bound is not None:
+            raise RuntimeError("The network is bound to another vector already.")
+        self._bound = BoundModel(self)
+        try:
+            yield self._bound
+        finally:
+            self._bound = None
+
+    def _build(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self.factory()
+        module = module.to(device=self.device, dtype=self.dtype)
+        for child in module.modules():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.track_running_stats:
+                if child.momentum is None:
+                    raise ConfigError(
+                        "Batch norm with momentum=None (a cumulative average) is not supported; give a number."
+                    )
+                child.num_batches_tracked = None
+        return module.train()
+
+    @staticmethod
+    def _moving(module: nn.Module) -> dict[str, Tensor]:
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        kept = module.state_dict()
+        buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point() and name in kept}
+        return parameters | buffers
+
+
+class BoundModel:
+    """An ordinary module whose parameters and statistics are views of one flat vector.
+
+    Attributes
+    ----------
+    theta : ``Tensor[P]``, a leaf that requires a gradient; a loss may use it beside the network.
+    statistics : ``Tensor[B]``, moved in place by training.
+    tensors : the module's parameters, as leaves, in segment order.
+    """
+
+    def __init__(self, model: FlatModel):
+        self.module = copy.deepcopy(model.module)
+        flat = torch.zeros(model.size, dtype=model.dtype, device=model.device)
+        self.statistics = flat[model.num_parameters :]
+        views = model.unflatten(flat)
+        owners = dict(self.module.named_parameters(remove_duplicate=False))
+        leaves: dict[int, nn.Parameter] = {}
+        for name in model.parameter_names:
+            leaves[id(owners[name])] = nn.Parameter(views[name])
+        for name, parameter in owners.items():
+            if id(parameter) in leaves:
+                self._set(name, leaves[id(parameter)])
+        for name in list(model.segments)[len(model.parameter_names) :]:
+            self._set(name, views[name])
+        self.tensors = list(leaves.values())
+        self.theta = flat[: model.num_parameters].detach().requires_grad_()
+
+    def load(self, theta: Tensor) -> None:
+        """Copy a model vector ``[P+B]`` in."""
+        with torch.no_grad():
+            self.theta.copy_(theta[: self.theta.numel()])
+            self.statistics.copy_(theta[self.theta.numel() :])
+
+    def save(self, out: Tensor) -> None:
+        """Copy the model vector out into ``out[P+B]``."""
+        out[: self.theta.numel()] = self.theta.detach()
+        out[self.theta.numel() :] = self.statistics
+
+    def _set(self, name: str, tensor: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        owner = self.module.get_submodule(path)
+        if isinstance(tensor, nn.Parameter):
+            setattr(owner, leaf, tensor)
+        else:
+            owner._buffers[leaf] = tensor

@@ -1,0 +1,91 @@
+"""Batch norm over the real rows of a padded batch, and dropout whose draws are keyed.
+
+Both are what a network computes for one client alone; under ``vmap`` torch's own versions would mix in padding rows and
+draw from a global stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class RowWise(TorchFunctionMode):
+    """Within: ``F.batch_norm`` in training ignores rows of weight 0, and ``F.dropout`` draws from `key`.
+
+    Parameters
+    ----------
+    weight : ``Tensor[b]`` of ones and zeros, or None: every row is real.
+    key : ``int64`` scalar tensor; the draws of two keys are independent.
+    """
+
+    def __init__(self, weight: Tensor | None, key: Tensor):
+        super().__init__()
+        self.weight = weight
+        self.key = key
+        self.calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm and self.weight is not None:
+            return _batch_norm(self.weight, *args, **kwargs)
+        if func is F.dropout:
+            self.calls += 1
+            return _dropout(self.key + self.calls, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _batch_norm(
+    rows: Tensor,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    over = [0, *range(2, x.dim())]
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    real = rows.reshape(-1, *[1] * (x.dim() - 1))
+    count = rows.sum() * (x[0, 0].numel() if x.dim() > 2 else 1)
+    mean = (x * real).sum(over) / count
+    var = ((x - mean.reshape(shape)).square() * real).sum(over) / count
+    if running_mean is not None and running_var is not None:
+        unbiased = var.detach() * count / (count - 1).clamp_min(1)
+        running_mean.copy_(running_mean + momentum * (mean.detach() - running_mean))
+        running_var.copy_(running_var + momentum * (unbiased - running_var))
+    out = (x - mean.reshape(shape)) * torch.rsqrt(var.reshape(shape) + eps)
+    if weight is not None:
+        out = out * weight.reshape(shape)
+    return out if bias is None else out + bias.reshape(shape)
+
+
+def _dropout(key: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0:
+        return x
+    draws = _hash(key + _hash(torch.arange(x.numel(), dtype=torch.int64, device=x.device)))
+    keep = ((draws >> 40) & 0xFFFFFF) >= int(p * 2**24)
+    return x * keep.reshape(x.shape) / (1.0 - p)
+
+
+def _hash(z: Tensor) -> Tensor:
+    """SplitMix64's finalizer on wrapping ``int64`` (Steele et al. 2014)."""
+    z = z - 7046029254386353131
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)

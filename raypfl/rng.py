@@ -1,0 +1,55 @@
+"""Random draws that are keyed by what they are for, never by when they happen.
+
+A key is 64 bits derived from (seed, purpose, round, client, ...). Two draws share a key only if they are the same
+draw, so results do not depend on the order of execution, the number of actors, or a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_B = np.uint64(0x94D049BB133111EB)
+
+
+def key(seed: int, purpose: str, *path: int) -> int:
+    """A 64-bit key for one purpose, e.g. ``key(seed, "cohort", round)``."""
+    text = "/".join([str(int(seed)), purpose, *(str(int(part)) for part in path)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:
+    """A NumPy generator for a handful of draws of one purpose."""
+    return np.random.Generator(np.random.Philox(key=key(seed, purpose, *path)))
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """Scramble 64-bit integers, elementwise (the finalizer of SplitMix64, Steele et al. 2014)."""
+    z = values.astype(np.uint64) + _GAMMA
+    z = (z ^ (z >> np.uint64(30))) * _MIX_A
+    z = (z ^ (z >> np.uint64(27))) * _MIX_B
+    return z ^ (z >> np.uint64(31))
+
+
+def permutations(keys: np.ndarray, width: int, sizes: np.ndarray | None = None) -> np.ndarray:
+    """Keyed permutations: row i starts with a permutation of ``range(sizes[i])`` that depends on ``keys[i]`` alone.
+
+    Parameters
+    ----------
+    keys : ``uint64[K]``
+    width : length of a row.
+    sizes : ``int64[K]``, at most `width`; None: all of `width`. What follows in a longer row has no meaning.
+
+    Returns
+    -------
+    ``int64[K, width]``
+    """
+    with np.errstate(over="ignore"):
+        positions = mix(np.arange(1, width + 1, dtype=np.uint64))
+        scores = mix(mix(np.asarray(keys, dtype=np.uint64))[:, None] + positions[None, :])
+    if sizes is not None:
+        scores[np.arange(width)[None, :] >= np.asarray(sizes)[:, None]] = np.iinfo(np.uint64).max
+    return np.argsort(scores, axis=1, kind="stable")

@@ -1,0 +1,178 @@
+"""The parts of an experiment's description that the engine reads: plain dataclasses, so that the core needs no pydantic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which network the clients train.
+
+    Attributes
+    ----------
+    name : a registered model, or ``module:attribute`` of your own ``nn.Module`` class or function.
+    options : its keyword arguments; in YAML they stand beside the name.
+    """
+
+    name: str = "mlp"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CohortSettings:
+    """Who takes part in a round.
+
+    Attributes
+    ----------
+    size : clients drawn a round, uniformly without replacement; None: `fraction` of all.
+    fraction : share of the clients drawn a round, if `size` is None; at least one.
+    dropout : chance that a drawn client receives the round's first message and then vanishes.
+    availability : None, or ``{"low": p, "high": q}``: every client has a fixed chance in [p, q] to be reachable in a round.
+    """
+
+    size: int | None = None
+    fraction: float = 1.0
+    dropout: float = 0.0
+    availability: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """A client's local training, unless its method says otherwise.
+
+    Attributes
+    ----------
+    epochs, steps : passes over the client's data, or SGD steps if `steps` is given (batches go on over epochs).
+    batch_size : samples a step; the last batch of an epoch may be smaller.
+    lr, momentum, nesterov, weight_decay : of SGD, as in ``torch.optim.SGD``; momentum starts afresh every round.
+    clip_norm : gradient norm to which a step is clipped, per client; None: not clipped.
+    schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (to 0 at the
+        last round); ``step`` (times `gamma` after each round in `milestones`).
+    warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
+    precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
+    channels_last : lay image batches out channels last, where clients train one by one.
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int = 10
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    schedule: Literal["constant", "exponential", "cosine", "step"] = "constant"
+    decay: float = 1.0
+    milestones: tuple[int, ...] = ()
+    gamma: float = 0.1
+    warmup_rounds: int = 0
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    channels_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """How results are judged.
+
+    Attributes
+    ----------
+    every : rounds between evaluations of all clients; the last round is always evaluated. 0: the last round only.
+    protocols : ``local`` (each client's own test split) and ``global`` (the union of all clients' test splits).
+    batch_size : samples a forward pass.
+    """
+
+    every: int = 5
+    protocols: tuple[str, ...] = ("local", "global")
+    batch_size: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How the work is executed. Group size and executor may change the last bits of a result; the rest does not.
+
+    Attributes
+    ----------
+    backend : ``ray``, or ``inline`` (this process, no Ray: for a breakpoint, or a machine with torch alone).
+    executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), or ``auto``.
+    group_size : clients a group; None: from the cohort and the model.
+    threads : torch threads per actor, and inline.
+    """
+
+    backend: Literal["ray", "inline"] = "ray"
+    executor: Literal["auto", "vectorised", "sequential"] = "auto"
+    group_size: int | None = None
+    threads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySettings:
+    """The cluster, and what of it a run takes.
+
+    Attributes
+    ----------
+    address : of a running cluster (``auto``, ``host:port``); None: a local one, started and stopped with the run.
+    actors : client actors; None: as many as the cluster has room for, and the cohort has groups for.
+    cpus_per_actor, gpus_per_actor : what each client actor reserves; fractions share a device.
+    clients_per_actor : clients an actor is handed at a time; 1 gives one actor per client of the cohort, for cross-silo
+        studies.
+    dashboard : start Ray's dashboard with a local cluster.
+    """
+
+    address: str | None = None
+    actors: int | None = None
+    cpus_per_actor: float = 1.0
+    gpus_per_actor: float = 0.0
+    clients_per_actor: int | None = None
+    dashboard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """What is kept so that a run can be resumed.
+
+    Attributes
+    ----------
+    every : rounds between checkpoints; 0: only when the run stops or ends.
+    keep : newest checkpoints kept.
+    location : any ``pyarrow.fs`` URI (a folder, ``s3://...``, ``gs://...``); None: inside the run's folder.
+    """
+
+    every: int = 10
+    keep: int = 2
+    location: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingSettings:
+    """MLflow.
+
+    Attributes
+    ----------
+    mlflow : whether to track at all.
+    uri : tracking URI; None: a SQLite store in the output folder.
+    experiment : MLflow experiment name.
+    """
+
+    mlflow: bool = True
+    uri: str | None = None
+    experiment: str = "raypfl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureSettings:
+    """What happens when a client's own work fails.
+
+    Attributes
+    ----------
+    on_client_failure : ``raise`` stops the run with a sentence; ``skip`` goes on without the client and counts it.
+    retries : further tries of a group before its failing clients are singled out.
+    min_success_fraction : share of a cohort that must succeed, else the run stops even under ``skip``.
+    loss_limit : a training loss above it, or one that is not finite, counts as a failure of that client.
+    """
+
+    on_client_failure: Literal["raise", "skip"] = "raise"
+    retries: int = 2
+    min_success_fraction: float = 0.5
+    loss_limit: float = 1e6

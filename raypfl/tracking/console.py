@@ -1,0 +1,154 @@
+"""Runs in progress on the terminal: a table that is redrawn, or lines now and then where there is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from raypfl.federation.events import Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.tracking.progress import RunLine, minutes
+
+_MARKS = {
+    "waiting": ("·", "dim"),
+    "running": ("▸", "cyan"),
+    "finished": ("✓", "green"),
+    "stopped": ("■", "yellow"),
+    "failed": ("✗", "red"),
+}
+
+
+class View:
+    """Shows warnings and nothing else; the views below show more. A context manager, entered before the first run.
+
+    Parameters
+    ----------
+    console : where to show it.
+    lines : one for each run, in the order in which they will go.
+    """
+
+    def __init__(self, console: Console, lines: Sequence[RunLine]):
+        self.console = console
+        self.lines = lines
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def listener(self, index: int) -> Listener:
+        """The listener for the run at `index`."""
+        return partial(self._hear, self.lines[index])
+
+    def _hear(self, line: RunLine, event: Event) -> None:
+        line(event)
+        if isinstance(event, Warned):
+            self.console.print(Text.assemble(("Warning: ", "bold yellow"), event.text))
+        self.tell(line, event)
+
+    def tell(self, line: RunLine, event: Event) -> None:
+        """Show what happened to a run."""
+
+
+class LiveView(View):
+    """A table of all runs that is redrawn as they go, and what is going on below it."""
+
+    def __init__(self, console: Console, lines: Sequence[RunLine]):
+        super().__init__(console, lines)
+        self._spinner = Spinner("dots", style="cyan")
+        self._doing = "starting Ray"
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=5)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._doing = ""
+        self._live.stop()
+
+    def tell(self, line: RunLine, event: Event) -> None:
+        """Show what is going on now."""
+        match event:
+            case Progress():
+                self._doing = event.text
+            case RunStarted():
+                self._doing = line.facts
+            case RunFinished():
+                self._doing = ""
+
+    def render(self) -> RenderableType:
+        """The table as it stands."""
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        table.add_column("")
+        table.add_column("method", no_wrap=True)
+        table.add_column("rounds")
+        for heading in ("", "loss", "personal / global %", "MB up / down", "time"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for line in self.lines:
+            table.add_row(*_cells(line))
+        if not self._doing:
+            return table
+        self._spinner.update(text=Text(self._doing, style="dim"))
+        return Group(table, self._spinner)
+
+
+class PlainView(View):
+    """A line of text for about every tenth of a run, for logs and pipes."""
+
+    def tell(self, line: RunLine, event: Event) -> None:
+        """Print a line, if the event is worth one."""
+        if text := _plain_text(line, event):
+            self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def view(console: Console, lines: Sequence[RunLine], quiet: bool = False) -> View:
+    """The view that suits the console."""
+    kind = View if quiet else LiveView if console.is_terminal else PlainView
+    return kind(console, lines)
+
+
+def _cells(line: RunLine) -> list[RenderableType]:
+    mark, style = _MARKS[line.status]
+    bar = ProgressBar(max(line.rounds, 1), line.round, width=18, complete_style=line.colour, finished_style=line.colour)
+    values = (
+        f"{line.round}/{line.rounds}",
+        "" if line.loss is None else f"{line.loss:.3f}",
+        line.accuracies,
+        line.traffic,
+        f"{line.clock:>9}",
+    )
+    dim = "dim" if line.status == "waiting" else ""
+    return [Text(mark, style), Text(line.label, dim or f"bold {line.colour}"), bar, *(Text(one, dim) for one in values)]
+
+
+def _plain_text(line: RunLine, event: Event) -> str:
+    match event:
+        case Progress():
+            return event.text
+        case RunStarted():
+            return f"{line.label}: {line.facts}, in {event.run_dir}"
+        case RoundFinished() if _ends_a_tenth(line):
+            parts = [f"{line.label}: round {line.round}/{line.rounds}", f"loss {line.loss:.3f}"]
+            parts += [*_accuracies(line), f"{line.traffic} MB up / down", line.clock]
+            return ", ".join(part for part in parts if part)
+        case RunFinished():
+            parts = [f"{line.label}: {event.status} after round {event.round} and {minutes(line.seconds)} minutes"]
+            return ", ".join([*parts, *_accuracies(line)])
+    return ""
+
+
+def _accuracies(line: RunLine) -> list[str]:
+    return [f"personal / global {line.accuracies} %"] if line.accuracies else []
+
+
+def _ends_a_tenth(line: RunLine) -> bool:
+    return line.round * 10 // line.rounds > (line.round - 1) * 10 // line.rounds

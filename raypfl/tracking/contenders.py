@@ -1,0 +1,83 @@
+"""Runs that belong together: a contender is a method with its options, run from one seed or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
+    from raypfl.federation import Result
+
+COLOURS = ("#3B82C4", "#E0703C", "#2FA37C", "#B565A7", "#D9A125", "#56B4D3", "#8D6E63", "#7F8C8D")
+"""Told apart on light and dark grounds; a method has the same one everywhere in a comparison."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One method's runs, one for each seed."""
+
+    label: str
+    colour: str
+    results: tuple[Result, ...]
+
+    def scores(self, protocol: str, model: str, metric: str) -> list[float]:
+        """One number a seed, from the last evaluated round; empty where the method has no such model."""
+        rows = [row for result in self.results for row in result.summary()]
+        return [row[metric] for row in rows if (row["protocol"], row["model"]) == (protocol, model)]
+
+    @property
+    def protocols(self) -> list[str]:
+        """Those that were evaluated, in order."""
+        return list(dict.fromkeys(row["protocol"] for row in self.results[0].summary()))
+
+    def deployed(self, protocol: str) -> str:
+        """``personal`` where the method makes personal models, else ``global``."""
+        return "personal" if self.scores(protocol, "personal", "accuracy") else "global"
+
+
+def contenders(results: Sequence[Result]) -> list[Contender]:
+    """Results grouped by method and options, in order of first appearance."""
+    named = labels([result.experiment for result in results])
+    groups = {label: tuple(r for r, name in zip(results, named, strict=True) if name == label) for label in named}
+    return [Contender(label, colour(i), members) for i, (label, members) in enumerate(groups.items())]
+
+
+def labels(experiments: Sequence[Experiment]) -> list[str]:
+    """A short name for each experiment's method: with those of its options that tell it from its namesakes."""
+    methods = [experiment.to_dict()["method"] for experiment in experiments]
+    return [_label(method, [other for other in methods if other["name"] == method["name"]]) for method in methods]
+
+
+def colour(index: int) -> str:
+    """The colour of the contender at `index`."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def over_seeds(values: Sequence[float], digits: int = 1) -> str:
+    """``"94.2"``, or ``"94.2±0.3"`` (standard deviation) over several seeds, or ``"–"`` without any."""
+    if not values:
+        return "–"
+    spread = f"±{stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{spread}"
+
+
+def setting(experiment: Experiment) -> str:
+    """What all contenders share, in one line: data, partition, model."""
+    values = experiment.to_dict()
+    partition = values["partition"]
+    clients = partition.pop("clients", None)
+    held = [f"{clients} clients"] if clients else []
+    return " · ".join([values["data"]["name"], *held, _called(partition), _called(values["model"])])
+
+
+def _called(component: dict[str, Any]) -> str:
+    options = ", ".join(f"{key}={value}" for key, value in component.items() if key != "name")
+    return f"{component['name']}({options})" if options else component["name"]
+
+
+def _label(method: dict[str, Any], namesakes: list[dict[str, Any]]) -> str:
+    differing = [key for key, value in method.items() if any(other[key] != value for other in namesakes)]
+    return " ".join([method["name"], *(f"{key}={method[key]}" for key in differing)])

@@ -1,0 +1,153 @@
+"""One picture of a comparison: accuracy over rounds, and how it is spread over the clients at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from raypfl.tracking.contenders import Contender, contenders, setting
+
+if TYPE_CHECKING:
+    from raypfl.federation import Result
+
+_INK, _FAINT = "#333333", "#E4E4E4"
+_STYLE: dict[Any, Any] = {
+    "axes.edgecolor": "#999999",
+    "axes.labelcolor": _INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "font.size": 10,
+    "grid.color": _FAINT,
+    "grid.linewidth": 0.6,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+_MODELS = ("personal", "global")
+_DASH = 3.0
+_STEPS = [1, 2, 5, 10]
+_MANY_CLIENTS = 60  # beyond it, points on the curves would merge
+
+
+def draw(results: Sequence[Result], path: str | Path) -> Path:
+    """Write a PNG of finished runs of one comparison.
+
+    Left: mean accuracy over clients on their own test data by round, of the personal models (solid) and of the global
+    one (dashed); a band spans the seeds. Right: the final accuracy of each client, sorted, with the model that the
+    client would use: its personal one where the method makes one.
+
+    Parameters
+    ----------
+    results : at least one, each evaluated at least once.
+    path : of the PNG; its folder must exist.
+
+    Returns
+    -------
+    The path.
+    """
+    compared = contenders(results)
+    protocol = "local" if "local" in compared[0].protocols else compared[0].protocols[0]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(11, 5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+        left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+        dashed = [one.label for one in compared if one.scores(protocol, "global", "accuracy")]
+        for contender in compared:
+            turn = dashed.index(contender.label) if contender.label in dashed else 0
+            lines = {model: _line(model, turn, len(dashed)) for model in _MODELS}
+            _curves(left, contender, protocol, lines)
+            _sorted_clients(right, contender, protocol, lines)
+        _explain(left, right, compared, protocol)
+        figure.suptitle(setting(results[0].experiment), fontsize=11, color="#777777")
+        _legend(figure, compared, protocol)
+        figure.savefig(path, dpi=160)
+    return Path(path)
+
+
+def _line(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
+    """Solid or dashed; dashes take turns, so that the equal global models of several methods all show."""
+    if model == "personal":
+        return {"linestyle": "-", "linewidth": 2.0}
+    gap = _DASH * max(min(turns, 3) - 1, 0.6)
+    return {"linestyle": (-_DASH * (turn % 3), (_DASH, gap)), "linewidth": 1.6}
+
+
+def _curves(axes: Axes, contender: Contender, protocol: str, lines: dict[str, dict[str, Any]]) -> None:
+    for model, line in lines.items():
+        runs = [_by_round(result, protocol, model) for result in contender.results]
+        rounds = sorted(set.intersection(*(set(run) for run in runs)))
+        if not rounds:
+            continue
+        accuracy = np.array([[run[r] for r in rounds] for run in runs])  # [seeds, rounds]
+        if len(runs) > 1:
+            axes.fill_between(rounds, accuracy.min(0), accuracy.max(0), color=contender.colour, alpha=0.15, linewidth=0)
+        marker = "o" if len(rounds) == 1 else None
+        axes.plot(rounds, accuracy.mean(0), color=contender.colour, marker=marker, **line)
+
+
+def _by_round(result: Result, protocol: str, model: str) -> dict[int, float]:
+    rows = _rows(result, protocol, model).group_by("round").aggregate([("accuracy", "mean")]).to_pydict()
+    return dict(zip(rows["round"], (100 * np.array(rows["accuracy_mean"])).tolist(), strict=True))
+
+
+def _sorted_clients(axes: Axes, contender: Contender, protocol: str, lines: dict[str, dict[str, Any]]) -> None:
+    model = contender.deployed(protocol)
+    accuracy = np.sort(np.concatenate([_final(result, protocol, model) for result in contender.results]))
+    share = 100 * (np.arange(len(accuracy)) + 0.5) / len(accuracy)
+    marker = "o" if len(accuracy) <= _MANY_CLIENTS else None
+    axes.plot(share, accuracy, color=contender.colour, marker=marker, markersize=4, **lines[model])
+
+
+def _final(result: Result, protocol: str, model: str) -> np.ndarray:
+    rows = _rows(result, protocol, model)
+    last = rows.filter(pc.field("round") == pc.max(rows["round"]))
+    return 100 * last["accuracy"].to_numpy()
+
+
+def _rows(result: Result, protocol: str, model: str) -> pa.Table:
+    chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
+    return result.evaluations.filter(chosen)
+
+
+def _explain(left: Axes, right: Axes, compared: list[Contender], protocol: str) -> None:
+    tested = "their own test data" if protocol == "local" else f"the {protocol} test data"
+    left.set(title="Accuracy over rounds, mean over clients", xlabel="round", ylabel=f"accuracy on {tested} (%)")
+    right.set(
+        title="Accuracy of each client at the end", xlabel="clients, from worst to best (%)", ylabel="accuracy (%)"
+    )
+    right.set_xlim(0, 100)
+    right.axvspan(0, 10, color=_INK, alpha=0.05, linewidth=0)
+    right.text(1, 0.98, "worst\ndecile", transform=right.get_xaxis_transform(), va="top", fontsize=8, color="#777777")
+    for axes in (left, right):
+        axes.grid(True)
+        axes.set_axisbelow(True)
+        axes.yaxis.set_major_locator(MaxNLocator(9, steps=_STEPS, integer=True))
+    left.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=True))
+    models = [model for model in _MODELS if any(one.scores(protocol, model, "accuracy") for one in compared)]
+    keys = [Line2D([], [], color=_INK, label=f"{model} model", **_line(model)) for model in models]
+    left.legend(handles=keys, loc="lower right", frameon=False)
+
+
+def _legend(figure: Figure, compared: list[Contender], protocol: str) -> None:
+    def label(one: Contender) -> str:
+        return f"{one.label}  {100 * fmean(one.scores(protocol, one.deployed(protocol), 'accuracy')):.1f} %"
+
+    handles = [Line2D([], [], color=one.colour, linewidth=5, label=label(one)) for one in compared]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), 5), frameon=False, handlelength=1
+    )

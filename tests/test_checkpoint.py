@@ -1,0 +1,282 @@
+"""A checkpoint gives back the same bits, or says in a sentence why it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pytest
+import torch
+
+from raypfl.errors import CheckpointError
+from raypfl.federation import checkpoint
+from raypfl.federation.checkpoint import Snapshot, StateShard
+
+ROOT = Path(checkpoint.__file__).parents[2]
+AWKWARD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 0.1]
+
+
+def make_snapshot(round: int = 3) -> Snapshot:
+    theta = torch.arange(12, dtype=torch.float32)
+    server = {
+        "theta": theta,
+        "view": theta[3:7],
+        "transposed": theta.reshape(3, 4).T,
+        "momentum": torch.tensor(AWKWARD, dtype=torch.float64),
+        "half": torch.tensor(AWKWARD, dtype=torch.bfloat16),
+        "nested": {"step": 7, "lr": 0.1, "name": "adam", "nesterov": False, "none": None, "betas": (0.9, 0.999)},
+        "by_class": {0: torch.tensor(5), 1: torch.tensor([True, False]), "0": torch.zeros(0, 4)},
+        "a/b": torch.tensor(1),
+        "a": {"b": torch.tensor(2)},
+        "history": [torch.ones(2, dtype=torch.int64), -0.0, float("nan"), 2**60],
+    }
+    states = [
+        StateShard(
+            np.array([4, 1]), {"personal": np.array([AWKWARD, AWKWARD]), "alpha": np.array([0.5, -0.0], "float32")}
+        ),
+        StateShard(np.array([7]), {"steps/count": np.array([[2**60]]), "seen": np.array([True])}),
+    ]
+    tables = {"rounds": pa.table({"round": pa.array([1, 2, 3], pa.int32()), "loss": [0.5, float("nan"), None]})}
+    return Snapshot(round=round, server=server, states=states, tables=tables, meta={"seed": 1, "run": "digits"})
+
+
+def assert_same(a: object, b: object) -> None:
+    """Equal in type, shape and every bit."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        same = a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+        assert torch.equal(*same)
+    elif isinstance(a, dict) and isinstance(b, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert repr(a) == repr(b)  # tells -0.0 from 0.0, and finds nan equal to nan
+
+
+def load(location: object, warnings: list[str] | None = None) -> Snapshot | None:
+    return checkpoint.load(str(location), (lambda text: None) if warnings is None else warnings.append)
+
+
+def folders(location: Path) -> list[str]:
+    return sorted(entry.name for entry in location.iterdir())
+
+
+def test_a_snapshot_comes_back_to_the_same_bits(tmp_path: Path) -> None:
+    saved = make_snapshot()
+    path = checkpoint.save(str(tmp_path), saved, keep=2)
+    assert Path(path).parent == tmp_path
+    loaded = load(tmp_path)
+    assert loaded is not None
+    assert (loaded.round, loaded.meta) == (3, saved.meta)
+    assert_same(saved.server, loaded.server)
+    assert repr(loaded.tables) == repr(saved.tables)
+    for _ in range(2):  # the states can be read again
+        for before, after in zip(saved.states, loaded.states, strict=True):
+            assert np.array_equal(before.clients, after.clients)
+            assert before.tensors.keys() == after.tensors.keys()
+            for name, array in before.tensors.items():
+                assert after.tensors[name].dtype == array.dtype
+                assert after.tensors[name].tobytes() == array.tobytes()
+
+
+def test_loaded_tensors_and_states_can_be_written_to(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), make_snapshot(), keep=1)
+    loaded = load(tmp_path)
+    assert loaded is not None
+    loaded.server["theta"] += 1
+    for shard in loaded.states:
+        for array in shard.tensors.values():
+            array[:] = 0
+
+
+def test_a_method_without_state_can_be_saved(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), Snapshot(round=1, server={}, states=[], tables={}, meta={}), keep=1)
+    loaded = load(tmp_path)
+    assert loaded is not None
+    assert (loaded.server, list(loaded.states), loaded.tables) == ({}, [], {})
+
+
+def test_states_are_written_one_shard_at_a_time(tmp_path: Path) -> None:
+    written_before = []
+
+    def shards() -> Iterator[StateShard]:
+        for i in range(3):
+            written_before.append(len(list(tmp_path.rglob("states-*"))))
+            yield StateShard(np.array([i]), {"w": np.zeros((1, 2))})
+
+    checkpoint.save(str(tmp_path), Snapshot(round=1, server={}, states=shards(), tables={}, meta={}), keep=1)
+    assert written_before == [0, 1, 2]
+
+
+def test_no_folder_means_no_checkpoint(tmp_path: Path) -> None:
+    assert load(tmp_path / "nothing") is None
+    assert load(tmp_path) is None
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for round in range(1, 5):
+        checkpoint.save(str(tmp_path), make_snapshot(round), keep=2)
+    assert folders(tmp_path) == ["000003-round-3", "000004-round-4"]
+
+
+def test_a_checkpoint_never_overwrites_one_of_the_same_round(tmp_path: Path) -> None:
+    assert checkpoint.save(str(tmp_path), make_snapshot(5), 2) != checkpoint.save(str(tmp_path), make_snapshot(5), 2)
+
+
+def test_a_checkpoint_saved_after_falling_back_counts_as_the_newest(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), make_snapshot(20), keep=2)
+    checkpoint.save(str(tmp_path), make_snapshot(30), keep=2)
+    checkpoint.save(str(tmp_path), make_snapshot(25), keep=2)
+    loaded = load(tmp_path)
+    assert loaded is not None
+    assert loaded.round == 25
+
+
+FILES = ["server.safetensors", "states-00001.safetensors", "rounds.parquet", "meta.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "a bit flipped"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    checkpoint.save(str(tmp_path), make_snapshot(1), keep=2)
+    file = Path(checkpoint.save(str(tmp_path), make_snapshot(2), keep=2)) / name
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        content[content.rindex(b'"sha256": "') + 12 if name == "manifest.json" else len(content) // 2] ^= 1
+        file.write_bytes(content)
+    warnings: list[str] = []
+    loaded = load(tmp_path, warnings)
+    assert loaded is not None
+    assert loaded.round == 1
+    assert len(warnings) == 1
+    assert str(file.parent) in warnings[0]
+    assert name in warnings[0] or name == "manifest.json"
+
+
+def test_if_none_is_intact_the_error_says_so_for_each(tmp_path: Path) -> None:
+    for round in (1, 2):
+        (Path(checkpoint.save(str(tmp_path), make_snapshot(round), keep=2)) / "meta.json").unlink()
+    with pytest.raises(CheckpointError, match=r"round-2 .*meta.json is missing.*round-1 .*meta.json is missing"):
+        load(tmp_path)
+
+
+def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), make_snapshot(1), keep=1)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_A_SAVE, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert len(folders(tmp_path)) == 2
+    warnings: list[str] = []
+    loaded = load(tmp_path, warnings)
+    assert loaded is not None
+    assert loaded.round == 1
+    assert "never finished" in warnings[0]
+    checkpoint.save(str(tmp_path), make_snapshot(2), keep=1)
+    assert folders(tmp_path) == ["000003-round-2"]
+
+
+KILLED_IN_A_SAVE = """
+import os, signal, sys
+import numpy as np
+from raypfl.federation import checkpoint
+
+def shards():
+    yield checkpoint.StateShard(np.arange(2), {"w": np.zeros((2, 1000))})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint.save(sys.argv[1], checkpoint.Snapshot(round=2, server={}, states=shards(), tables={}, meta={}), keep=1)
+"""
+
+
+def test_a_run_killed_in_its_very_first_save_has_no_checkpoint(tmp_path: Path) -> None:
+    path = Path(checkpoint.save(str(tmp_path), make_snapshot(), keep=1))
+    path.rename(path.with_name(path.name + ".draft"))
+    warnings: list[str] = []
+    assert load(tmp_path, warnings) is None
+    assert len(warnings) == 1
+
+
+def test_a_save_that_fails_is_a_sentence_and_costs_no_older_checkpoint(tmp_path: Path) -> None:
+    def full_disk() -> Iterator[StateShard]:
+        yield StateShard(np.arange(1), {"w": np.zeros((1, 2))})
+        raise OSError("No space left on device")
+
+    checkpoint.save(str(tmp_path), make_snapshot(1), keep=1)
+    with pytest.raises(CheckpointError, match=r"round 2 cannot be written.*No space left.*checkpoint.location"):
+        checkpoint.save(str(tmp_path), Snapshot(round=2, server={}, states=full_disk(), tables={}, meta={}), keep=1)
+    loaded = load(tmp_path)
+    assert loaded is not None
+    assert loaded.round == 1
+
+
+@pytest.mark.parametrize("value", [object(), np.float32(1), {(1, 2): 3}])
+def test_a_server_state_that_cannot_be_kept_is_refused_by_its_name(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match="optimizer/thing"):
+        checkpoint.save(
+            str(tmp_path), Snapshot(round=1, server={"optimizer": {"thing": value}}, states=[], tables={}, meta={}), 1
+        )
+
+
+def test_a_uri_can_be_the_location(tmp_path: Path) -> None:
+    checkpoint.save(f"file://{tmp_path}/a", make_snapshot(), keep=1)
+    assert load(tmp_path / "a") is not None
+    assert load(f"file://{tmp_path}/a/") is not None
+
+
+@pytest.mark.parametrize("location", ["nowhere://bucket/a", "s3:// bad uri"])
+def test_a_location_that_cannot_be_opened_is_named(location: str) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint.location is"):
+        load(location)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pafs.FileSystem:
+    """A file system that cannot rename, standing for an object store."""
+    store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
+    monkeypatch.setattr(checkpoint, "resolve", lambda location: (store, "runs/digits"))
+    return store
+
+
+def test_an_object_store_keeps_checkpoints_too(bucket: pafs.FileSystem, tmp_path: Path) -> None:
+    for round in (1, 2, 3):
+        assert checkpoint.save("s3://bucket/runs/digits", make_snapshot(round), keep=2).startswith("runs/digits/")
+    loaded = load("s3://bucket/runs/digits")
+    assert loaded is not None
+    assert_same(loaded.server, make_snapshot().server)
+    assert folders(tmp_path / "runs/digits") == ["000002-round-2", "000003-round-3"]
+
+
+def test_in_an_object_store_a_checkpoint_without_manifest_was_never_finished(
+    bucket: pafs.FileSystem, tmp_path: Path
+) -> None:
+    first = tmp_path / checkpoint.save("s3://bucket/runs/digits", make_snapshot(1), keep=1)
+    shutil.copytree(first, first.with_name("000002-round-2"))
+    (first.with_name("000002-round-2") / "manifest.json").unlink()
+    warnings: list[str] = []
+    loaded = load("s3://bucket/runs/digits", warnings)
+    assert loaded is not None
+    assert loaded.round == 1
+    assert "never finished" in warnings[0]
+    checkpoint.save("s3://bucket/runs/digits", make_snapshot(3), keep=2)
+    assert folders(first.parent) == ["000001-round-1", "000003-round-3"]

@@ -1,0 +1,154 @@
+"""The command line, on runs of two rounds without Ray."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from raypfl import __version__
+from raypfl.cli import app, main
+from raypfl.errors import RaypflError, Stopped
+from raypfl.federation import driver
+
+SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def raypfl(*words: str) -> Result:
+    return CliRunner().invoke(app, words)
+
+
+def told(*words: str) -> dict:
+    result = raypfl(*words, "--json", "--quiet")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_without_arguments_the_digits_are_compared_and_everything_is_told():
+    result = raypfl("run", *SMALL)
+    assert result.exit_code == 0, result.output
+    for part in ("fedavg", "ditto", "worst", "Picture", "weights", "Try next", "raypfl resume runs/digits-ditto"):
+        assert part in result.stdout
+    assert "round 2/2" in result.stderr and "round 2/2" not in result.stdout
+    assert list(Path("runs").glob("*-compared.png"))
+
+
+def test_methods_and_seeds_are_chosen_on_the_command_line():
+    runs = told("run", *SMALL, "--method", "local,fedavg", "--seeds", "2")["runs"]
+    chosen = [(run["experiment"]["method"]["name"], run["experiment"]["seed"]) for run in runs]
+    assert chosen == [("local", 0), ("local", 1), ("fedavg", 0), ("fedavg", 1)]
+    assert all(run["status"] == "finished" and run["weights_hash"] for run in runs)
+
+
+def test_a_file_of_ones_own_is_run(elsewhere: Path):
+    (elsewhere / "mine.yaml").write_text("name: mine\nmethod: ditto\n")
+    (run,) = told("run", "mine.yaml", *SMALL, "method.lam=2")["runs"]
+    assert run["experiment"]["method"]["lam"] == 2.0
+    assert Path(run["run_dir"], "picture.png").exists()
+
+
+def test_a_finished_run_is_made_longer_by_resuming_it():
+    (short,) = told("run", *SMALL, "--method", "ditto")["runs"]
+    (longer,) = told("resume", short["run_dir"], "rounds=3")["runs"]
+    (whole,) = told("run", *SMALL, "rounds=3", "--method", "ditto")["runs"]
+    assert longer["weights_hash"] == whole["weights_hash"] != short["weights_hash"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run", "rouns=2"], "rouns is not a setting of an experiment; did you mean 'rounds'?"),
+        (["run", "digts"], "There is no recipe called 'digts'; did you mean 'digits'?"),
+        (["run", "--method", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),
+        (["run", "digits", "rounds"], "'rounds' is not an assignment"),
+        (["run", "mine.yaml"], "There is no file 'mine.yaml'."),
+    ],
+)
+def test_a_mistake_is_a_sentence_on_stderr_and_exit_code_two(words, sentence):
+    result = raypfl(*words)
+    assert result.exit_code == 2
+    assert sentence in result.stderr and "Traceback" not in result.output
+
+
+def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
+    result = raypfl("resume", "nowhere")
+    assert result.exit_code == 1
+    assert "nowhere is no run's folder" in result.stderr
+
+
+def test_a_run_that_is_stopped_ends_with_130_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):
+    real = driver.run
+
+    def interrupted(experiment, *, listeners):
+        def stop(event):
+            if getattr(event, "round", 0) == 1:
+                raise Stopped("Stop.")
+
+        return real(experiment, listeners=[*listeners, stop])
+
+    monkeypatch.setattr(driver, "run", interrupted)
+    result = raypfl("run", *SMALL)
+    assert result.exit_code == 130
+    assert "To go on: raypfl resume runs/digits-fedavg" in result.stderr
+
+
+def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(experiment, *, listeners):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "run", interrupted)
+    result = raypfl("run", *SMALL)
+    assert result.exit_code == 130 and "Stopped." in result.stderr
+
+
+def test_what_was_finished_is_told_even_if_a_later_run_fails(monkeypatch: pytest.MonkeyPatch):
+    real = driver.run
+
+    def failing(experiment, *, listeners):
+        if experiment.to_dict()["method"]["name"] == "ditto":
+            raise RaypflError("Client 3 lost its mind.")
+        return real(experiment, listeners=listeners)
+
+    monkeypatch.setattr(driver, "run", failing)
+    result = raypfl("run", *SMALL)
+    assert result.exit_code == 1
+    assert "Client 3 lost its mind." in result.stderr and "fedavg" in result.stdout
+
+
+def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
+    (elsewhere / "nearby_method.py").write_text("from raypfl.methods import Local\n\nclass Mine(Local): ...\n")
+    monkeypatch.setattr("sys.argv", ["raypfl", "run", *SMALL, "--method", "nearby_method:Mine", "--quiet"])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path[1:]])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code in (0, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("methods", ["ditto", "lam = 0.75", "and those of fedavg"]),
+        ("models", ["mlp", "hidden = (128,)"]),
+        ("partitions", ["dirichlet", "alpha = 0.3"]),
+        ("datasets", ["digits", "parquet"]),
+        ("recipes", ["digits", "handwritten digits"]),
+    ],
+)
+def test_what_can_be_named_is_listed_with_its_options(kind, parts):
+    result = raypfl("list", kind)
+    assert result.exit_code == 0
+    assert all(part in result.stdout for part in parts)
+
+
+def test_the_version_is_told():
+    assert raypfl("--version").stdout.strip() == f"raypfl {__version__}"

@@ -1,0 +1,218 @@
+"""An experiment's description: what it takes, what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypfl import recipes
+from raypfl.config import Experiment, experiments
+from raypfl.data import Dirichlet
+from raypfl.errors import ConfigError
+from raypfl.methods import Ditto, FedAvg
+
+
+def refusal(**values) -> str:
+    with pytest.raises(ConfigError) as error:
+        Experiment(**values)
+    return str(error.value)
+
+
+def method_names(planned: list[Experiment]) -> list[str]:
+    return [one.to_dict()["method"]["name"] for one in planned]
+
+
+def test_a_component_is_named_or_described_or_given():
+    expected = Experiment(method=Ditto(lam=2.0))
+    assert Experiment(method={"name": "ditto", "lam": 2}) == expected
+    assert Experiment(method="ditto").override(["method.lam=2"]) == expected
+
+
+def test_a_partition_is_an_instance_with_its_options():
+    assert Experiment(partition={"name": "dirichlet", "clients": 5, "alpha": 1}).partition == Dirichlet(
+        clients=5, alpha=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"method": "ditto", "model": {"name": "mlp", "hidden": (3, 4)}, "seed": 3},
+        {"training": {"lr": 1e-7, "schedule": "step", "milestones": [1, 2]}, "cohort": {"size": 3}},
+        {"cohort": {"availability": {"low": 0.2, "high": 1.0}}, "failures": {"loss_limit": float("inf")}},
+        {"training": {"lr": np.float64(0.3)}, "seed": np.int64(2), "name": "Ångström"},
+    ],
+)
+def test_yaml_gives_back_an_equal_experiment(values):
+    experiment = Experiment(**values)
+    assert Experiment.from_yaml(experiment.to_yaml()) == experiment
+
+
+def test_a_file_is_read_as_its_text_is(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("rounds: 3\nmethod: ditto\n")
+    assert Experiment.from_yaml(path) == Experiment.from_yaml(str(path)) == Experiment(rounds=3, method="ditto")
+
+
+def test_an_experiment_travels_to_other_processes():
+    experiment = Experiment(method="ditto")
+    assert pickle.loads(pickle.dumps(experiment)) == experiment
+
+
+def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_own_method.py").write_text(
+        "from raypfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    strength: float = 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    experiment = Experiment(method={"name": "my_own_method:Mine", "strength": 2})
+    assert experiment.method.strength == 2.0
+    assert Experiment.from_yaml(experiment.to_yaml()) == experiment
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"method": {"name": "ditto", "lamda": 1}}, "method.lamda is not an option of ditto; did you mean 'lam'?"),
+        (
+            {"training": {"learning_rate": 1}},
+            "training.learning_rate is not a setting of training; known are: ",
+        ),
+        ({"trainning": {}}, "trainning is not a setting of an experiment; did you mean 'training'?"),
+        ({"lr": 0.1}, "lr is not a setting of an experiment; did you mean 'training.lr'?"),
+        ({"method": "dito"}, "There is no method called 'dito'; did you mean 'ditto'?"),
+        ({"data": "digit"}, "There is no data set called 'digit'; did you mean 'digits'?"),
+        ({"data": {"rot": "x"}}, "data.rot is not an option of data; did you mean 'root'?"),
+        ({"model": {"name": "lenet", "hidden": [3]}}, "model.hidden is not an option of lenet, which has none."),
+        ({"model": {"name": "mlp", "hidden": 3}}, "model.hidden is 3; it must be a list."),
+        ({"method": {"name": "ditto", "lam": "much"}}, "method.lam is 'much'; it must be a number."),
+        ({"method": "json:JSONDecoder"}, "method is 'json:JSONDecoder', which is not a subclass of Method."),
+        ({"method": 5}, "method is 5; it must be a name"),
+        ({"rounds": 2.5}, "rounds is 2.5; it must be a whole number."),
+        ({"rounds": 0}, "rounds is 0; it must be at least 1."),
+        ({"cohort": 5}, "cohort is 5; it must be options as 'key: value'."),
+        ({"training": {"lr": float("nan")}}, "training.lr is nan; it must be above 0."),
+        ({"training": {"milestones": [0], "schedule": "step"}}, "training.milestones is 0; it must be at least 1."),
+        ({"training": {"schedule": "linear"}}, "training.schedule is 'linear'; it must be 'constant', "),
+        ({"training": {"nesterov": True}}, "training.nesterov is true, but training.momentum is 0"),
+        ({"training": {"schedule": "exponential"}}, "a decay below 1, such as 0.99, belong together."),
+        ({"training": {"warmup_rounds": 31}}, "training.warmup_rounds is 31, but rounds is 30."),
+        ({"cohort": {"size": 21}}, "cohort.size is 21, but partition.clients is 20"),
+        ({"cohort": {"availability": {"low": 0.5}}}, "it must be {low: p, high: q} with 0 <= p <= q <= 1."),
+        (
+            {"evaluation": {"protocols": ["mine"]}},
+            "evaluation.protocols is ['mine']; it must name one or more of",
+        ),
+        ({"name": "a/b"}, "name is 'a/b'; it must be letters, digits"),
+    ],
+)
+def test_a_mistake_is_told_in_a_sentence(values, sentence):
+    assert sentence in refusal(**values)
+
+
+def test_all_mistakes_are_told_at_once():
+    text = refusal(rounds=0, training={"momentun": 0.9}, partition={"name": "iid", "clients": 0}, method="dito")
+    assert text.startswith("The experiment has 4 mistakes:")
+    for part in ("rounds is 0", "training.momentun", "partition.clients is 0", "'dito'"):
+        assert part in text
+
+
+def test_an_object_that_was_made_in_code_is_checked_as_well():
+    from raypfl.settings import TrainingSettings
+
+    assert "training.lr is -1" in refusal(training=TrainingSettings(lr=-1))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("rounds: 1\nrounds: 2\n", "line 2, column 1 is not valid YAML: the key 'rounds' stands here twice."),
+        ("rounds: [1\n", "is not valid YAML"),
+        ("- rounds\n", "holds a list; it must be 'key: value' lines"),
+        ("nowhere.yaml", "There is no file 'nowhere.yaml'."),
+    ],
+)
+def test_text_that_is_no_experiment_is_refused_with_its_place(text, sentence):
+    with pytest.raises(ConfigError) as error:
+        Experiment.from_yaml(text)
+    assert sentence in str(error.value)
+
+
+def test_numbers_in_yaml_may_have_an_exponent_without_a_point():
+    assert Experiment.from_yaml("training: {lr: 1e-3}").training.lr == 1e-3
+
+
+def test_overriding_a_method_starts_from_its_defaults_in_either_order():
+    base = Experiment(method={"name": "ditto", "lam": 5, "server_lr": 0.5})
+    for words in (["method=ditto", "method.lam=1"], ["method.lam=1", "method=ditto"]):
+        assert base.override(words).method == Ditto(lam=1.0)
+
+
+def test_overriding_leaves_the_original_as_it_was():
+    base = Experiment()
+    changed = base.override(["training.lr=0.05", "cohort.availability.low=0.1", "cohort.availability.high=1"])
+    assert (base.training.lr, changed.training.lr) == (0.1, 0.05)
+    assert changed.cohort.availability == {"low": 0.1, "high": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("rounds", "'rounds' is not an assignment"),
+        ("rounds.x=1", "rounds.x cannot be set: rounds is 30, which has no parts."),
+        ("rounds=[1", "The value in 'rounds=[1'"),
+        ("lr=1", "did you mean 'training.lr'?"),
+    ],
+)
+def test_an_override_that_makes_no_sense_is_told(word, sentence):
+    with pytest.raises(ConfigError) as error:
+        Experiment().override([word])
+    assert sentence in str(error.value)
+
+
+def test_replacing_a_field_keeps_the_others():
+    experiment = Experiment(rounds=7).replace(seed=3, method=FedAvg())
+    assert (experiment.rounds, experiment.seed) == (7, 3)
+
+
+def test_a_comparison_runs_each_method_with_each_seed():
+    planned = experiments("methods: [fedavg, ditto]\nseeds: 2\nseed: 5\n")
+    assert method_names(planned) == ["fedavg", "fedavg", "ditto", "ditto"]
+    assert [one.seed for one in planned] == [5, 6, 5, 6]
+
+
+def test_a_method_option_reaches_the_compared_methods_that_have_it():
+    planned = experiments("methods: [fedavg, ditto]\n", ["method.lam=3", "method.server_lr=0.5"])
+    assert [one.method for one in planned] == [FedAvg(server_lr=0.5), Ditto(lam=3.0, server_lr=0.5)]
+
+
+def test_a_method_option_that_no_compared_method_has_is_told():
+    with pytest.raises(ConfigError, match="lamda is not an option of fedavg or ditto; did you mean 'lam'"):
+        experiments("methods: [fedavg, ditto]\n", ["method.lamda=3"])
+
+
+def test_naming_one_method_replaces_a_comparison_by_it():
+    assert method_names(experiments("methods: [fedavg, ditto]\n", ["method=local"])) == ["local"]
+
+
+@pytest.mark.parametrize(
+    "text", ["methods: ditto\n", "methods: []\n", "seeds: 0\n", "method: ditto\nmethods: [fedavg]\n"]
+)
+def test_a_comparison_that_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigError):
+        experiments(text)
+
+
+def test_every_recipe_describes_experiments():
+    assert "digits" in recipes.names()
+    for name in recipes.names():
+        assert experiments(recipes.text(name))
+        assert recipes.summary(name)
+
+
+def test_a_recipe_that_does_not_exist_is_told_with_the_nearest():
+    with pytest.raises(ConfigError, match="no recipe called 'digts'; did you mean 'digits'"):
+        recipes.text("digts")

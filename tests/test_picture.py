@@ -1,0 +1,190 @@
+"""What is shown of results: the picture, the table and the lines on the way, all from made-up runs."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from raypfl.config import Experiment
+from raypfl.evaluation import summarise
+from raypfl.federation.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.tracking import outcome
+from raypfl.tracking.console import LiveView, PlainView, View, view
+from raypfl.tracking.contenders import contenders, labels, over_seeds
+from raypfl.tracking.picture import draw
+from raypfl.tracking.progress import RunLine, lines_for, minutes
+
+PNG = b"\x89PNG"
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """Has what the picture and the table read of a Result."""
+
+    experiment: Experiment
+    run_dir: Path
+    rounds: pa.Table
+    evaluations: pa.Table
+    status: str = "finished"
+    weights_hash: str = "3fa2c19d88e0ffff"
+    megabytes: tuple[float, float] = (23.1, 23.0)
+
+    def summary(self) -> list[dict]:
+        last = max(self.evaluations["round"].to_pylist())
+        return summarise(self.evaluations.filter(pa.compute.equal(self.evaluations["round"], last)).to_pydict())
+
+
+def made_up(method, models=("global",), level=0.8, seed=0, clients=20, rounds=(5, 10)) -> MadeUp:
+    keys = [(r, c, p, m) for r in rounds for p in ("local", "global") for m in models for c in range(clients)]
+    accuracy = np.clip(level + np.random.default_rng(seed).normal(0, 0.05, len(keys)), 0, 1)
+    names = ("round", "client", "protocol", "model")
+    columns = dict(zip(names, map(list, zip(*keys, strict=True)), strict=True))
+    evaluations = pa.table(columns | {"samples": [9] * len(keys), "accuracy": accuracy, "loss": 1 - accuracy})
+    experiment = Experiment(name="made-up", method=method, seed=seed, rounds=10)
+    return MadeUp(experiment, Path(f"runs/{seed}"), pa.table({"seconds": [0.5] * 10}), evaluations)
+
+
+def comparison(seeds: int = 1) -> list[MadeUp]:
+    return [
+        made_up(method, models, level, seed)
+        for method, models, level in (("fedavg", ("global",), 0.8), ("ditto", ("personal", "global"), 0.9))
+        for seed in range(seeds)
+    ]
+
+
+def printed(show, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO())
+    show(console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        comparison(),
+        comparison(seeds=3),
+        [made_up("fedavg", rounds=(10,))],
+        [made_up("local", models=("personal",), clients=500)],
+        [made_up({"name": "ditto", "lam": lam}, ("personal", "global")) for lam in (0.1, 0.5, 1.0, 2.0, 4.0)],
+    ],
+    ids=["two methods", "three seeds", "one evaluation", "no global model", "five namesakes"],
+)
+def test_a_picture_is_drawn_of(results, tmp_path: Path):
+    assert draw(results, tmp_path / "picture.png").read_bytes().startswith(PNG)
+
+
+def test_clients_without_test_data_are_left_out_of_the_picture(tmp_path: Path):
+    one = made_up("fedavg")
+    holes = one.evaluations.to_pydict()
+    holes["samples"][0], holes["accuracy"][0] = 0, float("nan")
+    changed = MadeUp(one.experiment, one.run_dir, one.rounds, pa.table(holes))
+    assert draw([changed], tmp_path / "picture.png").exists()
+
+
+def test_namesakes_are_told_apart_by_the_options_that_differ():
+    runs = [Experiment(method=m) for m in ("fedavg", {"name": "ditto", "lam": 0.1}, {"name": "ditto", "lam": 1})]
+    assert labels(runs) == ["fedavg", "ditto lam=0.1", "ditto lam=1.0"]
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_contender():
+    assert [len(one.results) for one in contenders(comparison(seeds=3))] == [3, 3]
+
+
+def test_several_seeds_give_mean_and_deviation():
+    assert (over_seeds([]), over_seeds([1.25]), over_seeds([1.0, 2.0])) == ("–", "1.2", "1.5±0.7")
+
+
+def test_the_table_has_a_row_for_each_method_and_protocol_and_fits_eighty_columns():
+    text = printed(lambda console: console.print(outcome.table(comparison())))
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows if len(row) > 5][-2:] == ["fedavg", "ditto"]
+    assert sum("local" in row for row in rows) == sum("global" in row for row in rows) - 1 == 2
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_last_words_tell_where_everything_is_and_what_to_try():
+    text = printed(lambda console: outcome.show(console, comparison(), Path("runs/p.png"), "digits"))
+    for part in ("runs/p.png", "3fa2c19d88e0", "mlflow ui", "raypfl resume runs/0 rounds=20", "method.lam=0.075"):
+        assert part in text
+
+
+def test_the_outcome_as_json_is_plain():
+    told = json.loads(json.dumps(outcome.as_json(comparison(), None)))
+    assert [run["experiment"]["method"]["name"] for run in told["runs"]] == ["fedavg", "ditto"]
+    assert {row["protocol"] for row in told["runs"][0]["summary"]} == {"local", "global"}
+
+
+def events(experiment: Experiment):
+    yield Progress("starting Ray")
+    facts = {"num_clients": 20, "parameters": 9610, "executor": "vectorised", "group_size": 10, "actors": 2}
+    yield RunStarted("made-up", "runs/made-up", experiment, facts, first_round=0)
+    for r in range(1, experiment.rounds + 1):
+        yield RoundFinished(r, 1 / r, 0.1, 1_000_000, 2_000_000, clients=20, dropped=0, failed=0)
+    yield Evaluated(experiment.rounds, [{"protocol": "local", "model": "global", "accuracy": 0.5}])
+    yield Warned("The cache was damaged.")
+    yield RunFinished("finished", experiment.rounds, "3fa2c1")
+
+
+def test_a_line_follows_its_run():
+    experiment = Experiment(rounds=4)
+    line = RunLine("fedavg")
+    seen = []
+    for event in events(experiment):
+        line(event)
+        seen.append(line.status)
+    assert (line.round, line.rounds, line.accuracies, line.traffic) == (4, 4, "– / 50.0", "4.0 / 8.0")
+    assert list(dict.fromkeys(seen)) == ["waiting", "running", "finished"]
+
+
+def test_runs_with_several_seeds_say_which():
+    planned = [Experiment(method=method, seed=seed) for method in ("fedavg", "ditto") for seed in (0, 1)]
+    lines = lines_for(planned)
+    assert [line.label for line in lines] == ["fedavg · seed 0", "fedavg · seed 1", "ditto · seed 0", "ditto · seed 1"]
+    assert lines[0].colour == lines[1].colour != lines[2].colour
+
+
+def test_without_a_terminal_a_long_run_takes_about_ten_lines():
+    experiment = Experiment(rounds=1000)
+
+    def play(console: Console) -> None:
+        with view(console, lines_for([experiment])) as shown:
+            assert isinstance(shown, PlainView)
+            for event in events(experiment):
+                shown.listener(0)(event)
+
+    text = printed(play)
+    assert text.count("fedavg: round") == 10
+    assert "starting Ray" in text and "Warning: The cache was damaged." in text and "finished after round 1000" in text
+
+
+def test_on_a_terminal_the_table_shows_every_run():
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    planned = [Experiment(method=method, rounds=2) for method in ("fedavg", "ditto")]
+    with view(console, lines_for(planned)) as shown:
+        assert isinstance(shown, LiveView)
+        for event in events(planned[0]):
+            shown.listener(0)(event)
+        text = printed(lambda plain: plain.print(shown.render()))
+    assert "✓  fedavg" in text and "2/2" in text and "·  ditto" in text and "0/2" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_quietly_only_warnings_are_shown():
+    def play(console: Console) -> None:
+        with view(console, [RunLine("fedavg")], quiet=True) as shown:
+            assert type(shown) is View
+            for event in events(Experiment()):
+                shown.listener(0)(event)
+
+    assert printed(play) == "Warning: The cache was damaged.\n"
+
+
+def test_durations_read_as_on_a_clock():
+    assert [minutes(s) for s in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
