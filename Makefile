@@ -29,7 +29,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.overhead $(ARGS)
 
 $(INSTALLED): pyproject.toml constraints.txt bootstrap.py
 	@command -v $(PYTHON) >/dev/null || \

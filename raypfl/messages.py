@@ -38,7 +38,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are. `charged` as for :class:`Mean`."""
+    """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are; `charged` as for `Mean`."""
 
     rows: Tensor
     charged: bool = True
@@ -46,7 +46,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Each:
-    """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. `charged` as for :class:`Mean`."""
+    """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. `charged` as for `Mean`."""
 
     rows: Tensor
     charged: bool = True
@@ -64,7 +64,8 @@ class PerClient(torch.Tensor):
         if _one_client.active:
             raise ValueError(
                 "A loss sees one client at a time, but this one uses a tensor that holds a row for every client of the "
-                "group. Pass it by name instead: clients.sgd(loss, start, anchor=personal), with loss(p, batch, anchor)."
+                "group. Pass it by name instead: clients.sgd(loss, start, anchor=personal), with loss(p, batch, "
+                "anchor)."
             )
         return super().__torch_function__(func, types, args, kwargs or {})
 

@@ -1,4 +1,4 @@
-"""The parts of an experiment's description that the engine reads: plain dataclasses, so that the core needs no pydantic."""
+"""The parts of an experiment's description that the engine reads: plain dataclasses, so the core needs no pydantic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class CohortSettings:
     size : clients drawn a round, uniformly without replacement; None: `fraction` of all.
     fraction : share of the clients drawn a round, if `size` is None; at least one.
     dropout : chance that a drawn client receives the round's first message and then vanishes.
-    availability : None, or ``{"low": p, "high": q}``: every client has a fixed chance in [p, q] to be reachable in a round.
+    availability : None, or ``{"low": p, "high": q}``: every client has a fixed chance in [p, q] to be reachable in a
+        round.
     """
 
     size: int | None = None

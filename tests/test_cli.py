@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from typer.testing import CliRunner, Result
 
 from raypfl import __version__
 from raypfl.cli import app, main
-from raypfl.errors import RaypflError, Stopped
+from raypfl.errors import RaypflError
 from raypfl.federation import driver
+from raypfl.federation.events import RoundFinished
 
 SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]
 
@@ -86,20 +89,21 @@ def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
     assert "nowhere is no run's folder" in result.stderr
 
 
-def test_a_run_that_is_stopped_ends_with_130_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):
     real = driver.run
 
     def interrupted(experiment, *, listeners):
-        def stop(event):
-            if getattr(event, "round", 0) == 1:
-                raise Stopped("Stop.")
+        def press(event):
+            if isinstance(event, RoundFinished) and event.round == 1:
+                os.kill(os.getpid(), signal.SIGINT)
 
-        return real(experiment, listeners=[*listeners, stop])
+        return real(experiment, listeners=[*listeners, press])
 
     monkeypatch.setattr(driver, "run", interrupted)
-    result = raypfl("run", *SMALL)
+    result = raypfl("run", *SMALL, "rounds=50")
     assert result.exit_code == 130
     assert "To go on: raypfl resume runs/digits-fedavg" in result.stderr
+    assert "ditto" not in result.stderr
 
 
 def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.MonkeyPatch):

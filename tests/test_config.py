@@ -31,6 +31,12 @@ def test_a_component_is_named_or_described_or_given():
     assert Experiment(method="ditto").override(["method.lam=2"]) == expected
 
 
+def test_options_without_a_name_are_those_of_the_default():
+    assert Experiment(partition={"clients": 7}, method={"server_lr": 0.5}, model={"hidden": [5]}) == Experiment(
+        partition=Dirichlet(clients=7), method=FedAvg(server_lr=0.5), model={"name": "mlp", "hidden": [5]}
+    )
+
+
 def test_a_partition_is_an_instance_with_its_options():
     assert Experiment(partition={"name": "dirichlet", "clients": 5, "alpha": 1}).partition == Dirichlet(
         clients=5, alpha=1.0
@@ -129,7 +135,7 @@ def test_an_object_that_was_made_in_code_is_checked_as_well():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("rounds: 1\nrounds: 2\n", "line 2, column 1 is not valid YAML: the key 'rounds' stands here twice."),
+        ("rounds: 1\nrounds: 2\n", "line 2, column 1 is not valid YAML: the key 'rounds' stands twice."),
         ("rounds: [1\n", "is not valid YAML"),
         ("- rounds\n", "holds a list; it must be 'key: value' lines"),
         ("nowhere.yaml", "There is no file 'nowhere.yaml'."),
@@ -139,6 +145,11 @@ def test_text_that_is_no_experiment_is_refused_with_its_place(text, sentence):
     with pytest.raises(ConfigError) as error:
         Experiment.from_yaml(text)
     assert sentence in str(error.value)
+
+
+def test_yaml_may_merge_mappings():
+    text = "cohort: &few {size: 2}\nray: {<<: {actors: 1}, dashboard: true}\n"
+    assert Experiment.from_yaml(text).ray.actors == 1
 
 
 def test_numbers_in_yaml_may_have_an_exponent_without_a_point():

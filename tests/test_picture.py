@@ -109,6 +109,12 @@ def test_the_table_has_a_row_for_each_method_and_protocol_and_fits_eighty_column
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_one_model_on_one_test_set_has_no_spread():
+    text = printed(lambda console: console.print(outcome.table([made_up("fedavg")])))
+    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["global"]]
+    assert row[1] == row[3] == row[4] == "–"
+
+
 def test_the_last_words_tell_where_everything_is_and_what_to_try():
     text = printed(lambda console: outcome.show(console, comparison(), Path("runs/p.png"), "digits"))
     for part in ("runs/p.png", "3fa2c19d88e0", "mlflow ui", "raypfl resume runs/0 rounds=20", "method.lam=0.075"):

@@ -41,17 +41,17 @@ def checked_options(
     return {name: getattr(valid, name) for name in options}
 
 
-def named(value: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """Name and options in ``"ditto"`` or in ``{"name": "ditto", "lam": 0.75}``."""
+def named(value: Any, where: str, default: str) -> tuple[str, dict[str, Any]]:
+    """Name and options in ``"ditto"``, in ``{"name": "ditto", "lam": 0.75}``, or in options without a name."""
     if isinstance(value, str):
         return value, {}
-    if isinstance(value, dict) and isinstance(value.get("name"), str):
-        return value["name"], {key: option for key, option in value.items() if key != "name"}
+    if isinstance(value, dict) and isinstance(value.get("name", default), str):
+        return value.get("name", default), {key: option for key, option in value.items() if key != "name"}
     raise ValueError(f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.")
 
 
-def build(registry: Registry, base: type, value: Any) -> Any:
-    """An instance of `base` from a name, from a name with options, or given as it is.
+def build(registry: Registry, base: type, default: str, value: Any) -> Any:
+    """An instance of `base` from a name, from options with a name or for the `default`, or given as it is.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def build(registry: Registry, base: type, value: Any) -> Any:
     """
     if isinstance(value, base):
         return value
-    name, options = named(value, registry.kind)
+    name, options = named(value, registry.kind, default)
     entry = found(registry, name)
     if not (isinstance(entry, type) and issubclass(entry, base)):
         raise ValueError(f"{registry.kind} is {name!r}, which is not a subclass of {base.__name__}.")

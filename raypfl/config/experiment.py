@@ -24,9 +24,9 @@ from raypfl.config.components import build, checked_options, described, found, m
 from raypfl.config.limits import contradictions, outside_limits
 from raypfl.config.sentences import joined, sentences
 from raypfl.config.yaml_text import read, write
-from raypfl.data import DATASETS, PARTITIONS, DataConfig, Partition
+from raypfl.data import DATASETS, PARTITIONS, DataConfig, Dirichlet, Partition
 from raypfl.errors import ConfigError, did_you_mean
-from raypfl.methods import METHODS, Method
+from raypfl.methods import METHODS, FedAvg, Method
 from raypfl.models import MODELS
 from raypfl.settings import (
     CheckpointSettings,
@@ -46,15 +46,20 @@ GIVEN_BY_ENGINE = ("input_shape", "num_classes")
 def _data(value: Any) -> DataConfig:
     if isinstance(value, DataConfig):
         return value
-    name, options = named({"name": DataConfig.name, **value} if isinstance(value, dict) else value, "data")
+    name, options = named(value, "data", DataConfig.name)
     found(DATASETS, name)
     return made(DataConfig, "data", {"name": name, **options}, "data")
 
 
 def _model(value: Any) -> ModelSettings:
-    name, options = (value.name, value.options) if isinstance(value, ModelSettings) else named(value, "model")
+    given = {"name": value.name, **value.options} if isinstance(value, ModelSettings) else value
+    name, options = named(given, "model", ModelSettings.name)
     options = checked_options(found(MODELS, name), name, options, "model", hidden=GIVEN_BY_ENGINE)
     return ModelSettings(name=name, options=_plain(options))
+
+
+_partition = partial(build, PARTITIONS, Partition, "dirichlet")
+_method = partial(build, METHODS, Method, "fedavg")
 
 
 class Experiment(BaseModel):
@@ -70,8 +75,8 @@ class Experiment(BaseModel):
 
     Examples
     --------
-    >>> Experiment(method="ditto", rounds=10).override(["method.lam=1", "training.lr=0.05"]).method
-    Ditto(lam=1.0)
+    >>> Experiment(method="ditto", rounds=10).override(["method.lam=1", "training.lr=0.05"]).method.lam
+    1.0
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
@@ -80,13 +85,9 @@ class Experiment(BaseModel):
     seed: int = 0
     rounds: int = 30
     data: Annotated[DataConfig, PlainValidator(_data)] = Field(default_factory=DataConfig)
-    partition: Annotated[Partition, PlainValidator(partial(build, PARTITIONS, Partition))] = Field(
-        default_factory=partial(build, PARTITIONS, Partition, "dirichlet")
-    )
+    partition: Annotated[Partition, PlainValidator(_partition)] = Field(default_factory=Dirichlet)
     model: Annotated[ModelSettings, PlainValidator(_model)] = Field(default_factory=ModelSettings)
-    method: Annotated[Method, PlainValidator(partial(build, METHODS, Method))] = Field(
-        default_factory=partial(build, METHODS, Method, "fedavg")
-    )
+    method: Annotated[Method, PlainValidator(_method)] = Field(default_factory=FedAvg)
     cohort: CohortSettings = Field(default_factory=CohortSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)

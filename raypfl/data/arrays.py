@@ -116,9 +116,10 @@ def _packed(column: Any) -> pa.Array:
 
 
 def _view(column: pa.Array) -> np.ndarray:
+    # Not `to_numpy`, which imports pandas: a second that every actor would spend.
     if isinstance(column, pa.FixedShapeTensorArray):
-        return column.to_numpy_ndarray()
-    return (column.indices if isinstance(column, pa.DictionaryArray) else column).to_numpy()
+        return np.from_dlpack(column.storage.flatten()).reshape(len(column), *column.type.shape)
+    return np.from_dlpack(column.indices if isinstance(column, pa.DictionaryArray) else column)
 
 
 def _digest(columns: Mapping[str, np.ndarray], about: dict[str, Any]) -> str:

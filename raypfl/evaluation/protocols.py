@@ -24,7 +24,8 @@ PROTOCOLS = ("local", "global")
 def score(clients: Clients, method: Method, server: dict[str, Any], protocols: Iterable[str]) -> dict[str, Each]:
     """Correct answers, summed cross-entropy and samples of a group's clients, ``Each`` of ``float64[K, 3]``.
 
-    Names are ``model/protocol``. The global model's ``global`` score follows from its ``local`` ones and is not computed.
+    Names are ``model/protocol``. The global model's ``global`` score follows from its ``local`` ones and is not
+    computed.
     """
     scores: dict[str, Each] = {}
     if (personal := method.personal_model(clients, server)) is not None:
@@ -74,8 +75,9 @@ def tabulate(round: int, scores: Mapping[str, np.ndarray], protocols: Iterable[s
 def summarise(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     """The aggregates of one round's rows, a dict for each (protocol, model).
 
-    Keys: ``protocol``, ``model``; ``accuracy`` (mean over clients), ``std`` (population, over clients), ``worst_decile``
-    (mean of the worst tenth of the clients, at least one), ``weighted`` (by samples), ``loss`` (mean over clients).
+    Keys: ``protocol``, ``model``; ``accuracy`` (mean over clients), ``std`` (population, over clients),
+    ``worst_decile`` (mean of the worst tenth of the clients, at least one), ``weighted`` (by samples), ``loss`` (mean
+    over clients).
     """
     summary = []
     protocols, models = np.array(columns["protocol"]), np.array(columns["model"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raypfl.federation.result import Result as Result
     from raypfl.federation.driver import resume as resume
     from raypfl.federation.driver import run as run
     from raypfl.federation.driver import session as session
+    from raypfl.federation.result import Result as Result
 
 __all__ = ["Result", "resume", "run", "session"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,15 @@ class Failed:
     trace: str
 
 
+def failure(error: Exception) -> Failed:
+    """What to tell of an error that is being handled; one that cannot travel between processes goes as its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return Failed(error, traceback.format_exc())
+
+
 class Backend(Protocol):
     """Runs the groups of an exchange somewhere."""
 
@@ -48,10 +58,6 @@ class Backend(Protocol):
 
     def fetch(self, handle: Any) -> Stack:
         """The states behind a handle."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
         ...
 
 
@@ -73,7 +79,7 @@ class Inline:
                 with self._stop.interruptible():
                     reply, stack = self._worker.work(call, call.broadcast, group, states_of(group.states, lambda s: s))
             except Exception as error:
-                yield group, Failed(error, traceback.format_exc())
+                yield group, failure(error)
             else:
                 yield group, Done(reply, stack)
 
@@ -82,9 +88,6 @@ class Inline:
 
     def fetch(self, handle: Any) -> Stack:
         return handle
-
-    def close(self) -> None:
-        pass
 
 
 def states_of(places: Sequence[Place | None], fetch: Callable[[Any], Stack]) -> list[Mapping[str, np.ndarray]]:

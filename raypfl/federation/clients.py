@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,16 +47,18 @@ class Bench:
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
     evaluation_batch: int = 512
+    _unions: dict[str, np.ndarray] = field(default_factory=dict)
 
     @cached_property
     def initial(self) -> Tensor:
         """The model that every client and the server begin with, ``[P+B]``."""
         return self.model.init(self.seed)
 
-    @cache
     def everyone(self, split: str) -> np.ndarray:
         """The union of all clients' splits, ``int64[N]``."""
-        return np.concatenate([self.split(client, split) for client in range(self.num_clients)])
+        if split not in self._unions:
+            self._unions[split] = np.concatenate([self.split(client, split) for client in range(self.num_clients)])
+        return self._unions[split]
 
     @cached_property
     def one_by_one(self) -> Sequential:
@@ -76,7 +79,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self._new: dict[str, Tensor] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The clients' values of `name` ``[K, ...]``; a client without one gets `default` (one row, or ``[K, ...]``)."""
+        """The clients' values of `name` ``[K, ...]``; those without get `default` (a row, or ``[K, ...]``)."""
         if name in self._new:
             return self._new[name]
         if not any(name in row for row in self._rows):
@@ -189,11 +192,10 @@ class Clients:
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
         """One client's mean cross-entropy on a batch, at parameters `p`."""
-        return batch.mean(
-            F.cross_entropy(
-                self.model(p, batch.x).float() if self._half else self.model(p, batch.x), batch.y, reduction="none"
-            )
-        )
+        logits = self.model(p, batch.x)
+        # F.cross_entropy is no single operation under vmap, which takes it to pieces in Python.
+        log_probabilities = F.log_softmax(logits.float() if self._half else logits, dim=-1)
+        return -batch.mean(log_probabilities.gather(1, batch.y[:, None])[:, 0])
 
     def sgd(
         self,
@@ -235,7 +237,13 @@ class Clients:
         samples = self._samples("train")
         if epochs is None and steps is None:
             epochs, steps = t.epochs, t.steps
-        visits = order(self._keys("batches" + stream), samples.sizes, batch_size or t.batch_size, epochs or 1, steps)
+        visits = order(
+            self._keys("batches" + stream),
+            samples.sizes,
+            batch_size or t.batch_size,
+            1 if epochs is None else epochs,
+            steps,
+        )
         mask = None if train is None else self.model.parameters(self.model.mask(train))
         rule = SGDRule(self.lr if lr is None else lr, t.momentum, t.nesterov, t.weight_decay, t.clip_norm, mask)
         rows = self._rows(start)
@@ -266,7 +274,12 @@ class Clients:
         `at` is any flat vector, one for all or one a client: the clients' network's, or another's.
         """
         chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
-        return per_client(self._or_one_by_one(self._bench.executor, lambda e: e.map(function, rows, chosen, extras)))
+        with contextlib.ExitStack() as modes:
+            for network in self.networks.values():
+                modes.enter_context(network.mode(train=False))
+            return per_client(
+                self._or_one_by_one(self._bench.executor, lambda e: e.map(function, rows, chosen, extras))
+            )
 
     def vjp(
         self, function: Loss, at: Tensor, cotangent: Tensor, batches: list[Batch] | None = None, **extras: Any
@@ -323,7 +336,7 @@ class Clients:
         return per_client(correct), per_client(loss), per_client(torch.from_numpy(samples.sizes).to(self.device))
 
     def evaluate_on(self, theta: Tensor, where: np.ndarray) -> tuple[PerClient, PerClient]:
-        """Each client's model on the same samples, given by number: correct answers and summed cross-entropy, ``[K]``."""
+        """Each client's model on the samples of these numbers: correct answers and summed cross-entropy, ``[K]``."""
         rows, size = self._rows(theta), self._bench.evaluation_batch
         correct = torch.zeros(len(self), device=self.device)
         loss = torch.zeros(len(self), device=self.device)
@@ -387,7 +400,7 @@ class Clients:
             doubtful = isinstance(extra, Tensor) and not isinstance(extra, PerClient) and id(extra) not in self._shared
             if doubtful and len(self) > 1 and extra.dim() and len(extra) == len(self):
                 raise ValueError(
-                    f"{name!r} has {len(extra)} rows, as many as the group has clients: is there one for each client? Then "
+                    f"{name!r} has {len(extra)} rows, as many as the group has clients: one for each? Then "
                     f"pass raypfl.per_client({name}); if all clients share it, send it with cohort.run."
                 )
         return dict(extras)
@@ -411,7 +424,7 @@ class Clients:
         try:
             return work(executor)
         except RuntimeError as error:
-            if not isinstance(executor, Vectorised) or "vmap" not in str(error):
+            if not isinstance(executor, Vectorised) or not any(sign in str(error) for sign in ("vmap", "have storage")):
                 raise
             warnings.warn(
                 f"A function of this method cannot be vectorised, so clients run one by one. torch says: "
@@ -421,7 +434,8 @@ class Clients:
             return work(self._bench.one_by_one)
 
     def _refuse_divergence(self, trained: Tensor, losses: Tensor) -> None:
-        good = torch.isfinite(losses) & (losses <= self._bench.loss_limit) & torch.isfinite(trained).all(1)
+        # A sum is finite only if all its terms are, and takes a fraction of the time that looking at each would.
+        good = torch.isfinite(losses) & (losses <= self._bench.loss_limit) & torch.isfinite(trained.sum(1))
         if not bool(good.all()):
             k = int((~good).nonzero()[0])
             bad = [self.ids[i] for i in (~good).nonzero().flatten().tolist()]

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from raypfl.errors import ConfigError
+from raypfl.federation.events import Listener, Progress
 from raypfl.settings import RaySettings
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 @contextlib.contextmanager
-def connected(settings: RaySettings) -> Iterator[Any]:
+def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Iterator[Any]:
     """Within: Ray is there. A local cluster is started and stopped; one that was there before is left as it was.
 
     Raises
@@ -31,6 +32,7 @@ def connected(settings: RaySettings) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    emit(Progress("starting Ray" if settings.address is None else "connecting to Ray"))
     folder = tempfile.mkdtemp(prefix="raypfl-")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     try:
@@ -60,8 +62,8 @@ def client_actors(ray: Any, settings: RaySettings, groups: int) -> int:
     wanted = settings.actors or 1
     if room < wanted:
         raise ConfigError(
-            f"{wanted} client actors with {settings.cpus_per_actor:g} CPUs and {settings.gpus_per_actor:g} GPUs each need "
-            f"more than this cluster has: {total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs. "
+            f"{wanted} client actors with {settings.cpus_per_actor:g} CPUs and {settings.gpus_per_actor:g} GPUs each "
+            f"need more than this cluster has: {total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs. "
             "Lower ray.actors, ray.cpus_per_actor or ray.gpus_per_actor."
         )
     return settings.actors or max(1, int(min(room, groups)))
@@ -72,8 +74,9 @@ def _attach(ray: Any, address: str, options: dict[str, Any]) -> None:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(
-            f"No Ray cluster can be reached at ray.address={address!r}: {str(error).splitlines()[0]} Is it running, and "
-            "has this machine its token (RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH)? Without ray.address a local one is started."
+            f"No Ray cluster can be reached at ray.address={address!r}: {str(error).splitlines()[0]} Is it running, "
+            "and has this machine its token (RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH)? Without ray.address, a local "
+            "one is started."
         ) from error
 
 

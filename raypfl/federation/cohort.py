@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.errors import ClientError, ConfigError, EmptyCohort, RaypflError
+from raypfl.errors import ClientError, ConfigError, EmptyCohort, LostState, RaypflError
 from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.ledger import Entry, Ledger
 from raypfl.federation.schedule import cut
@@ -103,6 +103,8 @@ class Exchanger:
 
     def _raise_if_hopeless(self, call: Call, failed: Failed) -> None:
         error = failed.error
+        if isinstance(error, LostState):
+            raise error
         if isinstance(error, ClientError) and error.repeatable and self.failures.on_client_failure == "raise":
             raise _sentence(error.clients[0], call.round, failed, 1)
 
@@ -188,15 +190,15 @@ class Cohort:
 
         Parameters
         ----------
-        function : a client function of the method, ``self.train``: called as ``function(clients, **arguments)`` on groups
-            of clients, returning ``{name: Mean | Sum | Each}``.
+        function : a client function of the method, ``self.train``: called as ``function(clients, **arguments)`` on
+            groups of clients, returning ``{name: Mean | Sum | Each}``.
         arguments : go down. A tensor is a broadcast, a ``Scatter`` sends each client its row; numbers and strings go to
             everybody.
 
         Returns
         -------
-        name -> tensor: the mean or the sum over the cohort, or ``[C, ...]`` for ``Each`` (a row of zeros where `present`
-        is False).
+        name -> tensor: the mean or the sum over the cohort, or ``[C, ...]`` for ``Each`` (a row of zeros where
+        `present` is False).
         """
         name = self._name_of(function)
         self._check(arguments)
@@ -232,7 +234,8 @@ class Cohort:
                 )
             if not isinstance(value, Tensor | Scatter | int | float | str):
                 raise ConfigError(
-                    f"cohort.run cannot send {name!r}, a {type(value).__name__}; send tensors, Scatter, numbers or strings."
+                    f"cohort.run cannot send {name!r}, a {type(value).__name__}; send tensors, Scatter, "
+                    "numbers or strings."
                 )
 
     def _lose(self, client: int, why: str) -> None:
@@ -260,8 +263,9 @@ class Cohort:
         receivers = int(self.present.sum()) + (len(self._dropped) if self._exchanges == 0 else 0)
         for name, value in arguments.items():
             if isinstance(value, Tensor | Scatter):
-                tensor = value.rows[0] if isinstance(value, Scatter) else value
-                self._charge("down", name, receivers, tensor.numel(), tensor.numel() * tensor.element_size())
+                tensor = value.rows if isinstance(value, Scatter) else value
+                numbers = tensor.shape[1:].numel() if isinstance(value, Scatter) else tensor.numel()
+                self._charge("down", name, receivers, numbers, numbers * tensor.element_size())
 
     def _charge_up(self, total: _Total) -> None:
         for name, value in total.sample.items():

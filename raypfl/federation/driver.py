@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,6 @@ from raypfl.errors import CheckpointError, RaypflError
 from raypfl.federation.backend import Inline
 from raypfl.federation.cluster import client_actors, connected
 from raypfl.federation.events import (
-    Checkpointed,
     Evaluated,
     Event,
     Listener,
@@ -57,7 +59,6 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
     """
     folder = Path(run_dir) if run_dir is not None else _new_folder(experiment)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE).write_text(experiment.to_yaml())
     return _run(experiment, folder.resolve(), listeners)
 
 
@@ -75,22 +76,50 @@ def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides
             f"{folder} is no run's folder: it has no {RECIPE}. Runs are in the folder `output` names."
         )
     experiment = Experiment.from_yaml(folder / RECIPE).override(overrides)
-    (folder / RECIPE).write_text(experiment.to_yaml())
     return _run(experiment, folder.resolve(), listeners)
 
 
 @contextlib.contextmanager
 def session(experiment: Experiment) -> Iterator[None]:
-    """Within: all runs share one connection to Ray, and one local cluster. Inline runs need none."""
+    """Within: runs on Ray share one connection, one local cluster, and actors. Inline runs need none."""
     if experiment.engine.backend == "inline":
         yield
         return
-    with connected(experiment.ray):
-        yield
+    with connected(experiment.ray) as ray:
+        _spare.shared = True
+        try:
+            yield
+        finally:
+            _spare.shared = False
+            _spare.release(ray)
+
+
+@dataclass
+class _Spare:
+    """A server actor, with its client actors, that a session keeps for its next run of the same kind."""
+
+    shared: bool = False
+    kind: Any = None
+    server: Any = None
+
+    def take(self, ray: Any, kind: Any) -> Any:
+        """The spare server, if it is of this kind; one of another kind makes room."""
+        if self.kind != kind:
+            self.release(ray)
+        server, self.server = self.server, None
+        return server
+
+    def release(self, ray: Any) -> None:
+        if self.server is not None:
+            ray.kill(self.server)
+        self.kind = self.server = None
+
+
+_spare = _Spare()
 
 
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
-    telling = _Audience(listeners)
+    telling = _Audience([partial(_write_description, folder), *listeners])
     with StopRequest().listening() as stop:
         telling(Progress("preparing data"))
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
@@ -101,6 +130,12 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
     if finished.status == "failed":
         raise RaypflError(finished.error)
     return Result.load(folder)
+
+
+def _write_description(folder: Path, event: Event) -> None:
+    # Once the run has begun, not before: a resume that is refused leaves the run as it was.
+    if isinstance(event, RunStarted):
+        (folder / RECIPE).write_text(event.experiment.to_yaml())
 
 
 def _job(experiment: Experiment, folder: Path, data: FederatedData) -> Job:
@@ -122,30 +157,41 @@ def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) ->
 
 
 def _on_ray(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
-    emit(Progress("starting Ray"))
-    with connected(job.experiment.ray) as ray:
-        from raypfl.federation.actors import ServerActor
-
+    with connected(job.experiment.ray, emit) as ray:
         emit(Progress("starting actors"))
         settings = job.experiment.ray
         size = cohort_size(job.experiment.cohort, data.num_clients)
         actors = client_actors(ray, settings, -(-size // group_size_for(job, size)))
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=True
-        )
         options = {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
-        remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
-        placed = remote.options(num_cpus=0, max_restarts=3, max_task_retries=3, scheduling_strategy=here)
-        server = placed.remote(job, data, actors, options)
+        kind = (actors, *options.values())
+        server = _spare.take(ray, kind) or _server_actor(ray, actors, options)
+        finished = None
         try:
-            return _follow(ray, server, emit, stop)
+            finished = _follow(ray, server, (job, data), emit, stop)
+            return finished
         finally:
-            ray.kill(server)
+            if _spare.shared and finished is not None:
+                _spare.kind, _spare.server = kind, server
+            else:
+                ray.kill(server)
 
 
-def _follow(ray: Any, server: Any, emit: Listener, stop: StopRequest) -> RunFinished:
-    """Pass a server actor's events on until its run is over."""
-    finished = server.run.remote()
+def _server_actor(ray: Any, actors: int, options: dict[str, Any]) -> Any:
+    """A server actor on this node, where the run's folder is, if that has room."""
+    from raypfl.federation.actors import ServerActor
+
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True
+    )
+    remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
+    placed = remote.options(num_cpus=0, max_restarts=3, max_task_retries=3, scheduling_strategy=here)
+    return placed.remote(actors, options)
+
+
+def _follow(ray: Any, server: Any, job: tuple[Job, FederatedData], emit: Listener, stop: StopRequest) -> RunFinished:
+    """Have a server actor run a job, and pass its events on until that is over."""
+    run = uuid.uuid4().hex
+    finished = server.run.remote(run, ray.cloudpickle.dumps(job))
     incarnation, seen, asked = "", 0, False
     done: list[Any] = []
     while not done:
@@ -154,13 +200,18 @@ def _follow(ray: Any, server: Any, emit: Listener, stop: StopRequest) -> RunFini
             asked = True
             server.stop.remote()
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError):
-            now, events = ray.get(server.events.remote(incarnation, seen))
+            now, events = ray.get(server.events.remote(run, incarnation, seen))
             if now != incarnation:
                 incarnation, seen = now, 0
             seen += len(events)
             for event in events:
                 emit(event)
-    return ray.get(finished)
+    try:
+        return ray.get(finished)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RaypflError):
+            raise error.cause from None
+        raise
 
 
 class _Audience:

@@ -17,6 +17,7 @@ from raypfl.errors import CheckpointError, ConfigError
 from raypfl.evaluation import summarise
 from raypfl.federation import checkpoint
 from raypfl.federation.events import RunFinished
+from raypfl.federation.server import checkpoints_of
 
 TABLES = ("rounds", "evaluations", "ledger")
 SUMMARY = "summary.json"
@@ -109,7 +110,7 @@ class Result:
         return {}
 
     def _snapshot(self) -> checkpoint.Snapshot:
-        location = self.experiment.checkpoint.location or str(self.run_dir / "checkpoints")
+        location = checkpoints_of(self.experiment, str(self.run_dir))
         snapshot = checkpoint.load(location, lambda text: None)
         if snapshot is None:
             raise CheckpointError(f"There is no checkpoint in {location}.")

@@ -13,7 +13,7 @@ from raypfl import rng
 from raypfl.settings import CohortSettings
 
 VECTORISED_PARAMETERS = 60_000
-"""Networks up to this size run faster vectorised on a CPU core (an MLP of 9,610: 3 to 5 times; LeNet's 121,182: slower)."""
+"""Networks up to this size run faster vectorised on a CPU core (an MLP of 9,610: 4 times; LeNet of 121,182: slower)."""
 
 VECTORISED_GROUP = 25
 """Clients a vectorised group wants: below, per-operation costs show; above, little more is gained."""
@@ -68,8 +68,8 @@ def group_size(cohort: int, executor: str) -> int:
 def cut(costs: np.ndarray, size: int, executor: str) -> list[np.ndarray]:
     """Positions ``0..C-1`` of a cohort in groups of at most `size`, the costliest group first.
 
-    Vectorised groups get clients of similar cost, since a group takes as long as its longest member; sequential ones are
-    dealt so that every group costs about the same.
+    Vectorised groups get clients of similar cost, since a group takes as long as its longest member; sequential ones
+    are dealt so that every group costs about the same.
     """
     ranked = np.argsort(-costs, kind="stable")
     count = -(-len(ranked) // size)

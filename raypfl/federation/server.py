@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -72,7 +73,7 @@ class Job:
 
     @property
     def checkpoints(self) -> str:
-        return self.experiment.checkpoint.location or f"{self.run_dir}/checkpoints"
+        return checkpoints_of(self.experiment, self.run_dir)
 
 
 class Server:
@@ -112,10 +113,15 @@ class Server:
         )
 
     def run(self) -> RunFinished:
-        """All rounds that are left; a stop or a failure leaves a checkpoint of the last finished round behind."""
+        """All rounds that are left; a stop or a failure leaves a checkpoint of the last finished round behind.
+
+        Raises
+        ------
+        RaypflError : if the run cannot begin: there is nothing to keep then.
+        """
+        self._begin()
         try:
-            self._begin()
-            while self.round < self.experiment.rounds:
+            while self._owes_evaluation() or self.round < self.experiment.rounds:
                 try:
                     self._step()
                 except LostState as error:
@@ -127,11 +133,17 @@ class Server:
             return self._end("failed", str(error))
 
     def _step(self) -> None:
-        self._one_round()
-        if self._due(self.experiment.evaluation.every):
+        # A run stopped between a round and its evaluation begins with the evaluation when it is resumed.
+        if not self._owes_evaluation():
+            self._one_round()
+        if self._owes_evaluation():
             self._undisturbed(self._evaluate)
         if self._due(self.experiment.checkpoint.every):
             self._save()
+
+    def _owes_evaluation(self) -> bool:
+        done = self._evaluations["round"]
+        return self.round > 0 and self._due(self.experiment.evaluation.every) and self.round not in done[-1:]
 
     def _rewind(self, error: LostState) -> None:
         """Go back to the last checkpoint; running its rounds again gives the same bits."""
@@ -306,6 +318,12 @@ class Server:
         self.ledger.restore(snapshot.tables["ledger"].to_pydict())
         self.round = self._saved = snapshot.round
         return True
+
+
+def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
+    """Where a run's checkpoints are: in its folder, or in one of its own in the location that the settings name."""
+    location = experiment.checkpoint.location
+    return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
 
 
 def group_size_for(job: Job, cohort: int) -> int:

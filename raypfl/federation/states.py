@@ -71,7 +71,7 @@ class StateTable:
         return sorted(self._kept)
 
     def stacks(self) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Each stack in use, with the clients whose state it holds and their places in it, ascending by first client."""
+        """Each stack in use, with the clients whose state it holds and their places in it, by first client."""
         by_stack: dict[int, tuple[Any, list[int], list[int]]] = {}
         for client, place in sorted(self._kept.items()):
             _, clients, ks = by_stack.setdefault(id(place.stack), (place.stack, [], []))

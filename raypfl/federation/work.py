@@ -155,14 +155,14 @@ class Worker:
 def _reduced(name: str, value: object, clients: int) -> Value:
     if not isinstance(value, Mean | Sum | Each):
         raise ConfigError(
-            f"A client function returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how it "
-            "comes up."
+            f"A client function returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how "
+            "it comes up."
         )
     rows = plain(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
         raise ConfigError(
-            f"A client function returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: its "
-            "first axis must run over them."
+            f"A client function returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
+            "its first axis must run over them."
         )
     numbers = rows[0].numel() if value.charged else 0
     size = numbers * rows.element_size()

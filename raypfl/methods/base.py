@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 METHODS = Registry("method")
 
 Server = dict[str, Any]
-"""A method's server state: tensors, numbers, strings, and dicts and lists of them. Assign to it; never to the method."""
+"""A method's server state: tensors, numbers, strings, dicts and lists of them. Assign to it, never to the method."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Method:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
-        """Networks beside the clients' model; they are ``task.networks``, ``cohort.task.networks``, ``clients.networks``."""
+        """Networks beside the clients' model; later they are in ``task.networks`` and ``clients.networks``."""
         return {}
 
     def start(self, task: Task) -> Server:
@@ -77,7 +77,7 @@ class Method:
         return None
 
     def personal_model(self, clients: Clients, server: Server) -> Tensor | None:
-        """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients, changes nothing."""
+        """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients."""
         return None
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Ditto(FedAvg):
     """A personal model per client, pulled toward the global one (Li et al. 2021).
 
-    The global model is FedAvg's. In parallel client k minimises ``F_k(v_k) + lam/2 ||v_k - w_t||^2``, where ``w_t`` is the
-    received model and ``v_k`` stays on the client from round to round, starting at the initial model; ``lam = 0`` is
-    training alone, bit for bit.
+    The global model is FedAvg's. In parallel client k minimises ``F_k(v_k) + lam/2 ||v_k - w_t||^2``, where ``w_t`` is
+    the received model and ``v_k`` stays on the client from round to round, starting at the initial model; ``lam = 0``
+    is training alone, bit for bit.
 
     Attributes
     ----------

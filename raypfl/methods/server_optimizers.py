@@ -29,7 +29,7 @@ class ServerOptimizer:
     tau: float = 1e-3
 
     def step(self, theta: Tensor, mean: Tensor, moments: dict[str, Any], num_parameters: int) -> Tensor:
-        """The next model ``[P+B]``. `moments` is the optimizer's memory, changed; statistics are averaged as they are."""
+        """The next model ``[P+B]``. `moments`, its memory, is changed; statistics are averaged as they are."""
         if self.name == "sgd" and self.lr == 1.0:
             return mean
         old, direction = theta[:num_parameters], (mean - theta)[:num_parameters]

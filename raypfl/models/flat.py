@@ -1,13 +1,13 @@
 """A network as a function of one flat vector.
 
 A model vector holds every trainable parameter and, behind them, every buffer that training moves (batch-norm
-statistics): ``theta = [parameters (P) | buffers (B)]``. So a model is one tensor, a set of K models is ``Tensor[K, P+B]``,
-and averaging, storing or sending a model never forgets its statistics. Networks without such buffers have B = 0.
+statistics): ``theta = [parameters (P) | buffers (B)]``. So a model is one tensor, a set of K models is
+``Tensor[K, P+B]``, and averaging, storing or sending a model never forgets its statistics. A network without such
+buffers has B = 0.
 """
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -141,29 +141,33 @@ class FlatModel:
     def __call__(self, theta: Tensor, x: Tensor) -> Tensor:
         """The network's output at `theta` (``[P+B]``, or ``[P]`` during training) for inputs ``x[b, ...]``."""
         if self._bound is not None and theta is self._bound.theta:
-            return self._bound.module(x)
+            return self.module(x)
         tensors = self.unflatten(theta)
         if self.num_buffers and theta.shape[-1] == self.num_parameters:
-            if self._statistics is None:
+            statistics = self._statistics or (self._bound and self._bound.moving)
+            if not statistics:
                 raise ValueError(
                     "This network has batch-norm statistics: outside training, pass the whole model vector."
                 )
-            tensors |= self._statistics
+            tensors |= statistics
         return functional_call(self.module, tensors, (x,))
 
     @contextmanager
     def statistics(self, values: Tensor) -> Iterator[Callable[[], Tensor]]:
-        """Within: calls at parameters ``[P]`` use a copy of the statistics `values` ``[B]`` and, in training mode, move it.
+        """Within: calls at parameters ``[P]`` use a copy of the statistics `values` ``[B]`` and, in training, move it.
 
         Yields a function that returns the statistics as they are by then.
         """
+        if not self.num_buffers:
+            yield lambda: values
+            return
         names = list(self.segments)[len(self.parameter_names) :]
         places = [self.segments[name] for name in names]
-        parts = values.split([p.stop - p.start for p in places]) if places else []
+        parts = values.split([p.stop - p.start for p in places])
         moving = {p.name: part.reshape(p.shape).clone() for p, part in zip(places, parts, strict=True)}
         outer, self._statistics = self._statistics, moving
         try:
-            yield lambda: torch.cat([moving[n].reshape(-1) for n in names]) if names else values
+            yield lambda: torch.cat([moving[n].reshape(-1) for n in names])
         finally:
             self._statistics = outer
 
@@ -172,24 +176,21 @@ class FlatModel:
         """Within: the network is in training or in evaluation mode."""
         was = self.module.training
         self.module.train(train)
-        if self._bound is not None:
-            self._bound.module.train(train)
         try:
             yield
         finally:
             self.module.train(was)
-            if self._bound is not None:
-                self._bound.module.train(was)
 
     @contextmanager
     def bound(self) -> Iterator[BoundModel]:
-        """Within: calls at the bound vector itself run as an ordinary module whose parameters are views of it."""
+        """Within: after ``bound.bind(vector)``, calls at ``bound.theta`` run the network as an ordinary module."""
         if self._bound is not None:
             raise RuntimeError("The network is bound to another vector already.")
         self._bound = BoundModel(self)
         try:
             yield self._bound
         finally:
+            self._bound.release()
             self._bound = None
 
     def _build(self, seed: int) -> nn.Module:
@@ -215,47 +216,44 @@ class FlatModel:
 
 
 class BoundModel:
-    """An ordinary module whose parameters and statistics are views of one flat vector.
+    """The network computing with vectors that are given to it: its parameters and statistics are views of them.
 
     Attributes
     ----------
     theta : ``Tensor[P]``, a leaf that requires a gradient; a loss may use it beside the network.
-    statistics : ``Tensor[B]``, moved in place by training.
-    tensors : the module's parameters, as leaves, in segment order.
+    moving : the statistics by name, moved in place by training.
+    tensors : the network's parameters, as leaves, in segment order.
     """
 
+    theta: Tensor
+    moving: dict[str, Tensor]
+    tensors: list[nn.Parameter]
+
     def __init__(self, model: FlatModel):
-        self.module = copy.deepcopy(model.module)
-        flat = torch.zeros(model.size, dtype=model.dtype, device=model.device)
-        self.statistics = flat[model.num_parameters :]
-        views = model.unflatten(flat)
-        owners = dict(self.module.named_parameters(remove_duplicate=False))
-        leaves: dict[int, nn.Parameter] = {}
-        for name in model.parameter_names:
-            leaves[id(owners[name])] = nn.Parameter(views[name])
-        for name, parameter in owners.items():
-            if id(parameter) in leaves:
-                self._set(name, leaves[id(parameter)])
-        for name in list(model.segments)[len(model.parameter_names) :]:
-            self._set(name, views[name])
+        self._model = model
+        self._template = model._moving(model.module)
+        names = {id(tensor): name for name, tensor in self._template.items()}
+        self._places = [
+            (names[id(tensor)], module, leaf)
+            for module in model.module.modules()
+            for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]
+            if id(tensor) in names
+        ]
+
+    def bind(self, vector: Tensor) -> None:
+        """Compute with the model vector ``[P+B]`` from now on, and let training move it in place."""
+        views = self._model.unflatten(vector.detach())
+        self.theta = self._model.parameters(vector).detach().requires_grad_()
+        self.moving = {name: views[name] for name in list(views)[len(self._model.parameter_names) :]}
+        leaves = {name: nn.Parameter(views[name]) for name in self._model.parameter_names}
         self.tensors = list(leaves.values())
-        self.theta = flat[: model.num_parameters].detach().requires_grad_()
+        self._place(leaves | self.moving)
 
-    def load(self, theta: Tensor) -> None:
-        """Copy a model vector ``[P+B]`` in."""
-        with torch.no_grad():
-            self.theta.copy_(theta[: self.theta.numel()])
-            self.statistics.copy_(theta[self.theta.numel() :])
+    def release(self) -> None:
+        """Give the network its own tensors back."""
+        self._place(self._template)
 
-    def save(self, out: Tensor) -> None:
-        """Copy the model vector out into ``out[P+B]``."""
-        out[: self.theta.numel()] = self.theta.detach()
-        out[self.theta.numel() :] = self.statistics
-
-    def _set(self, name: str, tensor: Tensor) -> None:
-        path, _, leaf = name.rpartition(".")
-        owner = self.module.get_submodule(path)
-        if isinstance(tensor, nn.Parameter):
-            setattr(owner, leaf, tensor)
-        else:
-            owner._buffers[leaf] = tensor
+    def _place(self, tensors: Mapping[str, Tensor]) -> None:
+        # By `setattr`, not into `_parameters`: recurrent layers keep a list of their weights, which that updates.
+        for name, module, leaf in self._places:
+            setattr(module, leaf, tensors[name])

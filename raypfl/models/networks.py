@@ -54,7 +54,7 @@ class LeNet(nn.Module):
 
 @MODELS.register("cnn")
 class CNN(nn.Module):
-    """Two 3x3 convolutions (32, 64), one max-pool, a dense layer of 128 (the CIFAR-10 network of pfl-research's benchmark).
+    """Two 3x3 convolutions (32, 64), one max-pool, a dense layer of 128 (pfl-research's CIFAR-10 network).
 
     1,626,442 parameters for 3x32x32 inputs and 10 classes.
     """

@@ -42,7 +42,7 @@ class RowWise(TorchFunctionMode):
             return _batch_norm(self.weight, *args, **kwargs)
         if func is F.dropout:
             self.calls += 1
-            return _dropout(self.key + self.calls, *args, **kwargs)
+            return _dropout(_hash(self.key) + self.calls, *args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -193,11 +193,11 @@ class _Recording:
         client.set_tag(self._run_id, "weights_hash", finished.weights_hash)
         if finished.error:
             client.set_tag(self._run_id, "error", finished.error[:_LONGEST_VALUE])
+        client.set_terminated(self._run_id, _STATUS[finished.status])
         with tempfile.TemporaryDirectory() as folder:
             for name, table in finished.tables.items():
                 pq.write_table(table, f"{folder}/{name}.parquet")
             client.log_artifacts(self._run_id, folder)
-        client.set_terminated(self._run_id, _STATUS[finished.status])
 
 
 def _mlflow() -> Any:

@@ -90,8 +90,10 @@ def _whereabouts(results: Sequence[Result], picture: Path | None) -> list[tuple[
 
 def _metrics(contender: Contender, protocol: str) -> list[list[float]]:
     model = contender.deployed(protocol)
-    cells = (("personal", "accuracy"), ("global", "accuracy"), (model, "std"), (model, "worst_decile"))
-    return [[100 * value for value in contender.scores(protocol, *cell)] for cell in cells]
+    spread = ["std", "worst_decile"] if (model, protocol) != ("global", "global") else []  # one model, one test
+    cells = [("personal", "accuracy"), ("global", "accuracy"), *((model, metric) for metric in spread)]
+    known = [[100 * value for value in contender.scores(protocol, *cell)] for cell in cells]
+    return known + [[]] * (4 - len(known))
 
 
 def _row(contender: Contender, protocol: str, rivals: list[list[list[float]]]) -> list[Text]:

@@ -1,0 +1,1 @@
+"""What raypfl costs, measured beside what one would write without it."""

@@ -1,0 +1,294 @@
+"""Seconds a round: a bare PyTorch loop, raypfl in this process, and raypfl on Ray with one and two client actors.
+
+    python -m benchmarks.overhead                    # 10 minutes
+    python -m benchmarks.overhead --quick            # half a minute, rough
+    python -m benchmarks.overhead --jobs mlp --json overhead.json
+
+Two jobs, each with 1000 clients of 50 samples, cohorts of 50, one local epoch in batches of 10, and SGD at 0.1: `cnn`,
+the 1,626,442-parameter network of published benchmarks on 3x32x32 images, which raypfl trains client by client, and
+`mlp`, 9,610 parameters on 8x8 images, which it trains a group at a time. Every process has one torch thread. Images are
+noise.
+
+The contenders take turns: a round of the bare loop follows every round of raypfl in this process, then come runs on Ray,
+then it starts again. The first round of each run, which warms up, is not counted. If others use the machine, compare
+minima.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import raypfl
+from raypfl.data import DataConfig, RawData, load_federated
+from raypfl.federation.events import Event, RoundFinished
+from raypfl.messages import Mean
+from raypfl.methods import FedAvg
+from raypfl.models import MODELS
+
+CLIENTS, SAMPLES, COHORT, BATCH, LR = 1000, 50, 50, 10, 0.1
+PATIENCE = 5.0
+HERE = "benchmarks.overhead"
+
+
+def images(config: DataConfig) -> RawData:
+    """Noise of 3x32x32 pixels: 50 samples a client, and 100 to test on."""
+    return _noise((3, 32, 32))
+
+
+def pixels(config: DataConfig) -> RawData:
+    """Noise of 8x8 pixels, likewise."""
+    return _noise((1, 8, 8))
+
+
+def _noise(shape: tuple[int, int, int]) -> RawData:
+    draws = np.random.default_rng(0)
+    count = CLIENTS * SAMPLES + 100
+    return RawData(
+        inputs=draws.integers(0, 256, (count, *shape), dtype=np.uint8),
+        labels=draws.integers(0, 10, count),
+        class_names=[str(c) for c in range(10)],
+        test_mask=np.arange(count) >= CLIENTS * SAMPLES,
+    )
+
+
+class Timed(FedAvg):
+    """FedAvg that notes how long its groups worked, all together, in each round.
+
+    Attributes
+    ----------
+    patience : seconds to let all client actors come up; rounds begin with the first of them otherwise.
+    """
+
+    patience: float = 0.0
+
+    def start(self, task: raypfl.Task) -> dict[str, Any]:
+        time.sleep(self.patience)
+        return super().start(task) | {"worked": []}
+
+    def round(self, server: dict[str, Any], cohort: Any) -> None:
+        super().round(server, cohort)
+        server["worked"] = [*server["worked"], cohort.seconds]
+
+
+class Echo(Timed):
+    """A round without training: the model goes down and comes up again as it was."""
+
+    def train(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
+        return {"theta": Mean(theta.expand(len(clients), -1))}
+
+
+class Nothing(Timed):
+    """A round that sends no model: one number a client comes up."""
+
+    def round(self, server: dict[str, Any], cohort: Any) -> None:
+        cohort.run(self.answer)
+        server["worked"] = [*server["worked"], cohort.seconds]
+
+    def answer(self, clients: Any) -> dict[str, Mean]:
+        return {"one": Mean(torch.ones(len(clients)))}
+
+
+@dataclass
+class Times:
+    """Seconds of a contender's rounds.
+
+    Attributes
+    ----------
+    rounds : one a round, warm-up left out. first : of the runs' first rounds.
+    worked : seconds that a round's groups worked, all actors together.
+    """
+
+    rounds: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    worked: list[float] = field(default_factory=list)
+
+    def add(self, rounds: Sequence[float], worked: Sequence[float] = ()) -> None:
+        """Note a run."""
+        self.first += rounds[:1]
+        self.rounds += rounds[1:]
+        self.worked += worked[1:]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def best(self) -> float:
+        return min(self.rounds)
+
+    def idle(self, actors: int) -> float:
+        """Median over rounds of what a round takes beyond its groups' work, evenly shared by the actors."""
+        return statistics.median(r - w / actors for r, w in zip(self.rounds, self.worked, strict=True))
+
+
+class Bare:
+    """Federated averaging as one writes it for a single script; nothing that one would leave out of such a script."""
+
+    def __init__(self, experiment: raypfl.Experiment):
+        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        mean, std = (torch.from_numpy(v).reshape(-1, 1, 1) for v in (data.mean, data.std))
+        self.clients = []
+        for client in range(data.num_clients):
+            index = data.indices(client)
+            x = torch.from_numpy(data.inputs[index]).float().div_(data.scale).sub_(mean).div_(std)
+            self.clients.append((x, torch.from_numpy(data.labels[index])))
+        self.draws = np.random.default_rng(0)
+        self.cohort = experiment.cohort.size
+        self.net = MODELS.get(experiment.model.name)(input_shape=data.input_shape, num_classes=data.num_classes)
+        self.weights = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
+
+    def round(self) -> float:
+        """One round; returns its seconds."""
+        begun = time.perf_counter()
+        sums = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
+        total = 0
+        for client in self.draws.choice(len(self.clients), self.cohort, replace=False):
+            x, y = self.clients[client]
+            self._train(x, y)
+            for name, tensor in self.net.state_dict().items():
+                sums[name].add_(tensor, alpha=len(y))
+            total += len(y)
+        self.weights = {name: tensor / total for name, tensor in sums.items()}
+        return time.perf_counter() - begun
+
+    def _train(self, x: Tensor, y: Tensor) -> None:
+        self.net.load_state_dict(self.weights)
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=LR)
+        for index in torch.randperm(len(y)).split(BATCH):
+            loss = F.cross_entropy(self.net(x[index]), y[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure, and the folder for data and runs."""
+
+    folder: str
+    repeats: int
+    rounds: int
+    cohort: int
+    actors: tuple[int, ...]
+
+    def experiment(
+        self, job: str, backend: str, actors: int = 1, method: str = "Timed", rounds: int = 0
+    ) -> raypfl.Experiment:
+        """A run of raypfl; its first round warms up."""
+        parts: dict[str, Any] = {
+            "data": {"name": f"{HERE}:{'images' if job == 'cnn' else 'pixels'}", "cache": f"{self.folder}/cache"},
+            "partition": {"name": "iid", "clients": CLIENTS},
+            "model": job,
+            "method": {"name": f"{HERE}:{method}", "patience": PATIENCE if backend == "ray" else 0.0},
+            "cohort": {"size": self.cohort},
+            "training": {"lr": LR, "batch_size": BATCH},
+            "evaluation": {"every": 0, "protocols": ["local"]},
+            "checkpoint": {"every": 0},
+            "engine": {"backend": backend, "threads": 1},
+            "ray": {"actors": actors},
+            "tracking": {"mlflow": False},
+        }
+        rounds = 1 + (rounds or self.rounds)
+        return raypfl.Experiment(name=f"{job}-{backend}{actors}", rounds=rounds, output=f"{self.folder}/runs", **parts)
+
+
+def train(job: str, plan: Plan) -> dict[str, Times]:
+    """Contender -> times, for one job."""
+    bare = Bare(plan.experiment(job, "inline"))
+    times: dict[str, Times] = {name: Times() for name in ("bare", "inline", *(f"ray {n}" for n in plan.actors))}
+    for _ in range(plan.repeats):
+        loops: list[float] = []
+
+        def alternate(event: Event, loops: list[float] = loops) -> None:
+            if isinstance(event, RoundFinished):
+                loops.append(bare.round())
+
+        times["inline"].add(*_run(plan.experiment(job, "inline"), alternate))
+        times["bare"].add(loops)
+        for actors in plan.actors:
+            times[f"ray {actors}"].add(*_run(plan.experiment(job, "ray", actors)))
+    return times
+
+
+def engine(plan: Plan) -> dict[str, float]:
+    """What -> seconds that a round on two actors, with eight groups, takes beyond its groups' work."""
+    beyond = {}
+    for what, job, method in (("nothing", "mlp", "Nothing"), ("model", "cnn", "Echo")):
+        experiment = plan.experiment(job, "ray", max(plan.actors), method, rounds=20 * plan.rounds)
+        experiment = experiment.override(["cohort.size=48", "engine.group_size=6"])
+        times = Times()
+        times.add(*_run(experiment))
+        beyond[what] = times.idle(max(plan.actors))
+    return beyond
+
+
+def _run(experiment: raypfl.Experiment, *listeners: Any) -> tuple[list[float], list[float]]:
+    """Seconds of each round, and those that its groups worked."""
+    result = raypfl.run(experiment, listeners=listeners)
+    return result.rounds["seconds"].to_pylist(), result.server_state()["worked"]
+
+
+def show(job: str, times: dict[str, Times]) -> None:
+    """Print a job's table."""
+    floor = times["bare"]
+    print(f"\n{job}: seconds a round, {len(floor.rounds)} rounds each")
+    print(f"  {'':8}{'median':>9}{'min':>9}{'bare / it: median':>20}{'min':>8}{'beyond work':>14}{'first round':>13}")
+    for name, t in times.items():
+        actors = int(name.split()[1]) if name.startswith("ray") else 1
+        beyond = f"{1000 * t.idle(actors):.1f} ms" if t.worked else ""
+        ratios = f"{floor.median / t.median:19.2f}x{floor.best / t.best:7.2f}x"
+        print(f"  {name:8}{t.median:9.4f}{t.best:9.4f}{ratios}{beyond:>14}{max(t.first):11.2f} s")
+
+
+def main() -> None:
+    """Measure, print, and write the numbers down if asked to."""
+    parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one repeat of few rounds with small cohorts: rough")
+    parser.add_argument("--jobs", nargs="+", default=["cnn", "mlp"], choices=["cnn", "mlp"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4, help="counted rounds a run (ten times as many for mlp)")
+    parser.add_argument("--inline", action="store_true", help="leave Ray out")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    # Ray lets its workers give way to other processes, which the bare loop does not.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    actors = () if given.inline else (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
+    repeats, rounds, cohort = (1, 1, 10) if given.quick else (given.repeats, given.rounds, COHORT)
+    about = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; torch {torch.__version__}"
+    print(f"raypfl {raypfl.__version__} on {about}; cohorts of {cohort}")
+    numbers: dict[str, Any] = {"about": about, "cohort": cohort, "jobs": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(folder, repeats, rounds, cohort, actors)
+        with raypfl.session(plan.experiment("mlp", "inline" if given.inline else "ray")):
+            for job in given.jobs:
+                many = Plan(folder, repeats, rounds * (10 if job == "mlp" else 1), cohort, actors)
+                times = train(job, many)
+                show(job, times)
+                numbers["jobs"][job] = {name: asdict(t) for name, t in times.items()}
+            if actors:
+                numbers["engine"] = engine(plan)
+                print(f"\nEngine: a round of 8 groups on {max(actors)} actors takes, beyond its groups' work,")
+                for what, seconds in numbers["engine"].items():
+                    print(f"  {1000 * seconds:6.1f} ms where clients do nothing and {what} crosses the wire")
+    if given.json:
+        given.json.write_text(json.dumps(numbers, indent=1))
+
+
+if __name__ == "__main__":
+    main()

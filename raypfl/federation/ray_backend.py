@@ -1,0 +1,193 @@
+"""The Ray backend: groups pushed to client actors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from raypfl.errors import RaypflError, Stopped
+from raypfl.federation.backend import Done, Failed
+from raypfl.federation.states import Stack
+from raypfl.federation.work import Call, Group, Reply
+
+IN_FLIGHT = 2
+"""Groups pushed to an actor at a time: while it computes one, the next is already there."""
+
+POLL = 0.1
+"""Seconds between looks at whether the run was asked to stop."""
+
+
+@dataclass(eq=False)
+class _Crew:
+    """A client actor as the server sees it: `flights` in the order in which they were pushed, the first one running."""
+
+    actor: Any
+    prepared: Any
+    ready: bool = False
+    flights: list[_Flight] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """A group on its way through an actor."""
+
+    group: Group
+    crew: _Crew
+    reply: Any
+    stack: Any
+
+
+class RayBackend:
+    """Pushes groups to client actors, costliest first; replaces actors that die and runs their groups elsewhere.
+
+    Parameters
+    ----------
+    actors : client actors, perhaps still on their way up. hire : makes another one.
+    order : what they are to prepare for.
+    stopped : asked between results whether to give up.
+    warn : told of actors that died.
+
+    Attributes
+    ----------
+    retries : further actors that a group may cost before it counts as failed.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        hire: Callable[[], Any],
+        order: bytes,
+        stopped: Callable[[], bool],
+        warn: Callable[[str], None],
+    ):
+        self.retries = 2
+        self._stillborn = 0
+        self._hire = hire
+        self._order = order
+        self._stopped = stopped
+        self._warn = warn
+        self._wanted = len(actors)
+        self._crews = [_Crew(actor, actor.prepare.remote(order)) for actor in actors]
+
+    def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        return ray.put({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+    def keep(self, stack: Stack) -> Any:
+        return ray.put(stack)
+
+    def fetch(self, handle: Any) -> Stack:
+        return ray.get(handle)
+
+    @property
+    def actors(self) -> list[Any]:
+        """The client actors, fit for another run."""
+        self._muster()
+        return [crew.actor for crew in self._crews]
+
+    def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
+        waiting = deque(groups)
+        flying: dict[Any, _Flight] = {}
+        deaths = dict.fromkeys((g.index for g in groups), 0)
+        try:
+            while waiting or flying:
+                self._push(call, waiting, flying)
+                for reply in self._arrived(flying):
+                    flight = flying[reply]
+                    try:
+                        outcome = self._outcome(flight)
+                    except (RayActorError, ActorUnavailableError) as error:
+                        yield from self._bury(flight.crew, flying, waiting, deaths, error)
+                    else:
+                        del flying[reply]
+                        flight.crew.flights.remove(flight)
+                        yield flight.group, outcome
+        finally:
+            self._give_up(flying)
+
+    def _outcome(self, flight: _Flight) -> Done | Failed:
+        try:
+            reply: Reply | Failed = ray.get(flight.reply)
+        except RayTaskError as error:
+            return Failed(error, str(error))
+        if isinstance(reply, Failed):
+            return reply
+        return Done(reply, flight.stack if reply.stateful else None)
+
+    def _push(self, call: Call, waiting: deque[Group], flying: dict[Any, _Flight]) -> None:
+        self._muster()
+        for depth in range(IN_FLIGHT):
+            for crew in self._crews:
+                if waiting and crew.ready and len(crew.flights) == depth:
+                    group = waiting.popleft()
+                    reply, stack = crew.actor.work.remote(call, group)
+                    flying[reply] = _Flight(group, crew, reply, stack)
+                    crew.flights.append(flying[reply])
+
+    def _muster(self) -> None:
+        """Have all actors, and let them take part once they run: one without room must not be handed a group."""
+        while len(self._crews) < self._wanted:
+            actor = self._hire()
+            self._crews.append(_Crew(actor, actor.prepare.remote(self._order)))
+        absent = {crew.prepared: crew for crew in self._crews if not crew.ready}
+        if absent:
+            there, _ = ray.wait(list(absent), num_returns=len(absent), timeout=0)
+            for ref in there:
+                self._greet(absent[ref])
+
+    def _greet(self, crew: _Crew) -> None:
+        try:
+            ray.get(crew.prepared)
+            crew.ready = True
+        except RayTaskError as error:
+            raise RaypflError(f"A client actor could not be set up: {error.cause}") from error
+        except (RayActorError, ActorUnavailableError) as error:
+            self._dismiss(crew)
+            self._stillborn += 1
+            if self._stillborn > self.retries:
+                raise RaypflError(f"Client actors die while they are set up. {_why(error)}") from error
+
+    def _arrived(self, flying: Mapping[Any, _Flight]) -> list[Any]:
+        if self._stopped():
+            raise Stopped("The run was asked to stop.")
+        if flying:
+            return ray.wait(list(flying), num_returns=1, timeout=POLL)[0]
+        ray.wait([crew.prepared for crew in self._crews], num_returns=1, timeout=POLL)
+        return []
+
+    def _bury(
+        self,
+        crew: _Crew,
+        flying: dict[Any, _Flight],
+        waiting: deque[Group],
+        deaths: dict[int, int],
+        error: BaseException,
+    ) -> Iterator[tuple[Group, Failed]]:
+        """Put a dead actor's groups back, unless the one that it was running has cost too many actors."""
+        self._dismiss(crew)
+        self._warn("A client actor died; another takes its place, and its groups run again.")
+        lost = [flying.pop(flight.reply).group for flight in crew.flights]
+        deaths[lost[0].index] += 1
+        if deaths[lost[0].index] > self.retries:
+            running = lost.pop(0)
+            yield running, Failed(error, f"Its actor's process died {deaths[running.index]} times. {_why(error)}")
+        waiting.extendleft(reversed(lost))
+
+    def _give_up(self, flying: Mapping[Any, _Flight]) -> None:
+        """Nobody wants these results any more, and a running method cannot be interrupted: its actor goes."""
+        for crew in [crew for crew in self._crews if any(f.crew is crew for f in flying.values())]:
+            self._dismiss(crew)
+
+    def _dismiss(self, crew: _Crew) -> None:
+        self._crews.remove(crew)
+        ray.kill(crew.actor)
+
+
+def _why(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[-3:]) + " Is there enough memory for the actors? Fewer of them (ray.actors) need less."

@@ -1,0 +1,33 @@
+"""What all tests share: one thread, caches and Ray's token of their own, one Ray for the session."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["RAYPFL_CACHE"] = str(folder)
+    yield folder
+    del os.environ["RAYPFL_CACHE"]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray, and its actors, for all tests that need them; it starts with the first of those."""
+    import raypfl
+
+    with raypfl.session(raypfl.Experiment()):
+        yield

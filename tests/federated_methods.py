@@ -1,0 +1,89 @@
+"""Methods that misbehave on purpose, importable by name in actors and subprocesses.
+
+What happens once is remembered by a file in the folder `marks`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from raypfl.errors import LostState
+from raypfl.methods import Ditto, FedAvg
+
+
+class Marked(Ditto):
+    """Does something once, on a client of its choice."""
+
+    marks: str = ""
+
+    def once(self, what: str) -> bool:
+        try:
+            (Path(self.marks) / what).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+class KillsItsActor(Marked):
+    """An actor dies at work in round 2, once."""
+
+    def train(self, clients, theta):
+        if clients.round == 2 and self.once("actor"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train(clients, theta)
+
+
+class KillsEveryActor(Ditto):
+    """Whoever runs client 3 dies."""
+
+    def train(self, clients, theta):
+        if 3 in clients.ids and clients.round == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train(clients, theta)
+
+
+class KillsItsServer(Marked):
+    """The server's process dies after the clients of round 4 have trained, once."""
+
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        if cohort.round == 4 and self.once("server"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class LosesStates(Marked):
+    """The states of some clients are gone in round 3, once."""
+
+    def train(self, clients, theta):
+        if clients.round == 3 and self.once("states"):
+            raise LostState("The node that held some clients' states is gone.")
+        return super().train(clients, theta)
+
+
+class FailsOnClient3(FedAvg):
+    """Client 3 raises, always."""
+
+    def train(self, clients, theta):
+        if 3 in clients.ids:
+            raise LookupError("the client's disk is on fire")
+        return super().train(clients, theta)
+
+
+class FailsInRound3(FedAvg):
+    """Every client raises in round 3."""
+
+    def train(self, clients, theta):
+        if clients.round == 3:
+            raise LookupError("no")
+        return super().train(clients, theta)
+
+
+class FailsOnce(Marked):
+    """Every group's first try in round 1 fails."""
+
+    def train(self, clients, theta):
+        if clients.round == 1 and self.once(f"group-{clients.ids[0]}"):
+            raise OSError("a passing cloud")
+        return super().train(clients, theta)

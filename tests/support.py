@@ -1,0 +1,220 @@
+"""A small federation in memory, and plain torch code to hold the engine to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raypfl import rng
+from raypfl.federation.backend import Inline
+from raypfl.federation.batches import Samples, order
+from raypfl.federation.clients import Bench, Clients
+from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.executor import Precision, Sequential, Vectorised
+from raypfl.federation.ledger import Ledger
+from raypfl.federation.states import StateTable
+from raypfl.federation.work import Worker
+from raypfl.methods.base import Method, Task
+from raypfl.models import FlatModel
+from raypfl.settings import FailureSettings, TrainingSettings
+
+torch.set_num_threads(1)
+
+FP64 = TrainingSettings(precision="fp64", batch_size=4, lr=0.1)
+NO_RETRIES = FailureSettings(retries=0)
+
+CLASSES = 3
+SHAPE = (2, 4, 4)
+MEAN = np.array([3.0, 5.0])
+STD = np.array([2.0, 4.0])
+
+
+def small_mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+class NormalisedConv(nn.Module):
+    """A convolution, batch norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).relu().flatten(1))
+
+
+def dropping_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(32, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.Dropout(0.4), nn.Linear(8, CLASSES)
+    )
+
+
+@dataclass(eq=False)
+class Federation:
+    """Clients with random samples, their network, and a server that runs a method's rounds in this process.
+
+    Attributes
+    ----------
+    sizes : training samples of each client.
+    group_size : clients a group; None: all in one.
+    """
+
+    factory: Callable[[], nn.Module] = small_mlp
+    sizes: Sequence[int] = (7, 4, 11, 7)
+    executor: str = "vectorised"
+    training: TrainingSettings = FP64
+    seed: int = 3
+    group_size: int | None = None
+    loss_limit: float = 1e6
+    failures: FailureSettings = NO_RETRIES
+    method: Method | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draws = np.random.default_rng(self.seed)
+        count = sum(self.sizes)
+        self.inputs = draws.integers(0, 17, (count + 9, *SHAPE), dtype=np.uint8)
+        self.labels = draws.integers(0, CLASSES, count + 9)
+        shuffled = draws.permutation(count)
+        self.split = np.split(shuffled, np.cumsum(self.sizes)[:-1])
+        self.states = StateTable()
+        self.ledger = Ledger()
+        self.round = 0
+        self.server: dict[str, Any] = {}
+        self.cohorts: list[Cohort] = []
+
+    @cached_property
+    def model(self) -> FlatModel:
+        dtype = torch.float64 if self.training.precision == "fp64" else torch.float32
+        return FlatModel(self.factory, seed=11, dtype=dtype)
+
+    @cached_property
+    def task(self) -> Task:
+        sizes = np.array(self.sizes)
+        task = Task(self.model, self.seed, 10, len(sizes), CLASSES, SHAPE, sizes)
+        task.networks.update(self.method.networks(task) if self.method else {})  # type: ignore[attr-defined]
+        return task
+
+    @cached_property
+    def bench(self) -> Bench:
+        precision = Precision(self.training.precision == "bf16", self.training.channels_last)
+        gain, offset = (torch.from_numpy(v).to(self.model.dtype).reshape(-1, 1, 1) for v in (1 / STD, -MEAN / STD))
+        return Bench(
+            model=self.model,
+            executor={"vectorised": Vectorised, "sequential": Sequential}[self.executor](self.model, precision),
+            samples=Samples(self.inputs, self.labels, gain, offset),
+            split=lambda client, name: self.split[client] if name == "train" else np.zeros(0, dtype=np.int64),
+            num_clients=len(self.sizes),
+            num_classes=CLASSES,
+            training=self.training,
+            seed=self.seed,
+            networks=self.task.networks,
+            loss_limit=self.loss_limit,
+        )
+
+    @cached_property
+    def exchanger(self) -> Exchanger:
+        return Exchanger(
+            task=self.task,
+            backend=Inline(Worker(self.bench, self.method or Method())),
+            states=self.states,
+            ledger=self.ledger,
+            failures=self.failures,
+            costs=np.array(self.sizes, dtype=float),
+            cut_for=lambda cohort: (self.group_size or cohort, self.executor),
+            warn=self.warnings.append,
+        )
+
+    def clients(self, ids: Iterable[int] | None = None, round: int = 0, **state: Tensor) -> Clients:
+        """A group; ``state[k]`` is what its k-th client remembers."""
+        ids = tuple(range(len(self.sizes)) if ids is None else ids)
+        states: list[Mapping[str, np.ndarray]] = [{n: v[k].numpy() for n, v in state.items()} for k in range(len(ids))]
+        return Clients(self.bench, ids, round, self.training.lr, states)
+
+    def cohort(self, ids: Iterable[int] | None = None, dropped: tuple[int, ...] = ()) -> Cohort:
+        ids = tuple(range(len(self.sizes)) if ids is None else ids)
+        return Cohort(self.exchanger, ids, dropped, self.round, self.training.lr)
+
+    def play(self, *cohorts: Iterable[int] | None) -> dict[str, Any]:
+        """Run the method for a round with each of these cohorts (None: everybody); returns the server's state."""
+        assert self.method is not None
+        if not self.server:
+            self.server = self.method.start(self.task)
+        for ids in cohorts:
+            self.cohorts.append(self.cohort(ids))
+            self.method.round(self.server, self.cohorts[-1])
+            self.states.commit()
+            self.round += 1
+        return self.server
+
+    def state_of(self, client: int) -> dict[str, np.ndarray]:
+        """What a client remembers; empty if nothing."""
+        place = self.states.place(client)
+        return {} if place is None else place.stack.of(place.k)
+
+    def samples(self, client: int, index: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """A client's samples, normalised by NumPy in float64."""
+        where = self.split[client] if index is None else self.split[client][index]
+        x = (self.inputs[where].astype(np.float64) - MEAN.reshape(-1, 1, 1)) / STD.reshape(-1, 1, 1)
+        return torch.from_numpy(x).to(self.model.dtype), torch.from_numpy(self.labels[where])
+
+    def visits(self, client: int, round: int = 0, stream: str = "") -> list[tuple[Tensor, Tensor]]:
+        """The batches of a client's training, one by one."""
+        t = self.training
+        keys = np.array([rng.key(self.seed, "batches" + stream, round, client)], dtype=np.uint64)
+        visits = order(keys, np.array([self.sizes[client]]), t.batch_size, t.epochs, t.steps)
+        pairs = zip(visits.index[0], visits.counts[0], strict=True)
+        return [self.samples(client, index[:count]) for index, count in pairs]
+
+
+def as_module(factory: Callable[[], nn.Module], theta: Tensor) -> nn.Module:
+    """The network at a model vector, filled in by torch's own means."""
+    net = factory().to(theta.dtype)
+    moving = [p for p in net.parameters() if p.requires_grad]
+    moving += [b for b in net.buffers() if b.is_floating_point()]
+    with torch.no_grad():
+        for tensor, part in zip(moving, theta.split([t.numel() for t in moving]), strict=True):
+            tensor.copy_(part.reshape(tensor.shape))
+    return net
+
+
+def as_vector(net: nn.Module) -> Tensor:
+    """The model vector of a network."""
+    moving = [p for p in net.parameters() if p.requires_grad] + [b for b in net.buffers() if b.is_floating_point()]
+    return torch.cat([t.detach().reshape(-1) for t in moving])
+
+
+def torch_sgd(
+    net: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    lr: float,
+    clip_norm: float | None = None,
+    trained: str = "",
+    penalty: Callable[[Tensor], Tensor] = lambda p: torch.zeros(()),
+    **options: Any,
+) -> list[float]:
+    """The loop that everybody writes: trains `net` in place; returns the losses."""
+    moved = [p for name, p in net.named_parameters() if name.startswith(trained)]
+    optimizer = torch.optim.SGD(moved, lr=lr, **options)
+    losses = []
+    net.train()
+    for x, y in batches:
+        loss = F.cross_entropy(net(x), y) + penalty(nn.utils.parameters_to_vector(net.parameters()))
+        optimizer.zero_grad()
+        loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(moved, clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

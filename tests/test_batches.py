@@ -1,0 +1,171 @@
+"""Clients walk through their own samples in an order that is theirs alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypfl import rng
+from raypfl.federation.batches import Batch, GroupSamples, Order, Samples, order
+from tests.support import MEAN, STD, Federation
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+def keys_for(count: int, seed: int = 0) -> np.ndarray:
+    return np.array([rng.key(seed, "batches", 0, client) for client in range(count)], dtype=np.uint64)
+
+
+def visited(walk: Order, k: int) -> list[list[int]]:
+    """The real positions of a client's batches, and that real ones come first."""
+    batches = [index[:count].tolist() for index, count in zip(walk.index[k], walk.counts[k], strict=True)]
+    steps = int(walk.steps[k])
+    assert all(batches[:steps]) and not any(batches[steps:])
+    return batches[:steps]
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, batch_size=st.integers(1, 12), epochs=st.integers(1, 4), seed=st.integers(0, 9))
+def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(sizes, batch_size, epochs, seed):
+    walk = order(keys_for(len(sizes), seed), np.array(sizes), batch_size, epochs)
+    for k, size in enumerate(sizes):
+        batches = visited(walk, k)
+        per_epoch = -(-size // batch_size)
+        assert len(batches) == epochs * per_epoch
+        for first in range(0, len(batches), per_epoch):
+            epoch = batches[first : first + per_epoch]
+            assert sorted(position for batch in epoch for position in batch) == list(range(size))
+            assert [len(b) for b in epoch[:-1]] == [batch_size] * (per_epoch - 1)
+            assert len(epoch[-1]) == size - batch_size * (per_epoch - 1)
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, batch_size=st.integers(1, 12), steps=st.integers(0, 15))
+def test_a_number_of_steps_goes_on_over_epochs_and_is_met_exactly(sizes, batch_size, steps):
+    walk = order(keys_for(len(sizes)), np.array(sizes), batch_size, steps=steps)
+    enough = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs=max(1, steps))
+    for k in range(len(sizes)):
+        assert visited(walk, k) == visited(enough, k)[:steps]
+        assert walk.steps[k] == steps
+
+
+@settings(deadline=None)
+@given(
+    sizes=SIZES,
+    batch_size=st.integers(1, 12),
+    work=st.sampled_from([{"epochs": 1}, {"epochs": 3}, {"steps": 1}, {"steps": 7}]),
+    data=st.data(),
+)
+def test_a_clients_batches_are_the_same_in_every_group(sizes, batch_size, work, data):
+    keys = keys_for(len(sizes))
+    group = data.draw(st.permutations(range(len(sizes)))), data.draw(st.integers(1, len(sizes)))
+    members = np.array(group[0][: group[1]])
+    together = order(keys, np.array(sizes), batch_size, **work)
+    apart = order(keys[members], np.array(sizes)[members], batch_size, **work)
+    for k, client in enumerate(members):
+        assert visited(apart, k) == visited(together, int(client))
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, batch_size=st.integers(1, 12), epochs=st.integers(1, 3))
+def test_padding_points_at_a_sample_that_exists(sizes, batch_size, epochs):
+    walk = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs)
+    assert walk.index.shape == (len(sizes), walk.counts.shape[1], batch_size)
+    assert (walk.index >= 0).all()
+    assert (walk.index < np.array(sizes)[:, None, None]).all()
+
+
+def test_epochs_and_keys_shuffle_differently():
+    walk = order(keys_for(2), np.array([50, 50]), 50, epochs=2)
+    shuffles = {tuple(walk.index[k, e]) for k in range(2) for e in range(2)}
+    assert len(shuffles) == 4
+    assert tuple(range(50)) not in shuffles
+
+
+def test_every_sample_comes_first_about_as_often():
+    keys = np.array([rng.key(1, "batches", round, 0) for round in range(4000)], dtype=np.uint64)
+    walk = order(keys, np.full(4000, 8), 8)
+    for place in (0, 3, 7):
+        seen = np.bincount(walk.index[:, 0, place], minlength=8)
+        assert ((seen - 500.0) ** 2 / 500).sum() < 30  # chi-squared with 7 degrees of freedom: 1 in 10,000
+
+
+def test_a_row_of_permutations_depends_on_its_own_key_and_size_alone():
+    sizes = np.array([3, 9])
+    rows = rng.permutations(keys_for(2), 9, sizes)
+    assert sorted(rows[0, :3]) == [0, 1, 2]
+    assert sorted(rows[1]) == list(range(9))
+    assert (rows[1] == rng.permutations(keys_for(2)[1:], 9)[0]).all()
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_samples_are_a_clients_own_and_normalised(resident):
+    fed = Federation(sizes=(7, 4, 11))
+    source = fed.bench.samples
+    if resident:
+        source = Samples(torch.from_numpy(fed.inputs), torch.from_numpy(fed.labels), source.gain, source.offset)
+    group = GroupSamples(source, [fed.split[2], fed.split[0]])
+    for k, client in enumerate((2, 0)):
+        batch = group.client(k)
+        numbers = fed.split[client]
+        expected = (fed.inputs[numbers] - MEAN.reshape(-1, 1, 1)) / STD.reshape(-1, 1, 1)
+        np.testing.assert_allclose(batch.x.numpy(), expected, rtol=1e-12, atol=1e-12)
+        assert batch.y.tolist() == fed.labels[numbers].tolist()
+        assert batch.weight.tolist() == [1.0] * len(numbers)
+        some = group.client(k, torch.tensor([3, 0]))
+        assert torch.equal(some.x, batch.x[[3, 0]])
+        assert torch.equal(some.y, batch.y[[3, 0]])
+
+
+def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own():
+    fed = Federation(sizes=(7, 4, 11))
+    group = GroupSamples(fed.bench.samples, fed.split)
+    visits = order(keys_for(3), np.array([7, 4, 11]), 4, epochs=2)
+    chosen = np.array([2, 0, 1])
+    at, weight = group.walk(chosen, visits)
+    for s in range(visits.index.shape[1]):
+        together = group.group(at[:, s], weight[:, s])
+        for row, k in enumerate(chosen):
+            count = int(visits.counts[k, s])
+            assert together.weight[row].tolist() == [1.0] * count + [0.0] * (4 - count)
+            alone = group.client(int(k), torch.from_numpy(visits.index[k, s, :count]))
+            assert torch.equal(together.x[row, :count], alone.x)
+            assert torch.equal(together.y[row, :count], alone.y)
+
+
+def test_the_mean_of_a_batch_leaves_padding_out():
+    batch = Batch(torch.zeros(3, 1), torch.zeros(3), torch.tensor([1.0, 1.0, 0.0]))
+    assert batch.mean(torch.tensor([1.0, 2.0, 100.0])) == 1.5
+    assert batch.mean(torch.tensor([[1.0, 0.0], [2.0, 4.0], [9.0, 9.0]])).tolist() == [1.5, 2.0]
+    assert batch._replace(weight=torch.zeros(3)).mean(torch.ones(3)) == 0
+
+
+def test_a_named_batch_is_part_of_the_clients_samples_and_the_same_for_the_same_stream():
+    fed = Federation(sizes=(7, 4, 11))
+    clients = fed.clients()
+    batches = clients.batches(5, "describe")
+    assert [len(b.y) for b in batches] == [5, 4, 5]
+    for k, batch in enumerate(batches):
+        own = [tuple(x.flatten().tolist()) for x in fed.samples(k)[0]]
+        rows = [tuple(x.flatten().tolist()) for x in batch.x]
+        assert len(set(rows)) == len(rows) and set(rows) <= set(own)
+    again = fed.clients([2, 0]).batches(5, "describe")
+    assert torch.equal(again[0].x, batches[2].x) and torch.equal(again[1].x, batches[0].x)
+    assert not torch.equal(clients.batches(5, "other")[2].x, batches[2].x)
+    assert not torch.equal(fed.clients(round=1).batches(5, "describe")[2].x, batches[2].x)
+
+
+def test_two_trainings_of_a_round_visit_the_same_batches_unless_they_name_other_streams():
+    fed = Federation(sizes=(30, 30))
+    clients = fed.clients()
+
+    def train(**options):
+        return clients.sgd(clients.loss, clients.initial, **options)
+
+    assert torch.equal(train(), train())
+    assert not torch.equal(train(), train(stream="other"))
+    later = fed.clients(round=1)
+    assert not torch.equal(train(), later.sgd(later.loss, later.initial))

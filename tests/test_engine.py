@@ -1,0 +1,242 @@
+"""The round loop on the inline backend: results, stop and resume, failures, availability."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import raypfl
+from raypfl.errors import CheckpointError, RaypflError
+from raypfl.federation.events import Checkpointed, Evaluated, RoundFinished, RunFinished, RunStarted, Warned
+from tests.runs import Interrupt, experiment, same_tables
+
+METHODS = "tests.federated_methods:"
+
+
+def test_a_run_tells_its_listeners_everything_in_order(tmp_path):
+    events = []
+    result = raypfl.run(experiment(tmp_path), listeners=[events.append])
+    kinds = [type(e) for e in events if not isinstance(e, Warned)]
+    assert kinds[1] is RunStarted and kinds[-1] is RunFinished
+    assert [e.round for e in events if isinstance(e, RoundFinished)] == [1, 2, 3, 4, 5, 6]
+    assert [e.round for e in events if isinstance(e, Evaluated)] == [3, 6]
+    assert [e.round for e in events if isinstance(e, Checkpointed)] == [2, 4, 6]
+    assert result.status == "finished" and result.round == 6
+
+
+def test_training_learns_and_personal_models_fit_their_own_clients_better(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=25, cohort__size=12))
+    accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
+    assert accuracy["global", "global"] > 0.85
+    assert accuracy["personal", "local"] > accuracy["personal", "global"]
+
+
+def test_a_result_reads_back_what_the_run_gave(tmp_path):
+    result = raypfl.run(experiment(tmp_path))
+    again = raypfl.Result.load(result.run_dir)
+    assert again.weights_hash == result.weights_hash and same_tables(again, result)
+    assert again.experiment == result.experiment
+    assert result.global_model().shape == (64 * 16 + 16 + 16 * 10 + 10,)
+    trained = set(np.unique(np.concatenate(result.rounds["cohort"].to_pylist())).tolist())
+    for client in range(12):
+        assert ("personal" in result.client_state(client)) == (client in trained)
+
+
+def test_the_ledger_counts_one_model_down_and_one_up_for_each_client_of_each_round(tmp_path):
+    result = raypfl.run(experiment(tmp_path))
+    parameters = 64 * 16 + 16 + 16 * 10 + 10
+    rows = result.ledger.to_pylist()
+    assert len(rows) == 12
+    assert all(r["numbers"] == parameters and r["bytes"] == 4 * parameters and r["clients"] == 6 for r in rows)
+    assert {(r["round"], r["direction"], r["name"]) for r in rows} == {
+        (i, d, "theta") for i in range(6) for d in ("up", "down")
+    }
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method, number):
+    whole = raypfl.run(experiment(tmp_path, method=method))
+    stopped = raypfl.run(experiment(tmp_path, method=method), listeners=[Interrupt(3, number)])
+    assert stopped.status == "stopped" and stopped.round == 3
+    resumed = raypfl.resume(stopped.run_dir)
+    assert resumed.status == "finished"
+    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+
+
+def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path):
+    killing = experiment(tmp_path, method=METHODS + "KillsItsActor", method__marks=tmp_path)
+    (tmp_path / "experiment.yaml").write_text(killing.to_yaml())
+    script = "import sys, raypfl; raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), run_dir=sys.argv[2])"
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), str(tmp_path / "killed")]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    resumed = raypfl.resume(tmp_path / "killed")
+    assert resumed.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
+
+
+def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits(tmp_path):
+    said = []
+    whole = raypfl.run(experiment(tmp_path))
+    losing = experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path)
+    result = raypfl.run(losing, listeners=[said.append])
+    assert any("Going on from round 2 again, 1 rounds back" in e.text for e in said if isinstance(e, Warned))
+    assert result.weights_hash == whole.weights_hash and same_tables(result, whole)
+
+
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_said(tmp_path):
+    whole = raypfl.run(experiment(tmp_path))
+    stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(4)])
+    newest = max((stopped.run_dir / "checkpoints").iterdir())
+    file = newest / "server.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    said = []
+    resumed = raypfl.resume(stopped.run_dir, listeners=[said.append])
+    assert any(isinstance(e, Warned) and newest.name in e.text for e in said)
+    assert next(e for e in said if isinstance(e, RunStarted)).first_round == 2
+    assert resumed.weights_hash == whole.weights_hash
+
+
+def test_resuming_a_finished_run_with_more_rounds_equals_one_long_run(tmp_path):
+    short = raypfl.run(experiment(tmp_path, rounds=3))
+    longer = raypfl.resume(short.run_dir, overrides=["rounds=6"])
+    assert longer.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
+
+
+def test_resuming_with_other_data_is_refused(tmp_path):
+    run = raypfl.run(experiment(tmp_path, rounds=2))
+    with pytest.raises(RaypflError, match="other data or another partition"):
+        raypfl.resume(run.run_dir, overrides=["partition.alpha=5", "rounds=3"])
+    with pytest.raises(CheckpointError, match="no run's folder"):
+        raypfl.resume(tmp_path)
+
+
+def test_the_cohort_cut_into_groups_changes_results_by_rounding_only(tmp_path):
+    one, many = (raypfl.run(experiment(tmp_path, engine__group_size=size)) for size in (1, 6))
+    torch.testing.assert_close(one.global_model(), many.global_model(), rtol=1e-4, atol=1e-6)
+
+
+def test_seeds_give_different_runs_and_the_same_seed_the_same_run(tmp_path):
+    hashes = [raypfl.run(experiment(tmp_path, seed=seed, rounds=2)).weights_hash for seed in (0, 0, 1)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_client_that_keeps_failing_is_named_with_its_round_and_first_traceback_in_few_lines(tmp_path):
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(experiment(tmp_path, method=METHODS + "FailsOnClient3", cohort__size=12))
+    text = str(caught.value)
+    assert text.startswith("Client 3 failed 3 times in a row in round 0")
+    assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
+
+
+def test_a_failing_client_can_be_skipped_and_is_counted_and_costs_nobody_else(tmp_path):
+    said = []
+    skipping = {"method": METHODS + "FailsOnClient3", "cohort__size": 12, "failures__on_client_failure": "skip"}
+    result = raypfl.run(experiment(tmp_path, **skipping), listeners=[said.append])
+    assert result.rounds["failed"].to_pylist() == [1] * 6
+    assert result.rounds["clients"].to_pylist() == [11] * 6
+    ups = [r["clients"] for r in result.ledger.to_pylist() if r["direction"] == "up"]
+    assert ups == [11] * 6
+    assert sum("Client 3" in e.text for e in said if isinstance(e, Warned)) >= 1
+
+
+def test_too_few_successes_stop_a_run_even_if_failures_are_skipped(tmp_path):
+    failures = {"failures__on_client_failure": "skip", "failures__min_success_fraction": 1.0}
+    strict = experiment(tmp_path, method=METHODS + "FailsOnClient3", cohort__size=12, **failures)
+    with pytest.raises(RaypflError, match="Only 11 of 12 clients of round 0"):
+        raypfl.run(strict)
+
+
+def test_a_passing_failure_is_retried_and_leaves_no_trace(tmp_path):
+    whole = raypfl.run(experiment(tmp_path))
+    retried = raypfl.run(experiment(tmp_path, method=METHODS + "FailsOnce", method__marks=tmp_path))
+    assert retried.weights_hash == whole.weights_hash and same_tables(retried, whole)
+
+
+def test_a_diverging_client_stops_the_run_with_its_number_and_round(tmp_path):
+    with pytest.raises(RaypflError, match=r"diverged on client \d+ in round \d+.*training.lr"):
+        raypfl.run(experiment(tmp_path, training__lr=1e8))
+
+
+def test_a_failed_run_keeps_its_last_finished_round(tmp_path):
+    with pytest.raises(RaypflError):
+        raypfl.run(experiment(tmp_path, method=METHODS + "FailsInRound3"), run_dir=tmp_path / "late")
+    assert raypfl.Result.load(tmp_path / "late").status == "failed"
+    assert raypfl.Result.load(tmp_path / "late").round == 3
+
+
+def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
+    result = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
+    rounds, ledger = result.rounds.to_pylist(), result.ledger.to_pylist()
+    assert sum(r["dropped"] for r in rounds) > 0
+    for r in rounds:
+        mine = {e["direction"]: e["clients"] for e in ledger if e["round"] == r["round"] - 1}
+        assert r["clients"] + r["dropped"] == 6
+        assert mine["down"] == 6 and mine["up"] == r["clients"]
+    again = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
+    assert again.weights_hash == result.weights_hash
+
+
+def test_availability_is_uneven_over_clients(tmp_path):
+    result = raypfl.run(
+        experiment(
+            tmp_path, rounds=60, cohort__size=12, cohort__availability="{low: 0.1, high: 0.9}", evaluation__every=0
+        )
+    )
+    taken_part = np.bincount(np.concatenate(result.rounds["cohort"].to_pylist()), minlength=12)
+    assert taken_part.max() > 2 * taken_part.min()
+
+
+def test_a_round_in_which_everybody_vanishes_changes_nothing(tmp_path):
+    result = raypfl.run(experiment(tmp_path, cohort__dropout=0.999, rounds=2))
+    assert result.rounds["clients"].to_pylist() == [0, 0]
+    assert result.status == "finished" and np.isnan(result.rounds["loss"].to_pylist()).all()
+    again = raypfl.run(experiment(tmp_path, cohort__dropout=0.999, rounds=1))
+    assert torch.equal(result.global_model(), again.global_model())
+
+
+def test_evaluations_have_a_row_for_each_client_protocol_and_model(tmp_path):
+    table = raypfl.run(experiment(tmp_path)).evaluations
+    assert table.schema.names == ["round", "client", "protocol", "model", "samples", "accuracy", "loss"]
+    last = [r for r in table.to_pylist() if r["round"] == 6]
+    for protocol, model, clients in (
+        ("local", "personal", 12),
+        ("local", "global", 12),
+        ("global", "personal", 12),
+        ("global", "global", 1),
+    ):
+        assert len([r for r in last if (r["protocol"], r["model"]) == (protocol, model)]) == clients
+    local = [r for r in last if r["protocol"] == "local" and r["model"] == "global"]
+    pooled = next(r for r in last if r["protocol"] == "global" and r["model"] == "global")
+    assert pooled["samples"] == sum(r["samples"] for r in local)
+    correct = sum(r["accuracy"] * r["samples"] for r in local)
+    assert pooled["accuracy"] == pytest.approx(correct / pooled["samples"])
+
+
+def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
+    module = tmp_path / "normed.py"
+    module.write_text(
+        textwrap.dedent("""
+            from torch import nn
+            def net(input_shape, num_classes):
+                return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144,
+                num_classes))
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = raypfl.run(experiment(tmp_path, rounds=15, cohort__size=12, model="normed:net"))
+    theta = result.global_model()
+    assert theta.shape == (4 * 9 + 4 + 8 + 1440 + 10 + 8,)
+    assert not torch.equal(theta[-8:-4], torch.zeros(4)) and (theta[-4:] > 0).all()
+    assert next(s for s in result.summary() if s["model"] == "global")["accuracy"] > 0.7
+
+
+def test_tables_are_arrow(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=1))
+    assert all(isinstance(t, pa.Table) for t in (result.rounds, result.evaluations, result.ledger))

@@ -1,0 +1,265 @@
+"""Methods do what their papers say, and become each other where they should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from raypfl.errors import ConfigError
+from raypfl.methods import METHODS, Ditto, FedAvg, FedProx, Local, Method
+from raypfl.methods.server_optimizers import ServerOptimizer
+from raypfl.settings import TrainingSettings
+from tests.support import FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp, torch_sgd
+
+EXECUTORS = ["vectorised", "sequential"]
+ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
+FP32 = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
+ONE_STEP = replace(FP64, batch_size=100)
+
+
+def played(method: Method, *rounds, **options) -> Federation:
+    fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
+    fed.play(*(rounds or ROUNDS))
+    return fed
+
+
+def personal(fed: Federation) -> np.ndarray:
+    return np.stack([fed.state_of(c)["personal"] for c in range(4)])
+
+
+def gradient(fed: Federation, theta: torch.Tensor, client: int) -> torch.Tensor:
+    """Of a client's mean loss over all its samples."""
+    net = as_module(fed.factory, theta).train()
+    x, y = fed.samples(client)
+    F.cross_entropy(net(x), y).backward()
+    return torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_fedavg_is_the_weighted_average_of_what_clients_trained(weighting, factory, executor):
+    training = replace(FP64, epochs=2, momentum=0.5)
+    fed = played(FedAvg(weighting=weighting), executor=executor, factory=factory, training=training)
+    theta = fed.model.init(fed.seed)
+    for round, ids in enumerate(ROUNDS):
+        rows = []
+        for client in ids:
+            net = as_module(factory, theta)
+            torch_sgd(net, fed.visits(client, round), lr=0.1, momentum=0.5)
+            rows.append(as_vector(net).numpy())
+        weights = [fed.sizes[c] for c in ids] if weighting == "samples" else None
+        theta = torch.from_numpy(np.average(rows, axis=0, weights=weights))
+    torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-10, atol=1e-10)
+    assert torch.equal(fed.method.global_model(fed.server), fed.server["theta"])
+    assert fed.method.personal_model(fed.clients(), fed.server) is None
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+def test_fedprox_without_pull_is_fedavg_to_the_bit(factory, executor):
+    a, b = (played(m, executor=executor, factory=factory).server for m in (FedAvg(), FedProx(mu=0.0)))
+    assert torch.equal(a["theta"], b["theta"])
+    assert not torch.equal(a["theta"], played(FedProx(mu=0.1), executor=executor, factory=factory).server["theta"])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+def test_ditto_without_pull_is_training_alone_to_the_bit(factory, executor):
+    alone, ditto = (played(m, executor=executor, factory=factory) for m in (Local(), Ditto(lam=0.0)))
+    assert (personal(alone) == personal(ditto)).all()
+    pulled = played(Ditto(lam=0.5), executor=executor, factory=factory)
+    assert (personal(pulled) != personal(alone)).any(axis=1).all()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("lam", [0.0, 2.0])
+def test_dittos_global_model_is_fedavgs_to_the_bit(lam, executor):
+    a, b = (played(m, executor=executor, factory=NormalisedConv).server for m in (FedAvg(), Ditto(lam=lam)))
+    assert torch.equal(a["theta"], b["theta"])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_local_is_each_client_training_on_from_where_it_was(executor):
+    fed = played(Local(), executor=executor, training=FP64)
+    for client in range(4):
+        net = as_module(fed.factory, fed.model.init(fed.seed))
+        for round, ids in enumerate(ROUNDS):
+            if client in ids:
+                torch_sgd(net, fed.visits(client, round), lr=0.1)
+        np.testing.assert_allclose(personal(fed)[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+    assert fed.ledger.entries == []
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_two_steps_of_fedprox_by_hand(executor):
+    mu, lr, weights = 0.7, 0.1, np.array([7, 4, 11, 7]) / 29
+    fed = played(FedProx(mu=mu), None, executor=executor, training=replace(ONE_STEP, steps=2))
+    start = fed.model.init(fed.seed)
+    expected = torch.zeros_like(start)
+    for client in range(4):
+        first = start - lr * gradient(fed, start, client)
+        second = first - lr * (gradient(fed, first, client) + mu * (first - start))
+        expected += weights[client] * second
+    torch.testing.assert_close(fed.server["theta"], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_two_rounds_of_ditto_by_hand(executor):
+    lam, lr, weights = 0.7, 0.1, np.array([7, 4, 11, 7]) / 29
+    fed = played(Ditto(lam=lam), None, None, executor=executor, training=ONE_STEP)
+    start = fed.model.init(fed.seed)
+    moved = sum(w * (start - lr * gradient(fed, start, c)) for c, w in enumerate(weights))
+    for client in range(4):
+        v = start - lr * gradient(fed, start, client)
+        v = v - lr * (gradient(fed, v, client) + lam * (v - moved))
+        np.testing.assert_allclose(personal(fed)[client], v.numpy(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_dittos_personal_epochs_are_its_own(executor):
+    fed = played(Ditto(personal_epochs=3, lam=0.0), None, executor=executor, training=FP64)
+    wanted = Federation(training=replace(FP64, epochs=3))
+    for client in range(4):
+        net = as_module(fed.factory, fed.model.init(fed.seed))
+        torch_sgd(net, wanted.visits(client), lr=0.1)
+        np.testing.assert_allclose(personal(fed)[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+    assert torch.equal(fed.server["theta"], played(FedAvg(), None, executor=executor, training=FP64).server["theta"])
+
+
+@pytest.mark.parametrize("method", [Local(), Ditto()])
+def test_a_client_that_never_took_part_has_the_initial_model(method):
+    fed = played(method, [0, 1])
+    models = method.personal_model(fed.clients([3]), fed.server)
+    assert torch.equal(models, fed.model.init(fed.seed)[None])
+
+
+def test_personal_models_are_read_from_the_clients_states():
+    fed = played(Ditto())
+    clients = fed.clients(personal=torch.from_numpy(personal(fed)))
+    assert (fed.method.personal_model(clients, fed.server).numpy() == personal(fed)).all()
+
+
+def test_methods_send_what_their_papers_count():
+    for method, expected in (
+        (FedAvg(), {("down", "theta"): 108, ("up", "theta"): 108}),
+        (FedProx(), {("down", "theta"): 108, ("up", "theta"): 108}),
+        (Ditto(), {("down", "theta"): 108, ("up", "theta"): 108}),
+        (Local(), {}),
+    ):
+        fed = played(method, factory=NormalisedConv)
+        assert fed.model.size == 108
+        assert fed.ledger.per_client(1) == expected
+        assert fed.ledger.total("up", 0) == fed.ledger.total("down", 0) == (3 * 108 * 4 if expected else 0)
+
+
+def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, tau: float) -> list[float]:
+    """Reddi et al. 2021, Algorithm 2, number by number in Python."""
+    m, v = [0.0] * len(theta), [tau**2] * len(theta)
+    theta = list(theta)
+    for mean in means:
+        for i, target in enumerate(mean):
+            d = target - theta[i]
+            if name == "sgd":
+                step = d
+            elif name == "momentum":
+                step = m[i] = b1 * m[i] + d
+            else:
+                m[i] = b1 * m[i] + (1 - b1) * d
+                if name == "adam":
+                    v[i] = b2 * v[i] + (1 - b2) * d * d
+                else:
+                    sign = (v[i] > d * d) - (v[i] < d * d)
+                    v[i] -= (1 - b2) * d * d * sign
+                step = m[i] / (v[i] ** 0.5 + tau)
+            theta[i] += lr * step
+    return theta
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "yogi"])
+@pytest.mark.parametrize("lr", [1.0, 0.3])
+def test_server_optimizers_follow_their_papers_recursion(name, lr):
+    means = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.1
+    theta, moments = torch.linspace(-1, 1, 8, dtype=torch.float64), {}
+    expected = moments_by_hand(name, theta[:6].tolist(), means[:, :6].tolist(), lr, 0.8, 0.95, 0.01)
+    optimizer = ServerOptimizer(name=name, lr=lr, beta1=0.8, beta2=0.95, tau=0.01)
+    for mean in means:
+        before = theta.clone(), mean.clone()
+        after = optimizer.step(theta, mean, moments, num_parameters=6)
+        assert torch.equal(theta, before[0]) and torch.equal(mean, before[1])
+        theta = after
+    assert theta[:6].tolist() == pytest.approx(expected, rel=1e-12)
+    assert torch.equal(theta[6:], means[-1, 6:])
+
+
+def test_the_plain_server_step_is_the_average_to_the_bit():
+    mean = torch.randn(100)
+    assert torch.equal(ServerOptimizer().step(torch.randn(100), mean, {}, 90), mean)
+
+
+def test_fedavg_remembers_its_server_optimizer_from_round_to_round():
+    method = FedAvg(server_optimizer="adam", server_lr=0.1, server_beta1=0.8, server_beta2=0.95, server_tau=0.01)
+    fed = played(method, None, None, None, training=ONE_STEP, factory=NormalisedConv)
+    P, theta, first, second = 102, fed.model.init(fed.seed), 0.0, 0.01**2
+    for round in range(3):
+        rows = []
+        for client in range(4):
+            net = as_module(fed.factory, theta)
+            torch_sgd(net, fed.visits(client, round), lr=0.1)
+            rows.append(as_vector(net))
+        mean = torch.from_numpy(np.average(torch.stack(rows).numpy(), axis=0, weights=fed.sizes))
+        d = mean[:P] - theta[:P]
+        first, second = 0.8 * first + 0.2 * d, 0.95 * second + 0.05 * d**2
+        theta = torch.cat([theta[:P] + 0.1 * first / (second.sqrt() + 0.01), mean[P:]])
+    torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "yogi"])
+def test_batch_norm_statistics_are_averaged_under_every_server_optimizer(optimizer):
+    fed = played(FedAvg(server_optimizer=optimizer, server_lr=0.5), None, factory=NormalisedConv, training=FP64)
+    statistics = []
+    for client in range(4):
+        net = as_module(fed.factory, fed.model.init(fed.seed))
+        torch_sgd(net, fed.visits(client), lr=0.1)
+        statistics.append(torch.cat([net.norm.running_mean, net.norm.running_var]).numpy())
+    expected = np.average(statistics, axis=0, weights=fed.sizes)
+    np.testing.assert_allclose(fed.server["theta"][-6:].numpy(), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, None])
+@pytest.mark.parametrize("method", [FedAvg(), FedProx(mu=0.1), Ditto(), Local()])
+def test_how_a_cohort_is_cut_changes_rounding_only(method, group_size):
+    a, b = (
+        played(method, training=FP64, group_size=g, executor=e)
+        for g, e in ((2, "vectorised"), (group_size, "sequential"))
+    )
+    for name, tensor in a.server.items():
+        if isinstance(tensor, torch.Tensor):
+            torch.testing.assert_close(tensor, b.server[name], rtol=1e-10, atol=1e-10)
+    if not isinstance(method, FedAvg) or isinstance(method, Ditto):
+        np.testing.assert_allclose(personal(a), personal(b), rtol=1e-10, atol=1e-10)
+
+
+def test_methods_are_found_by_name_and_frozen():
+    assert {"fedavg", "fedprox", "ditto", "local"} <= set(METHODS)
+    assert METHODS.get("fedprox")(mu=0.5) == FedProx(mu=0.5)
+    with pytest.raises(ConfigError, match="did you mean 'fedprox'"):
+        METHODS.get("fedprx")
+    with pytest.raises(AttributeError):
+        FedProx().mu = 2.0
+    with pytest.raises(TypeError):
+        FedProx(0.5)
+
+
+def test_a_method_that_does_not_say_what_it_does_is_told_so():
+    class Empty(Method):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Empty does not say how it starts: define start"):
+        Empty().start(Federation().task)
+    with pytest.raises(NotImplementedError, match="Empty does not say what a round is"):
+        Empty().round({}, Federation().cohort())

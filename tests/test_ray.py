@@ -1,0 +1,138 @@
+"""The Ray backend: the same bits whatever the number of actors, and whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raypfl
+from raypfl.errors import ConfigError, RaypflError
+from raypfl.federation.events import RunFinished, RunStarted, Warned
+from tests.runs import Interrupt, experiment, same_tables
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def on_ray(tmp_path: Path, actors: int | str = 2, **changes) -> raypfl.Experiment:
+    defaults = {"engine__backend": "ray", "ray__actors": actors, "ray__cpus_per_actor": 0.5}
+    return experiment(tmp_path, **(defaults | changes))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return raypfl.run(experiment(tmp_path_factory.mktemp("undisturbed")))
+
+
+def test_fedavg_on_ray_is_fedavg_inline(tmp_path):
+    inline = raypfl.run(experiment(tmp_path, method="fedavg"))
+    assert raypfl.run(on_ray(tmp_path, method="fedavg")).weights_hash == inline.weights_hash
+
+
+def test_a_sequential_executor_on_ray_gives_the_bits_of_an_inline_one(tmp_path):
+    inline = raypfl.run(experiment(tmp_path, engine__executor="sequential", rounds=2))
+    ray = raypfl.run(on_ray(tmp_path, engine__executor="sequential", rounds=2))
+    assert ray.weights_hash == inline.weights_hash
+
+
+def test_an_actor_killed_in_the_middle_of_a_round_changes_no_bit(tmp_path, undisturbed):
+    events = []
+    killing = on_ray(tmp_path, method="tests.federated_methods:KillsItsActor", method__marks=tmp_path)
+    result = raypfl.run(killing, listeners=[events.append])
+    assert (tmp_path / "actor").exists()
+    assert any("actor died" in e.text for e in events if isinstance(e, Warned))
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+def test_a_client_that_kills_every_actor_is_named(tmp_path):
+    with pytest.raises(RaypflError, match=r"(?s)Client 3 failed.*process died 2 times"):
+        raypfl.run(
+            on_ray(tmp_path, method="tests.federated_methods:KillsEveryActor", failures__retries=1, cohort__size=12)
+        )
+
+
+def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path, undisturbed):
+    events = []
+    killing = on_ray(tmp_path, method="tests.federated_methods:KillsItsServer", method__marks=tmp_path)
+    result = raypfl.run(killing, listeners=[events.append])
+    assert any("goes on from round 4" in e.text for e in events if isinstance(e, Warned))
+    assert sum(isinstance(e, RunStarted) for e in events) == 1
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
+    longer = on_ray(tmp_path, rounds=500, checkpoint__every=0, evaluation__every=3)
+    stopped = raypfl.run(longer, listeners=[Interrupt(2, number)])
+    assert stopped.status == "stopped" and 2 <= stopped.round < 500
+    shorter = raypfl.resume(stopped.run_dir, overrides=[f"rounds={stopped.round + 2}"])
+    whole = raypfl.run(experiment(tmp_path, rounds=shorter.round, checkpoint__every=0))
+    assert shorter.weights_hash == whole.weights_hash and same_tables(shorter, whole)
+
+
+def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(on_ray(tmp_path, method="tests.federated_methods:FailsOnClient3", cohort__size=12))
+    text = str(caught.value)
+    assert text.startswith("Client 3 failed 3 times in a row in round 0")
+    assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
+
+
+def test_more_than_the_cluster_has_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match=r"GPUs each need more than this cluster has.*Lower ray.actors"):
+        raypfl.run(on_ray(tmp_path, ray__gpus_per_actor=0.25))
+    with pytest.raises(ConfigError, match="900 client actors"):
+        raypfl.run(on_ray(tmp_path, actors=900))
+
+
+def test_a_run_attaches_to_a_running_cluster_and_leaves_it_running(tmp_path, undisturbed):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, ray__address=address).to_yaml())
+    script = (
+        "import sys, json, raypfl;"
+        "r = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1] + '/experiment.yaml'));"
+        "print(json.dumps(r.weights_hash))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == undisturbed.weights_hash
+    assert ray.cluster_resources()["CPU"] > 0
+
+
+def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
+    code = (
+        "import raypfl\n"
+        "from raypfl.errors import ConfigError\n"
+        f"try: raypfl.run(raypfl.Experiment(ray={{'address': '127.0.0.1:1'}}, output={str(tmp_path)!r}))\n"
+        "except ConfigError as error: print('SENTENCE', error)\n"
+    )
+    environment = os.environ | {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_gcs_rpc_server_connect_timeout_s": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "SENTENCE No Ray cluster can be reached at ray.address='127.0.0.1:1'" in done.stdout
+
+
+def test_events_end_with_the_end(tmp_path):
+    events = []
+    raypfl.run(on_ray(tmp_path, rounds=1), listeners=[events.append])
+    assert isinstance(events[-1], RunFinished) and events[-1].status == "finished"
+
+
+@pytest.mark.parametrize("actors", [2, 1, 3])
+def test_any_number_of_actors_gives_the_bits_of_an_inline_run(tmp_path, undisturbed, actors):
+    result = raypfl.run(on_ray(tmp_path, actors))
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+def test_one_actor_per_client_for_cross_silo_studies(tmp_path):
+    events = []
+    silos = on_ray(tmp_path, "null", ray__clients_per_actor=1, ray__cpus_per_actor=0.2, cohort__size=4, rounds=1)
+    result = raypfl.run(silos, listeners=[events.append])
+    facts = next(e.facts for e in events if isinstance(e, RunStarted))
+    assert facts["actors"] == 4 and facts["group_size"] == 1 and result.status == "finished"

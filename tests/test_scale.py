@@ -1,0 +1,70 @@
+"""What a large population costs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+CLIENTS, COHORT, ROUNDS = 10_000, 500, 4
+
+
+def memory_of_descendants(pid: int) -> int:
+    """Bytes in use by a process and all below it, shared pages shared out among their users (PSS)."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    total, below = 0, [pid]
+    while below:
+        one = below.pop()
+        below += children.get(one, [])
+        try:
+            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from Linux's /proc")
+def test_ten_thousand_stateful_clients_with_a_cohort_of_500_stay_within_4_gib(tmp_path):
+    script = (
+        "import sys, raypfl\n"
+        "experiment = raypfl.Experiment(\n"
+        "    method='ditto', data='tests.federated_data:noise',\n"
+        "    partition={'name': 'iid', 'clients': int(sys.argv[1])},\n"
+        "    cohort={'size': int(sys.argv[2])}, rounds=int(sys.argv[3]), evaluation={'every': 2},\n"
+        "    ray={'actors': 2}, checkpoint={'every': 2}, tracking={'mlflow': False}, output=sys.argv[4])\n"
+        "result = raypfl.run(experiment)\n"
+        "print('ROUNDS', result.round, result.rounds['seconds'].to_pylist())\n"
+    )
+    arguments = [str(CLIENTS), str(COHORT), str(ROUNDS), str(tmp_path)]
+    environment = os.environ | {"RAYPFL_TEST_SAMPLES": str(20 * CLIENTS), "RAYPFL_CACHE": str(tmp_path / "cache")}
+    running = subprocess.Popen([sys.executable, "-c", script, *arguments], env=environment, stdout=subprocess.PIPE)
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        while running.poll() is None:
+            peak = max(peak, memory_of_descendants(running.pid))
+            time.sleep(0.5)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    out = running.communicate()[0].decode()
+    watcher.join()
+    data = 20 * CLIENTS * 64
+    print(out, f"peak {peak / 2**30:.2f} GiB")
+    assert running.returncode == 0 and f"ROUNDS {ROUNDS}" in out
+    assert peak < data + 4 * 2**30
