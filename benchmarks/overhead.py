@@ -9,9 +9,9 @@ the 1,626,442-parameter network of published benchmarks on 3x32x32 images, which
 `mlp`, 9,610 parameters on 8x8 images, which it trains a group at a time. Every process has one torch thread. Images are
 noise.
 
-The contenders take turns: a round of the bare loop follows every round of raypfl in this process, then come runs on Ray,
-then it starts again. The first round of each run, which warms up, is not counted. If others use the machine, compare
-minima.
+The contenders take turns: a round of the bare loop follows every round of raypfl in this process, then come runs on
+Ray, then it starts again. The first round of each run, which warms up, is not counted. Where others use the machine,
+compare minima.
 """
 
 from __future__ import annotations

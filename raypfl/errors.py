@@ -18,6 +18,10 @@ class DataError(RaypflError):
     """A data set or a partition of it cannot be had as described."""
 
 
+class MethodError(RaypflError, ValueError):
+    """A method's own code uses the engine in a way that cannot be right."""
+
+
 class CheckpointError(RaypflError):
     """A checkpoint is missing, damaged, or belongs to another experiment."""
 

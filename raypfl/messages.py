@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypfl.errors import MethodError
+
 
 @dataclass(frozen=True)
 class Scatter:
@@ -62,7 +64,7 @@ class PerClient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _one_client.active:
-            raise ValueError(
+            raise MethodError(
                 "A loss sees one client at a time, but this one uses a tensor that holds a row for every client of the "
                 "group. Pass it by name instead: clients.sgd(loss, start, anchor=personal), with loss(p, batch, "
                 "anchor)."

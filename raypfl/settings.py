@@ -49,8 +49,8 @@ class TrainingSettings:
     batch_size : samples a step; the last batch of an epoch may be smaller.
     lr, momentum, nesterov, weight_decay : of SGD, as in ``torch.optim.SGD``; momentum starts afresh every round.
     clip_norm : gradient norm to which a step is clipped, per client; None: not clipped.
-    schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (to 0 at the
-        last round); ``step`` (times `gamma` after each round in `milestones`).
+    schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (toward 0
+        after the last round); ``step`` (times `gamma` after each round in `milestones`).
     warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
     precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
     channels_last : lay image batches out channels last, where clients train one by one.

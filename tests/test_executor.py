@@ -363,7 +363,6 @@ def test_dropout_keeps_its_share_scales_it_and_draws_every_layer_and_step_afresh
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("kind", ["channels", "functional"])
-@pytest.mark.xfail(strict=True, reason="only nn.Dropout is keyed; other kinds draw from torch's global stream")
 def test_other_kinds_of_dropout_are_keyed_too(kind, executor):
     class Net(nn.Module):
         def __init__(self):
@@ -450,7 +449,6 @@ def test_a_loss_without_weights_is_trained_together_where_nothing_is_padded():
     close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
 
 
-@pytest.mark.xfail(strict=True, reason="only Clients.sgd looks whether padding matters; grad and map do not")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_gradients_and_maps_of_a_function_without_weights_are_right_on_unequal_batches():
     fed = Federation()
@@ -546,7 +544,6 @@ def test_a_loss_that_is_not_a_number_names_its_clients_and_the_round(executor):
     assert caught.value.repeatable
 
 
-@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="order() divides by the number of batches")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_client_without_training_samples_is_named_in_a_sentence(executor):
     clients = Federation(sizes=(5, 0, 3), executor=executor).clients()
@@ -579,19 +576,14 @@ def test_one_sample_left_over_is_trained_alike_by_both_executors_under_batch_nor
     close(trained, bare_loop(fed, clients.initial.expand(2, -1))[0])
 
 
-@pytest.mark.xfail(strict=True, reason="torch refuses a batch of one in training; the vectorised batch norm does not")
-def test_both_executors_treat_a_batch_of_one_the_same_under_batch_norm():
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_batch_of_one_sample_under_batch_norm_is_refused_in_a_sentence(executor):
     def factory():
         return nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
 
-    refused = []
-    for executor in EXECUTORS:
-        clients = Federation(factory, sizes=(5, 9), executor=executor).clients()
-        try:
-            clients.sgd(clients.loss, clients.initial)
-        except ValueError:
-            refused.append(executor)
-    assert refused in ([], EXECUTORS)
+    clients = Federation(factory, sizes=(8, 9), executor=executor).clients()
+    with pytest.raises(ClientError, match=r"Client 1 has a batch of one sample.*training\.batch_size"):
+        clients.sgd(clients.loss, clients.initial)
 
 
 def test_lenet_trains_the_same_by_both_executors():
@@ -634,7 +626,6 @@ def test_clients_without_test_samples_score_nothing(executor):
     assert [column.tolist() for column in clients.evaluate(clients.initial)] == [[0] * 4] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="in a group of one client, a default row is a view of Bench.initial")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_method_may_change_what_a_state_defaults_to_without_changing_the_initial_model(executor):
     fed = Federation(executor=executor, sizes=(5,))

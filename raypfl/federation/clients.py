@@ -15,9 +15,10 @@ from torch import Tensor, vmap
 from torch.nn import functional as F
 
 from raypfl import rng
-from raypfl.errors import ClientError
+from raypfl.errors import ClientError, MethodError
 from raypfl.federation.batches import Batch, GroupSamples, Samples, order
 from raypfl.federation.executor import Executor, Loss, Sequential, SGDRule, Vectorised
+from raypfl.federation.states import Stack
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings
@@ -77,6 +78,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self._rows = rows
         self._device = device
         self._new: dict[str, Tensor] = {}
+        self.changed = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """The clients' values of `name` ``[K, ...]``; those without get `default` (a row, or ``[K, ...]``)."""
@@ -107,14 +109,18 @@ class ClientState(MutableMapping[str, Tensor]):
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         if len(value) != len(self._rows):
-            raise ValueError(
+            raise MethodError(
                 f"clients.state[{name!r}] needs one row for each of the group's {len(self._rows)} clients, "
                 f"this has shape {tuple(value.shape)}."
             )
         self._new[name] = per_client(plain(value).detach())
+        self.changed = True
 
     def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(f"The clients have no {name!r}.")
         self._new.pop(name, None)
+        self.changed = True
         self._rows = [{n: v for n, v in row.items() if n != name} for row in self._rows]
 
     def __iter__(self) -> Iterator[str]:
@@ -123,14 +129,15 @@ class ClientState(MutableMapping[str, Tensor]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def changes(self) -> dict[str, np.ndarray]:
-        """What was set: name -> ``[K, ...]``."""
-        return {name: plain(value).cpu().numpy() for name, value in self._new.items()}
+    def stack(self) -> Stack:
+        """The states as they are now."""
+        return Stack.updated(self._rows, {name: plain(value).cpu().numpy() for name, value in self._new.items()})
 
     def _default_rows(self, default: Tensor) -> PerClient:
         if isinstance(default, PerClient):
             return default
-        return per_client(default.to(self._device).expand(len(self._rows), *default.shape))
+        # A copy: a row that is a view of the initial model could be changed in place, and that model with it.
+        return per_client(default.to(self._device).repeat(len(self._rows), *[1] * default.dim()))
 
 
 class Clients:
@@ -249,7 +256,9 @@ class Clients:
         rows = self._rows(start)
         keys = torch.from_numpy(self._keys("draws" + stream).astype(np.int64)).to(self.device)
         extras = self._checked(extras)
-        executor = self._executor(loss, rows, visits.counts, extras)
+        self._refuse_lone_samples(visits.counts)
+        unequal = bool(((visits.counts > 0) & (visits.counts != visits.counts.max(initial=0))).any())
+        executor = self._executor(loss, rows[0], samples.client(0), unequal, extras, train=True)
         trained, losses = self._or_one_by_one(
             executor, lambda e: e.sgd(loss, rows, samples, visits, rule, keys, extras)
         )
@@ -264,9 +273,8 @@ class Clients:
         """
         keys = torch.from_numpy(self._keys("draws").astype(np.int64)).to(self.device)
         chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
-        return per_client(
-            self._or_one_by_one(self._bench.executor, lambda e: e.grad(loss, rows, chosen, keys, extras)[0])
-        )
+        executor = self._executor(loss, rows[0], chosen[0], _unequal(chosen), extras, train=True)
+        return per_client(self._or_one_by_one(executor, lambda e: e.grad(loss, rows, chosen, keys, extras)[0]))
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
@@ -277,9 +285,8 @@ class Clients:
         with contextlib.ExitStack() as modes:
             for network in self.networks.values():
                 modes.enter_context(network.mode(train=False))
-            return per_client(
-                self._or_one_by_one(self._bench.executor, lambda e: e.map(function, rows, chosen, extras))
-            )
+            executor = self._executor(function, rows[0], chosen[0], _unequal(chosen), extras, train=False)
+            return per_client(self._or_one_by_one(executor, lambda e: e.map(function, rows, chosen, extras)))
 
     def vjp(
         self, function: Loss, at: Tensor, cotangent: Tensor, batches: list[Batch] | None = None, **extras: Any
@@ -381,7 +388,16 @@ class Clients:
 
     def _samples(self, split: str) -> GroupSamples:
         if split not in self._gathered:
-            self._gathered[split] = GroupSamples(self._bench.samples, [self._bench.split(c, split) for c in self.ids])
+            indices = [self._bench.split(c, split) for c in self.ids]
+            empty = [c for c, where in zip(self.ids, indices, strict=True) if not len(where)]
+            if empty and split == "train":
+                raise ClientError(
+                    f"There is nothing to train on: client {empty[0]} has no samples in its train split. Give every "
+                    "client some, by another partition or fewer clients.",
+                    clients=empty,
+                    repeatable=True,
+                )
+            self._gathered[split] = GroupSamples(self._bench.samples, indices)
         return self._gathered[split]
 
     def _whole(self, split: str) -> list[Batch]:
@@ -399,23 +415,24 @@ class Clients:
         for name, extra in extras.items():
             doubtful = isinstance(extra, Tensor) and not isinstance(extra, PerClient) and id(extra) not in self._shared
             if doubtful and len(self) > 1 and extra.dim() and len(extra) == len(self):
-                raise ValueError(
+                raise MethodError(
                     f"{name!r} has {len(extra)} rows, as many as the group has clients: one for each? Then "
                     f"pass raypfl.per_client({name}); if all clients share it, send it with cohort.run."
                 )
         return dict(extras)
 
-    def _executor(self, loss: Loss, start: Tensor, counts: np.ndarray, extras: Mapping[str, Any]) -> Executor:
-        """The group's executor, unless padding would change what this loss computes."""
+    def _executor(
+        self, function: Loss, at: Tensor, batch: Batch, unequal: bool, extras: Mapping[str, Any], train: bool
+    ) -> Executor:
+        """The group's executor, unless batches are padded and that would change what this function computes."""
         executor = self._bench.executor
-        if not isinstance(executor, Vectorised) or loss == self.loss:
+        if not unequal or not isinstance(executor, Vectorised) or function == self.loss:
             return executor
-        size = counts.max(initial=1)
-        if (counts[counts > 0] == size).all() or executor.respects_padding(loss, start, self._samples("train"), extras):
+        if executor.respects_padding(function, at, batch, extras, train):
             return executor
         warnings.warn(
-            f"The loss {getattr(loss, '__qualname__', loss)} does not weigh its samples with batch.weight, so clients "
-            "are trained one by one; use batch.mean(values) to train them together.",
+            f"The function {getattr(function, '__qualname__', function)} does not weigh its samples with batch.weight, "
+            "so its clients run one by one; use batch.mean(values) to run them together.",
             stacklevel=3,
         )
         return self._bench.one_by_one
@@ -433,6 +450,16 @@ class Clients:
             )
             return work(self._bench.one_by_one)
 
+    def _refuse_lone_samples(self, counts: np.ndarray) -> None:
+        lone = np.flatnonzero((counts == 1).any(1))
+        if len(lone) and self.model.normalises_vectors:
+            raise ClientError(
+                f"Client {self.ids[lone[0]]} has a batch of one sample, over which the network's batch norm is "
+                "undefined. Choose another training.batch_size, or a network with group norm.",
+                clients=[self.ids[k] for k in lone],
+                repeatable=True,
+            )
+
     def _refuse_divergence(self, trained: Tensor, losses: Tensor) -> None:
         # A sum is finite only if all its terms are, and takes a fraction of the time that looking at each would.
         good = torch.isfinite(losses) & (losses <= self._bench.loss_limit) & torch.isfinite(trained.sum(1))
@@ -445,6 +472,10 @@ class Clients:
                 clients=bad,
                 repeatable=True,
             )
+
+
+def _unequal(batches: list[Batch]) -> bool:
+    return len({len(batch.y) for batch in batches}) > 1
 
 
 def learning_rate(settings: TrainingSettings, round: int, rounds: int) -> float:

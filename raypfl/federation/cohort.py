@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.errors import ClientError, ConfigError, EmptyCohort, LostState, RaypflError
+from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.ledger import Entry, Ledger
 from raypfl.federation.schedule import cut
@@ -103,8 +103,8 @@ class Exchanger:
 
     def _raise_if_hopeless(self, call: Call, failed: Failed) -> None:
         error = failed.error
-        if isinstance(error, LostState):
-            raise error
+        if isinstance(error, RaypflError) and not isinstance(error, ClientError):
+            raise error  # no client's fault
         if isinstance(error, ClientError) and error.repeatable and self.failures.on_client_failure == "raise":
             raise _sentence(error.clients[0], call.round, failed, 1)
 
@@ -220,7 +220,7 @@ class Cohort:
     def _name_of(self, function: Callable[..., Any]) -> str:
         owner = getattr(function, "__self__", None)
         if owner is None or not hasattr(type(owner), function.__name__):
-            raise ConfigError(
+            raise MethodError(
                 "cohort.run takes a client function of the method itself, as in cohort.run(self.train, ...)."
             )
         return function.__name__
@@ -228,12 +228,12 @@ class Cohort:
     def _check(self, arguments: Mapping[str, Any]) -> None:
         for name, value in arguments.items():
             if isinstance(value, Scatter) and len(value.rows) != len(self.ids):
-                raise ConfigError(
+                raise MethodError(
                     f"Scatter for {name!r} has {len(value.rows)} rows, but the cohort of round {self.round} has "
                     f"{len(self.ids)} clients."
                 )
             if not isinstance(value, Tensor | Scatter | int | float | str):
-                raise ConfigError(
+                raise MethodError(
                     f"cohort.run cannot send {name!r}, a {type(value).__name__}; send tensors, Scatter, "
                     "numbers or strings."
                 )
@@ -308,7 +308,7 @@ class _Total:
             tensor = torch.from_numpy(array).to(self._device)
             if self.sample[name].kind == "mean":
                 if self._weights[name] <= 0:
-                    raise ConfigError(
+                    raise MethodError(
                         f"The weights of Mean {name!r} sum to {self._weights[name]}; they must be positive."
                     )
                 tensor = tensor / self._weights[name]

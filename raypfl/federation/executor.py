@@ -121,10 +121,11 @@ class Sequential:
     ) -> tuple[Tensor, Tensor]:
         trained = start.clone(memory_format=torch.contiguous_format)
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
-        with self.model.bound() as bound, self.model.mode(train=True):
+        with self.model.bound() as bound, self.model.mode(train=True), _forked(start.device):
             turn = _Turn(self.model, bound, rule)
             for k, steps in enumerate(visits.steps):
                 bound.bind(trained[k])
+                torch.manual_seed(int(keys[k]))
                 turn.begin()
                 mine = _extras_of(self.model, extras, k)
                 for s in range(steps):
@@ -138,8 +139,9 @@ class Sequential:
 
     def grad(self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         gradients, losses = [], []
-        with self.model.mode(train=True):
+        with self.model.mode(train=True), _forked(at.device):
             for k, batch in enumerate(batches):
+                torch.manual_seed(int(keys[k]))
                 p = self.model.parameters(at[k]).detach().requires_grad_()
                 with self.model.statistics(self.model.buffers(at[k])), self._inside(keys[k]):
                     value = loss(p, self._batch(batch), **_extras_of(self.model, extras, k))
@@ -160,6 +162,11 @@ class Sequential:
         draws = RowWise(None, key) if key is not None and self.model.has_dropout else contextlib.nullcontext()
         with one_client_at_a_time(), self.precision.context(self.model.device), draws:
             yield
+
+
+def _forked(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Within: torch's global streams may be seeded; whatever a network draws from them is then keyed, too."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 class _Turn:
@@ -256,30 +263,33 @@ class Vectorised:
         with self.model.mode(train=False), self._inside():
             return one(at, _padded(batches), mine)
 
-    def respects_padding(self, loss: Loss, start: Tensor, samples: GroupSamples, extras: Extras) -> bool:
-        """Whether `loss` leaves padding rows out, tried once per loss on one client's samples."""
-        code = getattr(loss, "__code__", None) or getattr(getattr(loss, "__func__", loss), "__code__", loss)
+    def respects_padding(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> bool:
+        """Whether `function` leaves padding rows out: tried once per function, on the first client of a group.
+
+        `at` is that client's model vector, `batch` some samples of it; a loss is tried in training mode.
+        """
+        code = _code(function)
         if code not in self._masks:
-            batch = samples.client(0)
-            other = batch.x.flip(0).neg().add(1.0)
-            weight = torch.cat([batch.weight, torch.zeros_like(batch.weight)])
+            twice, none = torch.cat([batch.x, batch.x]), torch.zeros_like(batch.weight)
+            strange = torch.cat([batch.x, batch.x.flip(0).neg().add(1.0)])
+            weight = torch.cat([batch.weight, none])
             padded = [
-                Batch(torch.cat([batch.x, pad]), torch.cat([batch.y, batch.y.flip(0)]), weight)
-                for pad in (batch.x, other)
+                Batch(twice, torch.cat([batch.y, batch.y.flip(0)]), weight),
+                Batch(strange, torch.cat([batch.y, torch.zeros_like(batch.y)]), weight),
             ]
-            padded[1] = padded[1]._replace(y=torch.cat([batch.y, torch.zeros_like(batch.y)]))
-            mine = _extras_of(self.model, extras, 0)
-            alone, *values = [self._value(loss, start[0], b, mine) for b in (batch, *padded)]
+            alone, *values = [self._value(function, at, b, extras, train) for b in (batch, *padded)]
             # In bf16 a matrix product of more rows may round otherwise.
             rtol = 2e-2 if self.precision.autocast else 1e-4
-            self._masks[code] = all(bool(torch.isclose(alone, value, rtol=rtol)) for value in values)
+            self._masks[code] = all(torch.allclose(alone, v, rtol=rtol, atol=1e-6, equal_nan=True) for v in values)
         return self._masks[code]
 
-    def _value(self, loss: Loss, theta: Tensor, batch: Batch, extras: dict[str, Any]) -> Tensor:
-        key = torch.zeros((), dtype=torch.int64, device=theta.device)
-        statistics = self.model.statistics(self.model.buffers(theta))
-        with torch.no_grad(), self.model.mode(train=True), self._inside(), statistics, self._rows(batch, key):
-            return loss(self.model.parameters(theta), batch, **extras)
+    def _value(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
+        mine = _extras_of(self.model if train else None, extras, 0)
+        with torch.no_grad(), self.model.mode(train), self._inside():
+            if not train:
+                return function(at, batch, **mine)
+            with self.model.statistics(self.model.buffers(at)), self._rows(batch, torch.zeros_like(batch.y[0])):
+                return function(self.model.parameters(at), batch, **mine)
 
     def _step(self, loss: Loss, extras: Extras) -> Callable[..., Any]:
         names = list(_per_client(extras))
@@ -317,6 +327,13 @@ class Vectorised:
     def _inside(self) -> Iterator[None]:
         with one_client_at_a_time(), self.precision.context(self.model.device):
             yield
+
+
+def _code(function: Any) -> Any:
+    """What two closures of the same source share."""
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
 def _per_client(extras: Extras) -> dict[str, Tensor]:

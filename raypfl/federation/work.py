@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.errors import ConfigError
+from raypfl.errors import MethodError
 from raypfl.federation.clients import Bench, Clients
 from raypfl.federation.states import Stack
 from raypfl.messages import Each, Mean, Sum, per_client, plain
@@ -121,11 +121,10 @@ class Worker:
             returned = self._function(call)(clients, **arguments) or {}
         self._refuse_changed(shared, versions)
         values = {name: _reduced(name, value, len(clients)) for name, value in returned.items()}
-        changes = clients.state.changes()
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
-        reply = Reply(values, losses, time.perf_counter() - begun, bool(changes), notes)
-        return reply, Stack.updated(states, changes) if changes else None
+        reply = Reply(values, losses, time.perf_counter() - begun, clients.state.changed, notes)
+        return reply, clients.state.stack() if clients.state.changed else None
 
     def _function(self, call: Call) -> Callable[..., Mapping[str, Any]]:
         if isinstance(call.function, str):
@@ -146,7 +145,7 @@ class Worker:
         for name, tensor in shared.items():
             if tensor._version != versions[name]:
                 self._unpacked = (-1, {})
-                raise ValueError(
+                raise MethodError(
                     f"A client function changed its argument {name!r} in place, but all clients share it; work on "
                     f"{name}.clone()."
                 )
@@ -154,13 +153,13 @@ class Worker:
 
 def _reduced(name: str, value: object, clients: int) -> Value:
     if not isinstance(value, Mean | Sum | Each):
-        raise ConfigError(
+        raise MethodError(
             f"A client function returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how "
             "it comes up."
         )
     rows = plain(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
-        raise ConfigError(
+        raise MethodError(
             f"A client function returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
             "its first axis must run over them."
         )
@@ -171,5 +170,10 @@ def _reduced(name: str, value: object, clients: int) -> Value:
     if isinstance(value, Sum):
         return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, size)
     weight = torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else plain(value.weight)
+    if weight.shape != (clients,) or bool((weight < 0).any()):
+        raise MethodError(
+            f"The weight of Mean {name!r} must be one number, not negative, for each of the group's {clients} clients; "
+            f"it is {weight.tolist()}."
+        )
     partial = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
     return Value("mean", partial.cpu().numpy(), float(weight.double().sum()), numbers, size)

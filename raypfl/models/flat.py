@@ -67,6 +67,7 @@ class FlatModel:
         self.parameter_names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         self.num_parameters = sum(self.segments[name].stop - self.segments[name].start for name in self.parameter_names)
         self.num_buffers = self.size - self.num_parameters
+        self.normalises_vectors = any(isinstance(m, nn.BatchNorm1d) for m in self.module.modules())
         self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules())
         self._sizes = [segment.stop - segment.start for segment in self.segments.values()]
         self._bound: BoundModel | None = None
