@@ -115,7 +115,7 @@ def run(
     changes += [f"seeds={seeds}"] if seeds else []
     planned = experiments(_source(recipe), changes)
     jobs = [partial(federation.run, one) for one in planned]
-    together = federation.session(planned[0]) if len(planned) > 1 else nullcontext()
+    together = partial(federation.session, planned[0]) if len(planned) > 1 else _alone
     _carry_out(jobs, lines_for(planned), together, recipe, quiet, as_json)
 
 
@@ -134,13 +134,18 @@ def resume(
     from raypfl.tracking.progress import RunLine
 
     job = partial(federation.resume, folder, overrides=changes or [])
-    _carry_out([job], [RunLine(folder.name)], nullcontext(), "digits", quiet, as_json)
+    _carry_out([job], [RunLine(folder.name)], _alone, "digits", quiet, as_json)
 
 
 @app.command(name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)]) -> None:
     """List what an experiment can name, with options and their defaults."""
     Console().print(_listing(kind))
+
+
+def _alone(listeners: Sequence[Any]) -> AbstractContextManager[None]:
+    """The session of a single run, which needs none."""
+    return nullcontext()
 
 
 def _recipe_and_changes(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -157,7 +162,7 @@ def _source(recipe: str) -> str | Path:
 def _carry_out(
     jobs: Sequence[Callable[..., Result]],
     lines: Sequence[RunLine],
-    session: AbstractContextManager[Any],
+    session: Callable[..., AbstractContextManager[None]],
     recipe: str,
     quiet: bool,
     as_json: bool,
@@ -171,7 +176,7 @@ def _carry_out(
     tracked = MLflowListener(warn=lambda text: progress.print(f"[yellow]Warning:[/] {escape(text)}"))
     results: list[Result] = []
     try:
-        with view(progress, lines, quiet) as shown, session:
+        with view(progress, lines, quiet) as shown, session(listeners=[shown.listener(0)]):
             for i, job in enumerate(jobs):
                 results.append(job(listeners=[shown.listener(i), tracked]))
                 if results[-1].status == "stopped":

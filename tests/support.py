@@ -131,7 +131,7 @@ class Federation:
             ledger=self.ledger,
             failures=self.failures,
             costs=np.array(self.sizes, dtype=float),
-            cut_for=lambda cohort: (self.group_size or cohort, self.executor),
+            cut_for=lambda cohort: (-(-cohort // (self.group_size or cohort)), self.executor),
             warn=self.warnings.append,
         )
 

@@ -237,6 +237,22 @@ def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
     assert next(s for s in result.summary() if s["model"] == "global")["accuracy"] > 0.7
 
 
+class Nothing(raypfl.Method):
+    """Has no model at all."""
+
+    def start(self, task):
+        return {"rounds": 0}
+
+    def round(self, server, cohort):
+        server["rounds"] += 1
+
+
+def test_a_method_without_any_model_runs_to_its_end(tmp_path):
+    result = raypfl.run(experiment(tmp_path).replace(method=Nothing()))
+    assert result.status == "finished" and result.server_state() == {"rounds": 6}
+    assert result.summary() == [] and np.isnan(result.rounds["loss"].to_pylist()).all()
+
+
 def test_tables_are_arrow(tmp_path):
     result = raypfl.run(experiment(tmp_path, rounds=1))
     assert all(isinstance(t, pa.Table) for t in (result.rounds, result.evaluations, result.ledger))

@@ -132,7 +132,15 @@ def test_any_number_of_actors_gives_the_bits_of_an_inline_run(tmp_path, undistur
 
 def test_one_actor_per_client_for_cross_silo_studies(tmp_path):
     events = []
-    silos = on_ray(tmp_path, "null", ray__clients_per_actor=1, ray__cpus_per_actor=0.2, cohort__size=4, rounds=1)
+    silos = on_ray(
+        tmp_path,
+        "null",
+        ray__clients_per_actor=1,
+        ray__cpus_per_actor=0.2,
+        cohort__size=4,
+        rounds=1,
+        engine__group_size="null",
+    )
     result = raypfl.run(silos, listeners=[events.append])
     facts = next(e.facts for e in events if isinstance(e, RunStarted))
     assert facts["actors"] == 4 and facts["group_size"] == 1 and result.status == "finished"

@@ -29,7 +29,7 @@ class Exchanger:
     Attributes
     ----------
     costs : ``float[num_clients]`` what each client's turn is expected to take, in any unit.
-    cut_for : ``(group size, executor)`` for a cohort of a given size.
+    cut_for : ``(groups, executor)`` for a cohort of a given size.
     warn : told of what a person should know.
     """
 
@@ -58,7 +58,7 @@ class Exchanger:
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
         pairs = list(clients)
         ids, positions = np.array([c for _, c in pairs]), np.array([p for p, _ in pairs])
-        size, executor = self.cut_for(len(pairs))
+        count, executor = self.cut_for(len(pairs))
         groups = [
             Group(
                 index=index,
@@ -68,7 +68,7 @@ class Exchanger:
                 states=[self.states.place(int(c)) for c in ids[members]],
                 cost=float(self.costs[ids[members]].sum()),
             )
-            for index, members in enumerate(cut(self.costs[ids], size, executor))
+            for index, members in enumerate(cut(self.costs[ids], count, executor))
         ]
         return Call(next(self._numbers), function, round, lr, shared, scalars), groups
 

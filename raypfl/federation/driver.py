@@ -31,7 +31,7 @@ from raypfl.federation.events import (
 )
 from raypfl.federation.result import Result, write_tables
 from raypfl.federation.schedule import choose_executor, cohort_size
-from raypfl.federation.server import Job, Server, group_size_for
+from raypfl.federation.server import Job, Server, groups_for
 from raypfl.federation.setup import make_bench, make_model, make_task
 from raypfl.federation.stopping import StopRequest
 from raypfl.federation.work import Worker
@@ -80,12 +80,12 @@ def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides
 
 
 @contextlib.contextmanager
-def session(experiment: Experiment) -> Iterator[None]:
+def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> Iterator[None]:
     """Within: runs on Ray share one connection, one local cluster, and actors. Inline runs need none."""
     if experiment.engine.backend == "inline":
         yield
         return
-    with connected(experiment.ray) as ray:
+    with connected(experiment.ray, _Audience(listeners)) as ray:
         _spare.shared = True
         try:
             yield
@@ -161,7 +161,7 @@ def _on_ray(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) ->
         emit(Progress("starting actors"))
         settings = job.experiment.ray
         size = cohort_size(job.experiment.cohort, data.num_clients)
-        actors = client_actors(ray, settings, -(-size // group_size_for(job, size)))
+        actors = client_actors(ray, settings, groups_for(job, size))
         options = {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
         kind = (actors, *options.values())
         server = _spare.take(ray, kind) or _server_actor(ray, actors, options)

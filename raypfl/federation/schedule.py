@@ -18,8 +18,12 @@ VECTORISED_PARAMETERS = 60_000
 VECTORISED_GROUP = 25
 """Clients a vectorised group wants: below, per-operation costs show; above, little more is gained."""
 
+SEQUENTIAL_GROUPS = 16
+"""Groups that a cohort of sequential clients is cut into, so that the load can be balanced: two, four or eight actors get
+the same number."""
+
 SEQUENTIAL_GROUP = 8
-"""Clients a sequential group has at most, so that a reply of one model travels for several clients."""
+"""Clients a sequential group has at most; larger cohorts have more groups."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +61,20 @@ def choose_executor(wanted: str, num_parameters: int) -> str:
     return "vectorised" if num_parameters <= VECTORISED_PARAMETERS else "sequential"
 
 
-def group_size(cohort: int, executor: str) -> int:
-    """Clients a group for a cohort of this size."""
+def group_count(cohort: int, executor: str) -> int:
+    """Groups that a cohort of this size is cut into."""
     if executor == "vectorised":
-        groups = max(round(cohort / VECTORISED_GROUP), 2 if cohort >= 16 else 1)
-        return -(-cohort // groups)
-    return min(max(1, -(-cohort // 16)), SEQUENTIAL_GROUP)
+        return max(round(cohort / VECTORISED_GROUP), 2 if cohort >= 16 else 1)
+    return max(min(cohort, SEQUENTIAL_GROUPS), -(-cohort // SEQUENTIAL_GROUP))
 
 
-def cut(costs: np.ndarray, size: int, executor: str) -> list[np.ndarray]:
-    """Positions ``0..C-1`` of a cohort in groups of at most `size`, the costliest group first.
+def cut(costs: np.ndarray, count: int, executor: str) -> list[np.ndarray]:
+    """Positions ``0..C-1`` of a cohort in `count` groups, the costliest first; fewer if there are not as many clients.
 
     Vectorised groups get clients of similar cost, since a group takes as long as its longest member; sequential ones
     are dealt so that every group costs about the same.
     """
     ranked = np.argsort(-costs, kind="stable")
-    count = -(-len(ranked) // size)
     if executor == "vectorised":
         groups = np.array_split(ranked, count)
     else:

@@ -25,7 +25,7 @@ from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.schedule import cohort_size, draw, group_size
+from raypfl.federation.schedule import cohort_size, draw, group_count
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Stack, StateTable
 from raypfl.federation.tree import cloned, put_together, taken_apart
@@ -99,6 +99,7 @@ class Server:
         self.ledger = Ledger()
         self._rounds: dict[str, list[Any]] = {}
         self._evaluations: dict[str, list[Any]] = {}
+        self._evaluated = 0
         self._warned: set[str] = set()
         self._saved: int | None = None
         self._exchanger = Exchanger(
@@ -108,7 +109,7 @@ class Server:
             ledger=self.ledger,
             failures=job.experiment.failures,
             costs=client_costs(job.experiment, task.num_samples),
-            cut_for=lambda cohort: (group_size_for(job, cohort), job.executor),
+            cut_for=lambda cohort: (groups_for(job, cohort), job.executor),
             warn=self._warn,
         )
 
@@ -142,8 +143,7 @@ class Server:
             self._save()
 
     def _owes_evaluation(self) -> bool:
-        done = self._evaluations["round"]
-        return self.round > 0 and self._due(self.experiment.evaluation.every) and self.round not in done[-1:]
+        return self.round > self._evaluated and self._due(self.experiment.evaluation.every)
 
     def _rewind(self, error: LostState) -> None:
         """Go back to the last checkpoint; running its rounds again gives the same bits."""
@@ -155,7 +155,7 @@ class Server:
         self.states = self._exchanger.states = StateTable()
         self.ledger.entries.clear()
         if not self._restore():
-            self.round, self.state = 0, self.method.start(self.task)
+            self.round, self._evaluated, self.state = 0, 0, self.method.start(self.task)
             self._rounds = {name: [] for name in ROUNDS.names}
             self._evaluations = {name: [] for name in EVALUATIONS.names}
 
@@ -166,7 +166,7 @@ class Server:
             "num_clients": self.task.num_clients,
             "parameters": self.task.model.num_parameters,
             "executor": self.job.executor,
-            "group_size": group_size_for(self.job, cohort),
+            "group_size": -(-cohort // groups_for(self.job, cohort)),
             "data": self.job.fingerprint,
             "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
@@ -232,6 +232,7 @@ class Server:
         columns = tabulate(self.round, scores, protocols)
         for name, values in columns.items():
             self._evaluations[name] += values
+        self._evaluated = self.round
         self.emit(Evaluated(self.round, summarise(columns)))
 
     def _warn(self, text: str) -> None:
@@ -277,6 +278,7 @@ class Server:
             tables=self._tables(),
             meta={
                 "experiment": self.experiment.to_yaml(),
+                "evaluated": self._evaluated,
                 "executor": self.job.executor,
                 "data": self.job.fingerprint,
                 "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__},
@@ -317,6 +319,7 @@ class Server:
         self._evaluations = snapshot.tables["evaluations"].to_pydict()
         self.ledger.restore(snapshot.tables["ledger"].to_pydict())
         self.round = self._saved = snapshot.round
+        self._evaluated = snapshot.meta["evaluated"]
         return True
 
 
@@ -326,10 +329,10 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
 
 
-def group_size_for(job: Job, cohort: int) -> int:
-    """Clients a group, as the settings say or as model and cohort suggest."""
-    fixed = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
-    return fixed or group_size(cohort, job.executor)
+def groups_for(job: Job, cohort: int) -> int:
+    """Groups that a cohort of this size is cut into, as the settings say or as model and cohort suggest."""
+    size = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
+    return -(-cohort // size) if size else group_count(cohort, job.executor)
 
 
 def _score(

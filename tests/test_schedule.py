@@ -1,0 +1,64 @@
+"""How a cohort is drawn and cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypfl.federation.schedule import choose_executor, cut, draw, group_count
+from raypfl.settings import CohortSettings
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=80),
+    st.integers(1, 20),
+    st.sampled_from(["vectorised", "sequential"]),
+)
+def test_every_client_is_in_exactly_one_group_and_the_costliest_group_comes_first(costs, count, executor):
+    costs = np.array(costs, dtype=float)
+    groups = cut(costs, count, executor)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(costs)))
+    totals = [costs[g].sum() for g in groups]
+    assert totals == sorted(totals, reverse=True) and len(groups) == min(count, len(costs))
+
+
+def test_sequential_groups_cost_about_the_same_and_vectorised_ones_hold_clients_of_similar_cost():
+    costs = np.random.default_rng(0).lognormal(3, 1, 64)
+    dealt = [costs[g].sum() for g in cut(costs, 8, "sequential")]
+    assert max(dealt) < 1.6 * np.mean(dealt)
+    for group in cut(costs, 4, "vectorised"):
+        inside = (costs >= costs[group].min()) & (costs <= costs[group].max())
+        assert inside.sum() == len(group)
+
+
+@pytest.mark.parametrize(
+    ("cohort", "executor", "groups"),
+    [
+        *[(1, "vectorised", 1), (20, "vectorised", 2), (50, "vectorised", 2), (500, "vectorised", 20)],
+        *[(1, "sequential", 1), (5, "sequential", 5), (50, "sequential", 16), (1000, "sequential", 125)],
+    ],
+)
+def test_the_number_of_groups_follows_from_cohort_and_executor(cohort, executor, groups):
+    assert group_count(cohort, executor) == groups
+
+
+def test_small_networks_are_vectorised_and_large_ones_are_not_unless_told():
+    assert choose_executor("auto", 9_610) == "vectorised" and choose_executor("auto", 121_182) == "sequential"
+    assert choose_executor("sequential", 10) == "sequential" and choose_executor("vectorised", 10**9) == "vectorised"
+
+
+def test_cohorts_are_drawn_without_replacement_uniformly_and_by_seed():
+    settings = CohortSettings(size=8)
+    drawn = [draw(settings, 40, 0, r).clients for r in range(400)]
+    assert all(len(set(d)) == 8 and list(d) == sorted(d) for d in drawn)
+    shares = np.bincount(np.concatenate(drawn), minlength=40) / 400
+    assert abs(shares.mean() - 0.2) < 1e-9 and shares.min() > 0.12 and shares.max() < 0.28
+    assert drawn[:5] == [draw(settings, 40, 0, r).clients for r in range(5)]
+    assert drawn[:5] != [draw(settings, 40, 1, r).clients for r in range(5)]
+
+
+def test_a_fraction_of_the_clients_is_drawn_if_no_size_is_given():
+    assert len(draw(CohortSettings(fraction=0.25), 40, 0, 0).clients) == 10
+    assert len(draw(CohortSettings(fraction=1e-9), 40, 0, 0).clients) == 1
