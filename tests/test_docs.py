@@ -1,0 +1,98 @@
+"""The documentation is true: its code runs, its links lead somewhere, and what it names exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pyarrow.compute as pc
+import pytest
+
+import raypfl
+from raypfl.methods import Local
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """A page's code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def my_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that a reader of docs/write_a_method.md has, in a folder that a reader would have it in."""
+    (source,) = blocks("docs/write_a_method.md", "python")
+    (tmp_path / "my_methods.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "my_methods", raising=False)
+    return importlib.import_module("my_methods")
+
+
+def two_rounds(**changes) -> raypfl.Result:
+    return raypfl.run(
+        raypfl.Experiment(
+            rounds=2, engine={"backend": "inline"}, evaluation={"every": 1}, cohort={"fraction": 0.5}, **changes
+        )
+    )
+
+
+def test_a_method_of_ones_own_takes_under_forty_lines():
+    (source,) = blocks("docs/write_a_method.md", "python")
+    assert len(source.splitlines()) < 40
+
+
+def test_the_method_of_the_guide_learns_and_is_charged_for_what_it_sends(my_methods):
+    result = two_rounds(method={"name": "my_methods:PartlyPersonal", "mu": 0.1})
+    losses = result.rounds["loss"].to_pylist()
+    assert losses[1] < losses[0]
+    assert pc.unique(result.ledger["numbers"]).to_pylist() == [9610 - 128 * 10 - 10]
+    assert result.experiment.method == my_methods.PartlyPersonal(mu=0.1)
+
+
+def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_methods):
+    alone = two_rounds(method=my_methods.PartlyPersonal(personal="*"))
+    assert alone.evaluations.equals(two_rounds(method=Local()).evaluations)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
+    (snippet,) = [code for code in blocks("README.md", "python") if code.startswith("import")]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "local  personal" in printed and "torch.Size([9610])" in printed
+
+
+def test_the_readmes_method_is_the_packages():
+    (shown,) = [code for code in blocks("README.md", "python") if code.startswith("class")]
+    package = ast.parse((ROOT / "raypfl/methods/ditto.py").read_text())
+    ours = next(node for node in package.body if isinstance(node, ast.ClassDef))
+    ours.decorator_list, ours.body = [], ours.body[1:]  # but for its registration and docstring
+    assert ast.dump(ast.parse(shown).body[0]) == ast.dump(ours)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_to_a_file(page):
+    targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert not [target for target in targets if target and not (page.parent / target).exists()]
+
+
+def test_the_architecture_has_a_line_for_every_file_and_none_for_others():
+    rooms = (ROOT / "docs/architecture.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| `([^`]+)` \|", rooms, re.MULTILINE)
+    assert not [name for name in named if not (ROOT / name).is_file()]
+    modules = {str(file.relative_to(ROOT)) for file in (ROOT / "raypfl").rglob("*.py") if file.name != "__init__.py"}
+    assert not modules - set(named)
+
+
+def test_every_test_that_the_documentation_names_exists():
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
+    assert not [name for name in sorted(named) if f"def {name}(" not in tests]
