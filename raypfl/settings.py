@@ -113,7 +113,8 @@ class RaySettings:
 
     Attributes
     ----------
-    address : of a running cluster (``auto``, ``host:port``); None: a local one, started and stopped with the run.
+    address : of a running cluster (``auto``, ``host:port``); None: ``$RAY_ADDRESS`` or, without that, a local one that
+        is started and stopped with the run.
     actors : client actors; None: as many as the cluster has room for, and the cohort has groups for.
     cpus_per_actor, gpus_per_actor : what each client actor reserves; fractions share a device.
     clients_per_actor : clients an actor is handed at a time; 1 gives one actor per client of the cohort, for cross-silo
@@ -147,7 +148,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings:
-    """MLflow.
+    """MLflow, to which the command line tracks every run; in Python, pass ``MLflowListener()`` as a listener.
 
     Attributes
     ----------

@@ -60,7 +60,7 @@ def test_the_ledger_counts_one_model_down_and_one_up_for_each_client_of_each_rou
     }
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "local"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method, number):
     whole = raypfl.run(experiment(tmp_path, method=method))
@@ -235,6 +235,36 @@ def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
     assert theta.shape == (4 * 9 + 4 + 8 + 1440 + 10 + 8,)
     assert not torch.equal(theta[-8:-4], torch.zeros(4)) and (theta[-4:] > 0).all()
     assert next(s for s in result.summary() if s["model"] == "global")["accuracy"] > 0.7
+
+
+class MistakenOnTheServer(raypfl.Method):
+    """Its server code fails in round 3."""
+
+    def start(self, task):
+        return {"theta": task.model.init(task.seed)}
+
+    def round(self, server, cohort):
+        if cohort.round == 3:
+            raise KeyError("moments")
+
+
+def test_a_mistake_in_a_methods_server_code_keeps_what_was_finished_and_is_shown(tmp_path):
+    events = []
+    with pytest.raises(RaypflError, match=r"(?s)MistakenOnTheServer failed on the server in round 3:.*'moments'"):
+        mistaken = experiment(tmp_path).replace(method=MistakenOnTheServer())
+        raypfl.run(mistaken, run_dir=tmp_path / "run", listeners=[events.append])
+    assert events[-1].status == "failed" and raypfl.Result.load(tmp_path / "run").round == 3
+
+
+def test_a_folder_that_holds_a_run_is_not_run_in_again(tmp_path):
+    run = raypfl.run(experiment(tmp_path, rounds=1))
+    with pytest.raises(RaypflError, match="holds a run already"):
+        raypfl.run(experiment(tmp_path, training__lr=0.01), run_dir=run.run_dir)
+
+
+def test_without_test_samples_there_is_nothing_to_judge_and_the_run_ends_well(tmp_path):
+    result = raypfl.run(experiment(tmp_path, data__test_fraction=0.0, rounds=2))
+    assert result.status == "finished"
 
 
 class Nothing(raypfl.Method):

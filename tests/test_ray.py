@@ -115,7 +115,7 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
     )
     environment = os.environ | {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_gcs_rpc_server_connect_timeout_s": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert "SENTENCE No Ray cluster can be reached at ray.address='127.0.0.1:1'" in done.stdout
+    assert "SENTENCE No Ray cluster can be reached at '127.0.0.1:1'" in done.stdout
 
 
 def test_events_end_with_the_end(tmp_path):

@@ -68,3 +68,34 @@ def test_ten_thousand_stateful_clients_with_a_cohort_of_500_stay_within_4_gib(tm
     print(out, f"peak {peak / 2**30:.2f} GiB")
     assert running.returncode == 0 and f"ROUNDS {ROUNDS}" in out
     assert peak < data + 4 * 2**30
+
+
+@pytest.mark.slow
+def test_a_residual_network_with_batch_norm_trains_and_averages_its_statistics(tmp_path):
+    """Torchvision's ResNet-18 on 3x32x32 noise with a class-dependent mean: 11.2 million parameters."""
+    import torch
+
+    import raypfl
+    from raypfl.models import MODELS, FlatModel
+
+    os.environ["RAYPFL_TEST_SAMPLES"] = "64"
+    description = raypfl.Experiment(
+        data={"name": "tests.federated_data:colours", "cache": str(tmp_path / "cache")},
+        partition={"name": "iid", "clients": 2},
+        model="resnet18",
+        rounds=2,
+        training={"batch_size": 8, "lr": 0.01},
+        evaluation={"every": 1},
+        engine={"backend": "inline"},
+        tracking={"mlflow": False},
+        output=str(tmp_path),
+    )
+    result = raypfl.run(description)
+    network = FlatModel(lambda: MODELS.get("resnet18")(input_shape=(3, 32, 32), num_classes=10))
+    theta = result.global_model()
+    assert network.num_parameters == 11_181_642 and len(theta) == 11_181_642 + 9_600
+    initial = network.buffers(network.init(0))
+    moved = network.buffers(theta)
+    assert not torch.isclose(moved, initial).any() and torch.isfinite(moved).all()
+    losses = result.rounds["loss"].to_pylist()
+    assert losses[1] < losses[0]

@@ -37,7 +37,7 @@ def test_sequential_groups_cost_about_the_same_and_vectorised_ones_hold_clients_
     ("cohort", "executor", "groups"),
     [
         *[(1, "vectorised", 1), (20, "vectorised", 2), (50, "vectorised", 2), (500, "vectorised", 20)],
-        *[(1, "sequential", 1), (5, "sequential", 5), (50, "sequential", 16), (1000, "sequential", 125)],
+        *[(1, "sequential", 1), (5, "sequential", 5), (50, "sequential", 8), (1000, "sequential", 125)],
     ],
 )
 def test_the_number_of_groups_follows_from_cohort_and_executor(cohort, executor, groups):

@@ -67,7 +67,7 @@ def tabulate(round: int, scores: Mapping[str, np.ndarray], protocols: Iterable[s
         if protocol in protocols:
             for client in np.flatnonzero(rows[:, 2]):
                 add(int(client), protocol, model, rows[client])
-        if model == "global" and "global" in protocols:
+        if model == "global" and "global" in protocols and rows[:, 2].any():
             add(-1, "global", "global", rows.sum(0))
     return columns
 

@@ -6,7 +6,6 @@ actors first, and all of them import torch at the same time.
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
     from raypfl.federation.events import Event, RunFinished
     from raypfl.federation.states import Stack
     from raypfl.federation.work import Call, Group, Reply, Worker
+
+
+ASSEMBLY = 20.0
+"""Seconds that a run waits for all of its client actors, before it begins with those that are there."""
 
 
 class ClientActor:
@@ -51,12 +54,18 @@ class ClientActor:
         try:
             if self._broadcast[0] != call.number:
                 self._broadcast = (call.number, ray.get(call.broadcast))
-            return self._worker.work(call, self._broadcast[1], group, states_of(group.states, _fetched))
+            return self._worker.work(call, self._broadcast[1], group, states_of(group.states, fetched))
         except Exception as error:
             return failure(error), None
 
 
-def _fetched(handle: Any) -> Stack:
+def fetched(handle: Any) -> Stack:
+    """The states behind a reference.
+
+    Raises
+    ------
+    LostState : if they were on a node that is gone.
+    """
     try:
         return ray.get(handle)
     except ray.exceptions.ObjectLostError as error:
@@ -75,17 +84,20 @@ class ServerActor:
 
     def __init__(self, actors: int, options: Mapping[str, Any]):
         self._remote = ray.remote(ClientActor).options(max_restarts=0, **options)
-        self._actors = [self._remote.remote() for _ in range(actors)]
-        self._stop = threading.Event()
+        self._count = actors
+        self._actors = self._hired([])
+        self._stopping = ""
         self._news: tuple[str, str, list[Event]] = ("", "", [])
 
     def run(self, run: str, order: bytes) -> RunFinished:
         """The whole run of an order, a pickled (job, data); `run` is its name for :meth:`events`."""
-        self._stop.clear()
         self._news = (run, uuid.uuid4().hex, [])
         from raypfl.federation.ray_backend import RayBackend
 
-        backend = RayBackend(self._actors, lambda: self._remote.remote(), order, self._stop.is_set, self._warn)
+        self._actors = self._hired(self._actors)
+        backend = RayBackend(
+            self._actors, lambda: self._remote.remote(), order, lambda: self._stopping == run, self._warn
+        )
         import torch
 
         from raypfl.federation.server import Server
@@ -96,10 +108,14 @@ class ServerActor:
         backend.retries = job.experiment.failures.retries
         task = make_task(job.experiment, data, torch.device("cpu"))
         facts = {"backend": "ray", "actors": len(self._actors), "ray": ray.__version__}
+        backend.assemble(ASSEMBLY)
         try:
             return Server(job, task, backend, self._news[2].append, facts).run()
         finally:
-            self._actors = backend.actors
+            self._actors = backend.survivors
+
+    def _hired(self, actors: list[Any]) -> list[Any]:
+        return actors + [self._remote.remote() for _ in range(self._count - len(actors))]
 
     def _warn(self, text: str) -> None:
         from raypfl.federation.events import Warned
@@ -115,6 +131,6 @@ class ServerActor:
         return now, events[seen if incarnation == now else 0 :]
 
     @ray.method(concurrency_group="control")
-    def stop(self) -> None:
-        """Ask the run to stop; `run` then returns after a checkpoint."""
-        self._stop.set()
+    def stop(self, run: str) -> None:
+        """Ask a run to stop; it then returns after a checkpoint."""
+        self._stopping = run

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from raypfl.errors import ConfigError
+from raypfl.errors import ConfigError, RaypflError
 from raypfl.federation.events import Listener, Progress
 from raypfl.settings import RaySettings
 
@@ -22,24 +22,27 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Iterator[Any]:
     """Within: Ray is there. A local cluster is started and stopped; one that was there before is left as it was.
 
+    That is the cluster at ``ray.address``, or at ``$RAY_ADDRESS``, which Ray sets in its jobs.
+
     Raises
     ------
     ConfigError : if ``ray.address`` names a cluster that cannot be reached.
     """
-    _authenticate(local=settings.address is None)
+    address = settings.address or os.environ.get("RAY_ADDRESS")
     import ray
 
     if ray.is_initialized():
         yield ray
         return
-    emit(Progress("starting Ray" if settings.address is None else "connecting to Ray"))
-    folder = tempfile.mkdtemp(prefix="raypfl-")
+    _authenticate(local=address is None)
+    emit(Progress("connecting to Ray" if address else "starting Ray"))
+    folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     try:
-        if settings.address is None:
-            ray.init(include_dashboard=settings.dashboard, _temp_dir=folder, **quiet)
+        if address is None:
+            _start(ray, {"include_dashboard": settings.dashboard, "_temp_dir": folder, **quiet})
         else:
-            _attach(ray, settings.address, quiet)
+            _attach(ray, address, quiet)
         _without_chatter(ray)
         yield ray
     finally:
@@ -69,12 +72,22 @@ def client_actors(ray: Any, settings: RaySettings, groups: int) -> int:
     return settings.actors or max(1, int(min(room, groups)))
 
 
+def _start(ray: Any, options: dict[str, Any]) -> None:
+    try:
+        ray.init(**options)
+    except Exception as error:  # whatever kept one of its processes from coming up
+        raise RaypflError(
+            f"Ray could not be started on this machine: {str(error).splitlines()[0]} Try again when it is less busy, "
+            "or run without Ray: engine.backend=inline."
+        ) from error
+
+
 def _attach(ray: Any, address: str, options: dict[str, Any]) -> None:
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(
-            f"No Ray cluster can be reached at ray.address={address!r}: {str(error).splitlines()[0]} Is it running, "
+            f"No Ray cluster can be reached at {address!r}: {str(error).splitlines()[0]} Is it running, "
             "and has this machine its token (RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH)? Without ray.address, a local "
             "one is started."
         ) from error

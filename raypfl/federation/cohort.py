@@ -80,13 +80,14 @@ class Exchanger:
         arrived: dict[int, tuple[Group, Reply] | None] = {}
         order = [g.index for g in groups]
         tries = dict.fromkeys(order, 0)
+        first: dict[int, Failed] = {}
         while groups:
             failures: list[tuple[Group, Failed]] = []
             for group, outcome in self.backend.run(call, groups):
                 if isinstance(outcome, Failed):
                     tries[group.index] += 1
                     self._raise_if_hopeless(call, outcome)
-                    failures.append((group, outcome))
+                    failures.append((group, first.setdefault(group.index, outcome)))
                     continue
                 if outcome.stack is not None:
                     self.states.stage(group.clients, outcome.stack)
@@ -129,7 +130,12 @@ class Exchanger:
         if len(group.clients) == 1:
             return {}
         alone = [replace(_subgroup(group, [k]), index=k) for k in range(len(group.clients))]
-        return {g.clients[0]: f for g, f in self.backend.run(call, alone) if isinstance(f, Failed)}
+        failing: dict[int, Failed] = {}
+        for one, outcome in self.backend.run(call, alone):
+            if isinstance(outcome, Failed):
+                self._raise_if_hopeless(call, outcome)
+                failing[one.clients[0]] = outcome
+        return failing
 
 
 def _ready(order: list[int], arrived: dict[int, tuple[Group, Reply] | None]) -> Iterator[tuple[Group, Reply]]:
@@ -219,7 +225,8 @@ class Cohort:
 
     def _name_of(self, function: Callable[..., Any]) -> str:
         owner = getattr(function, "__self__", None)
-        if owner is None or not hasattr(type(owner), function.__name__):
+        theirs = getattr(type(owner), getattr(function, "__name__", ""), None)
+        if owner is None or theirs is None or theirs is not getattr(function, "__func__", None):
             raise MethodError(
                 "cohort.run takes a client function of the method itself, as in cohort.run(self.train, ...)."
             )

@@ -16,7 +16,7 @@ import torch
 
 from raypfl.config import Experiment
 from raypfl.data import FederatedData, load_federated
-from raypfl.errors import CheckpointError, RaypflError
+from raypfl.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.federation.backend import Inline
 from raypfl.federation.cluster import client_actors, connected
 from raypfl.federation.events import (
@@ -57,7 +57,11 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
     ------
     RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
     """
-    folder = Path(run_dir) if run_dir is not None else _new_folder(experiment)
+    if run_dir is None:
+        return _run(experiment, _new_folder(experiment).resolve(), listeners)
+    folder = Path(run_dir)
+    if (folder / RECIPE).exists() or (folder / "checkpoints").exists():
+        raise ConfigError(f"{folder} holds a run already: go on with `raypfl resume {folder}`, or name a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     return _run(experiment, folder.resolve(), listeners)
 
@@ -148,7 +152,8 @@ def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) ->
     threads = torch.get_num_threads()
     torch.set_num_threads(job.experiment.engine.threads)
     try:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        wanted = job.experiment.ray.gpus_per_actor > 0  # as on Ray, so that the backends agree
+        device = torch.device("cuda" if wanted and torch.cuda.is_available() else "cpu")
         task = make_task(job.experiment, data, device)
         worker = Worker(make_bench(job.experiment, data, task, job.executor), job.experiment.method)
         return Server(job, task, Inline(worker, stop), emit, {"backend": "inline", "actors": 1}).run()
@@ -192,13 +197,12 @@ def _follow(ray: Any, server: Any, job: tuple[Job, FederatedData], emit: Listene
     """Have a server actor run a job, and pass its events on until that is over."""
     run = uuid.uuid4().hex
     finished = server.run.remote(run, ray.cloudpickle.dumps(job))
-    incarnation, seen, asked = "", 0, False
+    incarnation, seen = "", 0
     done: list[Any] = []
     while not done:
         done, _ = ray.wait([finished], timeout=DRIVER_POLL)
-        if stop.made and not asked:
-            asked = True
-            server.stop.remote()
+        if stop.made:  # again and again: the server may not have begun, or have been started again since
+            server.stop.remote(run)
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError):
             now, events = ray.get(server.events.remote(run, incarnation, seen))
             if now != incarnation:
@@ -212,6 +216,11 @@ def _follow(ray: Any, server: Any, job: tuple[Job, FederatedData], emit: Listene
         if isinstance(error.cause, RaypflError):
             raise error.cause from None
         raise
+    except ray.exceptions.RayError as error:
+        raise RaypflError(
+            f"The server's process died, and again each time that Ray started it: {str(error).splitlines()[0]} "
+            f"`raypfl resume {job[0].run_dir}` goes on from the newest checkpoint."
+        ) from error
 
 
 class _Audience:
@@ -248,8 +257,11 @@ def _new_folder(experiment: Experiment) -> Path:
     method = METHODS.name_of(type(experiment.method)).rpartition(":")[2].lower()
     name = "-".join([experiment.name, method, f"s{experiment.seed}", time.strftime("%Y%m%d-%H%M%S")])
     name = re.sub(r"[^\w.-]+", "_", name)
-    folder = Path(experiment.output) / name
-    count = 2
-    while folder.exists():
-        folder, count = Path(experiment.output) / f"{name}-{count}", count + 1
-    return folder
+    folder, count = Path(experiment.output) / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # another run, of this second
+            count += 1
+            folder = Path(experiment.output) / f"{name}-{count}"

@@ -213,7 +213,6 @@ class Vectorised:
     def __init__(self, model: FlatModel, precision: Precision = Precision()):
         self.model = model
         self.precision = precision
-        self._masks: dict[Any, bool] = {}
 
     def sgd(
         self,
@@ -264,24 +263,22 @@ class Vectorised:
             return one(at, _padded(batches), mine)
 
     def respects_padding(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> bool:
-        """Whether `function` leaves padding rows out: tried once per function, on the first client of a group.
+        """Whether `function` leaves padding rows out: tried on the first client of a group.
 
-        `at` is that client's model vector, `batch` some samples of it; a loss is tried in training mode.
+        `at` is that client's model vector, `batch` some samples of it; a loss is tried in training mode. Nothing is
+        remembered: the answer may change over rounds, and must not depend on which groups this process saw before.
         """
-        code = _code(function)
-        if code not in self._masks:
-            twice, none = torch.cat([batch.x, batch.x]), torch.zeros_like(batch.weight)
-            strange = torch.cat([batch.x, batch.x.flip(0).neg().add(1.0)])
-            weight = torch.cat([batch.weight, none])
-            padded = [
-                Batch(twice, torch.cat([batch.y, batch.y.flip(0)]), weight),
-                Batch(strange, torch.cat([batch.y, torch.zeros_like(batch.y)]), weight),
-            ]
-            alone, *values = [self._value(function, at, b, extras, train) for b in (batch, *padded)]
-            # In bf16 a matrix product of more rows may round otherwise.
-            rtol = 2e-2 if self.precision.autocast else 1e-4
-            self._masks[code] = all(torch.allclose(alone, v, rtol=rtol, atol=1e-6, equal_nan=True) for v in values)
-        return self._masks[code]
+        twice, none = torch.cat([batch.x, batch.x]), torch.zeros_like(batch.weight)
+        strange = torch.cat([batch.x, batch.x.flip(0).neg().add(1.0)])
+        weight = torch.cat([batch.weight, none])
+        padded = [
+            Batch(twice, torch.cat([batch.y, batch.y.flip(0)]), weight),
+            Batch(strange, torch.cat([batch.y, torch.zeros_like(batch.y)]), weight),
+        ]
+        alone, *values = [self._value(function, at, b, extras, train) for b in (batch, *padded)]
+        # In bf16 a matrix product of more rows may round otherwise.
+        rtol = 2e-2 if self.precision.autocast else 1e-4
+        return all(torch.allclose(alone, v, rtol=rtol, atol=1e-6, equal_nan=True) for v in values)
 
     def _value(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
         mine = _extras_of(self.model if train else None, extras, 0)
@@ -327,13 +324,6 @@ class Vectorised:
     def _inside(self) -> Iterator[None]:
         with one_client_at_a_time(), self.precision.context(self.model.device):
             yield
-
-
-def _code(function: Any) -> Any:
-    """What two closures of the same source share."""
-    while hasattr(function, "func"):  # functools.partial
-        function = function.func
-    return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
 def _per_client(extras: Extras) -> dict[str, Tensor]:

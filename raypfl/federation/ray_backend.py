@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from raypfl.errors import RaypflError, Stopped
+from raypfl.federation.actors import fetched
 from raypfl.federation.backend import Done, Failed
 from raypfl.federation.states import Stack
 from raypfl.federation.work import Call, Group, Reply
@@ -82,12 +84,23 @@ class RayBackend:
         return ray.put(stack)
 
     def fetch(self, handle: Any) -> Stack:
-        return ray.get(handle)
+        return fetched(handle)
+
+    def assemble(self, seconds: float) -> None:
+        """Wait until all actors are ready, but no longer than this: the cluster may be short of room for some."""
+        deadline = time.monotonic() + seconds
+        ready: list[Any] = []
+        while len(ready) < self._wanted and time.monotonic() < deadline and not self._stopped():
+            ready, _ = ray.wait([crew.prepared for crew in self._crews], num_returns=self._wanted, timeout=POLL)
+        if len(ready) < self._wanted and not self._stopped():
+            self._warn(
+                f"Only {len(ready)} of {self._wanted} client actors came up within {seconds:g} s: the cluster is busy, "
+                "or slow. The others take part as they come."
+            )
 
     @property
-    def actors(self) -> list[Any]:
-        """The client actors, fit for another run."""
-        self._muster()
+    def survivors(self) -> list[Any]:
+        """The client actors that are left, for another run."""
         return [crew.actor for crew in self._crews]
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
@@ -101,7 +114,7 @@ class RayBackend:
                     flight = flying[reply]
                     try:
                         outcome = self._outcome(flight)
-                    except (RayActorError, ActorUnavailableError) as error:
+                    except RayError as error:  # the actor, its node, or its memory; a RayTaskError is an outcome
                         yield from self._bury(flight.crew, flying, waiting, deaths, error)
                     else:
                         del flying[reply]
@@ -144,9 +157,10 @@ class RayBackend:
         try:
             ray.get(crew.prepared)
             crew.ready = True
+            self._stillborn = 0
         except RayTaskError as error:
             raise RaypflError(f"A client actor could not be set up: {error.cause}") from error
-        except (RayActorError, ActorUnavailableError) as error:
+        except RayError as error:
             self._dismiss(crew)
             self._stillborn += 1
             if self._stillborn > self.retries:

@@ -18,9 +18,9 @@ VECTORISED_PARAMETERS = 60_000
 VECTORISED_GROUP = 25
 """Clients a vectorised group wants: below, per-operation costs show; above, little more is gained."""
 
-SEQUENTIAL_GROUPS = 16
-"""Groups that a cohort of sequential clients is cut into, so that the load can be balanced: two, four or eight actors get
-the same number."""
+SEQUENTIAL_GROUPS = 8
+"""Groups that a cohort of sequential clients is cut into at least, if it can be: two, four or eight actors share them
+evenly, and each costs a model's way to the server."""
 
 SEQUENTIAL_GROUP = 8
 """Clients a sequential group has at most; larger cohorts have more groups."""

@@ -6,6 +6,7 @@ import hashlib
 import math
 import platform
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,17 +122,25 @@ class Server:
         RaypflError : if the run cannot begin: there is nothing to keep then.
         """
         self._begin()
+        while True:
+            try:
+                return self._go_on()
+            except LostState as error:
+                self._rewind(error)
+
+    def _go_on(self) -> RunFinished:
         try:
             while self._owes_evaluation() or self.round < self.experiment.rounds:
-                try:
-                    self._step()
-                except LostState as error:
-                    self._rewind(error)
+                self._step()
             return self._end("finished")
         except (Stopped, KeyboardInterrupt):
             return self._end("stopped")
+        except LostState:
+            raise
         except RaypflError as error:
             return self._end("failed", str(error))
+        except Exception:
+            return self._end("failed", _mistake(type(self.method).__name__, self.round))
 
     def _step(self) -> None:
         # A run stopped between a round and its evaluation begins with the evaluation when it is resumed.
@@ -242,9 +251,9 @@ class Server:
 
     def _end(self, status: Literal["finished", "stopped", "failed"], error: str | None = None) -> RunFinished:
         try:
-            if self.state and self._saved != self.round:
+            if self._saved != self.round:
                 self._save()
-        except RaypflError as unsaved:
+        except CheckpointError as unsaved:
             status, error = "failed", f"{error or ''}\n{unsaved}".strip()
         finished = RunFinished(status, self.round, self._hash(), error, self._tables())
         self.emit(finished)
@@ -321,6 +330,12 @@ class Server:
         self.round = self._saved = snapshot.round
         self._evaluated = snapshot.meta["evaluated"]
         return True
+
+
+def _mistake(method: str, round: int) -> str:
+    lines = traceback.format_exc().strip().splitlines()
+    shown = lines if len(lines) <= 24 else [*lines[:2], "  ...", *lines[-21:]]
+    return "\n".join([f"{method} failed on the server in round {round}:", *shown])
 
 
 def checkpoints_of(experiment: Experiment, run_dir: str) -> str:

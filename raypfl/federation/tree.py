@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from raypfl.errors import MethodError
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -27,6 +29,8 @@ def taken_apart(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         part, below = taken_apart(value, f"{path}/{key}" if path else str(key))
         parts.append((key, part))
+        if clash := tensors.keys() & below.keys():
+            raise MethodError(f"The server's state has two tensors that are both called {min(clash)!r}; rename a key.")
         tensors |= below
     return dict(parts) if isinstance(tree, dict) else type(tree)(part for _, part in parts), tensors
 

@@ -12,10 +12,10 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from raypfl.errors import ConfigError, did_you_mean
 
@@ -70,6 +70,14 @@ class FlatModel:
         self.normalises_vectors = any(isinstance(m, nn.BatchNorm1d) for m in self.module.modules())
         self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules())
         self._sizes = [segment.stop - segment.start for segment in self.segments.values()]
+        names = {id(tensor): name for name, tensor in self._moving(self.module).items()}
+        self._stores: list[tuple[str, dict[str, Any], str]] = [
+            (names[id(tensor)], store, leaf)
+            for child in self.module.modules()
+            for store in (child._parameters, child._buffers)
+            for leaf, tensor in store.items()
+            if id(tensor) in names
+        ]
         self._bound: BoundModel | None = None
         self._statistics: dict[str, Tensor] | None = None
         if self.num_parameters == 0:
@@ -151,7 +159,7 @@ class FlatModel:
                     "This network has batch-norm statistics: outside training, pass the whole model vector."
                 )
             tensors |= statistics
-        return functional_call(self.module, tensors, (x,))
+        return self._with(tensors, x)
 
     @contextmanager
     def statistics(self, values: Tensor) -> Iterator[Callable[[], Tensor]]:
@@ -193,6 +201,18 @@ class FlatModel:
         finally:
             self._bound.release()
             self._bound = None
+
+    def _with(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The module's output with `tensors` in the places of its own: torch.func.functional_call, but for its checks,
+        which take a tenth of a small network's step."""
+        own = [store[leaf] for _, store, leaf in self._stores]
+        try:
+            for name, store, leaf in self._stores:
+                store[leaf] = tensors[name]
+            return self.module(x)
+        finally:
+            for (_, store, leaf), tensor in zip(self._stores, own, strict=True):
+                store[leaf] = tensor
 
     def _build(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -13,7 +14,17 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.federation.events import Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.federation.events import (
+    Evaluated,
+    Event,
+    Listener,
+    Progress,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    Warned,
+)
+from raypfl.tracking.outcome import nearby
 from raypfl.tracking.progress import RunLine, minutes
 
 _MARKS = {
@@ -104,10 +115,19 @@ class LiveView(View):
 class PlainView(View):
     """A line of text for about every tenth of a run, for logs and pipes."""
 
+    def __init__(self, console: Console, lines: Sequence[RunLine]):
+        super().__init__(console, lines)
+        self._held = ""
+
     def tell(self, line: RunLine, event: Event) -> None:
-        """Print a line, if the event is worth one."""
-        if text := _plain_text(line, event):
-            self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+        """Print a line, if the event is worth one; a round's waits for its evaluation."""
+        if isinstance(event, Evaluated):
+            self._held = self._held and _round_text(line)
+            return
+        for text in (self._held, _plain_text(line, event)):
+            if text:
+                self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._held = _round_text(line) if isinstance(event, RoundFinished) and _ends_a_tenth(line) else ""
 
 
 def view(console: Console, lines: Sequence[RunLine], quiet: bool = False) -> View:
@@ -135,15 +155,17 @@ def _plain_text(line: RunLine, event: Event) -> str:
         case Progress():
             return event.text
         case RunStarted():
-            return f"{line.label}: {line.facts}, in {event.run_dir}"
-        case RoundFinished() if _ends_a_tenth(line):
-            parts = [f"{line.label}: round {line.round}/{line.rounds}", f"loss {line.loss:.3f}"]
-            parts += [*_accuracies(line), f"{line.traffic} MB up / down", line.clock]
-            return ", ".join(part for part in parts if part)
+            return f"{line.label}: {line.facts}, in {nearby(Path(event.run_dir))}"
         case RunFinished():
             parts = [f"{line.label}: {event.status} after round {event.round} and {minutes(line.seconds)} minutes"]
             return ", ".join([*parts, *_accuracies(line)])
     return ""
+
+
+def _round_text(line: RunLine) -> str:
+    parts = [f"{line.label}: round {line.round}/{line.rounds}", f"loss {line.loss:.3f}"]
+    parts += [*_accuracies(line), f"{line.traffic} MB up / down", line.clock]
+    return ", ".join(part for part in parts if part)
 
 
 def _accuracies(line: RunLine) -> list[str]:

@@ -48,7 +48,14 @@ def contenders(results: Sequence[Result]) -> list[Contender]:
 def labels(experiments: Sequence[Experiment]) -> list[str]:
     """A short name for each experiment's method: with those of its options that tell it from its namesakes."""
     methods = [experiment.to_dict()["method"] for experiment in experiments]
-    return [_label(method, [other for other in methods if other["name"] == method["name"]]) for method in methods]
+    names = {method["name"] for method in methods}
+    short = {name: name.rpartition(":")[2] for name in names}
+    if len(set(short.values())) < len(names):
+        short = {name: name for name in names}
+    return [
+        _label(method, short[method["name"]], [other for other in methods if other["name"] == method["name"]])
+        for method in methods
+    ]
 
 
 def colour(index: int) -> str:
@@ -78,6 +85,6 @@ def _called(component: dict[str, Any]) -> str:
     return f"{component['name']}({options})" if options else component["name"]
 
 
-def _label(method: dict[str, Any], namesakes: list[dict[str, Any]]) -> str:
+def _label(method: dict[str, Any], name: str, namesakes: list[dict[str, Any]]) -> str:
     differing = [key for key, value in method.items() if any(other[key] != value for other in namesakes)]
-    return " ".join([method["name"], *(f"{key}={method[key]}" for key in differing)])
+    return " ".join([name, *(f"{key}={method[key]}" for key in differing)])

@@ -32,7 +32,7 @@ def table(results: Sequence[Result]) -> Table:
     """A row for each method and protocol; the best of several methods is bold, and several seeds give mean ± std."""
     compared = contenders(results)
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    drawn.add_column("method", no_wrap=True)
+    drawn.add_column("method")
     drawn.add_column("tested on", no_wrap=True)
     for heading in _COLUMNS:
         drawn.add_column(heading, justify="right", no_wrap=True)
@@ -115,6 +115,8 @@ def _seconds(result: Result) -> float:
 
 def _next(results: Sequence[Result], tried: str) -> list[str]:
     run, last = f"raypfl run {tried}", results[-1]
+    if last.status == "stopped":
+        return [f"raypfl resume {nearby(last.run_dir)}", "raypfl list methods"]
     return [
         *_with_other_option(run, last.experiment),
         f"{run} partition.alpha=0.1 --seeds 3" if hasattr(last.experiment.partition, "alpha") else f"{run} --seeds 3",
