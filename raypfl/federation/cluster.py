@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -29,12 +30,13 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
     ConfigError : if ``ray.address`` names a cluster that cannot be reached.
     """
     address = settings.address or os.environ.get("RAY_ADDRESS")
+    if "ray" not in sys.modules:  # Ray reads its authentication settings when it is imported
+        _authenticate(local=address is None)
     import ray
 
     if ray.is_initialized():
         yield ray
         return
-    _authenticate(local=address is None)
     emit(Progress("connecting to Ray" if address else "starting Ray"))
     folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
