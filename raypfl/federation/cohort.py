@@ -66,7 +66,6 @@ class Exchanger:
                 positions=positions[members],
                 scattered={n: r[positions[members]] for n, r in rows.items()},
                 states=[self.states.place(int(c)) for c in ids[members]],
-                cost=float(self.costs[ids[members]].sum()),
             )
             for index, members in enumerate(cut(self.costs[ids], count, executor))
         ]

@@ -50,7 +50,6 @@ class Group:
     clients : their numbers. positions : their places in the cohort.
     scattered : name -> ``[K, ...]``.
     states : each client's place, or None.
-    cost : what it is expected to take, in any unit.
     """
 
     index: int
@@ -58,7 +57,6 @@ class Group:
     positions: np.ndarray
     scattered: Mapping[str, np.ndarray]
     states: Sequence[Any]
-    cost: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,15 @@ class FlatModel:
         self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules())
         self._sizes = [segment.stop - segment.start for segment in self.segments.values()]
         names = {id(tensor): name for name, tensor in self._moving(self.module).items()}
-        self._stores: list[tuple[str, dict[str, Any], str]] = [
-            (names[id(tensor)], store, leaf)
+        self._places = [
+            (names[id(tensor)], child, leaf)
             for child in self.module.modules()
-            for store in (child._parameters, child._buffers)
-            for leaf, tensor in store.items()
+            for leaf, tensor in [*child._parameters.items(), *child._buffers.items()]
             if id(tensor) in names
+        ]
+        self._stores: list[tuple[str, dict[str, Any], str]] = [
+            (name, child._parameters if leaf in child._parameters else child._buffers, leaf)
+            for name, child, leaf in self._places
         ]
         self._bound: BoundModel | None = None
         self._statistics: dict[str, Tensor] | None = None
@@ -253,13 +256,6 @@ class BoundModel:
     def __init__(self, model: FlatModel):
         self._model = model
         self._template = model._moving(model.module)
-        names = {id(tensor): name for name, tensor in self._template.items()}
-        self._places = [
-            (names[id(tensor)], module, leaf)
-            for module in model.module.modules()
-            for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]
-            if id(tensor) in names
-        ]
 
     def bind(self, vector: Tensor) -> None:
         """Compute with the model vector ``[P+B]`` from now on, and let training move it in place."""
@@ -276,5 +272,5 @@ class BoundModel:
 
     def _place(self, tensors: Mapping[str, Tensor]) -> None:
         # By `setattr`, not into `_parameters`: recurrent layers keep a list of their weights, which that updates.
-        for name, module, leaf in self._places:
+        for name, module, leaf in self._model._places:
             setattr(module, leaf, tensors[name])
