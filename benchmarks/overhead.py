@@ -1,29 +1,34 @@
 """Seconds a round: a bare PyTorch loop, raypfl in this process, and raypfl on Ray with one and two client actors.
 
-    python -m benchmarks.overhead                    # 10 minutes
-    python -m benchmarks.overhead --quick            # half a minute, rough
+    python -m benchmarks.overhead                    # 15 minutes
+    python -m benchmarks.overhead --quick            # a minute, rough
     python -m benchmarks.overhead --jobs mlp --json overhead.json
+    python -m benchmarks.overhead --check            # against the ratios in benchmarks/results/overhead.json
 
-Two jobs, each with 1000 clients of 50 samples, cohorts of 50, one local epoch in batches of 10, and SGD at 0.1: `cnn`,
-the 1,626,442-parameter network of published benchmarks on 3x32x32 images, which raypfl trains client by client, and
-`mlp`, 9,610 parameters on 8x8 images, which it trains a group at a time. Every process has one torch thread. Images are
-noise.
+Three jobs. `cnn` and `mlp`: 1000 clients of 50 samples, cohorts of 50, one local epoch in batches of 10, SGD at 0.1,
+with the 1,626,442-parameter network of published benchmarks on 3x32x32 images, which raypfl trains client by client,
+and with 9,610 parameters on 8x8 images, which it trains a group at a time. `lenet`: 100 clients of 500 samples, cohorts
+of 5, 50 steps in batches of 32 with momentum 0.9, 121,182 parameters on 3x32x32 images. Every process has one torch
+thread. Images are noise.
 
-The contenders take turns: a round of the bare loop follows every round of raypfl in this process, then come runs on
-Ray, then it starts again. The first round of each run, which warms up, is not counted. Where others use the machine,
-compare minima.
+The contenders take turns: a round of the bare loop, in a process of its own, follows every round of raypfl in this one,
+then come its faster settings, then runs on Ray, then it starts again. The first round of each run, which warms up, is
+not counted. Where others use the machine, compare minima.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,44 +45,66 @@ from raypfl.messages import Mean
 from raypfl.methods import FedAvg
 from raypfl.models import MODELS
 
-CLIENTS, SAMPLES, COHORT, BATCH, LR = 1000, 50, 50, 10, 0.1
-PATIENCE = 5.0
+LR = 0.1
 HERE = "benchmarks.overhead"
+COMMITTED = Path(__file__).parent / "results" / "overhead.json"
+TOLERANCE = 0.25
+"""How much smaller than the committed one a ratio may be before --check fails: two runs differ by up to a tenth."""
 
 
-def images(config: DataConfig) -> RawData:
-    """Noise of 3x32x32 pixels: 50 samples a client, and 100 to test on."""
-    return _noise((3, 32, 32))
+@dataclass(frozen=True)
+class Job:
+    """What is trained: clients, samples of each, cohort, and what else the experiment says."""
+
+    images: tuple[int, int, int]
+    clients: int
+    samples: int
+    cohort: int
+    training: dict[str, Any]
+    layouts: bool = True
 
 
-def pixels(config: DataConfig) -> RawData:
-    """Noise of 8x8 pixels, likewise."""
-    return _noise((1, 8, 8))
+JOBS = {
+    "cnn": Job((3, 32, 32), 1000, 50, 50, {"batch_size": 10}),
+    "mlp": Job((1, 8, 8), 1000, 50, 50, {"batch_size": 10}, layouts=False),
+    "lenet": Job((3, 32, 32), 100, 500, 5, {"batch_size": 32, "steps": 50, "momentum": 0.9}),
+}
+FASTER = {
+    "inline, channels last": {"channels_last": True},
+    "inline, channels last, bf16": {"channels_last": True, "precision": "bf16"},
+}
 
 
-def _noise(shape: tuple[int, int, int]) -> RawData:
+def cnn(config: DataConfig) -> RawData:
+    """The samples of job `cnn`, and 100 to test on."""
+    return _noise(JOBS["cnn"])
+
+
+def mlp(config: DataConfig) -> RawData:
+    """Those of `mlp`."""
+    return _noise(JOBS["mlp"])
+
+
+def lenet(config: DataConfig) -> RawData:
+    """Those of `lenet`."""
+    return _noise(JOBS["lenet"])
+
+
+def _noise(job: Job) -> RawData:
     draws = np.random.default_rng(0)
-    count = CLIENTS * SAMPLES + 100
+    count = job.clients * job.samples + 100
     return RawData(
-        inputs=draws.integers(0, 256, (count, *shape), dtype=np.uint8),
+        inputs=draws.integers(0, 256, (count, *job.images), dtype=np.uint8),
         labels=draws.integers(0, 10, count),
         class_names=[str(c) for c in range(10)],
-        test_mask=np.arange(count) >= CLIENTS * SAMPLES,
+        test_mask=np.arange(count) >= job.clients * job.samples,
     )
 
 
 class Timed(FedAvg):
-    """FedAvg that notes how long its groups worked, all together, in each round.
-
-    Attributes
-    ----------
-    patience : seconds to let all client actors come up; rounds begin with the first of them otherwise.
-    """
-
-    patience: float = 0.0
+    """FedAvg that notes how long its groups worked, all together, in each round."""
 
     def start(self, task: raypfl.Task) -> dict[str, Any]:
-        time.sleep(self.patience)
         return super().start(task) | {"worked": []}
 
     def round(self, server: dict[str, Any], cohort: Any) -> None:
@@ -149,6 +176,7 @@ class Bare:
             self.clients.append((x, torch.from_numpy(data.labels[index])))
         self.draws = np.random.default_rng(0)
         self.cohort = experiment.cohort.size
+        self.training = experiment.training
         self.net = MODELS.get(experiment.model.name)(input_shape=data.input_shape, num_classes=data.num_classes)
         self.weights = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
 
@@ -167,13 +195,49 @@ class Bare:
         return time.perf_counter() - begun
 
     def _train(self, x: Tensor, y: Tensor) -> None:
+        t = self.training
         self.net.load_state_dict(self.weights)
-        optimizer = torch.optim.SGD(self.net.parameters(), lr=LR)
-        for index in torch.randperm(len(y)).split(BATCH):
-            loss = F.cross_entropy(self.net(x[index]), y[index])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=t.lr, momentum=t.momentum)
+        steps = 0
+        while t.steps is None or steps < t.steps:
+            for index in torch.randperm(len(y)).split(t.batch_size):
+                loss = F.cross_entropy(self.net(x[index]), y[index])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                steps += 1
+                if steps == t.steps:
+                    break
+            if t.steps is None:
+                break
+
+
+def answer(pipe: Any, experiment: raypfl.Experiment) -> None:
+    """A process of the bare loop's own: a round and its seconds for every word that comes."""
+    torch.set_num_threads(1)
+    bare = Bare(experiment)
+    while pipe.recv():
+        pipe.send(bare.round())
+
+
+@contextlib.contextmanager
+def bare_loop(experiment: raypfl.Experiment) -> Iterator[Callable[[], float]]:
+    """Within: what it yields runs a round of the bare loop in a process of its own, and returns the round's seconds."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=answer, args=(there, experiment), daemon=True)
+    process.start()
+
+    def one() -> float:
+        here.send(True)
+        return here.recv()
+
+    try:
+        one()
+        yield one
+    finally:
+        here.send(False)
+        process.join()
 
 
 @dataclass(frozen=True)
@@ -183,20 +247,21 @@ class Plan:
     folder: str
     repeats: int
     rounds: int
-    cohort: int
     actors: tuple[int, ...]
+    small: bool = False
 
     def experiment(
-        self, job: str, backend: str, actors: int = 1, method: str = "Timed", rounds: int = 0
+        self, job: str, backend: str, actors: int = 1, method: str = "Timed", rounds: int = 0, **training: Any
     ) -> raypfl.Experiment:
         """A run of raypfl; its first round warms up."""
+        what = JOBS[job]
         parts: dict[str, Any] = {
-            "data": {"name": f"{HERE}:{'images' if job == 'cnn' else 'pixels'}", "cache": f"{self.folder}/cache"},
-            "partition": {"name": "iid", "clients": CLIENTS},
+            "data": {"name": f"{HERE}:{job}", "cache": f"{self.folder}/cache"},
+            "partition": {"name": "iid", "clients": what.clients},
             "model": job,
-            "method": {"name": f"{HERE}:{method}", "patience": PATIENCE if backend == "ray" else 0.0},
-            "cohort": {"size": self.cohort},
-            "training": {"lr": LR, "batch_size": BATCH},
+            "method": {"name": f"{HERE}:{method}"},
+            "cohort": {"size": min(what.cohort, 10) if self.small else what.cohort},
+            "training": {"lr": LR, **what.training, **training},
             "evaluation": {"every": 0, "protocols": ["local"]},
             "checkpoint": {"every": 0},
             "engine": {"backend": backend, "threads": 1},
@@ -209,19 +274,23 @@ class Plan:
 
 def train(job: str, plan: Plan) -> dict[str, Times]:
     """Contender -> times, for one job."""
-    bare = Bare(plan.experiment(job, "inline"))
-    times: dict[str, Times] = {name: Times() for name in ("bare", "inline", *(f"ray {n}" for n in plan.actors))}
-    for _ in range(plan.repeats):
-        loops: list[float] = []
+    faster = FASTER if JOBS[job].layouts else {}
+    rays = {f"Ray, {n} actor{'s' if n > 1 else ''}": n for n in plan.actors}
+    times: dict[str, Times] = {name: Times() for name in ("bare", "inline", *faster, *rays)}
+    with bare_loop(plan.experiment(job, "inline")) as bare:
+        for _ in range(plan.repeats):
+            loops: list[float] = []
 
-        def alternate(event: Event, loops: list[float] = loops) -> None:
-            if isinstance(event, RoundFinished):
-                loops.append(bare.round())
+            def alternate(event: Event, loops: list[float] = loops) -> None:
+                if isinstance(event, RoundFinished):
+                    loops.append(bare())
 
-        times["inline"].add(*_run(plan.experiment(job, "inline"), alternate))
-        times["bare"].add(loops)
-        for actors in plan.actors:
-            times[f"ray {actors}"].add(*_run(plan.experiment(job, "ray", actors)))
+            times["inline"].add(*_run(plan.experiment(job, "inline"), alternate))
+            times["bare"].add(loops)
+            for name, settings in faster.items():
+                times[name].add(*_run(plan.experiment(job, "inline", **settings)))
+            for name, actors in rays.items():
+                times[name].add(*_run(plan.experiment(job, "ray", actors)))
     return times
 
 
@@ -247,47 +316,70 @@ def show(job: str, times: dict[str, Times]) -> None:
     """Print a job's table."""
     floor = times["bare"]
     print(f"\n{job}: seconds a round, {len(floor.rounds)} rounds each")
-    print(f"  {'':8}{'median':>9}{'min':>9}{'bare / it: median':>20}{'min':>8}{'beyond work':>14}{'first round':>13}")
+    print(f"  {'':28}{'median':>9}{'min':>9}{'bare / it: median':>20}{'min':>8}{'beyond work':>14}{'first round':>13}")
     for name, t in times.items():
-        actors = int(name.split()[1]) if name.startswith("ray") else 1
+        actors = int(name.split()[1]) if name.startswith("Ray") else 1
         beyond = f"{1000 * t.idle(actors):.1f} ms" if t.worked else ""
         ratios = f"{floor.median / t.median:19.2f}x{floor.best / t.best:7.2f}x"
-        print(f"  {name:8}{t.median:9.4f}{t.best:9.4f}{ratios}{beyond:>14}{max(t.first):11.2f} s")
+        print(f"  {name:28}{t.median:9.4f}{t.best:9.4f}{ratios}{beyond:>14}{max(t.first):11.2f} s")
+
+
+def ratios(jobs: dict[str, dict[str, Times]]) -> dict[str, dict[str, float]]:
+    """Job -> contender -> how many of its rounds fit into one of the bare loop's, by minima."""
+    return {
+        job: {name: round(times["bare"].best / t.best, 3) for name, t in times.items() if name != "bare"}
+        for job, times in jobs.items()
+    }
+
+
+def check(measured: dict[str, dict[str, float]], committed: dict[str, dict[str, float]]) -> list[str]:
+    """What is more than `TOLERANCE` slower, beside the bare loop, than the committed ratios say; a sentence each."""
+    return [
+        f"{job}: {name} is {now:.2f} times as fast as the bare loop, but was {then:.2f} times"
+        for job, contenders in committed.items()
+        for name, then in contenders.items()
+        if (now := measured.get(job, {}).get(name)) is not None and now < then * (1 - TOLERANCE)
+    ]
 
 
 def main() -> None:
     """Measure, print, and write the numbers down if asked to."""
     parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one repeat of few rounds with small cohorts: rough")
-    parser.add_argument("--jobs", nargs="+", default=["cnn", "mlp"], choices=["cnn", "mlp"])
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=4, help="counted rounds a run (ten times as many for mlp)")
     parser.add_argument("--inline", action="store_true", help="leave Ray out")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    parser.add_argument("--check", action="store_true", help="fail where ratios are worse than the committed ones")
     given = parser.parse_args()
     torch.set_num_threads(1)
     # Ray lets its workers give way to other processes, which the bare loop does not.
     os.environ.setdefault("RAY_worker_niceness", "0")
     actors = () if given.inline else (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
-    repeats, rounds, cohort = (1, 1, 10) if given.quick else (given.repeats, given.rounds, COHORT)
+    repeats, rounds = (1, 1) if given.quick else (given.repeats, given.rounds)
     about = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; torch {torch.__version__}"
-    print(f"raypfl {raypfl.__version__} on {about}; cohorts of {cohort}")
-    numbers: dict[str, Any] = {"about": about, "cohort": cohort, "jobs": {}}
+    print(f"raypfl {raypfl.__version__} on {about}")
+    jobs: dict[str, dict[str, Times]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(folder, repeats, rounds, cohort, actors)
+        plan = Plan(folder, repeats, rounds, actors, given.quick)
         with raypfl.session(plan.experiment("mlp", "inline" if given.inline else "ray")):
             for job in given.jobs:
-                many = Plan(folder, repeats, rounds * (10 if job == "mlp" else 1), cohort, actors)
-                times = train(job, many)
-                show(job, times)
-                numbers["jobs"][job] = {name: asdict(t) for name, t in times.items()}
-            if actors:
-                numbers["engine"] = engine(plan)
+                many = Plan(folder, repeats, rounds * (10 if job == "mlp" else 1), actors, given.quick)
+                jobs[job] = train(job, many)
+                show(job, jobs[job])
+            beyond = engine(plan) if actors else {}
+            if beyond:
                 print(f"\nEngine: a round of 8 groups on {max(actors)} actors takes, beyond its groups' work,")
-                for what, seconds in numbers["engine"].items():
-                    print(f"  {1000 * seconds:6.1f} ms where clients do nothing and {what} crosses the wire")
+            for what, seconds in beyond.items():
+                print(f"  {1000 * seconds:6.1f} ms where clients do nothing and {what} crosses the wire")
     if given.json:
+        times = {job: {name: asdict(t) for name, t in of.items()} for job, of in jobs.items()}
+        numbers = {"about": about, "ratios": ratios(jobs), "engine": beyond, "seconds": times}
         given.json.write_text(json.dumps(numbers, indent=1))
+    if given.check:
+        worse = check(ratios(jobs), json.loads(COMMITTED.read_text())["ratios"])
+        sys.exit("\n".join(worse) or None)
 
 
 if __name__ == "__main__":

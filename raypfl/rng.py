@@ -7,6 +7,7 @@ draw, so results do not depend on the order of execution, the number of actors, 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,6 +20,13 @@ def key(seed: int, purpose: str, *path: int) -> int:
     """A 64-bit key for one purpose, e.g. ``key(seed, "cohort", round)``."""
     text = "/".join([str(int(seed)), purpose, *(str(int(part)) for part in path)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def keys(seed: int, purpose: str, round: int, clients: Sequence[int]) -> np.ndarray:
+    """A key for each client, ``uint64[len(clients)]``, of one purpose in one round."""
+    base = np.uint64(key(seed, purpose, round))
+    with np.errstate(over="ignore"):
+        return mix(base + mix(np.asarray(clients, dtype=np.uint64)))
 
 
 def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:

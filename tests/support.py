@@ -171,7 +171,7 @@ class Federation:
     def visits(self, client: int, round: int = 0, stream: str = "") -> list[tuple[Tensor, Tensor]]:
         """The batches of a client's training, one by one."""
         t = self.training
-        keys = np.array([rng.key(self.seed, "batches" + stream, round, client)], dtype=np.uint64)
+        keys = rng.keys(self.seed, "batches" + stream, round, [client])
         visits = order(keys, np.array([self.sizes[client]]), t.batch_size, t.epochs, t.steps)
         pairs = zip(visits.index[0], visits.counts[0], strict=True)
         return [self.samples(client, index[:count]) for index, count in pairs]

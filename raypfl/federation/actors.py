@@ -36,9 +36,11 @@ class ClientActor:
         """Build the network and open the data of an order, a pickled (job, data); what comes next is work on it."""
         import torch
 
+        from raypfl.federation.allocator import keep_freed_memory
         from raypfl.federation.setup import make_bench, make_task
         from raypfl.federation.work import Worker
 
+        keep_freed_memory()
         job, data = ray.cloudpickle.loads(order)
         torch.set_num_threads(job.experiment.engine.threads)
         task = make_task(job.experiment, data, torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
@@ -100,9 +102,11 @@ class ServerActor:
         )
         import torch
 
+        from raypfl.federation.allocator import keep_freed_memory
         from raypfl.federation.server import Server
         from raypfl.federation.setup import make_task
 
+        keep_freed_memory()
         job, data = ray.cloudpickle.loads(order)
         torch.set_num_threads(job.experiment.engine.threads)
         backend.retries = job.experiment.failures.retries

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from raypfl import rng
 
+READY = 2**21
+"""Numbers of a group's samples that are normalised once for all its batches; more would not stay in a cache."""
+
 
 class Batch(NamedTuple):
     """One client's samples as a loss sees them; for a whole group every field has a leading client axis.
@@ -66,6 +69,7 @@ class GroupSamples:
 
     def __init__(self, samples: Samples, indices: list[np.ndarray]):
         self._source = samples
+        self._ready: Tensor | None = None
         self.sizes = np.array([len(i) for i in indices], dtype=np.int64)
         self.width = int(self.sizes.max(initial=0))
         self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
@@ -87,7 +91,10 @@ class GroupSamples:
 
     def group(self, at: Tensor, weight: Tensor) -> Batch:
         """The batch at ``at[k, b]``, as :meth:`walk` gives it."""
-        return Batch(self._source.normalise(self.x[at]), self.y[at], weight)
+        if self._ready is None and self.x.numel() <= READY:
+            self._ready = self._source.normalise(self.x)
+        x = self._source.normalise(self.x[at]) if self._ready is None else self._ready[at]
+        return Batch(x, self.y[at], weight)
 
 
 @dataclass(frozen=True)
@@ -123,22 +130,20 @@ def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1,
     if steps is not None:
         epochs = int(-(-steps // per_epoch.min())) if steps else 0
     totals = np.minimum(per_epoch * epochs, steps) if steps is not None else per_epoch * epochs
-    longest = int(totals.max(initial=0))
-    width = int(sizes.max())
-    index = np.zeros((len(keys), longest, batch_size), dtype=np.int64)
-    counts = np.zeros((len(keys), longest), dtype=np.int64)
-    shuffled = [_shuffle(keys, epoch, sizes, width) for epoch in range(epochs)]
-    for k, (n, batches, total) in enumerate(zip(sizes, per_epoch, totals, strict=True)):
-        for epoch in range(-(-int(total) // int(batches))):
-            first = epoch * batches
-            last = min(first + batches, total)
-            visited = shuffled[epoch][k, : min(n, (last - first) * batch_size)]
-            index[k, first:last].reshape(-1)[: len(visited)] = visited
-            counts[k, first:last] = np.minimum(batch_size, n - batch_size * np.arange(last - first))
-    return Order(index, counts)
+    step = np.arange(int(totals.max(initial=0)))
+    epoch, place = np.divmod(step, per_epoch[:, None])
+    at = place[:, :, None] * batch_size + np.arange(batch_size)
+    real = (at < sizes[:, None, None]) & (step < totals[:, None])[:, :, None]
+    shuffled = _shuffled(keys, epochs, sizes)
+    index = np.zeros(at.shape, dtype=np.int64)
+    client = np.broadcast_to(np.arange(len(keys))[:, None, None], at.shape)
+    index[real] = shuffled[np.broadcast_to(epoch[:, :, None], at.shape)[real], client[real], at[real]]
+    return Order(index, real.sum(2))
 
 
-def _shuffle(keys: np.ndarray, epoch: int, sizes: np.ndarray, width: int) -> np.ndarray:
+def _shuffled(keys: np.ndarray, epochs: int, sizes: np.ndarray) -> np.ndarray:
+    """``int64[epochs, K, longest]``: every client's samples in the order of each epoch."""
     with np.errstate(over="ignore"):
-        epoch_keys = rng.mix(np.asarray(keys, dtype=np.uint64) + np.uint64(epoch))
-    return rng.permutations(epoch_keys, width, sizes)
+        of_epoch = rng.mix(np.asarray(keys, dtype=np.uint64) + np.arange(epochs, dtype=np.uint64)[:, None])
+    width = int(sizes.max())
+    return rng.permutations(of_epoch.reshape(-1), width, np.tile(sizes, epochs)).reshape(epochs, len(keys), width)

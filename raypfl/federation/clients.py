@@ -202,7 +202,7 @@ class Clients:
         logits = self.model(p, batch.x)
         # F.cross_entropy is no single operation under vmap, which takes it to pieces in Python.
         log_probabilities = F.log_softmax(logits.float() if self._half else logits, dim=-1)
-        return -batch.mean(log_probabilities.gather(1, batch.y[:, None])[:, 0])
+        return -batch.mean(log_probabilities.gather(1, batch.y[:, None]).squeeze(1))
 
     def sgd(
         self,
@@ -405,7 +405,7 @@ class Clients:
         return [samples.client(k) for k in range(len(self))]
 
     def _keys(self, purpose: str) -> np.ndarray:
-        return np.array([rng.key(self._bench.seed, purpose, self.round, c) for c in self.ids], dtype=np.uint64)
+        return rng.keys(self._bench.seed, purpose, self.round, self.ids)
 
     def _rows(self, theta: Tensor) -> Tensor:
         theta = plain(theta)

@@ -17,6 +17,7 @@ import torch
 from raypfl.config import Experiment
 from raypfl.data import FederatedData, load_federated
 from raypfl.errors import CheckpointError, ConfigError, RaypflError
+from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
 from raypfl.federation.cluster import client_actors, connected
 from raypfl.federation.events import (
@@ -149,6 +150,7 @@ def _job(experiment: Experiment, folder: Path, data: FederatedData) -> Job:
 
 
 def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
+    keep_freed_memory()
     threads = torch.get_num_threads()
     torch.set_num_threads(job.experiment.engine.threads)
     try:

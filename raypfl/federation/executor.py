@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, vmap
 
 from raypfl.federation.batches import Batch, GroupSamples, Order
-from raypfl.messages import PerClient, one_client_at_a_time, plain
-from raypfl.models.flat import BoundModel, FlatModel
+from raypfl.messages import PerClient, one_client_at_a_time, per_client, plain
+from raypfl.models.flat import FlatModel
 from raypfl.models.rowwise import RowWise
 
 Loss = Callable[..., Tensor]
@@ -122,18 +122,21 @@ class Sequential:
         trained = start.clone(memory_format=torch.contiguous_format)
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
         with self.model.bound() as bound, self.model.mode(train=True), _forked(start.device):
-            turn = _Turn(self.model, bound, rule)
+            gradient, velocity = _Descent.buffers(rule, self.model.parameters(trained[0]))
             for k, steps in enumerate(visits.steps):
                 bound.bind(trained[k])
                 torch.manual_seed(int(keys[k]))
-                turn.begin()
+                if velocity is not None:
+                    velocity.zero_()
+                descent = _Descent(self.model, rule, bound.theta, bound.tensors, gradient, velocity)
                 mine = _extras_of(self.model, extras, k)
                 for s in range(steps):
                     index = torch.from_numpy(visits.index[k, s, : visits.counts[k, s]]).to(start.device)
                     batch = self._batch(samples.client(k, index))
                     with self._inside(keys[k] + s):
                         value = loss(bound.theta, batch, **mine)
-                    turn.step(value)
+                    *grads, direct = torch.autograd.grad(value, [*bound.tensors, bound.theta], allow_unused=True)
+                    descent.step(grads, direct)
                     losses[k] += value.detach() / int(steps)
         return trained, losses
 
@@ -169,42 +172,60 @@ def _forked(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
-class _Turn:
-    """One client's steps on the bound module."""
+class _Descent:
+    """SGD steps on ``theta[..., P]``, which gradients reach tensor by tensor.
 
-    def __init__(self, model: FlatModel, bound: BoundModel, rule: SGDRule):
+    Parameters
+    ----------
+    tensors : views of `theta`, leaves by segment.
+    gradient, velocity : of `theta`'s shape, or None where the rule needs none; :meth:`buffers` makes them.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        rule: SGDRule,
+        theta: Tensor,
+        tensors: Sequence[Tensor],
+        gradient: Tensor | None,
+        velocity: Tensor | None,
+    ):
         self.rule = rule
-        self.bound = bound
-        self.gradient: Tensor | None = None
-        self.velocity: Tensor | None = None
-        if not rule.plain:
-            self.gradient = torch.zeros(model.num_parameters, dtype=model.dtype, device=model.device)
-            self.views = list(model.unflatten(self.gradient).values())
-            if rule.momentum:
-                self.velocity = torch.zeros_like(self.gradient)
+        self.theta = theta
+        self.tensors = tensors
+        self.gradient = gradient
+        self.velocity = velocity
+        self.views = [] if gradient is None else list(model.unflatten(gradient).values())
 
-    def begin(self) -> None:
-        if self.velocity is not None:
-            self.velocity.zero_()
+    @staticmethod
+    def buffers(rule: SGDRule, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """A gradient and a velocity for vectors `like` these, where `rule` needs them."""
+        gradient = None if rule.plain else torch.zeros_like(like)
+        return gradient, torch.zeros_like(like) if rule.momentum else None
 
-    def step(self, value: Tensor) -> None:
-        *grads, direct = torch.autograd.grad(value, [*self.bound.tensors, self.bound.theta], allow_unused=True)
+    def step(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
+        """Step down the gradients of `tensors`, and the `direct` one of `theta`; None stands for zero."""
         with torch.no_grad():
             if self.gradient is None:
                 self._descend(grads, direct)
             else:
-                for view, g in zip(self.views, grads, strict=True):
-                    view.zero_() if g is None else view.copy_(g)
-                if direct is not None:
-                    self.gradient.add_(direct)
-                self.rule.step_(self.bound.theta, self.gradient, self.velocity)
+                _assemble(self.views, grads, self.gradient, direct)
+                self.rule.step_(self.theta, self.gradient, self.velocity)
 
     def _descend(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
-        moved = [(t, g) for t, g in zip(self.bound.tensors, grads, strict=True) if g is not None]
+        moved = [(t, g) for t, g in zip(self.tensors, grads, strict=True) if g is not None]
         if moved:
             torch._foreach_add_([t for t, _ in moved], [g for _, g in moved], alpha=-self.rule.lr)
         if direct is not None:
-            self.bound.theta.sub_(direct, alpha=self.rule.lr)
+            self.theta.sub_(direct, alpha=self.rule.lr)
+
+
+def _assemble(views: Sequence[Tensor], grads: Sequence[Tensor | None], flat: Tensor, direct: Tensor | None) -> None:
+    """Put the gradients of a vector's segments into `views` of `flat`, and add the vector's own."""
+    for view, g in zip(views, grads, strict=True):
+        view.zero_() if g is None else view.copy_(g)
+    if direct is not None:
+        flat.add_(direct)
 
 
 class Vectorised:
@@ -225,35 +246,62 @@ class Vectorised:
         extras: Extras,
     ) -> tuple[Tensor, Tensor]:
         rank = np.argsort(-visits.steps, kind="stable")
+        walk, steps = samples.walk(rank, visits), visits.steps[rank]
+        if bool((rank[1:] > rank[:-1]).all()):
+            return self._longest_first(loss, start, samples, walk, steps, rule, keys, extras)
         ranked = torch.from_numpy(rank).to(start.device)
-        at, weight = samples.walk(rank, visits)
-        theta = self.model.parameters(start)[ranked].contiguous()
-        statistics = self.model.buffers(start)[ranked].contiguous()
-        velocity = torch.zeros_like(theta) if rule.momentum else None
+        own = {name: per_client(rows[ranked]) for name, rows in _per_client(extras).items()}
+        of = (start[ranked], samples, walk, steps, rule, keys[ranked], {**extras, **own})
+        trained, losses = self._longest_first(loss, *of)
+        back = ranked.argsort()
+        return trained[back], losses[back]
+
+    def _longest_first(
+        self,
+        loss: Loss,
+        start: Tensor,
+        samples: GroupSamples,
+        walk: tuple[Tensor, Tensor],
+        steps: np.ndarray,
+        rule: SGDRule,
+        keys: Tensor,
+        extras: Extras,
+    ) -> tuple[Tensor, Tensor]:
+        """Train clients in the order of their steps: those still at it are always the first rows."""
+        at, weight = walk
+        theta = self.model.parameters(start).clone(memory_format=torch.contiguous_format)
+        statistics = self.model.buffers(start).clone(memory_format=torch.contiguous_format)
+        gradient, velocity = _Descent.buffers(rule, theta)
         losses = torch.zeros(len(theta), dtype=start.dtype, device=start.device)
-        keys = keys[ranked]
-        mine = [rows[ranked] for rows in _per_client(extras).values()]
+        mine = list(_per_client(extras).values())
         step = self._step(loss, extras)
+        descent: _Descent | None = None
         with self.model.mode(train=True), self._inside():
-            for s in range(visits.index.shape[1]):
-                k = int((visits.steps > s).sum())
+            for s in range(at.shape[1]):
+                k = int((steps > s).sum())
+                if descent is None or len(descent.theta) > k:
+                    first = (None if rows is None else rows[:k] for rows in (gradient, velocity))
+                    descent = _Descent(self.model, rule, theta[:k], self._leaves(theta[:k]), *first)
                 batch = samples.group(at[:k, s], weight[:k, s])
                 active = [rows[:k] for rows in mine]
-                gradient, value, moved = step(theta[:k], statistics[:k], keys[:k] + s, batch, active)
-                rule.step_(theta[:k], gradient, velocity[:k] if velocity is not None else None)
+                grads, direct, value, moved = step(
+                    descent.theta, descent.tensors, statistics[:k], keys[:k] + s, batch, active
+                )
+                descent.step(grads, direct)
                 if self.model.num_buffers:
                     statistics[:k] = moved
                 losses[:k] += value
-        trained = torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta
-        losses /= torch.from_numpy(visits.steps[rank]).to(losses).clamp_min(1)
-        unranked = ranked.argsort()
-        return trained[unranked], losses[unranked]
+        losses /= torch.from_numpy(steps).to(losses).clamp_min(1)
+        return torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta, losses
 
     def grad(self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         theta, statistics = self.model.parameters(at), self.model.buffers(at)
-        mine = list(_per_client(extras).values())
+        mine, leaves = list(_per_client(extras).values()), self._leaves(theta)
+        gradient = torch.zeros_like(theta, memory_format=torch.contiguous_format)
         with self.model.mode(train=True), self._inside():
-            gradient, value, _ = self._step(loss, extras)(theta, statistics, keys, _padded(batches), mine)
+            step = self._step(loss, extras)
+            grads, direct, value, _ = step(theta, leaves, statistics, keys, _padded(batches), mine)
+        _assemble(list(self.model.unflatten(gradient).values()), grads, gradient, direct)
         return gradient, value
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
@@ -288,30 +336,42 @@ class Vectorised:
             with self.model.statistics(self.model.buffers(at)), self._rows(batch, torch.zeros_like(batch.y[0])):
                 return function(self.model.parameters(at), batch, **mine)
 
+    def _leaves(self, theta: Tensor) -> list[Tensor]:
+        return [view.detach().requires_grad_() for view in self.model.unflatten(theta).values()]
+
     def _step(self, loss: Loss, extras: Extras) -> Callable[..., Any]:
         names = list(_per_client(extras))
         shared = {name: e for name, e in extras.items() if name not in names}
+        segments = self.model.parameter_names
 
         # Tensors one by one, not in a Batch and a dict: vmap takes a tenth of a small step to take those apart.
         def one(
-            p: Tensor, statistics: Tensor, key: Tensor, x: Tensor, y: Tensor, weight: Tensor, *mine: Tensor
+            p: Tensor, statistics: Tensor, key: Tensor, x: Tensor, y: Tensor, weight: Tensor, *rest: Tensor
         ) -> tuple[Tensor, Tensor]:
+            tensors, mine = rest[: len(segments)], rest[len(segments) :]
             batch = Batch(x, y, weight)
-            with self.model.statistics(statistics) as moved, self._rows(batch, key):
+            parts = self.model.parts(p, dict(zip(segments, tensors, strict=True)))
+            with parts, self.model.statistics(statistics) as moved, self._rows(batch, key):
                 value = loss(p, batch, **_trimmed(self.model, shared | dict(zip(names, mine, strict=True))))
             return value, moved()
 
         rows = vmap(one)
 
         # One backward pass through all rows, not torch.func.grad: the same gradients, but that imports the compiler,
-        # which takes longer than a small run.
+        # which takes longer than a small run. A gradient for each segment: putting them together into one for `p` takes
+        # a fifth of a small step.
         def step(
-            theta: Tensor, statistics: Tensor, keys: Tensor, batch: Batch, mine: Sequence[Tensor]
-        ) -> tuple[Tensor, Tensor, Tensor]:
+            theta: Tensor,
+            tensors: Sequence[Tensor],
+            statistics: Tensor,
+            keys: Tensor,
+            batch: Batch,
+            mine: Sequence[Tensor],
+        ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor, Tensor]:
             p = theta.detach().requires_grad_()
-            values, moved = rows(p, statistics, keys, *batch, *mine)
-            (gradient,) = torch.autograd.grad(values.sum(), p)
-            return gradient, values.detach(), moved.detach()
+            values, moved = rows(p, statistics, keys, *batch, *tensors, *mine)
+            *grads, direct = torch.autograd.grad(values, [*tensors, p], torch.ones_like(values), allow_unused=True)
+            return grads, direct, values.detach(), moved.detach()
 
         return step
 

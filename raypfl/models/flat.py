@@ -83,6 +83,7 @@ class FlatModel:
         ]
         self._bound: BoundModel | None = None
         self._statistics: dict[str, Tensor] | None = None
+        self._parts: tuple[Tensor | None, Mapping[str, Tensor]] = (None, {})
         if self.num_parameters == 0:
             raise ConfigError("The network has no trainable parameters, so there is nothing to train.")
 
@@ -154,7 +155,8 @@ class FlatModel:
         """The network's output at `theta` (``[P+B]``, or ``[P]`` during training) for inputs ``x[b, ...]``."""
         if self._bound is not None and theta is self._bound.theta:
             return self.module(x)
-        tensors = self.unflatten(theta)
+        of, parts = self._parts
+        tensors = dict(parts) if theta is of else self.unflatten(theta)
         if self.num_buffers and theta.shape[-1] == self.num_parameters:
             statistics = self._statistics or (self._bound and self._bound.moving)
             if not statistics:
@@ -163,6 +165,18 @@ class FlatModel:
                 )
             tensors |= statistics
         return self._with(tensors, x)
+
+    @contextmanager
+    def parts(self, theta: Tensor, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within: calls at `theta` ``[P]`` itself compute with `tensors`, its parameters by name.
+
+        They are leaves, so autograd gives a gradient for each, and need not put those together.
+        """
+        outer, self._parts = self._parts, (theta, tensors)
+        try:
+            yield
+        finally:
+            self._parts = outer
 
     @contextmanager
     def statistics(self, values: Tensor) -> Iterator[Callable[[], Tensor]]:
