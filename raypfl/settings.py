@@ -96,7 +96,8 @@ class EngineSettings:
     Attributes
     ----------
     backend : ``ray``, or ``inline`` (this process, no Ray: for a breakpoint, or a machine with torch alone).
-    executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), or ``auto``.
+    executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), or ``auto``:
+        the faster one, which a trial finds out once for a network on a machine. A run's folder says which it was.
     group_size : clients a group; None: from the cohort and the model.
     threads : torch threads per actor, and inline.
     """

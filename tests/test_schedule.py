@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypfl.federation.schedule import choose_executor, cut, draw, group_count
+from raypfl.federation.schedule import cut, draw, group_count
 from raypfl.settings import CohortSettings
 
 
@@ -42,11 +42,6 @@ def test_sequential_groups_cost_about_the_same_and_vectorised_ones_hold_clients_
 )
 def test_the_number_of_groups_follows_from_cohort_and_executor(cohort, executor, groups):
     assert group_count(cohort, executor) == groups
-
-
-def test_small_networks_are_vectorised_and_large_ones_are_not_unless_told():
-    assert choose_executor("auto", 9_610) == "vectorised" and choose_executor("auto", 121_182) == "sequential"
-    assert choose_executor("sequential", 10) == "sequential" and choose_executor("vectorised", 10**9) == "vectorised"
 
 
 def test_cohorts_are_drawn_without_replacement_uniformly_and_by_seed():

@@ -146,7 +146,7 @@ def load_federated(
     ConfigError : if the data set does not exist or the partition asks what it cannot give.
     DataError : if the data set's files are missing, damaged or odd.
     """
-    folder = _cache_folder(data, cache) / f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{_samples_key(data)}"
+    folder = cache_folder(data, cache) / f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{_samples_key(data)}"
     samples = cached(folder / "samples.arrow", lambda: _prepared_samples(data, folder))
     path = folder / "partitions" / f"{_holdings_key(samples.digest, data, partition, seed)}.arrow"
     holdings = cached(path, lambda: _prepared_holdings(samples, data, partition, seed))
@@ -254,7 +254,8 @@ def _moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.n
     return total / count / scale, std
 
 
-def _cache_folder(data: DataConfig, cache: str | Path | None) -> Path:
+def cache_folder(data: DataConfig, cache: str | Path | None = None) -> Path:
+    """Where prepared data, and what else a machine need find out but once, is kept."""
     return Path(cache or data.cache or os.environ.get("RAYPFL_CACHE") or "~/.cache/raypfl").expanduser().absolute()
 
 

@@ -44,7 +44,7 @@ class ClientActor:
         job, data = ray.cloudpickle.loads(order)
         torch.set_num_threads(job.experiment.engine.threads)
         task = make_task(job.experiment, data, torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
-        self._worker = Worker(make_bench(job.experiment, data, task, job.executor), job.experiment.method)
+        self._worker = Worker(make_bench(job.experiment, data, task), job.experiment.method)
         self._broadcast = (-1, None)
 
     @ray.method(num_returns=2)

@@ -16,6 +16,7 @@ import torch
 
 from raypfl.config import Experiment
 from raypfl.data import FederatedData, load_federated
+from raypfl.data.store import cache_folder
 from raypfl.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
@@ -31,10 +32,11 @@ from raypfl.federation.events import (
     Warned,
 )
 from raypfl.federation.result import Result, write_tables
-from raypfl.federation.schedule import choose_executor, cohort_size
+from raypfl.federation.schedule import VECTORISED_GROUP, cohort_size
 from raypfl.federation.server import Job, Server, groups_for
 from raypfl.federation.setup import make_bench, make_model, make_task
 from raypfl.federation.stopping import StopRequest
+from raypfl.federation.trial import faster
 from raypfl.federation.work import Worker
 from raypfl.methods import METHODS
 
@@ -128,7 +130,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
     with StopRequest().listening() as stop:
         telling(Progress("preparing data"))
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-        job = _job(experiment, folder, data)
+        job = _job(experiment, folder, data, telling)
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
         finished = backend(job, data, telling, stop)
     write_tables(folder, finished)
@@ -143,10 +145,26 @@ def _write_description(folder: Path, event: Event) -> None:
         (folder / RECIPE).write_text(event.experiment.to_yaml())
 
 
-def _job(experiment: Experiment, folder: Path, data: FederatedData) -> Job:
-    parameters = make_model(experiment, data, torch.device("cpu")).num_parameters
-    executor = choose_executor(experiment.engine.executor, parameters)
-    return Job(folder.name, str(folder), experiment, executor, data.fingerprint)
+def _job(experiment: Experiment, folder: Path, data: FederatedData, emit: Listener) -> Job:
+    """What the server is to do; from here on, and in a resume, ``engine.executor`` is what it turned out to be."""
+    why = ""
+    if experiment.engine.executor == "auto":
+        emit(Progress("trying executors"))
+        model = make_model(experiment, data, _device(experiment))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(experiment.engine.threads)
+        try:
+            cache = cache_folder(experiment.data)
+            trial = faster(model, experiment.training, data.input_shape, data.num_classes, VECTORISED_GROUP, cache)
+        finally:
+            torch.set_num_threads(threads)
+        experiment, why = experiment.override([f"engine.executor={trial.executor}"]), trial.why
+    return Job(folder.name, str(folder), experiment, why, data.fingerprint)
+
+
+def _device(experiment: Experiment) -> torch.device:
+    wanted = experiment.ray.gpus_per_actor > 0  # as on Ray, so that the backends agree
+    return torch.device("cuda" if wanted and torch.cuda.is_available() else "cpu")
 
 
 def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
@@ -154,10 +172,8 @@ def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) ->
     threads = torch.get_num_threads()
     torch.set_num_threads(job.experiment.engine.threads)
     try:
-        wanted = job.experiment.ray.gpus_per_actor > 0  # as on Ray, so that the backends agree
-        device = torch.device("cuda" if wanted and torch.cuda.is_available() else "cpu")
-        task = make_task(job.experiment, data, device)
-        worker = Worker(make_bench(job.experiment, data, task, job.executor), job.experiment.method)
+        task = make_task(job.experiment, data, _device(job.experiment))
+        worker = Worker(make_bench(job.experiment, data, task), job.experiment.method)
         return Server(job, task, Inline(worker, stop), emit, {"backend": "inline", "actors": 1}).run()
     finally:
         torch.set_num_threads(threads)

@@ -12,9 +12,6 @@ import numpy as np
 from raypfl import rng
 from raypfl.settings import CohortSettings
 
-VECTORISED_PARAMETERS = 60_000
-"""Networks up to this size run faster vectorised on a CPU core (an MLP of 9,610: 4 times; LeNet of 121,182: slower)."""
-
 VECTORISED_GROUP = 25
 """Clients a vectorised group wants: below, per-operation costs show; above, little more is gained."""
 
@@ -52,13 +49,6 @@ def draw(settings: CohortSettings, num_clients: int, seed: int, round: int) -> D
     if settings.dropout:
         gone = np.array([rng.generator(seed, "dropout", round, int(c)).random() < settings.dropout for c in drawn])
     return Draw(tuple(drawn[~gone].tolist()), tuple(drawn[gone].tolist()))
-
-
-def choose_executor(wanted: str, num_parameters: int) -> str:
-    """``vectorised`` for small networks, ``sequential`` for larger ones, unless the settings say."""
-    if wanted != "auto":
-        return wanted
-    return "vectorised" if num_parameters <= VECTORISED_PARAMETERS else "sequential"
 
 
 def group_count(cohort: int, executor: str) -> int:

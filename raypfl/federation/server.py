@@ -64,12 +64,12 @@ ROUNDS = pa.schema(
 
 @dataclass(frozen=True)
 class Job:
-    """What a server is asked to do, as it travels to a server actor."""
+    """What a server is asked to do, as it travels to a server actor; `why` it is the executor that it is."""
 
     name: str
     run_dir: str
     experiment: Experiment
-    executor: str
+    why: str
     fingerprint: str
 
     @property
@@ -110,7 +110,7 @@ class Server:
             ledger=self.ledger,
             failures=job.experiment.failures,
             costs=client_costs(job.experiment, task.num_samples),
-            cut_for=lambda cohort: (groups_for(job, cohort), job.executor),
+            cut_for=lambda cohort: (groups_for(job, cohort), job.experiment.engine.executor),
             warn=self._warn,
         )
 
@@ -174,7 +174,8 @@ class Server:
         facts = {
             "num_clients": self.task.num_clients,
             "parameters": self.task.model.num_parameters,
-            "executor": self.job.executor,
+            "executor": self.experiment.engine.executor,
+            "why": self.job.why,
             "group_size": -(-cohort // groups_for(self.job, cohort)),
             "data": self.job.fingerprint,
             "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -288,7 +289,6 @@ class Server:
             meta={
                 "experiment": self.experiment.to_yaml(),
                 "evaluated": self._evaluated,
-                "executor": self.job.executor,
                 "data": self.job.fingerprint,
                 "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__},
             },
@@ -347,7 +347,7 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
 def groups_for(job: Job, cohort: int) -> int:
     """Groups that a cohort of this size is cut into, as the settings say or as model and cohort suggest."""
     size = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
-    return -(-cohort // size) if size else group_count(cohort, job.executor)
+    return -(-cohort // size) if size else group_count(cohort, job.experiment.engine.executor)
 
 
 def _score(

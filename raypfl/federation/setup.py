@@ -44,15 +44,14 @@ def make_task(experiment: Experiment, data: FederatedData, device: torch.device)
     return replace(task, networks=experiment.method.networks(task))
 
 
-def make_bench(experiment: Experiment, data: FederatedData, task: Task, executor: str) -> Bench:
+def make_bench(experiment: Experiment, data: FederatedData, task: Task) -> Bench:
     """What the clients of one process share."""
     precision = Precision(experiment.training.precision == "bf16", experiment.training.channels_last)
-    made: Executor = (
-        Vectorised(task.model, precision) if executor == "vectorised" else Sequential(task.model, precision)
-    )
+    together = experiment.engine.executor == "vectorised"
+    executor: Executor = Vectorised(task.model, precision) if together else Sequential(task.model, precision)
     return Bench(
         model=task.model,
-        executor=made,
+        executor=executor,
         samples=_samples(data, task.model),
         split=data.indices,
         num_clients=data.num_clients,

@@ -88,10 +88,11 @@ class RunLine:
     def facts(self) -> str:
         """What the engine found out and decided, in one line."""
         known = self._facts
+        why = f" ({known['why']})" if known.get("why") else ""
         parts = [
             f"{known['num_clients']:,} clients" if "num_clients" in known else "",
             f"{known['parameters']:,} parameters" if "parameters" in known else "",
-            f"{known['executor']} in groups of {known['group_size']}" if "group_size" in known else "",
+            f"{known['executor']} in groups of {known['group_size']}{why}" if "group_size" in known else "",
             f"{known['actors']} actors" if known.get("actors", 1) > 1 else "",
         ]
         return " · ".join(part for part in parts if part)
