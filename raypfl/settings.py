@@ -53,7 +53,8 @@ class TrainingSettings:
         after the last round); ``step`` (times `gamma` after each round in `milestones`).
     warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
     precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
-    channels_last : lay image batches out channels last, where clients train one by one.
+    channels_last : lay image batches out channels last, where clients train one by one; None: if that is faster (as for
+        ``engine.executor``).
     """
 
     epochs: int = 1
@@ -70,7 +71,7 @@ class TrainingSettings:
     gamma: float = 0.1
     warmup_rounds: int = 0
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    channels_last: bool = False
+    channels_last: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

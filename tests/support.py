@@ -107,7 +107,7 @@ class Federation:
 
     @cached_property
     def bench(self) -> Bench:
-        precision = Precision(self.training.precision == "bf16", self.training.channels_last)
+        precision = Precision(self.training.precision == "bf16", bool(self.training.channels_last))
         gain, offset = (torch.from_numpy(v).to(self.model.dtype).reshape(-1, 1, 1) for v in (1 / STD, -MEAN / STD))
         return Bench(
             model=self.model,

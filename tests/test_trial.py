@@ -1,6 +1,5 @@
 """Choosing an executor by trying both."""
 
-import json
 import time
 
 import pytest
@@ -9,6 +8,7 @@ from torch import nn
 import raypfl
 from raypfl.federation import trial
 from raypfl.federation.events import RunStarted
+from raypfl.federation.trial import Way
 from raypfl.models import FlatModel
 from raypfl.settings import TrainingSettings
 from tests.runs import experiment
@@ -31,20 +31,36 @@ class Peeking(nn.Linear):
         return super().forward(x.flatten(1)) * (2.0 if self.bias.sum().item() > 0 else 1.0)
 
 
-def tried(network, folder, group=8, **training):
-    return trial.faster(FlatModel(lambda: network(4, 3)), TrainingSettings(**training), SHAPE, 3, group, folder)
+def tried(network, folder, executor="auto", group=8, **training):
+    model = FlatModel(lambda: network(4, 3))
+    return trial.faster(model, TrainingSettings(**training), executor, SHAPE, 3, group, folder)
+
+
+TOGETHER, ONE_BY_ONE = Way("vectorised", False), Way("sequential", False)
+LAID_OUT = Way("sequential", True)
 
 
 def test_clients_train_together_if_that_is_faster(tmp_path):
     found = tried(Slow, tmp_path)
-    assert found.executor == "vectorised" and found.seconds["vectorised"] < found.seconds["sequential"] / 4
-    assert "ms a client's step" in found.why
+    assert set(found.seconds) == {TOGETHER, ONE_BY_ONE, LAID_OUT}
+    assert found.best == TOGETHER and found.seconds[TOGETHER] < found.seconds[ONE_BY_ONE] / 4
+    assert "ms a client's step; sequential" in found.why
+
+
+def test_only_what_the_settings_leave_open_is_tried(tmp_path):
+    assert set(tried(Slow, tmp_path, "sequential").seconds) == {ONE_BY_ONE, LAID_OUT}
+    assert set(tried(Slow, tmp_path, "auto", channels_last=True).seconds) == {Way("vectorised", True), LAID_OUT}
 
 
 def test_clients_of_a_network_that_cannot_be_run_together_train_one_by_one(tmp_path, monkeypatch):
-    assert tried(Peeking, tmp_path) == trial.Trial("sequential", {})
+    assert set(tried(Peeking, tmp_path).seconds) == {ONE_BY_ONE, LAID_OUT}
     monkeypatch.setattr(trial, "LARGEST", 20)  # a group of two would have 30 numbers
-    assert tried(Slow, tmp_path) == trial.Trial("sequential", {})
+    assert set(tried(Slow, tmp_path).seconds) == {ONE_BY_ONE, LAID_OUT}
+
+
+def test_clients_train_one_by_one_if_that_is_about_as_fast():
+    assert trial.Trial({TOGETHER: 1.0, ONE_BY_ONE: 1.05, LAID_OUT: 1.04}).best == LAID_OUT
+    assert trial.Trial({TOGETHER: 1.0, ONE_BY_ONE: 1.2, LAID_OUT: 1.3}).best == TOGETHER
 
 
 def test_a_machine_tries_the_same_network_once(tmp_path, monkeypatch):
@@ -56,12 +72,12 @@ def test_a_machine_tries_the_same_network_once(tmp_path, monkeypatch):
 
 
 def test_of_processes_that_try_at_the_same_time_the_first_one_decides(tmp_path, monkeypatch):
-    other = trial.Trial("sequential", {"sequential": 1.0, "vectorised": 2.0})
+    other = trial.Trial({TOGETHER: 2.0, ONE_BY_ONE: 1.0})
 
     def meanwhile(*_):
         monkeypatch.setattr(trial, "_try", lambda *_: other)
         assert tried(Slow, tmp_path) == other
-        return trial.Trial("vectorised", {"sequential": 2.0, "vectorised": 1.0})
+        return trial.Trial({TOGETHER: 1.0, ONE_BY_ONE: 2.0})
 
     monkeypatch.setattr(trial, "_try", meanwhile)
     assert tried(Slow, tmp_path) == other
@@ -73,8 +89,8 @@ def test_a_run_says_what_was_chosen_and_a_resume_keeps_it(tmp_path, monkeypatch)
     done = raypfl.run(experiment(tmp_path, rounds=1), listeners=[events.append])
     facts = next(e.facts for e in events if isinstance(e, RunStarted))
     assert facts["executor"] == done.experiment.engine.executor != "auto" and "ms a client's step" in facts["why"]
-    (found,) = (tmp_path / "cache" / "executors").glob("*.json")
-    opposite = "sequential" if facts["executor"] == "vectorised" else "vectorised"
-    found.write_text(json.dumps(json.loads(found.read_text()) | {"executor": opposite}))
+    for found in (tmp_path / "cache" / "trials").glob("*.json"):
+        found.unlink()
+    monkeypatch.setattr(trial, "_try", None)
     longer = raypfl.resume(done.run_dir, overrides=["rounds=2"])
     assert longer.experiment.engine.executor == facts["executor"]

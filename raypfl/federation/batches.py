@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from raypfl import rng
 
 READY = 2**21
-"""Numbers of a group's samples that are normalised once for all its batches; more would not stay in a cache."""
+"""Numbers that are normalised once for all batches that they come in; more would not stay in a cache."""
 
 
 class Batch(NamedTuple):
@@ -82,6 +83,13 @@ class GroupSamples:
         if index is not None:
             x, y = x[index], y[index]
         return Batch(self._source.normalise(x), y, torch.ones(len(y), dtype=self._source.gain.dtype, device=y.device))
+
+    def visited(self, k: int, visits: int) -> Callable[[Tensor], Batch]:
+        """:meth:`client` for `visits` visits to client k's samples: if it pays, they are normalised but once."""
+        if visits < self.sizes[k] or self.sizes[k] * self.x[0].numel() > READY:
+            return lambda index: self.client(k, index)
+        all_of = self.client(k)
+        return lambda index: Batch(all_of.x[index], all_of.y[index], all_of.weight[: len(index)])
 
     def walk(self, clients: np.ndarray, visits: Order) -> tuple[Tensor, Tensor]:
         """Where the batches of ``clients[k]`` lie, and which of their rows are real: ``(int64, float)[k, S, b]``."""

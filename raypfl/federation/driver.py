@@ -146,20 +146,29 @@ def _write_description(folder: Path, event: Event) -> None:
 
 
 def _job(experiment: Experiment, folder: Path, data: FederatedData, emit: Listener) -> Job:
-    """What the server is to do; from here on, and in a resume, ``engine.executor`` is what it turned out to be."""
+    """What the server is to do; what the settings left open is settled from here on, and in a resume."""
+    engine, training = experiment.engine, experiment.training
     why = ""
-    if experiment.engine.executor == "auto":
+    if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("trying executors"))
         model = make_model(experiment, data, _device(experiment))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(experiment.engine.threads)
-        try:
-            cache = cache_folder(experiment.data)
-            trial = faster(model, experiment.training, data.input_shape, data.num_classes, VECTORISED_GROUP, cache)
-        finally:
-            torch.set_num_threads(threads)
-        experiment, why = experiment.override([f"engine.executor={trial.executor}"]), trial.why
+        of = (data.input_shape, data.num_classes, VECTORISED_GROUP, cache_folder(experiment.data))
+        with _threads(engine.threads):
+            trial = faster(model, training, engine.executor, *of)
+        best, why = trial.best, trial.why
+        settled = [f"engine.executor={best.executor}", f"training.channels_last={str(best.channels_last).lower()}"]
+        experiment = experiment.override(settled)
     return Job(folder.name, str(folder), experiment, why, data.fingerprint)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _device(experiment: Experiment) -> torch.device:
@@ -169,14 +178,10 @@ def _device(experiment: Experiment) -> torch.device:
 
 def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
     keep_freed_memory()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(job.experiment.engine.threads)
-    try:
+    with _threads(job.experiment.engine.threads):
         task = make_task(job.experiment, data, _device(job.experiment))
         worker = Worker(make_bench(job.experiment, data, task), job.experiment.method)
         return Server(job, task, Inline(worker, stop), emit, {"backend": "inline", "actors": 1}).run()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _on_ray(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:

@@ -46,7 +46,7 @@ def make_task(experiment: Experiment, data: FederatedData, device: torch.device)
 
 def make_bench(experiment: Experiment, data: FederatedData, task: Task) -> Bench:
     """What the clients of one process share."""
-    precision = Precision(experiment.training.precision == "bf16", experiment.training.channels_last)
+    precision = Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
     together = experiment.engine.executor == "vectorised"
     executor: Executor = Vectorised(task.model, precision) if together else Sequential(task.model, precision)
     return Bench(

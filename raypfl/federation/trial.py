@@ -1,7 +1,8 @@
-"""Which executor is faster for a network: tried once on a machine, and remembered."""
+"""Which executor and layout of images are faster for a network: tried once on a machine, and remembered."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,14 +10,14 @@ import platform
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 import raypfl
-from raypfl.errors import ClientError
 from raypfl.federation.batches import Samples
 from raypfl.federation.clients import Bench, Clients
 from raypfl.federation.executor import Precision, Sequential, Vectorised
@@ -33,7 +34,18 @@ CLEARLY = 1.1
 """How many times as fast clients must be together before they are trained so: one by one takes less memory."""
 
 LARGEST = 2**26
-"""Numbers of a group's models; networks of which not even two would fit are trained one by one, without a trial."""
+"""Numbers of a group's models; networks of which not even two would fit are trained one by one."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train a group's clients."""
+
+    executor: str
+    channels_last: bool
+
+    def __str__(self) -> str:
+        return self.executor + (", channels last" if self.channels_last else "")
 
 
 @dataclass(frozen=True)
@@ -42,57 +54,66 @@ class Trial:
 
     Attributes
     ----------
-    executor : the faster one.
-    seconds : a client's step took, by executor; empty if clients of this network cannot be trained together.
+    seconds : a client's step took, by way.
     """
 
-    executor: str
-    seconds: dict[str, float]
+    seconds: dict[Way, float]
+
+    @property
+    def best(self) -> Way:
+        """The fastest; training clients together must be worth its memory."""
+        return min(self.seconds, key=lambda way: self.seconds[way] * (CLEARLY if way.executor == "vectorised" else 1))
 
     @property
     def why(self) -> str:
         """The reason, in a few words."""
-        if not self.seconds:
-            return "its clients cannot be trained together"
-        fast, slow = sorted(1000 * s for s in self.seconds.values())
-        return f"{fast:.3g} against {slow:.3g} ms a client's step"
+        others = [f"{way} {1000 * s:.3g}" for way, s in self.seconds.items() if way != self.best]
+        return f"{1000 * self.seconds[self.best]:.3g} ms a client's step; {', '.join(others)}"
 
 
 def faster(
-    model: FlatModel, training: TrainingSettings, input_shape: Sequence[int], num_classes: int, group: int, folder: Path
+    model: FlatModel,
+    training: TrainingSettings,
+    executor: str,
+    input_shape: Sequence[int],
+    num_classes: int,
+    group: int,
+    folder: Path,
 ) -> Trial:
-    """The executor to train this network's clients with, on the device that it is on.
+    """How to train this network's clients, on the device that it is on, where the settings leave it open.
 
     Parameters
     ----------
+    executor : ``auto``, or the one that it must be; ``training.channels_last`` likewise.
     group : clients that would be trained together.
     folder : where earlier findings are, and this one will be: the same network, settings, device and versions are tried
         but once on a machine, so that its runs agree to the last bit.
     """
-    group = min(group, LARGEST // model.size)
-    if group < 2:
-        return Trial("sequential", {})
-    path = folder / "executors" / f"{_key(model, training, input_shape, num_classes, group)}.json"
-    if path.exists():
-        return Trial(**json.loads(path.read_text()))
-    trial = _try(model, training, input_shape, num_classes, group)
+    group = max(1, min(group, LARGEST // model.size))
+    ways = [Way("sequential", last) for last in (False, True) if training.channels_last in (None, last)]
+    together = [Way("vectorised", bool(training.channels_last))]
+    if executor == "vectorised" or (executor == "auto" and group > 1):
+        ways = together + (ways if executor == "auto" else [])
+    path = folder / "trials" / f"{_key(ways, model, training, input_shape, num_classes, group)}.json"
+    if not path.exists():
+        _keep(_try(ways, model, training, input_shape, num_classes, group), path)
+    return Trial({Way(*way): seconds for *way, seconds in json.loads(path.read_text())})
+
+
+def _keep(trial: Trial, path: Path) -> None:
+    """Write a trial down, unless another process has done so meanwhile: the first one decides for all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"executor": trial.executor, "seconds": trial.seconds}))
-    try:
-        os.link(draft, path)  # the first of several processes that try at the same time decides for all
-    except FileExistsError:
-        return Trial(**json.loads(path.read_text()))
-    finally:
-        draft.unlink()
-    return trial
+    draft.write_text(json.dumps([[*astuple(way), seconds] for way, seconds in trial.seconds.items()]))
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, path)
+    draft.unlink()
 
 
-def _key(model: FlatModel, training: TrainingSettings, input_shape: Sequence[int], num_classes: int, group: int) -> str:
+def _key(ways: Sequence[Way], model: FlatModel, training: TrainingSettings, *others: Any) -> str:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
-    parts = [str(model.module), input_shape, num_classes, training.batch_size, training.precision]
-    parts += [training.channels_last, group, device, torch.get_num_threads(), torch.__version__, raypfl.__version__]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+    parts = [ways, str(model.module), training.batch_size, training.precision, others, device, torch.get_num_threads()]
+    return hashlib.sha256(repr([*parts, torch.__version__, raypfl.__version__]).encode()).hexdigest()[:24]
 
 
 def _processor() -> str:
@@ -104,26 +125,28 @@ def _processor() -> str:
 
 
 def _try(
-    model: FlatModel, training: TrainingSettings, input_shape: Sequence[int], num_classes: int, group: int
+    ways: Sequence[Way],
+    model: FlatModel,
+    training: TrainingSettings,
+    input_shape: Sequence[int],
+    num_classes: int,
+    group: int,
 ) -> Trial:
-    precision = Precision(training.precision == "bf16", training.channels_last)
-    contenders = {
-        "sequential": _clients(Sequential(model, precision), model, training, input_shape, num_classes, 2),
-        "vectorised": _clients(Vectorised(model, precision), model, training, input_shape, num_classes, group),
-    }
-    seconds = dict.fromkeys(contenders, float("inf"))
-    try:
-        with warnings.catch_warnings():
+    contenders: dict[Way, Clients] = {}
+    for way in ways:
+        precision = Precision(training.precision == "bf16", way.channels_last)
+        executor = Vectorised(model, precision) if way.executor == "vectorised" else Sequential(model, precision)
+        count = group if way.executor == "vectorised" else 2
+        clients = _clients(executor, model, training, input_shape, num_classes, count)
+        with contextlib.suppress(UserWarning, torch.OutOfMemoryError), warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # a network that cannot be vectorised says so
-            for clients in contenders.values():
-                _train(clients)
-    except (ClientError, UserWarning, torch.OutOfMemoryError):
-        return Trial("sequential", {})
+            _train(clients)
+            contenders[way] = clients
+    seconds = dict.fromkeys(contenders or ways, float("inf"))
     for _ in range(REPEATS):
-        for name, clients in contenders.items():
-            seconds[name] = min(seconds[name], _train(clients) / (len(clients) * STEPS))
-    together = seconds["vectorised"] * CLEARLY < seconds["sequential"]
-    return Trial("vectorised" if together else "sequential", seconds)
+        for way, clients in contenders.items():
+            seconds[way] = min(seconds[way], _train(clients) / (len(clients) * STEPS))
+    return Trial(seconds)
 
 
 def _train(clients: Clients) -> float:
