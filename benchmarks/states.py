@@ -3,10 +3,11 @@
     python -m benchmarks.states                      # two minutes
     python -m benchmarks.states --json states.json
 
-Twenty clients train a 5-million-parameter network (20 MB) on 50 samples each in batches of 10, on two actors, all of them
-in every round. `kept` keeps every client's trained network as its state and begins there in the next round; `sent`
-begins at the model that the server sends, and keeps nothing. Neither sends a model up. `touch` does the same without training, so that nothing is left but the states' way from one round to
-the next. Runs of both take turns in one session.
+Twenty clients train a 5-million-parameter network (20 MB) on 50 samples each in batches of 10, on two actors, all of
+them in every round. `kept` keeps every client's trained network as its state and begins there in the next round; `sent`
+begins at the model that the server sends, and keeps nothing. Neither sends a model up. `touch` does the same without
+training, so that nothing is left but the states' way from one round to the next. Runs of both take turns in one
+session.
 
 Then, in runs of their own, what all processes hold after the second round and after the last.
 """
@@ -120,16 +121,15 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_worker_niceness", "0")
     numbers: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        with raypfl.session(experiment(folder, True, True, 1)):
-            for job, train in (("train", True), ("touch", False)):
-                times = numbers[job] = compare(folder, train, given.repeats, given.rounds)
-                kept, sent = (statistics.median(times[name]) for name in ("kept", "sent"))
-                best = min(times["kept"]) / min(times["sent"])
-                print(f"{job}: kept {kept:.3f} s, sent {sent:.3f} s; ratio {kept / sent:.2f} (of minima {best:.2f})")
-            numbers["memory"] = grown(folder, given.memory)
-            for part, (early, late) in numbers["memory"].items():
-                print(f"{part:8} {early:7.0f} MB after 2 rounds, {late:7.0f} MB after {given.memory}")
+    with tempfile.TemporaryDirectory() as folder, raypfl.session(experiment(folder, True, True, 1)):
+        for job, train in (("train", True), ("touch", False)):
+            times = numbers[job] = compare(folder, train, given.repeats, given.rounds)
+            kept, sent = (statistics.median(times[name]) for name in ("kept", "sent"))
+            best = min(times["kept"]) / min(times["sent"])
+            print(f"{job}: kept {kept:.3f} s, sent {sent:.3f} s; ratio {kept / sent:.2f} (of minima {best:.2f})")
+        numbers["memory"] = grown(folder, given.memory)
+        for part, (early, late) in numbers["memory"].items():
+            print(f"{part:8} {early:7.0f} MB after 2 rounds, {late:7.0f} MB after {given.memory}")
     if given.json:
         given.json.write_text(json.dumps(numbers, indent=1))
 

@@ -18,7 +18,8 @@ import torch
 
 from raypfl.errors import CheckpointError
 from raypfl.federation import checkpoint
-from raypfl.federation.checkpoint import Snapshot, StateShard
+from raypfl.federation.checkpoint import Snapshot
+from raypfl.federation.states import StateShard
 
 ROOT = Path(checkpoint.__file__).parents[2]
 AWKWARD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 0.1]
@@ -200,9 +201,10 @@ KILLED_IN_A_SAVE = """
 import os, signal, sys
 import numpy as np
 from raypfl.federation import checkpoint
+from raypfl.federation.states import StateShard
 
 def shards():
-    yield checkpoint.StateShard(np.arange(2), {"w": np.zeros((2, 1000))})
+    yield StateShard(np.arange(2), {"w": np.zeros((2, 1000))})
     os.kill(os.getpid(), signal.SIGKILL)
 
 checkpoint.save(sys.argv[1], checkpoint.Snapshot(round=2, server={}, states=shards(), tables={}, meta={}), keep=1)

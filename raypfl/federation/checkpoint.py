@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -31,26 +30,13 @@ import safetensors.torch
 import torch
 
 from raypfl.errors import CheckpointError
+from raypfl.federation.states import StateShard
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(\d+)-round-\d+")
 _DRAFT = ".draft"
 _CHUNK = 1 << 22
-
-
-@dataclass(frozen=True)
-class StateShard:
-    """The states of some clients.
-
-    Attributes
-    ----------
-    clients : ``int64[k]``, ids.
-    tensors : name -> ``[k, ...]``, row i belonging to ``clients[i]``.
-    """
-
-    clients: np.ndarray
-    tensors: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
