@@ -3,7 +3,7 @@
 A checkpoint is a folder ``<location>/<number>-round-<round>`` with ::
 
     server.safetensors                  the tensors of the server's state
-    states-00000.safetensors, ...       the clients' states, a shard of clients a file
+    states-00000.safetensors, ...       the clients' states, as many shards of clients as fit in a file
     rounds.parquet, ...                 the tables
     meta.json                           everything else
     manifest.json                       size and SHA-256 of every other file, written last
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -32,7 +33,9 @@ import torch
 from raypfl.errors import CheckpointError
 from raypfl.federation.states import StateShard
 
-FORMAT = 1
+FORMAT = 2
+PACK = 64 << 20
+"""Bytes of client states from which a file is full: what a save and a load hold in memory at a time."""
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(\d+)-round-\d+")
 _DRAFT = ".draft"
@@ -153,7 +156,7 @@ class _Damaged(Exception):
 
 @dataclass(frozen=True)
 class _StoredShards:
-    """The shards of a checkpoint, read one at a time as they are asked for."""
+    """The shards of a checkpoint, read one file at a time as they are asked for."""
 
     files: pafs.FileSystem
     paths: tuple[str, ...]
@@ -166,7 +169,7 @@ class _StoredShards:
                 raise CheckpointError(
                     f"The client states in {path} were intact a moment ago and can no longer be read: {error}."
                 ) from error
-            yield StateShard(arrays.pop("clients"), {name.removeprefix("state/"): a for name, a in arrays.items()})
+            yield from _unpacked(arrays)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -184,16 +187,50 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> None:
     tensors: dict[str, torch.Tensor] = {}
     server = _encode(snapshot.server, "", tensors)
     put("server.safetensors", safetensors.torch.save(tensors))
-    shards = 0
-    for shard in snapshot.states:
-        arrays = {"clients": shard.clients, **{f"state/{name}": array for name, array in shard.tensors.items()}}
-        put(f"states-{shards:05d}.safetensors", safetensors.numpy.save(arrays))
-        shards += 1
+    packs = 0
+    for pack in _packs(snapshot.states):
+        put(f"states-{packs:05d}.safetensors", safetensors.numpy.save(_packed(pack)))
+        packs += 1
     for name, table in snapshot.tables.items():
         put(f"{name}.parquet", _parquet(table))
-    meta = {"round": snapshot.round, "server": server, "shards": shards, "tables": list(snapshot.tables)}
+    meta = {"round": snapshot.round, "server": server, "packs": packs, "tables": list(snapshot.tables)}
     put("meta.json", json.dumps({**meta, "meta": snapshot.meta}).encode())
     put(_MANIFEST, json.dumps({"format": FORMAT, "files": written}, indent=1).encode())
+
+
+def _packs(shards: Iterable[StateShard]) -> Iterator[list[StateShard]]:
+    """The shards in lists that fill a file each."""
+    pack: list[StateShard] = []
+    size = 0
+    for shard in shards:
+        pack.append(shard)
+        size += shard.nbytes
+        if size >= PACK:
+            yield pack
+            pack, size = [], 0
+    if pack:
+        yield pack
+
+
+def _packed(pack: list[StateShard]) -> dict[str, np.ndarray]:
+    arrays = {}
+    for i, shard in enumerate(pack):
+        arrays[f"{i}/clients"] = shard.clients
+        arrays |= {f"{i}/state/{name}": np.ascontiguousarray(array) for name, array in shard.tensors.items()}
+    return arrays
+
+
+def _unpacked(arrays: dict[str, np.ndarray]) -> Iterator[StateShard]:
+    tensors: dict[int, dict[str, np.ndarray]] = {}
+    clients: dict[int, np.ndarray] = {}
+    for key, array in arrays.items():
+        number, kind, name = (*key.split("/", 2), "")[:3]
+        if kind == "clients":
+            clients[int(number)] = array
+        else:
+            tensors.setdefault(int(number), {})[name] = array
+    for i in sorted(clients):
+        yield StateShard(clients[i], dict(sorted(tensors.get(i, {}).items())))
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
@@ -279,7 +316,7 @@ def _read(files: pafs.FileSystem, path: str) -> Snapshot:
     return Snapshot(
         round=meta["round"],
         server=_decode(meta["server"], tensors),
-        states=_StoredShards(files, tuple(f"{path}/states-{i:05d}.safetensors" for i in range(meta["shards"]))),
+        states=_StoredShards(files, tuple(f"{path}/states-{i:05d}.safetensors" for i in range(meta["packs"]))),
         tables={
             name: pq.read_table(pa.BufferReader(_bytes(files, f"{path}/{name}.parquet"))) for name in meta["tables"]
         },
@@ -305,6 +342,8 @@ def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
         manifest = json.loads(_bytes(files, f"{path}/{_MANIFEST}"))
         if manifest["format"] > FORMAT:
             raise _Damaged("it was written by a newer version of raypfl, which is needed to read it")
+        if manifest["format"] < FORMAT:
+            raise _Damaged("it was written by an older version of raypfl, which is needed to read it")
         return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         raise _Damaged(f"its {_MANIFEST} is missing") from None

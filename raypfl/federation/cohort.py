@@ -23,7 +23,7 @@ from raypfl.messages import Scatter, plain
 from raypfl.methods.base import Method, Task
 from raypfl.settings import FailureSettings
 
-GATHERED = 256
+GATHERED = 64
 """Clients whose scattered states an actor puts together at a time."""
 
 
