@@ -2,17 +2,16 @@
 
     python -m benchmarks.scheduling                  # seconds; prints a table
     python -m benchmarks.scheduling --plot docs/performance/scheduling.png
-    python -m benchmarks.scheduling --measure        # a minute; fits the times anew on this machine
 
 Cohorts of 1000 clients with log-normal sample counts (mean 50, sigma 0.8 of the logarithm) are cut, ordered and handed
-out by the code that runs on Ray (`federation.schedule`, `federation.placement`); only actors and the clock are simulated.
-A group takes `seconds(steps of its clients)`, fitted to the groups of a real run, times a log-normal disturbance of 5 %
-that nobody can foresee; a group needs a millisecond to reach its actor, and the server handles replies one after the
-other. The first round, in which nothing is known of times, is left out.
+out by the code that runs on Ray (`federation.schedule`, `federation.placement`); only actors and the clock are
+simulated. A group takes `seconds(steps of its clients)`, fitted to the groups of a real run, times a log-normal
+disturbance of 5 % that nobody can foresee; a group needs a millisecond to reach its actor, and the server handles
+replies one after the other. The first round, in which nothing is known of times, is left out.
 
 Idle is the share of the actors' time, from the round's begin to its last reply, in which they do not work. Beside it:
-what greedy longest-first scheduling of the same groups would leave idle if it knew every time beforehand, and handing out
-and replies cost nothing.
+what greedy longest-first scheduling of the same groups would leave idle if it knew every time beforehand, and handing
+out and replies cost nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from raypfl.federation.placement import Dispatch, Timings
-from raypfl.federation.schedule import cut, group_count
+from raypfl.federation.schedule import cut, group_sizes
 from raypfl.federation.work import Group
 
 ACTORS = (8, 16, 32, 64, 128, 256, 512)
@@ -68,7 +67,7 @@ Cut = Callable[[np.ndarray, str], Sequence[np.ndarray]]
 
 def as_the_engine_cuts(costs: np.ndarray, executor: str) -> Sequence[np.ndarray]:
     """Positions of a cohort in groups."""
-    return cut(costs, group_count(len(costs), executor), executor)
+    return cut(costs, group_sizes(len(costs), executor), executor)
 
 
 def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply: float) -> float:

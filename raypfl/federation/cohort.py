@@ -34,7 +34,7 @@ class Exchanger:
     Attributes
     ----------
     costs : ``float[num_clients]`` what each client's turn is expected to take, in any unit.
-    cut_for : ``(groups, executor)`` for a cohort of a given size.
+    cut_for : ``(sizes of the groups, executor)`` for a cohort of a given size.
     warn : told of what a person should know.
     """
 
@@ -44,7 +44,7 @@ class Exchanger:
     ledger: Ledger
     failures: FailureSettings
     costs: np.ndarray
-    cut_for: Callable[[int], tuple[int, str]]
+    cut_for: Callable[[int], tuple[list[int], str]]
     warn: Callable[[str], None]
     _numbers: Any = field(default_factory=itertools.count)
 
@@ -66,7 +66,7 @@ class Exchanger:
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
         pairs = list(clients)
         ids, positions = np.array([c for _, c in pairs]), np.array([p for p, _ in pairs])
-        count, executor = self.cut_for(len(pairs))
+        sizes, executor = self.cut_for(len(pairs))
         groups = [
             Group(
                 index=index,
@@ -77,7 +77,7 @@ class Exchanger:
                 length=self._timings.length(ids[members]),
                 seconds=self._timings.seconds(function, ids[members]),
             )
-            for index, members in enumerate(cut(self.costs[ids], count, executor))
+            for index, members in enumerate(cut(self.costs[ids], sizes, executor))
         ]
         return Call(next(self._numbers), function, round, lr, shared, scalars), groups
 

@@ -26,7 +26,7 @@ from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.schedule import cohort_size, draw, group_count
+from raypfl.federation.schedule import cohort_size, draw, even, group_sizes
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import StateShard, StateTable, digests, shards_of
 from raypfl.federation.tree import cloned, put_together, taken_apart
@@ -176,7 +176,7 @@ class Server:
             "parameters": self.task.model.num_parameters,
             "executor": self.experiment.engine.executor,
             "why": self.job.why,
-            "group_size": -(-cohort // groups_for(self.job, cohort)),
+            "group_size": max(groups_for(self.job, cohort)),
             "data": self.job.fingerprint,
             "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
@@ -337,10 +337,10 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
 
 
-def groups_for(job: Job, cohort: int) -> int:
-    """Groups that a cohort of this size is cut into, as the settings say or as model and cohort suggest."""
+def groups_for(job: Job, cohort: int) -> list[int]:
+    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest."""
     size = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
-    return -(-cohort // size) if size else group_count(cohort, job.experiment.engine.executor)
+    return even(cohort, -(-cohort // size)) if size else group_sizes(cohort, job.experiment.engine.executor)
 
 
 def _score(
