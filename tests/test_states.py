@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypfl.federation import checkpoint
+from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.states import Stack, StateTable, shards_of
 from tests.support import Federation
 from tests.test_cohort import Probe
@@ -92,3 +97,75 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
     assert state["w"].tolist() == [0, 1, 2, 3]
     with pytest.raises(KeyError, match="Some clients of the group have no 'w' yet"):
         clients.state.get("w")
+
+
+def saved(table: StateTable, location: Path, round: int) -> Path:
+    packs = [(p, lots) for p, lots in table.packs() if checkpoint.holds(str(location), p)]
+    packed = {lot for _, lots in packs for lot in lots}
+    shards = [s for lot in table.lots() if lot not in packed for s in shards_of(lot, table.live(lot), lot.stack)]
+    return Path(checkpoint.save(str(location), Snapshot(round, {}, shards, {}, {}, packs), keep=2))
+
+
+def restored(location: Path) -> StateTable:
+    table, loaded = StateTable(), checkpoint.load(str(location), lambda text: None)
+    assert loaded is not None
+    for shard in loaded.states:
+        table.stage(shard.clients.tolist(), shard.stack(), pack=shard.pack)
+    table.commit()
+    return table
+
+
+def contents(table: StateTable) -> dict[int, list[int]]:
+    return {lot.clients[k]: lot.stack.of(k)["w"].tolist() for lot in table.lots() for k in table.live(lot)}
+
+
+def inodes(folder: Path) -> list[int]:
+    return [file.stat().st_ino for file in sorted(folder.glob("states-*"))]
+
+
+def test_a_checkpoint_writes_only_what_has_changed_since_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PACK", 1)
+    table = StateTable()
+    for first in (0, 10, 20):
+        table.stage(tuple(range(first, first + 10)), stack_of(tuple(range(first, first + 10)), 1))
+    table.commit()
+    before = inodes(saved(table, tmp_path, 1))
+    table.stage((3, 21), stack_of((3, 21), 2))
+    table.stage((10, 11, 12, 13), stack_of((10, 11, 12, 13), 2))
+    table.commit()
+    after = inodes(saved(table, tmp_path, 2))
+    assert after[:2] == [before[0], before[2]] and not set(after[2:]) & set(before)
+    assert contents(restored(tmp_path)) == contents(table)
+
+
+@pytest.mark.parametrize("harm", ["truncated", "deleted"])
+def test_a_file_that_is_no_longer_what_it_was_is_written_anew(tmp_path, harm):
+    table = StateTable()
+    table.stage((1, 2), stack_of((1, 2), 1))
+    table.commit()
+    file = saved(table, tmp_path, 1) / "states-00000.safetensors"
+    if harm == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-3])
+    saved(table, tmp_path, 2)
+    assert contents(restored(tmp_path)) == {1: [1, 1], 2: [2, 1]}
+
+
+@given(ROUNDS.filter(len), st.data())
+def test_whatever_changed_between_checkpoints_the_newest_states_come_back(rounds, data):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "PACK", 100)
+        patch.setattr(checkpoint, "_fsync", lambda path: None)
+        table = StateTable()
+        for number, groups in enumerate(rounds):
+            for group in groups:
+                table.stage(sorted(group), stack_of(tuple(sorted(group)), number))
+            table.commit()
+            if data.draw(st.booleans()):
+                saved(table, Path(folder), number)
+            if data.draw(st.booleans()) and list(Path(folder).iterdir()):
+                saved(table, Path(folder), number)
+                expected = contents(table)
+                table = restored(Path(folder))
+                assert contents(table) == expected

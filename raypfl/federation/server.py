@@ -28,7 +28,7 @@ from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFin
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.schedule import cohort_size, draw, even, group_sizes
 from raypfl.federation.setup import client_costs
-from raypfl.federation.states import StateShard, StateTable, digests, shards_of
+from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
 from raypfl.federation.tree import cloned, put_together, taken_apart
 from raypfl.messages import Each
 from raypfl.methods.base import Method, Task
@@ -282,10 +282,12 @@ class Server:
         }
 
     def _save(self) -> None:
+        packs = [(p, lots) for p, lots in self.states.packs() if checkpoint.holds(self.job.checkpoints, p)]
         snapshot = Snapshot(
             round=self.round,
             server=self.state,
-            states=self._shards(),
+            states=self._shards(packs),
+            packs=packs,
             tables=self._tables(),
             meta={
                 "experiment": self.experiment.to_yaml(),
@@ -298,8 +300,11 @@ class Server:
         self._saved = self.round
         self.emit(Checkpointed(self.round, path))
 
-    def _shards(self) -> Iterator[StateShard]:
+    def _shards(self, packs: list[tuple[Pack, list[Lot]]]) -> Iterator[StateShard]:
+        packed = {lot for _, lots in packs for lot in lots}
         for lot in self.states.lots():
+            if lot in packed:
+                continue
             yield from shards_of(lot, self.states.live(lot), self.backend.fetch(lot.stack))
 
     def _restore(self) -> bool:
@@ -315,7 +320,7 @@ class Server:
         skeleton, tensors = taken_apart(snapshot.server)
         self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
         for shard in snapshot.states:
-            self.states.stage(shard.clients.tolist(), self.backend.keep(shard.stack()))
+            self.states.stage(shard.clients.tolist(), self.backend.keep(shard.stack()), pack=shard.pack)
         self.states.commit()
         self._rounds = snapshot.tables["rounds"].to_pydict()
         self._evaluations = snapshot.tables["evaluations"].to_pydict()

@@ -72,6 +72,21 @@ class Place:
     home: str = ""
 
 
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """A file of the newest checkpoint, with the states of some lots as they were when it was first written.
+
+    Attributes
+    ----------
+    path : in the file system of the checkpoints. bytes, sha256 : of the file. rows : clients in it.
+    """
+
+    path: str
+    bytes: int
+    sha256: str
+    rows: int
+
+
 @dataclass(eq=False)
 class Lot:
     """A stack in use.
@@ -80,6 +95,7 @@ class Lot:
     ----------
     number : in the order in which stacks came.
     clients : whose states it was made of; `live` of them have had no newer one since.
+    pack : the checkpoint's file that holds it, if one does.
     """
 
     number: int
@@ -87,6 +103,7 @@ class Lot:
     clients: tuple[int, ...]
     home: str
     live: int = 0
+    pack: Pack | None = None
 
 
 class StateTable:
@@ -102,8 +119,8 @@ class StateTable:
         found = self._staged.get(client) or self._kept.get(client)
         return None if found is None else Place(found[0].stack, found[1], found[0].home)
 
-    def stage(self, clients: Sequence[int], stack: Any, home: str = "") -> None:
-        lot = Lot(self._count, stack, tuple(clients), home)
+    def stage(self, clients: Sequence[int], stack: Any, home: str = "", pack: Pack | None = None) -> None:
+        lot = Lot(self._count, stack, tuple(clients), home, pack=pack)
         self._count += 1
         self._staged.update({c: (lot, k) for k, c in enumerate(clients)})
 
@@ -131,6 +148,15 @@ class StateTable:
         """The places in a stack whose clients have no newer state."""
         return [k for k, client in enumerate(lot.clients) if self._kept.get(client) == (lot, k)]
 
+    def packs(self) -> list[tuple[Pack, list[Lot]]]:
+        """Files of the newest checkpoint of which enough is live to be kept, in their order, and the lots in them."""
+        inside: dict[Pack, list[Lot]] = {}
+        for lot in self.lots():
+            if lot.pack is not None:
+                inside.setdefault(lot.pack, []).append(lot)
+        worthy = [(p, lots) for p, lots in inside.items() if sum(lot.live for lot in lots) >= SPARSE * p.rows]
+        return sorted(worthy, key=lambda entry: entry[0].path)
+
     def scattered(self) -> list[int]:
         """Clients whose states should be put together anew, since they keep too many dead ones in memory."""
         sparse = [lot for lot in self._lots.values() if lot.live < SPARSE * len(lot.clients)]
@@ -153,10 +179,13 @@ class StateShard:
     ----------
     clients : ``int64[k]``, ids.
     tensors : name -> ``[k, ...]``, row i belonging to ``clients[i]``.
+    lot : that it is of, on its way into a checkpoint. pack : that it came from, on its way out of one.
     """
 
     clients: np.ndarray
     tensors: dict[str, np.ndarray]
+    lot: Lot | None = None
+    pack: Pack | None = None
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +202,7 @@ def shards_of(lot: Lot, ks: Sequence[int], stack: Stack) -> Iterator[StateShard]
     for pattern in sorted(set(names)):
         mine = [k for k, own in zip(ks, names, strict=True) if own == pattern]
         rows = {name: stack.rows[name][stack.index[name][mine]] for name in pattern}
-        yield StateShard(np.array([lot.clients[k] for k in mine]), rows)
+        yield StateShard(np.array([lot.clients[k] for k in mine]), rows, lot)
 
 
 def digests(client_states: Iterable[tuple[int, Mapping[str, np.ndarray]]]) -> dict[int, bytes]:
