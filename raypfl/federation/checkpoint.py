@@ -11,8 +11,8 @@ A checkpoint is a folder ``<location>/<number>-round-<round>`` with ::
 Numbers count up with every save, so a checkpoint never overwrites another, not even one of the same round.
 
 States that have not changed are not written again: a file of the checkpoint before of which most rows still count
-becomes one of the new checkpoint too (a hard link; in an object store, a copy made there). Of a client whose state is in
-several files, the last one counts.
+becomes one of the new checkpoint too (a hard link; in an object store, a copy made there). Of a client whose state is
+in several files, the last one counts.
 """
 
 from __future__ import annotations
