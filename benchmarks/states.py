@@ -82,6 +82,7 @@ def experiment(folder: str, keep: bool, train: bool, rounds: int) -> raypfl.Expe
         "training": {"lr": 0.01, "batch_size": 10},
         "evaluation": {"every": 0, "protocols": ["local"]},
         "checkpoint": {"every": 0},
+        "engine": {"executor": "sequential"},
         "ray": {"actors": 2},
         "tracking": {"mlflow": False},
     }
