@@ -6,6 +6,7 @@ actors first, and all of them import torch at the same time.
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,7 @@ class ServerActor:
             return Server(job, task, backend, self._news[2].append, facts).run()
         finally:
             self._actors = backend.survivors
+            gc.collect()  # a server is full of cycles, and its clients' states fill the object store until it is gone
 
     def _hired(self, actors: list[Any]) -> list[Any]:
         return actors + [self._remote.remote() for _ in range(self._count - len(actors))]
