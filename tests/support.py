@@ -19,6 +19,7 @@ from raypfl.federation.clients import Bench, Clients
 from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.executor import Precision, Sequential, Vectorised
 from raypfl.federation.ledger import Ledger
+from raypfl.federation.schedule import even
 from raypfl.federation.states import StateTable
 from raypfl.federation.work import Worker
 from raypfl.methods.base import Method, Task
@@ -131,7 +132,7 @@ class Federation:
             ledger=self.ledger,
             failures=self.failures,
             costs=np.array(self.sizes, dtype=float),
-            cut_for=lambda cohort: (-(-cohort // (self.group_size or cohort)), self.executor),
+            cut_for=lambda cohort: (even(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
             warn=self.warnings.append,
         )
 

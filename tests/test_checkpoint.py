@@ -18,7 +18,8 @@ import torch
 
 from raypfl.errors import CheckpointError
 from raypfl.federation import checkpoint
-from raypfl.federation.checkpoint import Snapshot, StateShard
+from raypfl.federation.checkpoint import Snapshot
+from raypfl.federation.states import StateShard
 
 ROOT = Path(checkpoint.__file__).parents[2]
 AWKWARD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 0.1]
@@ -110,16 +111,31 @@ def test_a_method_without_state_can_be_saved(tmp_path: Path) -> None:
     assert (loaded.server, list(loaded.states), loaded.tables) == ({}, [], {})
 
 
-def test_states_are_written_one_shard_at_a_time(tmp_path: Path) -> None:
+def test_states_are_written_a_file_at_a_time_and_never_all_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "PACK", 2 * 24)
     written_before = []
 
     def shards() -> Iterator[StateShard]:
-        for i in range(3):
+        for i in range(5):
             written_before.append(len(list(tmp_path.rglob("states-*"))))
             yield StateShard(np.array([i]), {"w": np.zeros((1, 2))})
 
     checkpoint.save(str(tmp_path), Snapshot(round=1, server={}, states=shards(), tables={}, meta={}), keep=1)
-    assert written_before == [0, 1, 2]
+    assert written_before == [0, 0, 0, 1, 1]
+    loaded = load(tmp_path)
+    assert loaded is not None
+    assert [shard.clients.tolist() for shard in loaded.states] == [[0], [1], [2], [3], [4]]
+
+
+def test_small_states_share_a_file(tmp_path: Path) -> None:
+    shards = [StateShard(np.array([i]), {"w": np.full((1, 2), i)}) for i in range(200)]
+    path = checkpoint.save(str(tmp_path), Snapshot(round=1, server={}, states=shards, tables={}, meta={}), keep=1)
+    assert len(list(Path(path).glob("states-*"))) == 1
+    loaded = load(tmp_path)
+    assert loaded is not None
+    assert [(int(s.clients[0]), int(s.tensors["w"][0, 1])) for s in loaded.states] == [(i, i) for i in range(200)]
 
 
 def test_no_folder_means_no_checkpoint(tmp_path: Path) -> None:
@@ -146,7 +162,7 @@ def test_a_checkpoint_saved_after_falling_back_counts_as_the_newest(tmp_path: Pa
     assert loaded.round == 25
 
 
-FILES = ["server.safetensors", "states-00001.safetensors", "rounds.parquet", "meta.json", "manifest.json"]
+FILES = ["server.safetensors", "states-00000.safetensors", "rounds.parquet", "meta.json", "manifest.json"]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "a bit flipped"])
@@ -200,9 +216,10 @@ KILLED_IN_A_SAVE = """
 import os, signal, sys
 import numpy as np
 from raypfl.federation import checkpoint
+from raypfl.federation.states import StateShard
 
 def shards():
-    yield checkpoint.StateShard(np.arange(2), {"w": np.zeros((2, 1000))})
+    yield StateShard(np.arange(2), {"w": np.zeros((2, 1000))})
     os.kill(os.getpid(), signal.SIGKILL)
 
 checkpoint.save(sys.argv[1], checkpoint.Snapshot(round=2, server={}, states=shards(), tables={}, meta={}), keep=1)

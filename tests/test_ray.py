@@ -144,3 +144,57 @@ def test_one_actor_per_client_for_cross_silo_studies(tmp_path):
     result = raypfl.run(silos, listeners=[events.append])
     facts = next(e.facts for e in events if isinstance(e, RunStarted))
     assert facts["actors"] == 4 and facts["group_size"] == 1 and result.status == "finished"
+
+
+def test_as_many_groups_run_at_once_as_there_are_actors(tmp_path):
+    meeting = on_ray(
+        tmp_path,
+        8,
+        ray__cpus_per_actor=0.1,
+        engine__group_size=1,
+        cohort__size=8,
+        rounds=3,
+        method="tests.federated_rendezvous:Rendezvous",
+        method__marks=tmp_path,
+        method__groups=8,
+    )
+    assert raypfl.run(meeting).server_state() == {"met": 24}
+
+
+def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):
+    from raypfl.federation import ray_backend
+
+    inline = raypfl.run(experiment(tmp_path, rounds=8, evaluation__every=0))
+    assert raypfl.run(on_ray(tmp_path, rounds=8, evaluation__every=0)).weights_hash == inline.weights_hash
+    large = {"model": "{name: mlp, hidden: [4000]}", "rounds": 3, "evaluation__every": 0}
+    assert ray_backend.APART < 4 * 4000 * (64 + 10)
+    assert raypfl.run(on_ray(tmp_path, **large)).weights_hash == raypfl.run(experiment(tmp_path, **large)).weights_hash
+
+
+@pytest.mark.slow
+def test_more_states_than_the_object_store_holds_spill_and_give_the_bits_of_an_inline_run(tmp_path):
+    settings = {
+        "model": "{name: mlp, hidden: [16000]}",  # 4.8 MB a client
+        "partition": "{name: iid, clients: 40}",
+        "cohort__size": 20,
+        "rounds": 6,
+        "evaluation__every": 0,
+        "engine__group_size": 1,
+    }
+    inline = raypfl.run(experiment(tmp_path, **settings))
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, **settings).to_yaml())
+    script = (
+        "import sys, tempfile, ray, raypfl\n"
+        "folder = tempfile.mkdtemp(prefix='raypfl-', dir='/tmp')\n"
+        "ray.init(num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, _temp_dir=folder,\n"
+        "         log_to_driver=False)\n"
+        "result = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]))\n"
+        "from ray._private.internal_api import memory_summary\n"
+        "print('SPILLED', 'Spilled' in memory_summary(stats_only=True))\n"
+        "print('HASH', result.weights_hash)\n"
+        "ray.shutdown()\n"
+        "import shutil; shutil.rmtree(folder, ignore_errors=True)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml")]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+    assert f"HASH {inline.weights_hash}" in done.stdout and "SPILLED True" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,29 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory import memory
+
 CLIENTS, COHORT, ROUNDS = 10_000, 500, 4
-
-
-def memory_of_descendants(pid: int) -> int:
-    """Bytes in use by a process and all below it, shared pages shared out among their users (PSS)."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    total, below = 0, [pid]
-    while below:
-        one = below.pop()
-        below += children.get(one, [])
-        try:
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return total
 
 
 @pytest.mark.slow
@@ -53,12 +34,12 @@ def test_ten_thousand_stateful_clients_with_a_cohort_of_500_stay_within_4_gib(tm
     arguments = [str(CLIENTS), str(COHORT), str(ROUNDS), str(tmp_path)]
     environment = os.environ | {"RAYPFL_TEST_SAMPLES": str(20 * CLIENTS), "RAYPFL_CACHE": str(tmp_path / "cache")}
     running = subprocess.Popen([sys.executable, "-c", script, *arguments], env=environment, stdout=subprocess.PIPE)
-    peak = 0
+    peak = 0.0
 
     def watch() -> None:
         nonlocal peak
         while running.poll() is None:
-            peak = max(peak, memory_of_descendants(running.pid))
+            peak = max(peak, 1e6 * sum(memory(running.pid).values()))
             time.sleep(0.5)
 
     watcher = threading.Thread(target=watch)
@@ -69,6 +50,27 @@ def test_ten_thousand_stateful_clients_with_a_cohort_of_500_stay_within_4_gib(tm
     print(out, f"peak {peak / 2**30:.2f} GiB")
     assert running.returncode == 0 and f"ROUNDS {ROUNDS}" in out
     assert peak < data + 4 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from Linux's /proc")
+def test_nothing_grows_over_two_thousand_rounds(tmp_path):
+    script = (
+        "import json, sys\n"
+        "from benchmarks.head import experiment\n"
+        "from benchmarks.memory import memory\n"
+        "import raypfl\n"
+        "from raypfl.federation.events import RoundFinished\n"
+        "def look(event):\n"
+        "    if isinstance(event, RoundFinished) and event.round in (100, 2000):\n"
+        "        print('HELD', json.dumps(memory()), flush=True)\n"
+        "parts = {'rounds': 2000, 'method': 'ditto', 'cohort': {'size': 10}, 'ray': {'actors': 2}}\n"
+        "raypfl.run(experiment(sys.argv[1], 40, **parts), listeners=[look])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    early, late = (json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("HELD "))
+    grown = {part: round(late[part] / early[part], 3) for part in ("driver", "server", "clients", "store")}
+    assert max(grown.values()) <= 1.03, grown
 
 
 @pytest.mark.slow

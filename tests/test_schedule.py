@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypfl.federation.schedule import cut, draw, group_count
+from raypfl.federation.schedule import cut, draw, even, group_sizes
 from raypfl.settings import CohortSettings
 
 
@@ -18,30 +18,46 @@ from raypfl.settings import CohortSettings
 )
 def test_every_client_is_in_exactly_one_group_and_the_costliest_group_comes_first(costs, count, executor):
     costs = np.array(costs, dtype=float)
-    groups = cut(costs, count, executor)
+    sizes = even(len(costs), count)
+    groups = cut(costs, sizes, executor)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(costs)))
     totals = [costs[g].sum() for g in groups]
-    assert totals == sorted(totals, reverse=True) and len(groups) == min(count, len(costs))
+    assert totals == sorted(totals, reverse=True) and sorted(map(len, groups)) == sorted(sizes)
 
 
-def test_sequential_groups_cost_about_the_same_and_vectorised_ones_hold_clients_of_similar_cost():
+def test_equal_sequential_groups_cost_about_the_same_and_vectorised_ones_hold_clients_of_similar_cost():
     costs = np.random.default_rng(0).lognormal(3, 1, 64)
-    dealt = [costs[g].sum() for g in cut(costs, 8, "sequential")]
+    dealt = [costs[g].sum() for g in cut(costs, even(64, 8), "sequential")]
     assert max(dealt) < 1.6 * np.mean(dealt)
-    for group in cut(costs, 4, "vectorised"):
+    for group in cut(costs, even(64, 4), "vectorised"):
         inside = (costs >= costs[group].min()) & (costs <= costs[group].max())
         assert inside.sum() == len(group)
 
 
-@pytest.mark.parametrize(
-    ("cohort", "executor", "groups"),
-    [
-        *[(1, "vectorised", 1), (20, "vectorised", 2), (50, "vectorised", 2), (500, "vectorised", 20)],
-        *[(1, "sequential", 1), (5, "sequential", 5), (50, "sequential", 8), (1000, "sequential", 125)],
-    ],
-)
-def test_the_number_of_groups_follows_from_cohort_and_executor(cohort, executor, groups):
-    assert group_count(cohort, executor) == groups
+@given(st.integers(1, 2000), st.sampled_from(["vectorised", "sequential"]))
+def test_groups_have_all_clients_of_a_cohort_and_no_more_than_they_should(cohort, executor):
+    sizes = group_sizes(cohort, executor)
+    assert sum(sizes) == cohort and min(sizes) >= 1
+    assert max(sizes) <= (9 if executor == "sequential" else 38)
+    if executor == "sequential":
+        assert len(sizes) >= min(cohort, 6)
+
+
+def test_sequential_groups_shrink_so_that_any_number_of_actors_ends_together():
+    sizes = group_sizes(1000, "sequential")
+    assert sizes[0] == 8 and sizes[-1] == 1
+    costs = np.random.default_rng(0).lognormal(3, 0.5, 1000)
+    groups = cut(costs, sizes, "sequential")
+    for actors in (2, 3, 7, 16, 50):
+        busy = np.zeros(actors)
+        for group in groups:
+            busy[busy.argmin()] += costs[group].sum()
+        assert busy.max() < 1.05 * busy.mean()
+
+
+@pytest.mark.parametrize(("cohort", "groups"), [(1, 1), (20, 2), (50, 2), (500, 20)])
+def test_the_number_of_vectorised_groups_follows_from_the_cohort(cohort, groups):
+    assert len(group_sizes(cohort, "vectorised")) == groups
 
 
 def test_cohorts_are_drawn_without_replacement_uniformly_and_by_seed():

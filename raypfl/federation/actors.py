@@ -6,6 +6,7 @@ actors first, and all of them import torch at the same time.
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,12 @@ class ClientActor:
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
-        self._broadcast: tuple[int, Any] = (-1, None)
 
-    def prepare(self, order: bytes) -> None:
-        """Build the network and open the data of an order, a pickled (job, data); what comes next is work on it."""
+    def prepare(self, order: bytes) -> str:
+        """Build the network and open the data of an order, a pickled (job, data); what comes next is work on it.
+
+        Returns the node that this process is on.
+        """
         import torch
 
         from raypfl.federation.allocator import keep_freed_memory
@@ -45,31 +48,37 @@ class ClientActor:
         torch.set_num_threads(job.experiment.engine.threads)
         task = make_task(job.experiment, data, torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
         self._worker = Worker(make_bench(job.experiment, data, task), job.experiment.method)
-        self._broadcast = (-1, None)
+        return ray.get_runtime_context().get_node_id()
 
-    @ray.method(num_returns=2)
-    def work(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
-        """Run a group. The new states are an object of their own, returned and so owned by the server."""
+    def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:
+        """Run a group. The new states are objects of their own, returned and so owned by the server.
+
+        They are one stack or, if they are to lie `apart`, one for each client.
+        """
+        reply, stack = self._worked(call, group)
+        if not apart:
+            return reply, stack
+        return reply, *(None if stack is None else stack.alone(k) for k in range(len(group.clients)))
+
+    def _worked(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
         from raypfl.federation.backend import failure, states_of
 
         assert self._worker is not None
         try:
-            if self._broadcast[0] != call.number:
-                self._broadcast = (call.number, ray.get(call.broadcast))
-            return self._worker.work(call, self._broadcast[1], group, states_of(group.states, fetched))
+            return self._worker.work(call, lambda: ray.get(call.broadcast), group, states_of(group.states, fetched))
         except Exception as error:
             return failure(error), None
 
 
-def fetched(handle: Any) -> Stack:
-    """The states behind a reference.
+def fetched(handles: list[Any]) -> list[Stack]:
+    """The states behind references, in shared memory.
 
     Raises
     ------
     LostState : if they were on a node that is gone.
     """
     try:
-        return ray.get(handle)
+        return ray.get(handles)
     except ray.exceptions.ObjectLostError as error:
         raise LostState("The node that held some clients' states is gone, and their states with it.") from error
 
@@ -117,6 +126,7 @@ class ServerActor:
             return Server(job, task, backend, self._news[2].append, facts).run()
         finally:
             self._actors = backend.survivors
+            gc.collect()  # a server is full of cycles, and its clients' states fill the object store until it is gone
 
     def _hired(self, actors: list[Any]) -> list[Any]:
         return actors + [self._remote.remote() for _ in range(self._count - len(actors))]

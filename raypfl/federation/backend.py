@@ -18,10 +18,18 @@ from raypfl.federation.work import Call, Group, Reply, Worker
 
 @dataclass(frozen=True)
 class Done:
-    """A group that succeeded; `stack` holds its clients' new states (a :class:`Stack` or a reference), or None."""
+    """A group that succeeded.
+
+    Attributes
+    ----------
+    stacks : its clients' new states, in one or more stacks (a :class:`Stack` or a reference), each with those whose it
+        is; none if they did not change.
+    home : the node that made them.
+    """
 
     reply: Reply
-    stack: Any
+    stacks: Sequence[tuple[tuple[int, ...], Any]] = ()
+    home: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Backend(Protocol):
         ...
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
-        """Run the groups, costliest first; results in the order in which they come."""
+        """Run the groups, the longest first; results in the order in which they come."""
         ...
 
     def keep(self, stack: Stack) -> Any:
@@ -77,11 +85,12 @@ class Inline:
                 raise Stopped("The run was asked to stop.")
             try:
                 with self._stop.interruptible():
-                    reply, stack = self._worker.work(call, call.broadcast, group, states_of(group.states, lambda s: s))
+                    states = states_of(group.states, lambda stacks: stacks)
+                    reply, stack = self._worker.work(call, lambda: call.broadcast, group, states)
             except Exception as error:
                 yield group, failure(error)
             else:
-                yield group, Done(reply, stack)
+                yield group, Done(reply, [] if stack is None else [(group.clients, stack)])
 
     def keep(self, stack: Stack) -> Any:
         return stack
@@ -90,6 +99,10 @@ class Inline:
         return handle
 
 
-def states_of(places: Sequence[Place | None], fetch: Callable[[Any], Stack]) -> list[Mapping[str, np.ndarray]]:
-    """Each client's state, empty where it has none."""
-    return [{} if place is None else fetch(place.stack).of(place.k) for place in places]
+def states_of(
+    places: Sequence[Place | None], fetch: Callable[[list[Any]], list[Stack]]
+) -> list[Mapping[str, np.ndarray]]:
+    """Each client's state, empty where it has none; `fetch` gets every handle once, all at a time."""
+    handles = {id(place.stack): place.stack for place in places if place is not None}
+    stacks = dict(zip(handles, fetch(list(handles.values())), strict=True))
+    return [{} if place is None else stacks[id(place.stack)].of(place.k) for place in places]

@@ -3,12 +3,16 @@
 A checkpoint is a folder ``<location>/<number>-round-<round>`` with ::
 
     server.safetensors                  the tensors of the server's state
-    states-00000.safetensors, ...       the clients' states, a shard of clients a file
+    states-00000.safetensors, ...       the clients' states, as many shards of clients as fit in a file
     rounds.parquet, ...                 the tables
     meta.json                           everything else
     manifest.json                       size and SHA-256 of every other file, written last
 
 Numbers count up with every save, so a checkpoint never overwrites another, not even one of the same round.
+
+States that have not changed are not written again: a file of the checkpoint before of which most rows still count
+becomes one of the new checkpoint too (a hard link; in an object store, a copy made there). Of a client whose state is
+in several files, the last one counts.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,26 +35,15 @@ import safetensors.torch
 import torch
 
 from raypfl.errors import CheckpointError
+from raypfl.federation.states import Lot, Pack, StateShard
 
-FORMAT = 1
+FORMAT = 2
+PACK = 64 << 20
+"""Bytes of client states from which a file is full: what a save and a load hold in memory at a time."""
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(\d+)-round-\d+")
 _DRAFT = ".draft"
 _CHUNK = 1 << 22
-
-
-@dataclass(frozen=True)
-class StateShard:
-    """The states of some clients.
-
-    Attributes
-    ----------
-    clients : ``int64[k]``, ids.
-    tensors : name -> ``[k, ...]``, row i belonging to ``clients[i]``.
-    """
-
-    clients: np.ndarray
-    tensors: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,7 @@ class Snapshot:
     server : nested dicts (keys str or int), lists and tuples of tensors, int, float, str, bool, None. Tensors come back
         on the CPU.
     states : the clients' states, read and written one shard at a time; after `load` it may be iterated more than once.
+    packs : files of the newest checkpoint with further states, before those of `states`; for `save` alone.
     tables : name -> table; a name is a file name without its ending.
     meta : what JSON can hold.
     """
@@ -72,6 +66,7 @@ class Snapshot:
     states: Iterable[StateShard]
     tables: dict[str, pa.Table]
     meta: dict[str, Any]
+    packs: Sequence[tuple[Pack, list[Lot]]] = ()
 
 
 def save(location: str, snapshot: Snapshot, keep: int) -> str:
@@ -96,7 +91,7 @@ def save(location: str, snapshot: Snapshot, keep: int) -> str:
         number = 1 + max((int(name.partition("-")[0]) for name in existing), default=0)
         path = f"{root}/{number:06d}-round-{snapshot.round}"
         draft = path + _DRAFT if local else path
-        _write(files, draft, snapshot)
+        written = _write(files, draft, snapshot)
         if local:
             _publish(draft, path)
     except OSError as error:
@@ -104,6 +99,7 @@ def save(location: str, snapshot: Snapshot, keep: int) -> str:
             f"The checkpoint of round {snapshot.round} cannot be written to {location}: {error}. Free some space "
             f"there, or set checkpoint.location to another place; `raypfl resume` goes on from the checkpoint before."
         ) from error
+    _remember(path, written)
     # What cannot be deleted now is tried again after the next save: no reason to stop a run.
     with contextlib.suppress(OSError):
         _prune(files, root, keep)
@@ -147,6 +143,12 @@ def load(location: str, warn: Callable[[str], None]) -> Snapshot | None:
     return None
 
 
+def holds(location: str, pack: Pack) -> bool:
+    """Whether a file of an earlier checkpoint is still there, and as long as it was."""
+    files, _ = resolve(location)
+    return files.get_file_info(pack.path).size == pack.bytes
+
+
 def resolve(location: str) -> tuple[pafs.FileSystem, str]:
     """The file system of a location and the path in it."""
     if "://" not in location:
@@ -167,28 +169,32 @@ class _Damaged(Exception):
 
 @dataclass(frozen=True)
 class _StoredShards:
-    """The shards of a checkpoint, read one at a time as they are asked for."""
+    """The shards of a checkpoint, read one file at a time as they are asked for."""
 
     files: pafs.FileSystem
-    paths: tuple[str, ...]
+    packs: tuple[tuple[str, int, str], ...]
 
     def __iter__(self) -> Iterator[StateShard]:
-        for path in self.paths:
+        for path, size, digest in self.packs:
             try:
                 arrays = safetensors.numpy.load(_bytes(self.files, path))
             except (OSError, safetensors.SafetensorError) as error:
                 raise CheckpointError(
                     f"The client states in {path} were intact a moment ago and can no longer be read: {error}."
                 ) from error
-            yield StateShard(arrays.pop("clients"), {name.removeprefix("state/"): a for name, a in arrays.items()})
+            shards = list(_unpacked(arrays))
+            pack = Pack(path, size, digest, sum(len(shard.clients) for shard in shards))
+            yield from (replace(shard, pack=pack) for shard in shards)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> None:
+def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> list[tuple[Pack, list[Lot]]]:
+    """Write a checkpoint's files into a folder; returns its packs of states, and the lots in them."""
     files.create_dir(folder, recursive=True)
     written: dict[str, dict[str, Any]] = {}
+    packs: list[tuple[Pack, list[Lot]]] = []
 
     def put(name: str, content: bytes | pa.Buffer) -> None:
         with files.open_output_stream(f"{folder}/{name}", compression=None) as stream:
@@ -198,16 +204,79 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> None:
     tensors: dict[str, torch.Tensor] = {}
     server = _encode(snapshot.server, "", tensors)
     put("server.safetensors", safetensors.torch.save(tensors))
-    shards = 0
-    for shard in snapshot.states:
-        arrays = {"clients": shard.clients, **{f"state/{name}": array for name, array in shard.tensors.items()}}
-        put(f"states-{shards:05d}.safetensors", safetensors.numpy.save(arrays))
-        shards += 1
+    for old, lots in snapshot.packs:
+        name = _pack_name(len(packs))
+        _link(files, old.path, f"{folder}/{name}")
+        written[name] = {"bytes": old.bytes, "sha256": old.sha256}
+        packs.append((replace(old, path=name), lots))
+    for shards in _packs(snapshot.states):
+        name = _pack_name(len(packs))
+        put(name, safetensors.numpy.save(_packed(shards)))
+        rows = sum(len(shard.clients) for shard in shards)
+        lots = [shard.lot for shard in shards if shard.lot is not None]
+        packs.append((Pack(name, written[name]["bytes"], written[name]["sha256"], rows), lots))
     for name, table in snapshot.tables.items():
         put(f"{name}.parquet", _parquet(table))
-    meta = {"round": snapshot.round, "server": server, "shards": shards, "tables": list(snapshot.tables)}
+    meta = {"round": snapshot.round, "server": server, "packs": len(packs), "tables": list(snapshot.tables)}
     put("meta.json", json.dumps({**meta, "meta": snapshot.meta}).encode())
     put(_MANIFEST, json.dumps({"format": FORMAT, "files": written}, indent=1).encode())
+    return packs
+
+
+def _pack_name(number: int) -> str:
+    return f"states-{number:05d}.safetensors"
+
+
+def _link(files: pafs.FileSystem, old: str, new: str) -> None:
+    """Have a file in another place too, without sending or writing it again if that can be."""
+    if isinstance(files, pafs.LocalFileSystem):
+        with contextlib.suppress(OSError):  # a file system without hard links
+            os.link(old, new)
+            return
+    files.copy_file(old, new)
+
+
+def _remember(folder: str, packs: list[tuple[Pack, list[Lot]]]) -> None:
+    """Tell the lots where they are, so that the next checkpoint need not write them."""
+    for pack, lots in packs:
+        placed = replace(pack, path=f"{folder}/{pack.path}")
+        for lot in lots:
+            lot.pack = placed
+
+
+def _packs(shards: Iterable[StateShard]) -> Iterator[list[StateShard]]:
+    """The shards in lists that fill a file each; those of a lot are in the same one."""
+    pack: list[StateShard] = []
+    size = 0
+    for shard in shards:
+        if size >= PACK and (shard.lot is None or shard.lot is not pack[-1].lot):
+            yield pack
+            pack, size = [], 0
+        pack.append(shard)
+        size += shard.nbytes
+    if pack:
+        yield pack
+
+
+def _packed(pack: list[StateShard]) -> dict[str, np.ndarray]:
+    arrays = {}
+    for i, shard in enumerate(pack):
+        arrays[f"{i}/clients"] = shard.clients
+        arrays |= {f"{i}/state/{name}": np.ascontiguousarray(array) for name, array in shard.tensors.items()}
+    return arrays
+
+
+def _unpacked(arrays: dict[str, np.ndarray]) -> Iterator[StateShard]:
+    tensors: dict[int, dict[str, np.ndarray]] = {}
+    clients: dict[int, np.ndarray] = {}
+    for key, array in arrays.items():
+        number, kind, name = (*key.split("/", 2), "")[:3]
+        if kind == "clients":
+            clients[int(number)] = array
+        else:
+            tensors.setdefault(int(number), {})[name] = array
+    for i in sorted(clients):
+        yield StateShard(clients[i], dict(sorted(tensors.get(i, {}).items())))
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
@@ -287,13 +356,13 @@ def _is_complete(files: pafs.FileSystem, path: str) -> bool:
 
 
 def _read(files: pafs.FileSystem, path: str) -> Snapshot:
-    _verify(files, path)
+    manifest = _verify(files, path)
     meta = json.loads(_bytes(files, f"{path}/meta.json"))
     tensors = safetensors.torch.load(_bytes(files, f"{path}/server.safetensors"))
     return Snapshot(
         round=meta["round"],
         server=_decode(meta["server"], tensors),
-        states=_StoredShards(files, tuple(f"{path}/states-{i:05d}.safetensors" for i in range(meta["shards"]))),
+        states=_StoredShards(files, _stored_packs(path, meta["packs"], manifest)),
         tables={
             name: pq.read_table(pa.BufferReader(_bytes(files, f"{path}/{name}.parquet"))) for name in meta["tables"]
         },
@@ -301,9 +370,15 @@ def _read(files: pafs.FileSystem, path: str) -> Snapshot:
     )
 
 
-def _verify(files: pafs.FileSystem, path: str) -> None:
-    """Raise `_Damaged` unless every file is as it was written."""
-    for name, expected in _manifest(files, path).items():
+def _stored_packs(path: str, count: int, manifest: dict[str, dict[str, Any]]) -> tuple[tuple[str, int, str], ...]:
+    entries = [(name, manifest[name]) for name in map(_pack_name, range(count))]
+    return tuple((f"{path}/{name}", entry["bytes"], entry["sha256"]) for name, entry in entries)
+
+
+def _verify(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
+    """Raise `_Damaged` unless every file is as it was written; returns its :func:`_manifest`."""
+    manifest = _manifest(files, path)
+    for name, expected in manifest.items():
         size = files.get_file_info(f"{path}/{name}").size
         if size is None:
             raise _Damaged(f"its {name} is missing")
@@ -311,6 +386,7 @@ def _verify(files: pafs.FileSystem, path: str) -> None:
             raise _Damaged(f"its {name} has {size:,} bytes instead of {expected['bytes']:,}")
         if _sha256(files, f"{path}/{name}") != expected["sha256"]:
             raise _Damaged(f"the content of its {name} has changed since it was written")
+    return manifest
 
 
 def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
@@ -319,6 +395,8 @@ def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
         manifest = json.loads(_bytes(files, f"{path}/{_MANIFEST}"))
         if manifest["format"] > FORMAT:
             raise _Damaged("it was written by a newer version of raypfl, which is needed to read it")
+        if manifest["format"] < FORMAT:
+            raise _Damaged("it was written by an older version of raypfl, which is needed to read it")
         return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         raise _Damaged(f"its {_MANIFEST} is missing") from None

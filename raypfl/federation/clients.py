@@ -90,16 +90,17 @@ class ClientState(MutableMapping[str, Tensor]):
             return self._default_rows(default)
         if default is None and not all(name in row for row in self._rows):
             raise KeyError(f"Some clients of the group have no {name!r} yet; give clients.state.get a default.")
-        filled = None if default is None else plain(self._default_rows(default)).clone()
-        stored = [
-            None if name not in row else torch.from_numpy(np.array(row[name])).to(self._device) for row in self._rows
-        ]
-        if filled is None:
-            return per_client(torch.stack([s for s in stored if s is not None]))
-        for k, value in enumerate(stored):
-            if value is not None:
-                filled[k] = value
-        return per_client(filled)
+        # One copy of each row, from where it is mapped into its place: a state may be large.
+        one = next(row[name] for row in self._rows if name in row)
+        stored = np.empty((len(self._rows), *one.shape), one.dtype)
+        for k, row in enumerate(self._rows):
+            if name in row:
+                stored[k] = row[name]
+        rows = torch.from_numpy(stored).to(self._device, None if default is None else default.dtype)
+        without = [k for k, row in enumerate(self._rows) if name not in row]
+        if without:
+            rows[without] = plain(self._default_rows(default))[without]
+        return per_client(rows)
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.get(name)

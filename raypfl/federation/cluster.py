@@ -18,6 +18,10 @@ from raypfl.settings import RaySettings
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+AT_ONCE = {"free_objects_period_milliseconds": 0}
+"""Ray frees objects once a second otherwise: meanwhile rounds fill fresh memory, whose page faults cost more than what
+is written there."""
+
 
 @contextlib.contextmanager
 def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Iterator[Any]:
@@ -42,7 +46,8 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     try:
         if address is None:
-            _start(ray, {"include_dashboard": settings.dashboard, "_temp_dir": folder, **quiet})
+            options = {"include_dashboard": settings.dashboard, "_temp_dir": folder, "_system_config": AT_ONCE}
+            _start(ray, options | quiet)
         else:
             _attach(ray, address, quiet)
         _without_chatter(ray)

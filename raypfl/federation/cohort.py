@@ -13,13 +13,18 @@ from torch import Tensor
 
 from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.federation.backend import Backend, Failed
+from raypfl.federation.clients import Clients
 from raypfl.federation.ledger import Entry, Ledger
+from raypfl.federation.placement import Timings
 from raypfl.federation.schedule import cut
 from raypfl.federation.states import StateTable
 from raypfl.federation.work import Call, Group, Reply, Value
 from raypfl.messages import Scatter, plain
-from raypfl.methods.base import Task
+from raypfl.methods.base import Method, Task
 from raypfl.settings import FailureSettings
+
+GATHERED = 64
+"""Clients whose scattered states an actor puts together at a time."""
 
 
 @dataclass
@@ -29,7 +34,7 @@ class Exchanger:
     Attributes
     ----------
     costs : ``float[num_clients]`` what each client's turn is expected to take, in any unit.
-    cut_for : ``(groups, executor)`` for a cohort of a given size.
+    cut_for : ``(sizes of the groups, executor)`` for a cohort of a given size.
     warn : told of what a person should know.
     """
 
@@ -39,9 +44,12 @@ class Exchanger:
     ledger: Ledger
     failures: FailureSettings
     costs: np.ndarray
-    cut_for: Callable[[int], tuple[int, str]]
+    cut_for: Callable[[int], tuple[list[int], str]]
     warn: Callable[[str], None]
     _numbers: Any = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._timings = Timings(self.costs)
 
     def call(
         self,
@@ -58,7 +66,7 @@ class Exchanger:
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
         pairs = list(clients)
         ids, positions = np.array([c for _, c in pairs]), np.array([p for p, _ in pairs])
-        count, executor = self.cut_for(len(pairs))
+        sizes, executor = self.cut_for(len(pairs))
         groups = [
             Group(
                 index=index,
@@ -66,8 +74,10 @@ class Exchanger:
                 positions=positions[members],
                 scattered={n: r[positions[members]] for n, r in rows.items()},
                 states=[self.states.place(int(c)) for c in ids[members]],
+                length=self._timings.length(ids[members]),
+                seconds=self._timings.seconds(function, ids[members]),
             )
-            for index, members in enumerate(cut(self.costs[ids], count, executor))
+            for index, members in enumerate(cut(self.costs[ids], sizes, executor))
         ]
         return Call(next(self._numbers), function, round, lr, shared, scalars), groups
 
@@ -88,8 +98,10 @@ class Exchanger:
                     self._raise_if_hopeless(call, outcome)
                     failures.append((group, first.setdefault(group.index, outcome)))
                     continue
-                if outcome.stack is not None:
-                    self.states.stage(group.clients, outcome.stack)
+                for clients, stack in outcome.stacks:
+                    self.states.stage(clients, stack, outcome.home)
+                if isinstance(call.function, str):  # the engine's own cost other clients more
+                    self._timings.note(call.function, group.clients, outcome.reply.seconds)
                 arrived[group.index] = (group, outcome.reply)
                 yield from _ready(order, arrived)
             groups = []
@@ -100,6 +112,30 @@ class Exchanger:
                 else:
                     groups.append(rest)
             yield from _ready(order, arrived)
+
+    def gather(self, round: int) -> None:
+        """Put the states together anew that lie scattered in stacks kept by a few rows; no client does anything."""
+        clients = self.states.scattered()
+        if not clients:
+            return
+        shared = self.backend.broadcast({})
+        call = Call(next(self._numbers), _as_they_are, round, 0.0, shared, {})
+        for _ in self.run(call, self._gathering(clients), _not_lost):
+            pass
+        self.states.commit()
+
+    def _gathering(self, clients: list[int]) -> list[Group]:
+        parts = np.array_split(np.array(clients), -(-len(clients) // GATHERED))
+        return [
+            Group(
+                index=index,
+                clients=tuple(part.tolist()),
+                positions=np.arange(len(part)),
+                scattered={},
+                states=[self.states.place(int(c)) for c in part],
+            )
+            for index, part in enumerate(parts)
+        ]
 
     def _raise_if_hopeless(self, call: Call, failed: Failed) -> None:
         error = failed.error
@@ -135,6 +171,15 @@ class Exchanger:
                 self._raise_if_hopeless(call, outcome)
                 failing[one.clients[0]] = outcome
         return failing
+
+
+def _as_they_are(clients: Clients, method: Method) -> dict[str, Any]:
+    clients.state.changed = True
+    return {}
+
+
+def _not_lost(client: int, why: str) -> None:
+    raise ClientError(f"The state of client {client} cannot be copied. {why}", [client])
 
 
 def _ready(order: list[int], arrived: dict[int, tuple[Group, Reply] | None]) -> Iterator[tuple[Group, Reply]]:

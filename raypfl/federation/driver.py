@@ -189,7 +189,7 @@ def _on_ray(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) ->
         emit(Progress("starting actors"))
         settings = job.experiment.ray
         size = cohort_size(job.experiment.cohort, data.num_clients)
-        actors = client_actors(ray, settings, groups_for(job, size))
+        actors = client_actors(ray, settings, len(groups_for(job, size)))
         options = {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
         kind = (actors, *options.values())
         server = _spare.take(ray, kind) or _server_actor(ray, actors, options)

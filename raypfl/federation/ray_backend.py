@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,13 @@ from ray.exceptions import RayError, RayTaskError
 from raypfl.errors import RaypflError, Stopped
 from raypfl.federation.actors import fetched
 from raypfl.federation.backend import Done, Failed
+from raypfl.federation.placement import Dispatch
 from raypfl.federation.states import Stack
 from raypfl.federation.work import Call, Group, Reply
 
-IN_FLIGHT = 2
-"""Groups pushed to an actor at a time: while it computes one, the next is already there."""
+APART = 1_000_000
+"""Bytes of a client's state from which it is an object of its own, so that it is gone as soon as there is a newer one.
+An object costs about a millisecond, as much as copying so many bytes."""
 
 POLL = 0.1
 """Seconds between looks at whether the run was asked to stop."""
@@ -27,12 +28,11 @@ POLL = 0.1
 
 @dataclass(eq=False)
 class _Crew:
-    """A client actor as the server sees it: `flights` in the order in which they were pushed, the first one running."""
+    """A client actor as the server sees it; `node` is where it runs, once it is ready."""
 
     actor: Any
     prepared: Any
-    ready: bool = False
-    flights: list[_Flight] = field(default_factory=list)
+    node: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +42,11 @@ class _Flight:
     group: Group
     crew: _Crew
     reply: Any
-    stack: Any
+    stacks: Sequence[Any]
 
 
 class RayBackend:
-    """Pushes groups to client actors, costliest first; replaces actors that die and runs their groups elsewhere.
+    """Pushes groups to client actors, the longest first; replaces actors that die and runs their groups elsewhere.
 
     Parameters
     ----------
@@ -72,6 +72,7 @@ class RayBackend:
         self._stillborn = 0
         self._hire = hire
         self._order = order
+        self._apart = False
         self._stopped = stopped
         self._warn = warn
         self._wanted = len(actors)
@@ -84,7 +85,7 @@ class RayBackend:
         return ray.put(stack)
 
     def fetch(self, handle: Any) -> Stack:
-        return fetched(handle)
+        return fetched([handle])[0]
 
     def assemble(self, seconds: float) -> None:
         """Wait until all actors are ready, but no longer than this: the cluster may be short of room for some."""
@@ -104,21 +105,25 @@ class RayBackend:
         return [crew.actor for crew in self._crews]
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
-        waiting = deque(groups)
+        dispatch = Dispatch(groups)
         flying: dict[Any, _Flight] = {}
         deaths = dict.fromkeys((g.index for g in groups), 0)
         try:
-            while waiting or flying:
-                self._push(call, waiting, flying)
-                for reply in self._arrived(flying):
+            while not dispatch.done:
+                self._muster(dispatch)
+                self._push(call, dispatch, flying)
+                for reply in self._arrived(flying, dispatch.pause(time.monotonic())):
+                    if reply not in flying:  # its actor died, and was found to by another of its groups
+                        continue
                     flight = flying[reply]
                     try:
                         outcome = self._outcome(flight)
                     except RayError as error:  # the actor, its node, or its memory; a RayTaskError is an outcome
-                        yield from self._bury(flight.crew, flying, waiting, deaths, error)
+                        yield from self._bury(flight.crew, flying, dispatch, deaths, error)
                     else:
                         del flying[reply]
-                        flight.crew.flights.remove(flight)
+                        dispatch.finished(flight.crew, flight.group, time.monotonic())
+                        self._push(call, dispatch, flying)
                         yield flight.group, outcome
         finally:
             self._give_up(flying)
@@ -130,33 +135,38 @@ class RayBackend:
             return Failed(error, str(error))
         if isinstance(reply, Failed):
             return reply
-        return Done(reply, flight.stack if reply.stateful else None)
+        if reply.kept is None:
+            return Done(reply)
+        clients = flight.group.clients
+        owners = [(c,) for c in clients] if len(flight.stacks) == len(clients) else [clients]
+        self._apart = reply.kept >= APART * len(clients)
+        return Done(reply, list(zip(owners, flight.stacks, strict=True)), flight.crew.node or "")
 
-    def _push(self, call: Call, waiting: deque[Group], flying: dict[Any, _Flight]) -> None:
-        self._muster()
-        for depth in range(IN_FLIGHT):
-            for crew in self._crews:
-                if waiting and crew.ready and len(crew.flights) == depth:
-                    group = waiting.popleft()
-                    reply, stack = crew.actor.work.remote(call, group)
-                    flying[reply] = _Flight(group, crew, reply, stack)
-                    crew.flights.append(flying[reply])
+    def _push(self, call: Call, dispatch: Dispatch, flying: dict[Any, _Flight]) -> None:
+        while chosen := dispatch.next(time.monotonic()):
+            crew, group = chosen
+            count = len(group.clients) if self._apart else 1
+            work = crew.actor.work.options(num_returns=1 + count)
+            reply, *stacks = work.remote(call, group, self._apart)
+            flying[reply] = _Flight(group, crew, reply, stacks)
 
-    def _muster(self) -> None:
+    def _muster(self, dispatch: Dispatch) -> None:
         """Have all actors, and let them take part once they run: one without room must not be handed a group."""
         while len(self._crews) < self._wanted:
             actor = self._hire()
             self._crews.append(_Crew(actor, actor.prepare.remote(self._order)))
-        absent = {crew.prepared: crew for crew in self._crews if not crew.ready}
+        absent = {crew.prepared: crew for crew in self._crews if crew.node is None}
         if absent:
             there, _ = ray.wait(list(absent), num_returns=len(absent), timeout=0)
             for ref in there:
                 self._greet(absent[ref])
+        for crew in self._crews:
+            if crew.node is not None:
+                dispatch.join(crew, crew.node)
 
     def _greet(self, crew: _Crew) -> None:
         try:
-            ray.get(crew.prepared)
-            crew.ready = True
+            crew.node = ray.get(crew.prepared)
             self._stillborn = 0
         except RayTaskError as error:
             raise RaypflError(f"A client actor could not be set up: {error.cause}") from error
@@ -166,11 +176,11 @@ class RayBackend:
             if self._stillborn > self.retries:
                 raise RaypflError(f"Client actors die while they are set up. {_why(error)}") from error
 
-    def _arrived(self, flying: Mapping[Any, _Flight]) -> list[Any]:
+    def _arrived(self, flying: Mapping[Any, _Flight], pause: float) -> list[Any]:
         if self._stopped():
             raise Stopped("The run was asked to stop.")
         if flying:
-            return ray.wait(list(flying), num_returns=1, timeout=POLL)[0]
+            return ray.wait(list(flying), num_returns=1, timeout=min(POLL, pause))[0]
         ray.wait([crew.prepared for crew in self._crews], num_returns=1, timeout=POLL)
         return []
 
@@ -178,19 +188,20 @@ class RayBackend:
         self,
         crew: _Crew,
         flying: dict[Any, _Flight],
-        waiting: deque[Group],
+        dispatch: Dispatch,
         deaths: dict[int, int],
         error: BaseException,
     ) -> Iterator[tuple[Group, Failed]]:
         """Put a dead actor's groups back, unless the one that it was running has cost too many actors."""
         self._dismiss(crew)
         self._warn("A client actor died; another takes its place, and its groups run again.")
-        lost = [flying.pop(flight.reply).group for flight in crew.flights]
-        deaths[lost[0].index] += 1
-        if deaths[lost[0].index] > self.retries:
-            running = lost.pop(0)
+        for flight in [flight for flight in flying.values() if flight.crew is crew]:
+            del flying[flight.reply]
+        running = dispatch.lost(crew)[0]
+        deaths[running.index] += 1
+        if deaths[running.index] > self.retries:
+            dispatch.drop(running)
             yield running, Failed(error, f"Its actor's process died {deaths[running.index]} times. {_why(error)}")
-        waiting.extendleft(reversed(lost))
 
     def _give_up(self, flying: Mapping[Any, _Flight]) -> None:
         """Nobody wants these results any more, and a running method cannot be interrupted: its actor goes."""

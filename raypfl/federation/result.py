@@ -103,11 +103,12 @@ class Result:
 
     def client_state(self, client: int) -> dict[str, Any]:
         """What one client kept, by name, as NumPy arrays; empty if it never took part or keeps nothing."""
-        for shard in self._snapshot().states:
+        state = {}
+        for shard in self._snapshot().states:  # the last one counts
             if client in shard.clients:
                 k = int((shard.clients == client).argmax())
-                return {name: rows[k] for name, rows in shard.tensors.items()}
-        return {}
+                state = {name: rows[k] for name, rows in shard.tensors.items()}
+        return state
 
     def _snapshot(self) -> checkpoint.Snapshot:
         location = checkpoints_of(self.experiment, str(self.run_dir))

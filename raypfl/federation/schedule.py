@@ -5,6 +5,7 @@ The cut depends on the cohort, the model and the clients' sizes, never on the ac
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +16,12 @@ from raypfl.settings import CohortSettings
 VECTORISED_GROUP = 25
 """Clients a vectorised group wants: below, per-operation costs show; above, little more is gained."""
 
-SEQUENTIAL_GROUPS = 8
-"""Groups that a cohort of sequential clients is cut into at least, if it can be: two, four or eight actors share them
-evenly, and each costs a model's way to the server."""
-
 SEQUENTIAL_GROUP = 8
-"""Clients a sequential group has at most; larger cohorts have more groups."""
+"""Clients that the largest sequential group of a cohort has, unless the cohort is small. Fewer would cost a model's way
+to the server more often; more would let actors wait for the last group longer."""
+
+SEQUENTIAL_SHARE = 8
+"""The largest sequential group has at most this part of a cohort: eight actors still have something to do."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,46 @@ def draw(settings: CohortSettings, num_clients: int, seed: int, round: int) -> D
     return Draw(tuple(drawn[~gone].tolist()), tuple(drawn[gone].tolist()))
 
 
-def group_count(cohort: int, executor: str) -> int:
-    """Groups that a cohort of this size is cut into."""
+def even(cohort: int, groups: int) -> list[int]:
+    """Sizes of so many groups, as equal as can be; fewer if there are not as many clients."""
+    return [len(part) for part in np.array_split(np.arange(cohort), max(1, min(groups, cohort)))]
+
+
+def group_sizes(cohort: int, executor: str) -> list[int]:
+    """Sizes of the groups that a cohort is cut into.
+
+    Vectorised ones are equal. Sequential ones shrink to single clients: the large ones cost little to hand out, and
+    with the small ones the actors, however many there are, finish together (trapezoid self-scheduling, Tzen and Ni
+    1993).
+    """
     if executor == "vectorised":
-        return max(round(cohort / VECTORISED_GROUP), 2 if cohort >= 16 else 1)
-    return max(min(cohort, SEQUENTIAL_GROUPS), -(-cohort // SEQUENTIAL_GROUP))
+        return even(cohort, max(round(cohort / VECTORISED_GROUP), 2 if cohort >= 16 else 1))
+    largest = min(SEQUENTIAL_GROUP, -(-cohort // SEQUENTIAL_SHARE))
+    wanted = np.linspace(largest, 1, max(1, 2 * cohort // (largest + 1)))
+    ends = np.round(np.cumsum(wanted) * cohort / wanted.sum()).astype(int)
+    return np.diff(ends, prepend=0).tolist()
 
 
-def cut(costs: np.ndarray, count: int, executor: str) -> list[np.ndarray]:
-    """Positions ``0..C-1`` of a cohort in `count` groups, the costliest first; fewer if there are not as many clients.
+def cut(costs: np.ndarray, sizes: list[int], executor: str) -> list[np.ndarray]:
+    """Positions ``0..C-1`` of a cohort in groups of these sizes, the costliest first.
 
     Vectorised groups get clients of similar cost, since a group takes as long as its longest member; sequential ones
-    are dealt so that every group costs about the same.
+    cost as much as they have clients, as nearly as can be.
     """
     ranked = np.argsort(-costs, kind="stable")
-    if executor == "vectorised":
-        groups = np.array_split(ranked, count)
-    else:
-        lane = np.arange(len(ranked)) % (2 * count)
-        lane = np.minimum(lane, 2 * count - 1 - lane)
-        groups = [ranked[lane == i] for i in range(count)]
-    groups = [np.sort(g) for g in groups if len(g)]
-    return sorted(groups, key=lambda g: (-costs[g].sum(), g[0]))
+    groups = np.split(ranked, np.cumsum(sizes)[:-1]) if executor == "vectorised" else _dealt(costs, ranked, sizes)
+    return sorted((np.sort(g) for g in groups), key=lambda g: (-costs[g].sum(), g[0]))
+
+
+def _dealt(costs: np.ndarray, ranked: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """The costliest client goes to the group that is farthest from its share of the cohort's cost, then the next."""
+    share = float(costs.sum()) / len(costs)
+    open_groups = [(-share * size, i) for i, size in enumerate(sizes)]
+    heapq.heapify(open_groups)
+    groups: list[list[int]] = [[] for _ in sizes]
+    for position in ranked:
+        missing, i = heapq.heappop(open_groups)
+        groups[i].append(int(position))
+        if len(groups[i]) < sizes[i]:
+            heapq.heappush(open_groups, (missing + float(costs[position]), i))
+    return [np.array(group) for group in groups]

@@ -21,14 +21,14 @@ from raypfl.errors import CheckpointError, EmptyCohort, LostState, RaypflError, 
 from raypfl.evaluation import score, summarise, tabulate
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Backend
-from raypfl.federation.checkpoint import Snapshot, StateShard
+from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.schedule import cohort_size, draw, group_count
+from raypfl.federation.schedule import cohort_size, draw, even, group_sizes
 from raypfl.federation.setup import client_costs
-from raypfl.federation.states import Stack, StateTable
+from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
 from raypfl.federation.tree import cloned, put_together, taken_apart
 from raypfl.messages import Each
 from raypfl.methods.base import Method, Task
@@ -176,7 +176,7 @@ class Server:
             "parameters": self.task.model.num_parameters,
             "executor": self.experiment.engine.executor,
             "why": self.job.why,
-            "group_size": -(-cohort // groups_for(self.job, cohort)),
+            "group_size": max(groups_for(self.job, cohort)),
             "data": self.job.fingerprint,
             "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
@@ -199,6 +199,7 @@ class Server:
 
     def _one_round(self) -> None:
         begun = time.perf_counter()
+        self._undisturbed(lambda: self._exchanger.gather(self.round))
         drawn = draw(self.experiment.cohort, self.task.num_clients, self.experiment.seed, self.round)
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
         cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, self.round, lr)
@@ -261,16 +262,16 @@ class Server:
         return finished
 
     def _hash(self) -> str:
-        """SHA-256 of the server's tensors and of all clients' states, in the order of names and clients."""
+        """SHA-256 of the server's tensors, in the order of names, and of every client's SHA-256, in that of clients."""
         digest = hashlib.sha256()
         for name, tensor in sorted(taken_apart(self.state)[1].items()):
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-        stacks = {id(handle): self.backend.fetch(handle) for handle, _, _ in self.states.stacks()}
-        for client in self.states.clients():
-            place = self.states.place(client)
-            assert place is not None
-            for name, array in sorted(stacks[id(place.stack)].of(place.k).items()):
-                digest.update(f"{client}/{name}".encode() + np.ascontiguousarray(array).tobytes())
+        clients: dict[int, bytes] = {}
+        for lot in self.states.lots():  # one stack at a time: all together may be more than memory
+            stack = self.backend.fetch(lot.stack)
+            clients |= digests((lot.clients[k], stack.of(k)) for k in self.states.live(lot))
+        for client in sorted(clients):
+            digest.update(clients[client])
         return digest.hexdigest()
 
     def _tables(self) -> dict[str, pa.Table]:
@@ -281,10 +282,12 @@ class Server:
         }
 
     def _save(self) -> None:
+        packs = [(p, lots) for p, lots in self.states.packs() if checkpoint.holds(self.job.checkpoints, p)]
         snapshot = Snapshot(
             round=self.round,
             server=self.state,
-            states=self._shards(),
+            states=self._shards(packs),
+            packs=packs,
             tables=self._tables(),
             meta={
                 "experiment": self.experiment.to_yaml(),
@@ -297,15 +300,12 @@ class Server:
         self._saved = self.round
         self.emit(Checkpointed(self.round, path))
 
-    def _shards(self) -> Iterator[StateShard]:
-        for handle, clients, ks in self.states.stacks():
-            stack = self.backend.fetch(handle)
-            held = {name: where[ks] >= 0 for name, where in stack.index.items()}
-            patterns = sorted({tuple(sorted(n for n in held if held[n][i])) for i in range(len(ks))})
-            for names in patterns:
-                mine = [i for i in range(len(ks)) if tuple(sorted(n for n in held if held[n][i])) == names]
-                rows = {n: stack.rows[n][stack.index[n][[ks[i] for i in mine]]] for n in names}
-                yield StateShard(np.array([clients[i] for i in mine]), rows)
+    def _shards(self, packs: list[tuple[Pack, list[Lot]]]) -> Iterator[StateShard]:
+        packed = {lot for _, lots in packs for lot in lots}
+        for lot in self.states.lots():
+            if lot in packed:
+                continue
+            yield from shards_of(lot, self.states.live(lot), self.backend.fetch(lot.stack))
 
     def _restore(self) -> bool:
         snapshot = checkpoint.load(self.job.checkpoints, self._warn)
@@ -320,9 +320,7 @@ class Server:
         skeleton, tensors = taken_apart(snapshot.server)
         self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
         for shard in snapshot.states:
-            count = len(shard.clients)
-            stack = Stack(dict(shard.tensors), {name: np.arange(count) for name in shard.tensors})
-            self.states.stage(tuple(int(c) for c in shard.clients), self.backend.keep(stack))
+            self.states.stage(shard.clients.tolist(), self.backend.keep(shard.stack()), pack=shard.pack)
         self.states.commit()
         self._rounds = snapshot.tables["rounds"].to_pydict()
         self._evaluations = snapshot.tables["evaluations"].to_pydict()
@@ -344,10 +342,10 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
 
 
-def groups_for(job: Job, cohort: int) -> int:
-    """Groups that a cohort of this size is cut into, as the settings say or as model and cohort suggest."""
+def groups_for(job: Job, cohort: int) -> list[int]:
+    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest."""
     size = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
-    return -(-cohort // size) if size else group_count(cohort, job.experiment.engine.executor)
+    return even(cohort, -(-cohort // size)) if size else group_sizes(cohort, job.experiment.engine.executor)
 
 
 def _score(

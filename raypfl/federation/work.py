@@ -40,7 +40,7 @@ class Call:
     scalars: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """One group of an exchange.
 
@@ -50,6 +50,7 @@ class Group:
     clients : their numbers. positions : their places in the cohort.
     scattered : name -> ``[K, ...]``.
     states : each client's place, or None.
+    length : what it is expected to take, in any unit. seconds : the same in seconds; 0: that is not known yet.
     """
 
     index: int
@@ -57,6 +58,8 @@ class Group:
     positions: np.ndarray
     scattered: Mapping[str, np.ndarray]
     states: Sequence[Any]
+    length: float = 1.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,14 @@ class Reply:
     ----------
     losses : ``[K]`` mean training losses, or None if nothing was trained.
     seconds : the group took.
-    stateful : whether its clients' states changed.
+    kept : bytes of its clients' new states; None if they did not change.
     notes : warnings given meanwhile.
     """
 
     values: dict[str, Value]
     losses: np.ndarray | None
     seconds: float
-    stateful: bool = False
+    kept: int | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -104,9 +107,16 @@ class Worker:
         self._unpacked: tuple[int, dict[str, Tensor]] = (-1, {})
 
     def work(
-        self, call: Call, broadcast: Mapping[str, np.ndarray], group: Group, states: list[Mapping[str, np.ndarray]]
+        self,
+        call: Call,
+        broadcast: Callable[[], Mapping[str, np.ndarray]],
+        group: Group,
+        states: list[Mapping[str, np.ndarray]],
     ) -> tuple[Reply, Stack | None]:
-        """Run the call's function for a group; returns its reply and, if it changed them, its clients' new states."""
+        """Run the call's function for a group; returns its reply and, if it changed them, its clients' new states.
+
+        `broadcast` is asked for the call's arrays once a call.
+        """
         begun = time.perf_counter()
         shared = self._broadcast(call.number, broadcast)
         clients = Clients(self.bench, group.clients, call.round, call.lr, states)
@@ -121,8 +131,9 @@ class Worker:
         values = {name: _reduced(name, value, len(clients)) for name, value in returned.items()}
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
-        reply = Reply(values, losses, time.perf_counter() - begun, clients.state.changed, notes)
-        return reply, clients.state.stack() if clients.state.changed else None
+        stack = clients.state.stack() if clients.state.changed else None
+        kept = None if stack is None else stack.nbytes
+        return Reply(values, losses, time.perf_counter() - begun, kept, notes), stack
 
     def _function(self, call: Call) -> Callable[..., Mapping[str, Any]]:
         if isinstance(call.function, str):
@@ -130,10 +141,11 @@ class Worker:
         function = call.function
         return lambda clients, **arguments: function(clients, self.method, **arguments)
 
-    def _broadcast(self, number: int, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        # Copied once a call: what Ray hands out is read-only shared memory, to which a tensor must never write.
+    def _broadcast(self, number: int, arrays: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
+        # Copied once a call: what Ray hands out is read-only shared memory, to which a tensor must never write, and
+        # which is not free for the next round's as long as somebody looks at it.
         if self._unpacked[0] != number:
-            self._unpacked = (number, {name: self._tensor(array) for name, array in arrays.items()})
+            self._unpacked = (number, {name: self._tensor(array) for name, array in arrays().items()})
         return self._unpacked[1]
 
     def _tensor(self, array: np.ndarray) -> Tensor:

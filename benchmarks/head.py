@@ -1,0 +1,128 @@
+"""What the server's process can keep up with, and for how long.
+
+    python -m benchmarks.head --actors 64            # three minutes, most of them to start 64 processes
+    python -m benchmarks.head --rounds 2000          # what processes hold over many small rounds
+
+With `--actors`: that many client actors, whose clients sleep for a quarter of a second and cost nothing, so that a
+machine with few cores can have many. A round has four clients for every actor, one a group. How many sleep at a time,
+on average over the round, is what the head keeps busy.
+
+With `--rounds`: Ditto on 8x8 noise with a small network, cohorts of 10 of 40 clients, on two actors. What each part of
+the run holds is looked at after 100 rounds, then at ten moments to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import raypfl
+from benchmarks.memory import PARTS, memory
+from raypfl.data import DataConfig, RawData
+from raypfl.federation.events import Event, RoundFinished
+from raypfl.messages import Sum
+from raypfl.methods import Method
+
+SLEEP = 0.25
+WARM = 100
+HERE = "benchmarks.head"
+
+
+def pixels(config: DataConfig) -> RawData:
+    """Noise of 8x8 pixels, 2,000 samples."""
+    draws = np.random.default_rng(0)
+    inputs = draws.integers(0, 256, (2000, 1, 8, 8), dtype=np.uint8)
+    return RawData(inputs, draws.integers(0, 10, 2000), class_names=[str(c) for c in range(10)])
+
+
+class Sleeper(Method):
+    """Every client sleeps.
+
+    Attributes
+    ----------
+    patience : seconds to let all client actors come up.
+    """
+
+    patience: float = 0.0
+
+    def start(self, task: raypfl.Task) -> dict[str, Any]:
+        time.sleep(self.patience)
+        return {"slept": []}
+
+    def round(self, server: dict[str, Any], cohort: Any) -> None:
+        cohort.run(self.sleep)
+        server["slept"] = [*server["slept"], cohort.seconds]
+
+    def sleep(self, clients: Any) -> dict[str, Sum]:
+        time.sleep(SLEEP)
+        return {"one": Sum(torch.ones(len(clients)))}
+
+
+def experiment(folder: str, clients: int, **parts: Any) -> raypfl.Experiment:
+    """A run whose every round is small."""
+    common: dict[str, Any] = {
+        "data": {"name": f"{HERE}:pixels", "cache": f"{folder}/cache"},
+        "partition": {"name": "iid", "clients": clients},
+        "model": {"name": "mlp", "hidden": [8]},
+        "evaluation": {"every": 0, "protocols": ["local"]},
+        "checkpoint": {"every": 0},
+        "tracking": {"mlflow": False},
+        "output": f"{folder}/runs",
+    }
+    return raypfl.Experiment(name="head", **(common | parts))
+
+
+def busy(folder: str, actors: int, patience: float) -> None:
+    """Print, round by round, how many actors sleep at a time."""
+    share = (os.cpu_count() or 1) / (actors + 1)
+    result = raypfl.run(
+        experiment(
+            folder,
+            4 * actors,
+            rounds=6,
+            method={"name": f"{HERE}:Sleeper", "patience": patience},
+            engine={"group_size": 1},
+            ray={"actors": actors, "cpus_per_actor": share},
+        )
+    )
+    ideal = 4 * SLEEP
+    for seconds, slept in zip(result.rounds["seconds"].to_pylist(), result.server_state()["slept"], strict=True):
+        print(f"round: {seconds:.3f} s ({ideal:.2f} without a head); {slept / seconds:.1f} of {actors} actors busy")
+
+
+def held(folder: str, rounds: int) -> None:
+    """Print what processes hold, as rounds go by."""
+    moments = {WARM, *np.linspace(WARM, rounds, 11).astype(int).tolist()}
+
+    def look(event: Event) -> None:
+        if isinstance(event, RoundFinished) and event.round in moments:
+            now = memory()
+            print(f"{event.round:>7}" + "".join(f"{now[part]:>10.1f}" for part in PARTS), flush=True)
+
+    print("  round" + "".join(f"{part:>10}" for part in PARTS) + "   (MB)")
+    parts: dict[str, Any] = {"rounds": rounds, "method": "ditto", "cohort": {"size": 10}}
+    raypfl.run(experiment(folder, 40, ray={"actors": 2}, **parts), listeners=[look])
+
+
+def main() -> None:
+    """Do what is asked for."""
+    parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
+    parser.add_argument("--actors", type=int, help="client actors that are to be kept busy")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds for them to come up")
+    parser.add_argument("--rounds", type=int, help="small rounds to look at memory over")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if given.actors:
+            busy(folder, given.actors, given.patience)
+        if given.rounds:
+            held(folder, given.rounds)
+
+
+if __name__ == "__main__":
+    main()

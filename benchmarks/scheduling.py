@@ -1,0 +1,175 @@
+"""How long client actors idle on clusters larger than this machine: measured times, replayed through the scheduler.
+
+    python -m benchmarks.scheduling                  # seconds; prints a table
+    python -m benchmarks.scheduling --plot docs/performance/scheduling.png
+
+Cohorts of 1000 clients with log-normal sample counts (mean 50, sigma 0.8 of the logarithm) are cut, ordered and handed
+out by the code that runs on Ray (`federation.schedule`, `federation.placement`); only actors and the clock are
+simulated. A group takes `seconds(steps of its clients)`, fitted to the groups of a real run, times a log-normal
+disturbance of 5 % that nobody can foresee; a group needs a millisecond to reach its actor, and the server handles
+replies one after the other. The first round, in which nothing is known of times, is left out.
+
+Idle is the share of the actors' time, from the round's begin to its last reply, in which they do not work. Beside it:
+what greedy longest-first scheduling of the same groups would leave idle if it knew every time beforehand, and handing
+out and replies cost nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from raypfl.federation.placement import Dispatch, Timings
+from raypfl.federation.schedule import cut, group_sizes
+from raypfl.federation.work import Group
+
+ACTORS = (8, 16, 32, 64, 128, 256, 512)
+COHORT, POPULATION, BATCH, ROUNDS = 1000, 5000, 10, 6
+LATENCY = 0.001
+HERE = "benchmarks.scheduling"
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a job's groups and replies take, in seconds.
+
+    Attributes
+    ----------
+    group : a group's own. step : each step of the group; a vectorised group takes as many as its longest client.
+    client_step : each step of each client. reply : the server's work on a reply.
+    """
+
+    executor: str
+    group: float
+    step: float
+    client_step: float
+    reply: float
+
+    def seconds(self, steps: np.ndarray) -> float:
+        """Of a group whose clients take so many steps."""
+        return self.group + self.step * float(steps.max()) + self.client_step * float(steps.sum())
+
+
+JOBS = {
+    "cnn": Times("sequential", group=0.008, step=0.0, client_step=0.0170, reply=0.003),
+    "mlp": Times("vectorised", group=0.001, step=0.0012, client_step=0.000045, reply=0.0006),
+}
+"""On one core of the machine that `docs/performance/engine.md` names."""
+
+Cut = Callable[[np.ndarray, str], Sequence[np.ndarray]]
+
+
+def as_the_engine_cuts(costs: np.ndarray, executor: str) -> Sequence[np.ndarray]:
+    """Positions of a cohort in groups."""
+    return cut(costs, group_sizes(len(costs), executor), executor)
+
+
+def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply: float) -> float:
+    """Simulated seconds from handing out the first group to having handled the last reply."""
+    dispatch = Dispatch(groups)
+    for actor in range(actors):
+        dispatch.join(actor, "node")
+    free = [0.0] * actors
+    ends: list[tuple[float, int, int]] = []
+    now = 0.0
+    while not dispatch.done:
+        while chosen := dispatch.next(now):
+            actor, group = chosen
+            assert isinstance(actor, int)
+            free[actor] = max(free[actor], now + LATENCY) + seconds[group.index]
+            heapq.heappush(ends, (free[actor], actor, group.index))
+        moment = now + dispatch.pause(now)
+        if moment < ends[0][0]:
+            now = max(moment, now + 1e-6)
+            continue
+        end, actor, index = heapq.heappop(ends)
+        now = max(now, end)
+        dispatch.finished(actor, groups[index], now)
+        while chosen := dispatch.next(now):  # as RayBackend: the next group goes out before the reply is looked at
+            actor, group = chosen
+            assert isinstance(actor, int)
+            free[actor] = max(free[actor], now + LATENCY) + seconds[group.index]
+            heapq.heappush(ends, (free[actor], actor, group.index))
+        now += reply
+    return now
+
+
+def longest_first(seconds: Sequence[float], actors: int) -> float:
+    """Seconds of the greedy schedule that knows all times beforehand and costs nothing."""
+    loads = [0.0] * actors
+    for one in sorted(seconds, reverse=True):
+        heapq.heappush(loads, heapq.heappop(loads) + one)
+    return max(loads)
+
+
+def idle(times: Times, actors: int, divide: Cut = as_the_engine_cuts, seed: int = 0) -> tuple[float, float, float]:
+    """Medians over rounds: share of idle time, that of :func:`longest_first`, and groups a round."""
+    draws = np.random.default_rng(seed)
+    sizes = np.maximum(1, draws.lognormal(np.log(50) - 0.8**2 / 2, 0.8, POPULATION))
+    steps = np.ceil(sizes / BATCH)
+    timings = Timings(steps)
+    shares, bounds, counts = [], [], []
+    for _ in range(ROUNDS):
+        cohort = np.sort(draws.choice(POPULATION, COHORT, replace=False))
+        parts = divide(steps[cohort], times.executor)
+        members = [cohort[part] for part in parts]
+        groups = [
+            Group(i, tuple(m.tolist()), m, {}, [], timings.length(m), timings.seconds("train", m))
+            for i, m in enumerate(members)
+        ]
+        seconds = [times.seconds(steps[m]) * float(draws.lognormal(0, 0.05)) for m in members]
+        whole = replay(groups, seconds, actors, times.reply)
+        for group, one in zip(groups, seconds, strict=True):
+            timings.note("train", group.clients, one)
+        shares.append(1 - sum(seconds) / (actors * whole))
+        bounds.append(1 - sum(seconds) / (actors * longest_first(seconds, actors)))
+        counts.append(len(groups))
+    return tuple(statistics.median(values[1:]) for values in (shares, bounds, counts))  # type: ignore[return-value]
+
+
+def main() -> None:
+    """Print a table; draw it if asked to."""
+    parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
+    parser.add_argument("--plot", type=Path, help="draw idle time over actors into this file")
+    given = parser.parse_args()
+    results = {job: {n: idle(times, n) for n in ACTORS} for job, times in JOBS.items()}
+    for job, rows in results.items():
+        groups = next(iter(rows.values()))[2]
+        print(f"\n{job}: cohort of {COHORT} in {groups:.0f} groups")
+        print("  actors" + "".join(f"{n:>8}" for n in rows))
+        print("  idle  " + "".join(f"{share:>8.1%}" for share, _, _ in rows.values()))
+        print("  bound " + "".join(f"{bound:>8.1%}" for _, bound, _ in rows.values()))
+    if given.plot:
+        plot(results, given.plot)
+
+
+def plot(results: dict[str, dict[int, tuple[float, float, float]]], file: Path) -> None:
+    """Idle share over actors, one curve a job, its bound dashed."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
+    for job, rows in results.items():
+        shares = [100 * row[0] for row in rows.values()]
+        (line,) = axes.plot(list(rows), shares, marker="o", label=f"{job}, {next(iter(rows.values()))[2]:.0f} groups")
+        bounds = [100 * row[1] for row in rows.values()]
+        axes.plot(list(rows), bounds, "--", color=line.get_color(), label=f"{job}, longest first at no cost")
+    axes.axhline(5, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ACTORS, [str(n) for n in ACTORS])
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("client actors")
+    axes.set_ylabel("idle time of the actors, %")
+    axes.set_title(f"Cohort of {COHORT}, log-normal client sizes (simulated)")
+    axes.legend(frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What it costs that clients keep something between rounds.
+
+    python -m benchmarks.states                      # two minutes
+    python -m benchmarks.states --json states.json
+
+Twenty clients train a 5-million-parameter network (20 MB) on 50 samples each in batches of 10, on two actors, all of
+them in every round. `kept` keeps every client's trained network as its state and begins there in the next round; `sent`
+begins at the model that the server sends, and keeps nothing. Neither sends a model up. `touch` does the same without
+training, so that nothing is left but the states' way from one round to the next. Runs of both take turns in one
+session.
+
+Then, in runs of their own, what all processes hold after the second round and after the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import raypfl
+from benchmarks.memory import PARTS, memory
+from raypfl.data import DataConfig, RawData
+from raypfl.federation.events import Event, RoundFinished
+from raypfl.messages import Mean
+from raypfl.methods import FedAvg
+
+CLIENTS, SAMPLES = 20, 50
+HERE = "benchmarks.states"
+
+
+def pixels(config: DataConfig) -> RawData:
+    """Noise of 8x8 pixels: 50 samples a client, and 20 to test on."""
+    draws = np.random.default_rng(0)
+    count = CLIENTS * SAMPLES + 20
+    return RawData(
+        inputs=draws.integers(0, 256, (count, 1, 8, 8), dtype=np.uint8),
+        labels=draws.integers(0, 10, count),
+        class_names=[str(c) for c in range(10)],
+        test_mask=np.arange(count) >= CLIENTS * SAMPLES,
+    )
+
+
+class Local(FedAvg):
+    """Every client goes its own way, or would if it kept where it is.
+
+    Attributes
+    ----------
+    keep : whether it does. train_it : whether it goes anywhere by training; otherwise it takes a step at random.
+    """
+
+    keep: bool = True
+    train_it: bool = True
+
+    def round(self, server: dict[str, Any], cohort: Any) -> None:
+        cohort.run(self.train, theta=server["theta"])
+        server["worked"] = [*server.get("worked", []), cohort.seconds]
+
+    def train(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
+        start = clients.state.get("own", default=theta) if self.keep else theta.expand(len(clients), -1)
+        own = clients.sgd(clients.loss, start) if self.train_it else start + 0.01
+        if self.keep:
+            clients.state["own"] = own
+        return {"first": Mean(own[:, :1])}
+
+
+def experiment(folder: str, keep: bool, train: bool, rounds: int) -> raypfl.Experiment:
+    """A run of one kind; its first rounds warm up."""
+    parts: dict[str, Any] = {
+        "data": {"name": f"{HERE}:pixels", "cache": f"{folder}/cache"},
+        "partition": {"name": "iid", "clients": CLIENTS},
+        "model": {"name": "mlp", "hidden": [2200, 2200]},
+        "method": {"name": f"{HERE}:Local", "keep": keep, "train_it": train},
+        "cohort": {"size": CLIENTS},
+        "training": {"lr": 0.01, "batch_size": 10},
+        "evaluation": {"every": 0, "protocols": ["local"]},
+        "checkpoint": {"every": 0},
+        "engine": {"executor": "sequential"},
+        "ray": {"actors": 2},
+        "tracking": {"mlflow": False},
+    }
+    return raypfl.Experiment(name="states", rounds=rounds, output=f"{folder}/runs", **parts)
+
+
+def compare(folder: str, train: bool, repeats: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round, states kept and not, in turns; two rounds of each run warm up."""
+    seconds: dict[str, list[float]] = {"kept": [], "sent": []}
+    for _ in range(repeats):
+        for name in seconds:
+            result = raypfl.run(experiment(folder, name == "kept", train, rounds + 2))
+            seconds[name] += result.rounds["seconds"].to_pylist()[2:]
+    return seconds
+
+
+def grown(folder: str, rounds: int) -> dict[str, list[float]]:
+    """Part -> MB after the second round and after the last."""
+    held: list[dict[str, float]] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, RoundFinished) and event.round in (2, rounds):
+            held.append(memory())
+
+    raypfl.run(experiment(folder, keep=True, train=False, rounds=rounds), listeners=[look])
+    return {part: [h[part] for h in held] for part in PARTS}
+
+
+def main() -> None:
+    """Measure, print, and write the numbers down if asked to."""
+    parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds a run")
+    parser.add_argument("--memory", type=int, default=60, help="rounds of the run that is looked at for memory")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    numbers: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, raypfl.session(experiment(folder, True, True, 1)):
+        for job, train in (("train", True), ("touch", False)):
+            times = numbers[job] = compare(folder, train, given.repeats, given.rounds)
+            kept, sent = (statistics.median(times[name]) for name in ("kept", "sent"))
+            best = min(times["kept"]) / min(times["sent"])
+            print(f"{job}: kept {kept:.3f} s, sent {sent:.3f} s; ratio {kept / sent:.2f} (of minima {best:.2f})")
+        numbers["memory"] = grown(folder, given.memory)
+        for part, (early, late) in numbers["memory"].items():
+            print(f"{part:8} {early:7.0f} MB after 2 rounds, {late:7.0f} MB after {given.memory}")
+    if given.json:
+        given.json.write_text(json.dumps(numbers, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A method whose clients wait for each other: no round ends unless all of its groups run at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from raypfl.messages import Sum
+from raypfl.methods import Method
+
+
+class Rendezvous(Method):
+    """Every group of a round waits until as many groups as the cohort has clients are at work.
+
+    Attributes
+    ----------
+    marks : a folder in which those who have come leave a file. groups : how many there are to be. patience : seconds.
+    """
+
+    marks: str = ""
+    groups: int = 1
+    patience: float = 60.0
+
+    def start(self, task):
+        return {"met": 0}
+
+    def round(self, server, cohort):
+        server["met"] += int(cohort.run(self.meet)["met"])
+
+    def meet(self, clients):
+        folder = Path(self.marks) / str(clients.round)
+        folder.mkdir(exist_ok=True)
+        (folder / f"{clients.ids[0]}-{os.getpid()}").touch()
+        deadline = time.monotonic() + self.patience
+        while len(list(folder.iterdir())) < self.groups:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {len(list(folder.iterdir()))} of {self.groups} groups run at a time")
+            time.sleep(0.01)
+        return {"met": Sum(torch.ones(len(clients)))}

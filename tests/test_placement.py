@@ -1,0 +1,89 @@
+"""Which group goes where, and when: decided without a clock or an actor."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from raypfl.federation.placement import AHEAD, Dispatch, Timings
+from raypfl.federation.states import Place
+from raypfl.federation.work import Group
+
+
+def group(index: int, length: float, seconds: float = 0.0, homes: str = "") -> Group:
+    states = [Place(None, k, home) for k, home in enumerate(homes)]
+    return Group(index, tuple(range(max(1, len(homes)))), np.arange(1), {}, states, length, seconds)
+
+
+def crew(*groups: Group, nodes: str) -> Dispatch:
+    dispatch = Dispatch(groups)
+    for actor, node in enumerate(nodes):
+        dispatch.join(actor, node)
+    return dispatch
+
+
+def handed(dispatch: Dispatch, now: float = 0.0) -> list[tuple[object, int]]:
+    out = []
+    while chosen := dispatch.next(now):
+        out.append((chosen[0], chosen[1].index))
+    return out
+
+
+def test_the_longest_groups_go_first_and_everybody_gets_one_before_anybody_gets_two():
+    dispatch = crew(*[group(i, length) for i, length in enumerate([1, 5, 3, 4, 2])], nodes="xx")
+    assert handed(dispatch) == [(0, 1), (1, 3), (0, 2), (1, 4)]
+
+
+def test_a_group_is_not_bound_to_an_actor_long_before_that_has_time_for_it():
+    long = [group(i, 10, seconds=10) for i in range(3)]
+    dispatch = crew(*long, nodes="xx")
+    assert handed(dispatch, 0.0) == [(0, 0), (1, 1)]
+    assert dispatch.pause(0.0) == 10 - AHEAD
+    assert handed(dispatch, 9.0) == []
+    dispatch.finished(1, long[1], 9.0)
+    assert handed(dispatch, 9.0) == [(1, 2)]
+    assert dispatch.pause(9.0) == math.inf
+
+
+def test_the_next_group_is_there_just_before_an_actor_runs_dry():
+    groups = [group(i, 1, seconds=1) for i in range(3)]
+    dispatch = crew(*groups, nodes="x")
+    assert handed(dispatch, 0.0) == [(0, 0)]
+    assert handed(dispatch, 1 - AHEAD) == [(0, 1)]
+    assert handed(dispatch, 1 - AHEAD) == []
+
+
+def test_among_groups_that_take_about_as_long_the_one_whose_states_are_near_goes():
+    groups = [group(0, 10, homes="yy"), group(1, 9.5, homes="yx"), group(2, 9.4, homes="xx"), group(3, 5, homes="xx")]
+    assert handed(crew(*groups, nodes="xy"))[:2] == [(0, 1), (1, 0)]  # of as many groups as there are actors
+    assert handed(crew(*groups, nodes="xyy"))[:1] == [(0, 2)]
+    assert handed(crew(*groups, nodes="yy"))[:1] == [(0, 0)]
+
+
+def test_a_lost_actors_groups_wait_again_before_all_others():
+    groups = [group(i, 5 - i) for i in range(4)]
+    dispatch = crew(*groups, nodes="x")
+    assert handed(dispatch) == [(0, 0), (0, 1)]
+    assert [g.index for g in dispatch.lost(0)] == [0, 1]
+    dispatch.drop(groups[0])
+    dispatch.join(9, "x")
+    assert handed(dispatch) == [(9, 1), (9, 2)]
+    assert not dispatch.done
+    for g in groups[1:3]:
+        dispatch.finished(9, g, 1.0)
+    assert handed(dispatch) == [(9, 3)]
+    dispatch.finished(9, groups[3], 2.0)
+    assert dispatch.done
+
+
+def test_a_client_that_turned_out_slow_is_expected_to_be_slow_again():
+    timings = Timings(np.array([1.0, 1.0, 2.0, 1.0]))
+    assert timings.seconds("train", [0]) == 0.0 and timings.length([2]) == 2 * timings.length([0])
+    for _ in range(10):
+        for client, seconds in ((0, 0.1), (1, 0.4), (2, 0.2)):
+            timings.note("train", [client], seconds)
+    assert timings.seconds("train", [1]) > 3 * timings.seconds("train", [0])
+    assert timings.length([0, 1]) > timings.length([0, 2])
+    np.testing.assert_allclose(timings.seconds("train", [1]), 0.4, rtol=0.2)
+    assert timings.seconds("evaluate", [1]) == 0.0
