@@ -1,0 +1,198 @@
+"""One run of one contender: started, watched and stopped from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+POLL = 0.2
+SAMPLE = 0.5
+STOPPING = 20.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Process(NamedTuple):
+    """A process, told by its beginning (in clock ticks) from a later one that has the same number."""
+
+    pid: int
+    began: int
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a run goes on.
+
+    Attributes
+    ----------
+    settle : seconds after the first round until rounds are counted: other actors come up, memory is claimed.
+    rounds, seconds : counted rounds, and their seconds together, that are enough, both.
+    limit : seconds after which a run is stopped whatever it has done.
+    """
+
+    settle: float = 2.0
+    rounds: int = 3
+    seconds: float = 5.0
+    limit: float = 150.0
+
+
+@dataclass
+class Run:
+    """What was measured.
+
+    Attributes
+    ----------
+    startup : seconds from the start of the process to the end of the first round; None if there was none.
+    rounds : seconds of the counted rounds.
+    memory : highest sum of all its processes' proportional set sizes, in bytes; None where that cannot be read.
+    problem : a sentence, if something went wrong.
+    """
+
+    startup: float | None = None
+    rounds: list[float] = field(default_factory=list)
+    memory: int | None = None
+    problem: str | None = None
+
+
+def parse(lines: Iterable[str], started: float, settle: float) -> tuple[float | None, list[float]]:
+    """Start-up and counted rounds from the lines that `order.Stamps` writes; a line cut short is not there yet.
+
+    A round is counted if it began `settle` seconds after the first one ended, or later.
+    """
+    stamps = [json.loads(line) for line in lines if line.endswith("\n")]
+    if not stamps:
+        return None, []
+    first = stamps[0]["end"]
+    counted = []
+    for before, stamp in itertools.pairwise(stamps):
+        begin = before["end"] if stamp["begin"] is None else stamp["begin"]
+        if begin >= first + settle:
+            counted.append(stamp["end"] - begin)
+    return first - started, counted
+
+
+def measure(command: list[str], report: Path, patience: Patience) -> Run:
+    """Run a command until its report has enough rounds.
+
+    Memory is read until rounds count, and again after the last of them, since reading it takes time from the run.
+    """
+    scratch = tempfile.mkdtemp(prefix="peers-", dir="/tmp")  # not $TMPDIR: the paths of Ray's sockets must be short
+    log = report.with_suffix(".log")
+    started = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=_variables(scratch), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    run, tree = Run(), set[Process]()
+    try:
+        _watch(run, process, tree, report, started, patience)
+    finally:
+        tree |= descendants(process.pid)
+        _stop(process, tree)
+        shutil.rmtree(scratch, ignore_errors=True)
+    if run.problem is None and not run.rounds:
+        run.problem = f"No round after the first was finished within {patience.limit:.0f} s."
+        if run.startup is None:
+            run.problem = f"No round was finished within {patience.limit:.0f} s."
+    elif run.problem is not None:
+        run.problem += f" Its last line: {_last_line(log)}"
+    return run
+
+
+def _watch(
+    run: Run, process: subprocess.Popen[bytes], tree: set[Process], report: Path, started: float, patience: Patience
+) -> None:
+    sampled = 0.0
+    while time.monotonic() < started + patience.limit:
+        lines = report.read_text().splitlines(keepends=True) if report.exists() else []
+        run.startup, run.rounds = parse(lines, started, patience.settle)
+        if len(run.rounds) >= patience.rounds and sum(run.rounds) >= patience.seconds:
+            break
+        if process.poll() is not None:
+            run.problem = f"It ended by itself with exit code {process.returncode}."
+            return
+        settled = run.startup is not None and time.monotonic() > started + run.startup + patience.settle
+        if not settled and time.monotonic() > sampled + SAMPLE:
+            _sample(run, process.pid, tree)
+            sampled = time.monotonic()
+        time.sleep(POLL)
+    for _ in range(3):
+        _sample(run, process.pid, tree)
+        time.sleep(POLL)
+
+
+def _sample(run: Run, root: int, tree: set[Process]) -> None:
+    tree |= descendants(root)
+    memory = sum(pss(process.pid) for process in tree)
+    if memory:
+        run.memory = max(run.memory or 0, memory)
+
+
+def descendants(root: int) -> set[Process]:
+    """A process and all that descend from it, Ray's daemons among them; none where there is no /proc."""
+    processes = {process.pid: (process, parent) for process, parent in _processes()}
+    children: dict[int, list[int]] = {}
+    for pid, (_, parent) in processes.items():
+        children.setdefault(parent, []).append(pid)
+    found, left = set[Process](), [root]
+    while left:
+        pid = left.pop()
+        if pid in processes:
+            found.add(processes[pid][0])
+        left += children.get(pid, [])
+    return found
+
+
+def _processes() -> Iterator[tuple[Process, int]]:
+    """Every process, and its parent's number."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            yield Process(int(stat.parent.name), int(fields[19])), int(fields[1])
+
+
+def pss(pid: int) -> int:
+    """Proportional set size in bytes: shared pages are divided by those who share them. 0 if it cannot be read."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _variables(scratch: str) -> dict[str, str]:
+    """One thread a process; Ray's workers on a level with the process that drives them; nothing told to anybody."""
+    dropped = ("VIRTUAL_ENV", "RAY_ADDRESS", "MLFLOW_TRACKING_URI")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    ray = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": scratch}
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    return kept | threads | ray | quiet
+
+
+def _stop(process: subprocess.Popen[bytes], tree: set[Process]) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOPPING)
+    alive = {found for found, _ in _processes()}
+    for left in tree & alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left.pid, signal.SIGKILL)
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "(none)"

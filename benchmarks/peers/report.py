@@ -1,0 +1,280 @@
+"""From runs to statistics, ratios, a page and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.jobs import ACTORS, BARE, BF16, CHANNELS_LAST, CONTENDERS, FLOWER, INLINE, JOBS, PFL
+
+BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
+FP32 = (INLINE.name, CHANNELS_LAST.name, ACTORS.name)
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All runs of a contender at a job.
+
+    Attributes
+    ----------
+    median, best : seconds a round, over the counted rounds of all runs; None if none was counted.
+    startup : median seconds to the end of the first round. memory : highest, in bytes.
+    rounds, runs : how many were counted.
+    problem : what went wrong in a run, if in any.
+    """
+
+    median: float | None
+    best: float | None
+    startup: float | None
+    memory: int | None
+    rounds: int
+    runs: int
+    problem: str | None
+
+
+def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Summary]]:
+    """Job -> contender -> summary, both in the order in which `jobs` names them."""
+    table: dict[str, dict[str, Summary]] = {}
+    for job in JOBS:
+        for contender in CONTENDERS:
+            mine = [run for run in runs if (run["job"], run["contender"]) == (job, contender.name)]
+            if mine:
+                table.setdefault(job, {})[contender.name] = _summary(mine)
+    return table
+
+
+def _summary(runs: Sequence[Mapping[str, Any]]) -> Summary:
+    rounds = [seconds for run in runs for seconds in run["rounds"]]
+    startups = [run["startup"] for run in runs if run["startup"] is not None]
+    return Summary(
+        median=statistics.median(rounds) if rounds else None,
+        best=min(rounds, default=None),
+        startup=statistics.median(startups) if startups else None,
+        memory=max((run["memory"] for run in runs if run["memory"]), default=None),
+        rounds=len(rounds),
+        runs=len(runs),
+        problem=next((run["problem"] for run in runs if run["problem"]), None),
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio that is to be reached.
+
+    Attributes
+    ----------
+    what : in words.
+    bound : the ratio. at_least : whether it is to be reached, or not exceeded.
+    above, below : (job, contenders) whose medians are divided; of several contenders the fastest counts.
+    value : the `Summary` field that is divided: ``median`` or ``startup``.
+    """
+
+    what: str
+    bound: float
+    above: tuple[str, tuple[str, ...]]
+    below: tuple[str, tuple[str, ...]]
+    value: str = "median"
+    at_least: bool = True
+
+    def measured(self, table: Mapping[str, Mapping[str, Summary]]) -> float | None:
+        """The ratio; None if one of its sides was not measured."""
+        above, below = (self._side(table, *side) for side in (self.above, self.below))
+        return above / below if above is not None and below else None
+
+    def is_met(self, ratio: float) -> bool:
+        return ratio >= self.bound if self.at_least else ratio <= self.bound
+
+    def _side(self, table: Mapping[str, Mapping[str, Summary]], job: str, names: Sequence[str]) -> float | None:
+        values = [getattr(table.get(job, {}).get(name), self.value, None) for name in names]
+        return min((value for value in values if value is not None), default=None)
+
+
+def _faster(job: str, ours: Sequence[str], theirs: str, bound: float, what: str) -> Target:
+    return Target(f"`{job}`: {what}", bound, (job, (theirs,)), (job, tuple(ours)))
+
+
+_ANY = "raypfl's fastest in fp32 against"
+TARGETS = (
+    _faster("cnn", FP32, PFL.name, 2.0, f"{_ANY} pfl-research's one process"),
+    _faster("cnn", FP32, FLOWER.name, 2.0, f"{_ANY} Flower"),
+    _faster("cnn", (CHANNELS_LAST.name,), BARE.name, 1.15, "one process, channels last, against the bare loop"),
+    _faster("cnn", (BF16.name,), BARE.name, 1.7, "one process, bf16, against the bare loop"),
+    _faster("cnn", (ACTORS.name,), INLINE.name, 1.85, "two actors against one process"),
+    _faster("mlp", FP32, PFL.name, 6.0, f"{_ANY} pfl-research's one process"),
+    _faster("mlp", FP32, FLOWER.name, 30.0, f"{_ANY} Flower"),
+    _faster("mlp", (INLINE.name,), BARE.name, 6.0, "one process against the bare loop"),
+    _faster("lenet", (INLINE.name, CHANNELS_LAST.name), BARE.name, 1.0, "one process against the bare loop"),
+    _faster("lenet", (ACTORS.name,), BARE.name, 1.8, "two actors against the bare loop"),
+    *(
+        Target(
+            f"`population`: {name}, a round beside the small population's",
+            1.1,
+            ("population", (name,)),
+            ("small-population", (name,)),
+            at_least=False,
+        )
+        for name in (INLINE.name, ACTORS.name)
+    ),
+    *(
+        Target(
+            f"`{job}`: start-up to the first round, Ray included, beside Flower's",
+            0.5,
+            (job, (ACTORS.name,)),
+            (job, (FLOWER.name,)),
+            value="startup",
+            at_least=False,
+        )
+        for job in ("cnn", "mlp", "lenet")
+    ),
+    Target(
+        "`evaluation`: one process beside the forward passes alone",
+        1.2,
+        ("evaluation", (INLINE.name,)),
+        ("evaluation", (BARE.name,)),
+        at_least=False,
+    ),
+)
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """What stands between the marks in the documentation, in Markdown."""
+    table = summarise(results["runs"])
+    parts = [_about(results), "![Seconds a round, by job and system](performance/peers.png)", _targets(table)]
+    parts += [_job(name, rows) for name, rows in table.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _about(results: Mapping[str, Any]) -> str:
+    machine = results["machine"]
+    versions = {name: version for found in results["versions"].values() for name, version in found.items()}
+    names = {"flwr": "Flower", "pfl": "pfl-research", "fluke-fl": "fluke"}
+    systems = ", ".join(f"{names.get(n, n)} {versions[n]}" for n in ("raypfl", *names) if n in versions)
+    lines = [
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, with {systems}; "
+        f"torch {_each(results, 'torch')}; Ray {_each(results, 'ray')}."
+    ]
+    lines += [f"Not measured: {sentence}" for sentence in results["left_out"].values()]
+    return "\n".join(lines)
+
+
+def _each(results: Mapping[str, Any], package: str) -> str:
+    """A package's version, or its versions by environment where they differ."""
+    found = {system: v[package] for system, v in results["versions"].items() if package in v and system != "bare"}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return ", ".join(f"{version} ({system})" for system, version in found.items())
+
+
+def _targets(table: Mapping[str, Mapping[str, Summary]]) -> str:
+    lines = ["| target | bound | measured | |", "|---|---|---|---|"]
+    for target in TARGETS:
+        ratio = target.measured(table)
+        sign = "≥" if target.at_least else "≤"
+        said = (
+            ("—", "not measured") if ratio is None else (f"{ratio:.2f}x", "met" if target.is_met(ratio) else "not met")
+        )
+        lines.append(f"| {target.what} | {sign} {target.bound:g}x | {said[0]} | {said[1]} |")
+    lines.append(_memory_target(table))
+    return "\n".join(lines)
+
+
+def _memory_target(table: Mapping[str, Mapping[str, Summary]]) -> str:
+    memory = getattr(table.get("population", {}).get(ACTORS.name), "memory", None)
+    data = JOBS["population"].noise.bytes
+    said = ("—", "not measured") if memory is None else (_gib(memory), "met" if memory <= data + GIB else "not met")
+    return (
+        f"| `population`: memory on two actors, of the data and 1 GiB | ≤ {_gib(data + GIB)} | {said[0]} | {said[1]} |"
+    )
+
+
+def _job(name: str, rows: Mapping[str, Summary]) -> str:
+    floor = rows.get(BARE.name)
+    lines = [
+        f"### `{name}`: {JOBS[name].about}",
+        "",
+        "| | s/round, median | min | bare loop / it | start-up, s | peak memory | rounds counted |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    notes = [f"- {left}: {why}." for left, why in JOBS[name].left_out.items()]
+    for contender, row in rows.items():
+        ratio = floor.median / row.median if floor and floor.median and row.median else None
+        cells = [
+            contender,
+            _seconds(row.median),
+            _seconds(row.best),
+            "—" if ratio is None else f"{ratio:.2f}x",
+            "—" if row.startup is None else f"{row.startup:.1f}",
+            "—" if row.memory is None else _gib(row.memory),
+            f"{row.rounds} in {row.runs}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+        if row.problem:
+            notes.append(f"- {contender}: {row.problem}")
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _seconds(value: float | None) -> str:
+    return "—" if value is None else f"{value:.3g}" if value >= 1 else f"{value:.4f}"
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f} GiB"
+
+
+def insert(document: str, text: str) -> str:
+    """A document with what stands between its marks replaced.
+
+    Raises
+    ------
+    ValueError : if it has not both marks, in their order.
+    """
+    before, begun, rest = document.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not begun or not ended:
+        raise ValueError(f"The page has no place for the table: put {BEGIN} and {END} on lines of their own.")
+    return f"{before}{BEGIN}\n{text}{END}{after}"
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Seconds a round by job, a bar for each contender, on a logarithmic axis."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    table = summarise(results["runs"])
+    names = [c.name for c in CONTENDERS if any(c.name in rows for rows in table.values())]
+    ink, width = "#222222", 0.8 / len(names)
+    figure = Figure(figsize=(12, 5.2), facecolor="white", layout="constrained")
+    axes = figure.add_subplot(facecolor="white")
+    for name in names:
+        places, heights = [], []
+        for at, rows in enumerate(table.values()):
+            if (row := rows.get(name)) and row.median:
+                present = [n for n in names if n in rows and rows[n].median]
+                places.append(at + (present.index(name) - (len(present) - 1) / 2) * width)
+                heights.append(row.median)
+        axes.bar(places, heights, width * 0.92, label=name, color=COLOURS[name], edgecolor=ink, linewidth=0.4)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_ylabel("seconds a round (median, log scale)", color=ink)
+    axes.set_xlabel("job", color=ink)
+    axes.set_xticks(range(len(table)), list(table))
+    axes.tick_params(colors=ink)
+    axes.grid(axis="y", which="major", color="#cccccc", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=5, frameon=False, labelcolor=ink)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+COLOURS = dict(
+    zip(
+        (c.name for c in CONTENDERS),
+        ("#9a9a9a", "#9ecae1", "#4292c6", "#08519c", "#08306b", "#fdae6b", "#e6550d", "#31a354", "#756bb1"),
+        strict=True,
+    )
+)
