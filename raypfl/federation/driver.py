@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from raypfl.config import Experiment
-from raypfl.data import FederatedData, load_federated
+from raypfl.data import ClientData, load_federated
 from raypfl.data.store import cache_folder
 from raypfl.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.federation.allocator import keep_freed_memory
@@ -145,8 +145,13 @@ def _write_description(folder: Path, event: Event) -> None:
         (folder / RECIPE).write_text(event.experiment.to_yaml())
 
 
-def _job(experiment: Experiment, folder: Path, data: FederatedData, emit: Listener) -> Job:
+def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:
     """What the server is to do; from here on, and in a resume, ``engine.executor`` is what it turned out to be."""
+    if experiment.cohort.size and experiment.cohort.size > data.num_clients:
+        raise ConfigError(
+            f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
+            "at most that many."
+        )
     why = ""
     if experiment.engine.executor == "auto":
         emit(Progress("trying executors"))
@@ -167,7 +172,7 @@ def _device(experiment: Experiment) -> torch.device:
     return torch.device("cuda" if wanted and torch.cuda.is_available() else "cpu")
 
 
-def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
+def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:
     keep_freed_memory()
     threads = torch.get_num_threads()
     torch.set_num_threads(job.experiment.engine.threads)
@@ -179,7 +184,7 @@ def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) ->
         torch.set_num_threads(threads)
 
 
-def _on_ray(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
+def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:
     with connected(job.experiment.ray, emit) as ray:
         emit(Progress("starting actors"))
         settings = job.experiment.ray
@@ -211,7 +216,7 @@ def _server_actor(ray: Any, actors: int, options: dict[str, Any]) -> Any:
     return placed.remote(actors, options)
 
 
-def _follow(ray: Any, server: Any, job: tuple[Job, FederatedData], emit: Listener, stop: StopRequest) -> RunFinished:
+def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:
     """Have a server actor run a job, and pass its events on until that is over."""
     run = uuid.uuid4().hex
     finished = server.run.remote(run, ray.cloudpickle.dumps(job))
