@@ -22,7 +22,7 @@ def key(seed: int, purpose: str, *path: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def keys(seed: int, purpose: str, round: int, clients: Sequence[int]) -> np.ndarray:
+def keys(seed: int, purpose: str, round: int, clients: Sequence[int] | np.ndarray) -> np.ndarray:
     """A key for each client, ``uint64[len(clients)]``, of one purpose in one round."""
     base = np.uint64(key(seed, purpose, round))
     with np.errstate(over="ignore"):
@@ -40,6 +40,11 @@ def mix(values: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * _MIX_A
     z = (z ^ (z >> np.uint64(27))) * _MIX_B
     return z ^ (z >> np.uint64(31))
+
+
+def uniform(keys: np.ndarray) -> np.ndarray:
+    """A draw from [0, 1) for each key: ``float64[n]`` for ``uint64[n]``."""
+    return (mix(keys) >> np.uint64(11)) * 2.0**-53
 
 
 def permutations(keys: np.ndarray, width: int, sizes: np.ndarray | None = None) -> np.ndarray:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
-from raypfl.data import DataConfig, RawData
+from raypfl.data import DataConfig, Population, RawData
 
 
 def noise(config: DataConfig) -> RawData:
@@ -25,3 +27,51 @@ def _noise(shape: tuple[int, int, int]) -> RawData:
     labels = rng.integers(0, 10, count)
     inputs = (rng.integers(0, 100, (count, *shape)) + 15 * labels[:, None, None, None]).astype(np.uint8)
     return RawData(inputs=inputs, labels=labels, class_names=[str(c) for c in range(10)])
+
+
+class Described(Population):
+    """Samples made on the spot, for as many clients as the file ``clients`` in `data.root` says; three are tested.
+
+    `asked` notes what this process was asked for.
+    """
+
+    num_classes, input_shape = 10, (1, 8, 8)
+    scale, mean, std = 16.0, 0.5, 0.3
+    asked: ClassVar[list[tuple[int, str]]] = []
+
+    def __init__(self, config: DataConfig):
+        super().__init__(config)
+        self.num_clients = int(Path(config.root or "", "clients").read_text())
+        self.trained = 5 + np.arange(self.num_clients) % 11
+
+    def sizes(self, split: str) -> np.ndarray:
+        return self.trained if split == "train" else 4 * (split == "test") * (np.arange(self.num_clients) < 3)
+
+    def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        self.asked.append((client, split))
+        draws = np.random.default_rng([client, split == "test"])
+        count = self.sizes(split)[client]
+        return draws.integers(0, 17, (count, 1, 8, 8), dtype=np.uint8), draws.integers(0, 10, count)
+
+
+class Lying(Described):
+    """Gives a sample less than it says."""
+
+    def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        inputs, labels = super().samples(client, split)
+        return inputs[1:], labels[1:]
+
+
+class Mislabelled(Described):
+    """Has classes that there are not."""
+
+    def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        inputs, labels = super().samples(client, split)
+        return inputs, labels + 3
+
+
+class Miscounted(Described):
+    """Says how many samples it has of one client only."""
+
+    def sizes(self, split: str) -> np.ndarray:
+        return super().sizes(split)[:1]

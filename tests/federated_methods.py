@@ -27,10 +27,10 @@ class Marked(Ditto):
 
 
 class KillsItsActor(Marked):
-    """An actor dies at work in round 2, once."""
+    """An actor dies at work in round 3, once."""
 
     def train(self, clients, theta):
-        if clients.round == 2 and self.once("actor"):
+        if clients.round == 3 and self.once("actor"):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train(clients, theta)
 
@@ -39,25 +39,25 @@ class KillsEveryActor(Ditto):
     """Whoever runs client 3 dies."""
 
     def train(self, clients, theta):
-        if 3 in clients.ids and clients.round == 0:
+        if 3 in clients.ids and clients.round == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train(clients, theta)
 
 
 class KillsItsServer(Marked):
-    """The server's process dies after the clients of round 4 have trained, once."""
+    """The server's process dies after the clients of round 5 have trained, once."""
 
     def round(self, server, cohort):
         super().round(server, cohort)
-        if cohort.round == 4 and self.once("server"):
+        if cohort.round == 5 and self.once("server"):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class LosesStates(Marked):
-    """The states of some clients are gone in round 3, once."""
+    """The states of some clients are gone in round 4, once."""
 
     def train(self, clients, theta):
-        if clients.round == 3 and self.once("states"):
+        if clients.round == 4 and self.once("states"):
             raise LostState("The node that held some clients' states is gone.")
         return super().train(clients, theta)
 
@@ -72,18 +72,18 @@ class FailsOnClient3(FedAvg):
 
 
 class FailsInRound3(FedAvg):
-    """Every client raises in round 3."""
+    """Every client raises in round 4."""
 
     def train(self, clients, theta):
-        if clients.round == 3:
+        if clients.round == 4:
             raise LookupError("no")
         return super().train(clients, theta)
 
 
 class FailsOnce(Marked):
-    """Every group's first try in round 1 fails."""
+    """Every group's first try in round 2 fails."""
 
     def train(self, clients, theta):
-        if clients.round == 1 and self.once(f"group-{clients.ids[0]}"):
+        if clients.round == 2 and self.once(f"group-{clients.ids[0]}"):
             raise OSError("a passing cloud")
         return super().train(clients, theta)

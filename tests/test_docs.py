@@ -61,6 +61,23 @@ def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_metho
     assert alone.evaluations.equals(two_rounds(method=Local()).evaluations)
 
 
+def test_the_million_clients_of_the_guide_to_data_are_learnt_from_and_a_thousand_are_tested(tmp_path, monkeypatch):
+    (source,) = blocks("docs/data.md", "python")
+    (tmp_path / "my_clients.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    described = raypfl.Experiment(
+        data="my_clients:Sensors",
+        rounds=4,
+        cohort={"size": 50},
+        evaluation={"every": 0, "protocols": ("local",)},
+        engine={"backend": "inline"},
+    )
+    result = raypfl.run(described)
+    losses = result.rounds["loss"].to_pylist()
+    assert losses[-1] < losses[0] - 0.1 and result.evaluations.num_rows == 1000
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
     (snippet,) = [code for code in blocks("README.md", "python") if code.startswith("import")]

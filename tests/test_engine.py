@@ -56,7 +56,7 @@ def test_the_ledger_counts_one_model_down_and_one_up_for_each_client_of_each_rou
     assert len(rows) == 12
     assert all(r["numbers"] == parameters and r["bytes"] == 4 * parameters and r["clients"] == 6 for r in rows)
     assert {(r["round"], r["direction"], r["name"]) for r in rows} == {
-        (i, d, "theta") for i in range(6) for d in ("up", "down")
+        (i, d, "theta") for i in range(1, 7) for d in ("up", "down")
     }
 
 
@@ -93,7 +93,7 @@ def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_said(tmp_path):
     whole = raypfl.run(experiment(tmp_path))
     stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(4)])
-    newest = max((stopped.run_dir / "checkpoints").iterdir())
+    newest = max((stopped.run_dir / "checkpoints").glob("*-round-*"))
     file = newest / "server.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
     said = []
@@ -131,7 +131,7 @@ def test_a_client_that_keeps_failing_is_named_with_its_round_and_first_traceback
     with pytest.raises(RaypflError) as caught:
         raypfl.run(experiment(tmp_path, method=METHODS + "FailsOnClient3", cohort__size=12))
     text = str(caught.value)
-    assert text.startswith("Client 3 failed 3 times in a row in round 0")
+    assert text.startswith("Client 3 failed 3 times in a row in round 1")
     assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
 
 
@@ -149,7 +149,7 @@ def test_a_failing_client_can_be_skipped_and_is_counted_and_costs_nobody_else(tm
 def test_too_few_successes_stop_a_run_even_if_failures_are_skipped(tmp_path):
     failures = {"failures__on_client_failure": "skip", "failures__min_success_fraction": 1.0}
     strict = experiment(tmp_path, method=METHODS + "FailsOnClient3", cohort__size=12, **failures)
-    with pytest.raises(RaypflError, match="Only 11 of 12 clients of round 0"):
+    with pytest.raises(RaypflError, match="Only 11 of 12 clients of round 1"):
         raypfl.run(strict)
 
 
@@ -176,7 +176,7 @@ def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
     rounds, ledger = result.rounds.to_pylist(), result.ledger.to_pylist()
     assert sum(r["dropped"] for r in rounds) > 0
     for r in rounds:
-        mine = {e["direction"]: e["clients"] for e in ledger if e["round"] == r["round"] - 1}
+        mine = {e["direction"]: e["clients"] for e in ledger if e["round"] == r["round"]}
         assert r["clients"] + r["dropped"] == 6
         assert mine["down"] == 6 and mine["up"] == r["clients"]
     again = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
@@ -238,19 +238,19 @@ def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
 
 
 class MistakenOnTheServer(raypfl.Method):
-    """Its server code fails in round 3."""
+    """Its server code fails in round 4."""
 
     def start(self, task):
         return {"theta": task.model.init(task.seed)}
 
     def round(self, server, cohort):
-        if cohort.round == 3:
+        if cohort.round == 4:
             raise KeyError("moments")
 
 
 def test_a_mistake_in_a_methods_server_code_keeps_what_was_finished_and_is_shown(tmp_path):
     events = []
-    with pytest.raises(RaypflError, match=r"(?s)MistakenOnTheServer failed on the server in round 3:.*'moments'"):
+    with pytest.raises(RaypflError, match=r"(?s)MistakenOnTheServer failed on the server in round 4:.*'moments'"):
         mistaken = experiment(tmp_path).replace(method=MistakenOnTheServer())
         raypfl.run(mistaken, run_dir=tmp_path / "run", listeners=[events.append])
     assert events[-1].status == "failed" and raypfl.Result.load(tmp_path / "run").round == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -73,3 +75,27 @@ def test_cohorts_are_drawn_without_replacement_uniformly_and_by_seed():
 def test_a_fraction_of_the_clients_is_drawn_if_no_size_is_given():
     assert len(draw(CohortSettings(fraction=0.25), 40, 0, 0).clients) == 10
     assert len(draw(CohortSettings(fraction=1e-9), 40, 0, 0).clients) == 1
+
+
+def test_a_cohort_of_reachable_clients_is_uniform_over_them_and_takes_all_if_they_are_few():
+    settings = CohortSettings(size=10, availability={"low": 0.3, "high": 0.3})
+    drawn = [draw(settings, 40, 0, r).clients for r in range(600)]
+    assert {len(d) for d in drawn} <= set(range(11)) and sum(len(d) == 10 for d in drawn) > 300
+    shares = np.bincount(np.concatenate(drawn), minlength=40) / 600
+    assert shares.min() > 0.16 and shares.max() < 0.29  # 0.22 in the mean
+    everybody = draw(CohortSettings(size=40, availability={"low": 1.0, "high": 1.0}), 40, 0, 0)
+    assert everybody.clients == tuple(range(40))
+
+
+def test_clients_vanish_with_the_chance_that_was_asked_for():
+    draws = [draw(CohortSettings(size=20, dropout=0.3), 40, 0, r) for r in range(200)]
+    assert all(len(d.clients) + len(d.dropped) == 20 and not set(d.clients) & set(d.dropped) for d in draws)
+    assert abs(sum(len(d.dropped) for d in draws) / 4000 - 0.3) < 0.03
+
+
+def test_a_draw_from_a_billion_clients_takes_memory_for_the_cohort_only():
+    tracemalloc.start()
+    drawn = draw(CohortSettings(size=1000, availability={"low": 0.2, "high": 0.9}, dropout=0.1), 10**9, 0, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(drawn.clients) + len(drawn.dropped) == 1000 and peak < 2e6

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from raypfl.data.population import is_described
+
 if TYPE_CHECKING:
     from raypfl.config.experiment import Experiment
 
@@ -73,7 +75,7 @@ def contradictions(experiment: Experiment) -> list[str]:
 
 def _cohort(experiment: Experiment) -> list[str]:
     lines, cohort = [], experiment.cohort
-    clients = getattr(experiment.partition, "clients", None)
+    clients = None if is_described(experiment.data) else getattr(experiment.partition, "clients", None)
     if cohort.size and clients and cohort.size > clients:
         lines.append(f"cohort.size is {cohort.size}, but partition.clients is {clients}; draw at most that many.")
     reach = cohort.availability

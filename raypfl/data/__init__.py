@@ -6,18 +6,22 @@ import raypfl.data.digits
 import raypfl.data.parquet  # noqa: F401 - readers register themselves
 from raypfl.data.datasets import DATASETS, DataConfig, RawData
 from raypfl.data.partitions import IID, PARTITIONS, ClassesPerClient, Dirichlet, LogNormal, Partition
-from raypfl.data.store import FederatedData, load_federated
+from raypfl.data.population import DescribedData, Population
+from raypfl.data.store import ClientData, FederatedData, load_federated
 
 __all__ = [
     "DATASETS",
     "IID",
     "PARTITIONS",
     "ClassesPerClient",
+    "ClientData",
     "DataConfig",
+    "DescribedData",
     "Dirichlet",
     "FederatedData",
     "LogNormal",
     "Partition",
+    "Population",
     "RawData",
     "load_federated",
 ]

@@ -21,7 +21,7 @@ class DataConfig:
     Attributes
     ----------
     name : a registered data set, or ``module:attribute`` of a reader of your own: a function that takes this
-        configuration and returns `RawData`.
+        configuration and returns `RawData`, or a class of clients that are described (:class:`raypfl.data.Population`).
     root : folder of the data set's files, for readers that need one.
     download : let a reader that can fetch a published data set do so.
     image, label : names of the columns that hold images and labels, for readers of tables.

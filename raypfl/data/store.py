@@ -20,6 +20,7 @@ import pyarrow as pa
 from raypfl.data.arrays import Arrays, Unreadable, cached, opened, writing
 from raypfl.data.datasets import DATASETS, DataConfig, RawData
 from raypfl.data.partitions import PARTITIONS, Partition
+from raypfl.data.population import DescribedData, is_described
 from raypfl.data.splits import NOBODY, POOLS, SPLITS, hold
 from raypfl.errors import ConfigError, DataError, did_you_mean
 
@@ -129,10 +130,14 @@ class _Origin(NamedTuple):
     cache: str | Path | None
 
 
-def load_federated(
-    data: DataConfig, partition: Partition, *, seed: int, cache: str | Path | None = None
-) -> FederatedData:
+ClientData = FederatedData | DescribedData
+"""What each client holds, stored or described; the engine asks for it by client and split."""
+
+
+def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: str | Path | None = None) -> ClientData:
     """Open a data set and deal it out to clients; both are prepared once and kept in the cache.
+
+    A population, whose clients are described, is neither dealt out nor kept; see :class:`raypfl.data.Population`.
 
     The samples are prepared again when a file of the data set (its size or time of change) or its reader changes, the
     partition when an option of it or of the splits, `seed`, or its code does. Several processes may do so at once.
@@ -146,6 +151,8 @@ def load_federated(
     ConfigError : if the data set does not exist or the partition asks what it cannot give.
     DataError : if the data set's files are missing, damaged or odd.
     """
+    if is_described(data):
+        return DescribedData(data)
     folder = cache_folder(data, cache) / f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{_samples_key(data)}"
     samples = cached(folder / "samples.arrow", lambda: _prepared_samples(data, folder))
     path = folder / "partitions" / f"{_holdings_key(samples.digest, data, partition, seed)}.arrow"
@@ -153,8 +160,9 @@ def load_federated(
     return _joined(samples, holdings, _Origin(folder / "samples.arrow", path, data, partition, seed, cache))
 
 
-def _reopened(origin: _Origin, fingerprint: str) -> FederatedData:
+def _reopened(origin: _Origin, fingerprint: str) -> ClientData:
     """Open what another process has prepared and checked, or prepare it here."""
+    opened_again: ClientData
     try:
         opened_again = _joined(opened(origin.samples, check=False), opened(origin.holdings, check=False), origin)
     except Unreadable:

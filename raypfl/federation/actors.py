@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -83,6 +84,22 @@ def fetched(handles: list[Any]) -> list[Stack]:
         raise LostState("The node that held some clients' states is gone, and their states with it.") from error
 
 
+@dataclass
+class _News:
+    """What happened in a run that nobody has asked for yet; `told` events before that are forgotten."""
+
+    run: str = ""
+    incarnation: str = ""
+    events: list[Event] = field(default_factory=list)
+    told: int = 0
+
+    def after(self, seen: int) -> list[Event]:
+        """The events after the first `seen`, which whoever asks has had."""
+        del self.events[: max(seen - self.told, 0)]
+        self.told = max(seen, self.told)
+        return list(self.events)
+
+
 class ServerActor:
     """Runs jobs, one after the other, in a process of the cluster, with client actors of its own.
 
@@ -98,11 +115,11 @@ class ServerActor:
         self._count = actors
         self._actors = self._hired([])
         self._stopping = ""
-        self._news: tuple[str, str, list[Event]] = ("", "", [])
+        self._news = _News()
 
     def run(self, run: str, order: bytes) -> RunFinished:
         """The whole run of an order, a pickled (job, data); `run` is its name for :meth:`events`."""
-        self._news = (run, uuid.uuid4().hex, [])
+        self._news = _News(run, uuid.uuid4().hex)
         from raypfl.federation.ray_backend import RayBackend
 
         self._actors = self._hired(self._actors)
@@ -123,7 +140,7 @@ class ServerActor:
         facts = {"backend": "ray", "actors": len(self._actors), "ray": ray.__version__}
         backend.assemble(ASSEMBLY)
         try:
-            return Server(job, task, backend, self._news[2].append, facts).run()
+            return Server(job, task, backend, self._news.events.append, facts).run()
         finally:
             self._actors = backend.survivors
             gc.collect()  # a server is full of cycles, and its clients' states fill the object store until it is gone
@@ -134,15 +151,15 @@ class ServerActor:
     def _warn(self, text: str) -> None:
         from raypfl.federation.events import Warned
 
-        self._news[2].append(Warned(text))
+        self._news.events.append(Warned(text))
 
     @ray.method(concurrency_group="control")
     def events(self, run: str, incarnation: str, seen: int) -> tuple[str, list[Event]]:
         """Events of a run after the first `seen` that this incarnation of it has had."""
-        of, now, events = self._news
-        if of != run:
+        news = self._news
+        if news.run != run:
             return incarnation, []
-        return now, events[seen if incarnation == now else 0 :]
+        return news.incarnation, news.after(seen if incarnation == news.incarnation else 0)
 
     @ray.method(concurrency_group="control")
     def stop(self, run: str) -> None:

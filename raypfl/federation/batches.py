@@ -60,6 +60,12 @@ class Samples:
         index = torch.from_numpy(where).to(self.gain.device)
         return self.inputs[index], self.labels[index]
 
+    def labels_of(self, where: np.ndarray) -> Tensor:
+        """``int64[n]`` labels of the samples at ``where[n]``, on the device; inputs are not read."""
+        if isinstance(self.labels, np.ndarray):
+            return torch.from_numpy(np.asarray(self.labels[where])).to(self.gain.device)
+        return self.labels[torch.from_numpy(where).to(self.gain.device)]
+
     def normalise(self, x: Tensor) -> Tensor:
         """``uint8[..., C, H, W]`` to the floating point that networks see."""
         return torch.addcmul(self.offset, x.to(self.gain.dtype), self.gain)

@@ -4,11 +4,12 @@ A checkpoint is a folder ``<location>/<number>-round-<round>`` with ::
 
     server.safetensors                  the tensors of the server's state
     states-00000.safetensors, ...       the clients' states, as many shards of clients as fit in a file
-    rounds.parquet, ...                 the tables
     meta.json                           everything else
     manifest.json                       size and SHA-256 of every other file, written last
 
-Numbers count up with every save, so a checkpoint never overwrites another, not even one of the same round.
+Numbers count up with every save, so a checkpoint never overwrites another, not even one of the same round. The tables
+lie beside the checkpoints, in ``<location>/tables``, in files that several of them share
+(:mod:`raypfl.federation.tables`); the manifests list those as well.
 
 States that have not changed are not written again: a file of the checkpoint before of which most rows still count
 becomes one of the new checkpoint too (a hard link; in an object store, a copy made there). Of a client whose state is
@@ -23,21 +24,23 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 import safetensors.numpy
 import safetensors.torch
 import torch
 
 from raypfl.errors import CheckpointError
+from raypfl.federation.columns import Columns
 from raypfl.federation.states import Lot, Pack, StateShard
+from raypfl.federation.tables import Part, Table
 
 FORMAT = 2
+TABLES = "tables"
 PACK = 64 << 20
 """Bytes of client states from which a file is full: what a save and a load hold in memory at a time."""
 _MANIFEST = "manifest.json"
@@ -57,14 +60,14 @@ class Snapshot:
         on the CPU.
     states : the clients' states, read and written one shard at a time; after `load` it may be iterated more than once.
     packs : files of the newest checkpoint with further states, before those of `states`; for `save` alone.
-    tables : name -> table; a name is a file name without its ending.
+    tables : name -> table, a name being the beginning of a file name; saving moves the rows that wait into a file.
     meta : what JSON can hold.
     """
 
     round: int
     server: dict[str, Any]
     states: Iterable[StateShard]
-    tables: dict[str, pa.Table]
+    tables: dict[str, Table]
     meta: dict[str, Any]
     packs: Sequence[tuple[Pack, list[Lot]]] = ()
 
@@ -91,9 +94,11 @@ def save(location: str, snapshot: Snapshot, keep: int) -> str:
         number = 1 + max((int(name.partition("-")[0]) for name in existing), default=0)
         path = f"{root}/{number:06d}-round-{snapshot.round}"
         draft = path + _DRAFT if local else path
+        for name, table in snapshot.tables.items():
+            table.flush(files, f"{root}/{TABLES}", name)
         written = _write(files, draft, snapshot)
         if local:
-            _publish(draft, path)
+            _publish(draft, path, [f"{root}/{name}" for name in _shared(snapshot)])
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint of round {snapshot.round} cannot be written to {location}: {error}. Free some space "
@@ -131,7 +136,7 @@ def load(location: str, warn: Callable[[str], None]) -> Snapshot | None:
                     f"The checkpoint {path} is skipped: it was never finished, as if the run had been killed meanwhile."
                 )
                 continue
-            return _read(files, path)
+            return _read(files, root, path)
         except (OSError, _Damaged) as error:
             damaged.append(f"{path} ({error})")
             warn(f"The checkpoint {path} is skipped: {error}.")
@@ -147,6 +152,20 @@ def holds(location: str, pack: Pack) -> bool:
     """Whether a file of an earlier checkpoint is still there, and as long as it was."""
     files, _ = resolve(location)
     return files.get_file_info(pack.path).size == pack.bytes
+
+
+def whole(location: str, table: Table) -> pa.Table:
+    """All rows of a table whose files are in a location.
+
+    Raises
+    ------
+    CheckpointError : if they cannot be read.
+    """
+    files, root = resolve(location)
+    try:
+        return table.load(files, f"{root}/{TABLES}")
+    except OSError as error:
+        raise CheckpointError(f"The tables in {location} cannot be read: {error}.") from error
 
 
 def resolve(location: str) -> tuple[pafs.FileSystem, str]:
@@ -215,11 +234,14 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> list[tupl
         rows = sum(len(shard.clients) for shard in shards)
         lots = [shard.lot for shard in shards if shard.lot is not None]
         packs.append((Pack(name, written[name]["bytes"], written[name]["sha256"], rows), lots))
-    for name, table in snapshot.tables.items():
-        put(f"{name}.parquet", _parquet(table))
-    meta = {"round": snapshot.round, "server": server, "packs": len(packs), "tables": list(snapshot.tables)}
+    tables = {
+        name: {"kinds": table.waiting.kinds, "parts": [asdict(part) for part in table.parts]}
+        for name, table in snapshot.tables.items()
+    }
+    meta = {"round": snapshot.round, "server": server, "packs": len(packs), "tables": tables}
     put("meta.json", json.dumps({**meta, "meta": snapshot.meta}).encode())
-    put(_MANIFEST, json.dumps({"format": FORMAT, "files": written}, indent=1).encode())
+    manifest = {"format": FORMAT, "files": written, "shared": _shared(snapshot)}
+    put(_MANIFEST, json.dumps(manifest, indent=1).encode())
     return packs
 
 
@@ -279,6 +301,12 @@ def _unpacked(arrays: dict[str, np.ndarray]) -> Iterator[StateShard]:
         yield StateShard(clients[i], dict(sorted(tensors.get(i, {}).items())))
 
 
+def _shared(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    """Files that other checkpoints may list as well -> bytes and sha256; paths from the location."""
+    parts = [part for table in snapshot.tables.values() for part in table.parts]
+    return {f"{TABLES}/{part.file}": {"bytes": part.bytes, "sha256": part.sha256} for part in parts}
+
+
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
     """`value` as JSON, each node a pair ``[kind, content]``; its tensors go to `tensors` under their path."""
     if isinstance(value, torch.Tensor):
@@ -302,17 +330,13 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> list[Any
     )
 
 
-def _parquet(table: pa.Table) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    return sink.getvalue()
-
-
-def _publish(draft: str, path: str) -> None:
+def _publish(draft: str, path: str, shared: Iterable[str]) -> None:
     """Give a local checkpoint its final name once it is on the disk, also if the power fails."""
-    for entry in os.scandir(draft):
-        _fsync(entry.path)
-    _fsync(draft)
+    files = [*(entry.path for entry in os.scandir(draft)), *shared]
+    for file in files:
+        _fsync(file)
+    for folder in {os.path.dirname(file) for file in files}:
+        _fsync(folder)
     os.rename(draft, path)
     _fsync(os.path.dirname(path))
 
@@ -333,6 +357,18 @@ def _prune(files: pafs.FileSystem, root: str, keep: int) -> None:
             kept += 1
         else:
             files.delete_dir(f"{root}/{name}")
+    _prune_tables(files, root)
+
+
+def _prune_tables(files: pafs.FileSystem, root: str) -> None:
+    """Delete the tables' files that no checkpoint lists: merged into others since, or of a save that failed."""
+    listed: set[str] = set()
+    for name in _list(files, root):
+        with contextlib.suppress(_Damaged):
+            listed |= _manifest(files, f"{root}/{name}")["shared"].keys()
+    for entry in files.get_file_info(pafs.FileSelector(f"{root}/{TABLES}", allow_not_found=True)):
+        if f"{TABLES}/{entry.base_name}" not in listed:
+            files.delete_file(entry.path)
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -355,8 +391,8 @@ def _is_complete(files: pafs.FileSystem, path: str) -> bool:
     return files.get_file_info(f"{path}/{_MANIFEST}").type == pafs.FileType.File
 
 
-def _read(files: pafs.FileSystem, path: str) -> Snapshot:
-    manifest = _verify(files, path)
+def _read(files: pafs.FileSystem, root: str, path: str) -> Snapshot:
+    manifest = _verify(files, root, path)
     meta = json.loads(_bytes(files, f"{path}/meta.json"))
     tensors = safetensors.torch.load(_bytes(files, f"{path}/server.safetensors"))
     return Snapshot(
@@ -364,7 +400,8 @@ def _read(files: pafs.FileSystem, path: str) -> Snapshot:
         server=_decode(meta["server"], tensors),
         states=_StoredShards(files, _stored_packs(path, meta["packs"], manifest)),
         tables={
-            name: pq.read_table(pa.BufferReader(_bytes(files, f"{path}/{name}.parquet"))) for name in meta["tables"]
+            name: Table(Columns(table["kinds"]), [Part(**part) for part in table["parts"]])
+            for name, table in meta["tables"].items()
         },
         meta=meta["meta"],
     )
@@ -375,29 +412,33 @@ def _stored_packs(path: str, count: int, manifest: dict[str, dict[str, Any]]) ->
     return tuple((f"{path}/{name}", entry["bytes"], entry["sha256"]) for name, entry in entries)
 
 
-def _verify(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
-    """Raise `_Damaged` unless every file is as it was written; returns its :func:`_manifest`."""
+def _verify(files: pafs.FileSystem, root: str, path: str) -> dict[str, dict[str, Any]]:
+    """Raise `_Damaged` unless every file is as it was written; returns the checkpoint's own, as :func:`_manifest`."""
     manifest = _manifest(files, path)
-    for name, expected in manifest.items():
-        size = files.get_file_info(f"{path}/{name}").size
+    places = [(path, *file) for file in manifest["files"].items()]
+    places += [(root, *file) for file in manifest["shared"].items()]
+    for folder, name, expected in places:
+        size = files.get_file_info(f"{folder}/{name}").size
         if size is None:
             raise _Damaged(f"its {name} is missing")
         if size != expected["bytes"]:
             raise _Damaged(f"its {name} has {size:,} bytes instead of {expected['bytes']:,}")
-        if _sha256(files, f"{path}/{name}") != expected["sha256"]:
+        if _sha256(files, f"{folder}/{name}") != expected["sha256"]:
             raise _Damaged(f"the content of its {name} has changed since it was written")
-    return manifest
+    return manifest["files"]
 
 
-def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, Any]]:
-    """File name -> its bytes and sha256."""
+def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """``files`` of its own and ``shared`` ones -> file name -> bytes and sha256."""
     try:
         manifest = json.loads(_bytes(files, f"{path}/{_MANIFEST}"))
-        if manifest["format"] > FORMAT:
-            raise _Damaged("it was written by a newer version of raypfl, which is needed to read it")
-        if manifest["format"] < FORMAT:
-            raise _Damaged("it was written by an older version of raypfl, which is needed to read it")
-        return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest["files"].items()}
+        if manifest["format"] != FORMAT:
+            age = "a newer" if manifest["format"] > FORMAT else "an older"
+            raise _Damaged(f"it was written by {age} version of raypfl, which is needed to read it")
+        return {
+            kind: {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest[kind].items()}
+            for kind in ("files", "shared")
+        }
     except FileNotFoundError:
         raise _Damaged(f"its {_MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError):

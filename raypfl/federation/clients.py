@@ -147,7 +147,7 @@ class Clients:
     Attributes
     ----------
     ids : the clients' numbers.
-    round : the round's number, from 0.
+    round : the round's number, from 1.
     lr : the learning rate that the schedule gives this round.
     model : the clients' network as a function of a flat vector.
     networks : the method's further networks.
@@ -195,7 +195,8 @@ class Clients:
 
     def label_counts(self, split: str = "train") -> PerClient:
         """``[K, num_classes]`` samples of each class."""
-        rows = [torch.bincount(b.y, minlength=self.num_classes) for b in self._whole(split)]
+        where = [self._bench.split(client, split) for client in self.ids]
+        rows = [torch.bincount(self._bench.samples.labels_of(mine), minlength=self.num_classes) for mine in where]
         return per_client(torch.stack(rows).to(self.model.dtype))
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
@@ -480,7 +481,7 @@ def _unequal(batches: list[Batch]) -> bool:
 
 
 def learning_rate(settings: TrainingSettings, round: int, rounds: int) -> float:
-    """The learning rate of a round under the settings' schedule."""
+    """The learning rate under the settings' schedule once `round` rounds are done."""
     lr = settings.lr
     if settings.schedule == "exponential":
         lr *= settings.decay**round

@@ -215,7 +215,7 @@ class Cohort:
     ----------
     ids : their numbers, ascending. Rows of a ``Scatter`` and of an ``Each`` reply are in this order.
     present : ``bool[C]``; False for a client that failed in an earlier exchange of this round and was skipped.
-    round, lr : the round's number and learning rate.
+    round, lr : the round's number, from 1, and learning rate.
     task : what the method was started with.
     """
 

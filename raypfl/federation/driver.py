@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from raypfl.config import Experiment
-from raypfl.data import FederatedData, load_federated
+from raypfl.data import ClientData, load_federated
 from raypfl.data.store import cache_folder
 from raypfl.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.federation.allocator import keep_freed_memory
@@ -145,9 +145,14 @@ def _write_description(folder: Path, event: Event) -> None:
         (folder / RECIPE).write_text(event.experiment.to_yaml())
 
 
-def _job(experiment: Experiment, folder: Path, data: FederatedData, emit: Listener) -> Job:
+def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:
     """What the server is to do; what the settings left open is settled from here on, and in a resume."""
     engine, training = experiment.engine, experiment.training
+    if experiment.cohort.size and experiment.cohort.size > data.num_clients:
+        raise ConfigError(
+            f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
+            "at most that many."
+        )
     why = ""
     if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("trying executors"))
@@ -176,7 +181,7 @@ def _device(experiment: Experiment) -> torch.device:
     return torch.device("cuda" if wanted and torch.cuda.is_available() else "cpu")
 
 
-def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
+def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:
     keep_freed_memory()
     with _threads(job.experiment.engine.threads):
         task = make_task(job.experiment, data, _device(job.experiment))
@@ -184,7 +189,7 @@ def _inline(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) ->
         return Server(job, task, Inline(worker, stop), emit, {"backend": "inline", "actors": 1}).run()
 
 
-def _on_ray(job: Job, data: FederatedData, emit: Listener, stop: StopRequest) -> RunFinished:
+def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:
     with connected(job.experiment.ray, emit) as ray:
         emit(Progress("starting actors"))
         settings = job.experiment.ray
@@ -216,7 +221,7 @@ def _server_actor(ray: Any, actors: int, options: dict[str, Any]) -> Any:
     return placed.remote(actors, options)
 
 
-def _follow(ray: Any, server: Any, job: tuple[Job, FederatedData], emit: Listener, stop: StopRequest) -> RunFinished:
+def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:
     """Have a server actor run a job, and pass its events on until that is over."""
     run = uuid.uuid4().hex
     finished = server.run.remote(run, ray.cloudpickle.dumps(job))

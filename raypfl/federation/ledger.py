@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
+
+from raypfl.federation.columns import Columns
+
+LEDGER = {
+    "round": "int32",
+    "exchange": "int32",
+    "direction": "text",
+    "name": "text",
+    "clients": "int32",
+    "numbers": "int64",
+    "bytes": "int64",
+}
 
 
 @dataclass(frozen=True)
@@ -12,7 +24,7 @@ class Entry:
 
     Attributes
     ----------
-    round, exchange : both from 0; an exchange is one ``cohort.run``.
+    round : from 1. exchange : within the round, from 0; one is one ``cohort.run``.
     direction : ``down`` to the clients, ``up`` from them.
     name : of the argument or reply.
     clients : how many clients.
@@ -29,35 +41,40 @@ class Entry:
 
 
 class Ledger:
-    """All entries so far."""
+    """The entries of a run that are not in a file yet, in the order of rounds; those of the round at hand always are.
+
+    Attributes
+    ----------
+    rows : the entries, column by column.
+    """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.rows = Columns(LEDGER)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def add(self, entry: Entry) -> None:
-        self.entries.append(entry)
+        self.rows.append(**vars(entry))
 
-    def total(self, direction: str, round: int | None = None) -> int:
-        """Bytes over all clients in one direction, in one round or in all."""
-        return sum(
-            e.clients * e.bytes
-            for e in self.entries
-            if e.direction == direction and (round is None or e.round == round)
-        )
+    def cut(self, length: int) -> None:
+        """Forget all entries after the first `length`."""
+        self.rows.cut(length)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [Entry(*row) for row in self.rows.rows()]
+
+    def total(self, direction: str, round: int) -> int:
+        """Bytes over all clients in one direction in a round."""
+        return sum(e.clients * e.bytes for e in self._of(round) if e.direction == direction)
 
     def per_client(self, round: int) -> dict[tuple[str, str], int]:
         """Numbers (not bytes) per client in a round: ``{(direction, name): numbers}``, summed over its exchanges."""
         numbers: dict[tuple[str, str], int] = {}
-        for e in self.entries:
-            if e.round == round:
-                numbers[e.direction, e.name] = numbers.get((e.direction, e.name), 0) + e.numbers
+        for e in self._of(round):
+            numbers[e.direction, e.name] = numbers.get((e.direction, e.name), 0) + e.numbers
         return numbers
 
-    def columns(self) -> dict[str, list[object]]:
-        """The entries column by column, as for a table."""
-        rows = [astuple(e) for e in self.entries]
-        return {f.name: [row[i] for row in rows] for i, f in enumerate(fields(Entry))}
-
-    def restore(self, columns: dict[str, list[object]]) -> None:
-        """Take entries back from :meth:`columns`."""
-        self.entries = [Entry(*row) for row in zip(*(columns[f.name] for f in fields(Entry)), strict=True)]
+    def _of(self, round: int) -> list[Entry]:
+        return [Entry(*row) for row in self.rows.rows(*self.rows.span("round", round))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -79,9 +80,9 @@ class Dispatch:
 
     def __init__(self, groups: Iterable[Group]):
         self._waiting = sorted(groups, key=lambda group: (-group.length, group.index))
-        self._lanes: dict[Hashable, _Lane] = {}
+        self._lanes: dict[Any, _Lane] = {}
 
-    def join(self, actor: Hashable, node: str) -> None:
+    def join(self, actor: Any, node: str) -> None:
         """An actor is ready for groups; `node` is where it runs."""
         self._lanes.setdefault(actor, _Lane(node))
 
@@ -90,7 +91,7 @@ class Dispatch:
         """Whether nothing waits and nothing is out."""
         return not self._waiting and not any(lane.groups for lane in self._lanes.values())
 
-    def next(self, now: float) -> tuple[Hashable, Group] | None:
+    def next(self, now: float) -> tuple[Any, Group] | None:
         """Who is to be handed what now; None for nothing. To be asked until there is nothing."""
         if not self._waiting:
             return None

@@ -18,6 +18,7 @@ from raypfl.evaluation import summarise
 from raypfl.federation import checkpoint
 from raypfl.federation.events import RunFinished
 from raypfl.federation.server import checkpoints_of
+from raypfl.federation.tables import read
 
 TABLES = ("rounds", "evaluations", "ledger")
 SUMMARY = "summary.json"
@@ -43,6 +44,8 @@ class Result:
     rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
     evaluations : a row for each (round, client, protocol, model): samples, accuracy, loss.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client.
+
+    Rounds are numbered from 1 in all of them.
     """
 
     experiment: Experiment
@@ -69,7 +72,7 @@ class Result:
             status=end["status"],
             round=end["round"],
             weights_hash=end["weights_hash"],
-            **{name: pq.read_table(folder / f"{name}.parquet") for name in TABLES},
+            **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
         )
 
     def summary(self) -> list[dict[str, Any]]:

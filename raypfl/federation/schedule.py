@@ -38,18 +38,31 @@ def cohort_size(settings: CohortSettings, num_clients: int) -> int:
 
 
 def draw(settings: CohortSettings, num_clients: int, seed: int, round: int) -> Draw:
-    """The cohort of a round: uniform without replacement among the clients that are reachable, in ascending order."""
-    reachable = np.arange(num_clients)
-    if settings.availability is not None:
-        low, high = settings.availability["low"], settings.availability["high"]
-        chance = rng.generator(seed, "availability").uniform(low, high, num_clients)
-        reachable = reachable[rng.generator(seed, "reachable", round).random(num_clients) < chance]
-    size = min(cohort_size(settings, num_clients), len(reachable))
-    drawn = np.sort(rng.generator(seed, "cohort", round).choice(reachable, size, replace=False))
-    gone = np.zeros(size, dtype=bool)
-    if settings.dropout:
-        gone = np.array([rng.generator(seed, "dropout", round, int(c)).random() < settings.dropout for c in drawn])
-    return Draw(tuple(drawn[~gone].tolist()), tuple(drawn[gone].tolist()))
+    """The cohort of a round: uniform without replacement among the clients that are reachable, in ascending order.
+
+    Takes time by the size of the cohort, not of the population, as long as enough clients are reachable.
+    """
+    size = min(cohort_size(settings, num_clients), num_clients)
+    looked_at, tries = 2 * size if settings.availability else size, 0
+    while True:
+        looked_at = min(looked_at, num_clients)
+        drawn = rng.generator(seed, "cohort", round, *range(tries)).choice(num_clients, looked_at, replace=False)
+        reachable = drawn[_is_reachable(settings, seed, round, drawn)]
+        if len(reachable) >= size or looked_at == num_clients:
+            break
+        # A draw of its own, not more of this one: so every reachable client is as likely as any other.
+        looked_at, tries = 4 * looked_at, tries + 1
+    cohort = np.sort(reachable[:size])
+    gone = rng.uniform(rng.keys(seed, "dropout", round, cohort)) < settings.dropout
+    return Draw(tuple(cohort[~gone].tolist()), tuple(cohort[gone].tolist()))
+
+
+def _is_reachable(settings: CohortSettings, seed: int, round: int, clients: np.ndarray) -> np.ndarray:
+    if settings.availability is None:
+        return np.ones(len(clients), dtype=bool)
+    low, high = settings.availability["low"], settings.availability["high"]
+    chance = low + (high - low) * rng.uniform(rng.keys(seed, "availability", 0, clients))
+    return rng.uniform(rng.keys(seed, "reachable", round, clients)) < chance
 
 
 def even(cohort: int, groups: int) -> list[int]:

@@ -24,11 +24,13 @@ from raypfl.federation.backend import Backend
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.columns import Columns
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
-from raypfl.federation.ledger import Ledger
+from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.schedule import cohort_size, draw, even, group_sizes
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
+from raypfl.federation.tables import Table, arrow
 from raypfl.federation.tree import cloned, put_together, taken_apart
 from raypfl.messages import Each
 from raypfl.methods.base import Method, Task
@@ -36,30 +38,26 @@ from raypfl.methods.base import Method, Task
 if TYPE_CHECKING:
     from raypfl.config import Experiment
 
-EVALUATIONS = pa.schema(
-    [
-        ("round", pa.int32()),
-        ("client", pa.int32()),
-        ("protocol", pa.string()),
-        ("model", pa.string()),
-        ("samples", pa.int64()),
-        ("accuracy", pa.float64()),
-        ("loss", pa.float64()),
-    ]
-)
-ROUNDS = pa.schema(
-    [
-        ("round", pa.int32()),
-        ("loss", pa.float64()),
-        ("seconds", pa.float64()),
-        ("bytes_up", pa.int64()),
-        ("bytes_down", pa.int64()),
-        ("clients", pa.int32()),
-        ("dropped", pa.int32()),
-        ("failed", pa.int32()),
-        ("cohort", pa.list_(pa.int32())),
-    ]
-)
+EVALUATIONS = {
+    "round": "int32",
+    "client": "int32",
+    "protocol": "text",
+    "model": "text",
+    "samples": "int64",
+    "accuracy": "float64",
+    "loss": "float64",
+}
+ROUNDS = {
+    "round": "int32",
+    "loss": "float64",
+    "seconds": "float64",
+    "bytes_up": "int64",
+    "bytes_down": "int64",
+    "clients": "int32",
+    "dropped": "int32",
+    "failed": "int32",
+    "cohort": "int32 list",
+}
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,7 @@ class Server:
         self.state: dict[str, Any] = {}
         self.states = StateTable()
         self.ledger = Ledger()
-        self._rounds: dict[str, list[Any]] = {}
-        self._evaluations: dict[str, list[Any]] = {}
+        self._tables: dict[str, Table] = {}
         self._evaluated = 0
         self._warned: set[str] = set()
         self._saved: int | None = None
@@ -140,7 +137,7 @@ class Server:
         except RaypflError as error:
             return self._end("failed", str(error))
         except Exception:
-            return self._end("failed", _mistake(type(self.method).__name__, self.round))
+            return self._end("failed", _mistake(type(self.method).__name__, self.round + 1))
 
     def _step(self) -> None:
         # A run stopped between a round and its evaluation begins with the evaluation when it is resumed.
@@ -162,11 +159,11 @@ class Server:
 
     def _restore_or_start(self) -> None:
         self.states = self._exchanger.states = StateTable()
-        self.ledger.entries.clear()
         if not self._restore():
             self.round, self._evaluated, self.state = 0, 0, self.method.start(self.task)
-            self._rounds = {name: [] for name in ROUNDS.names}
-            self._evaluations = {name: [] for name in EVALUATIONS.names}
+            self._tables = {"rounds": Table(Columns(ROUNDS)), "evaluations": Table(Columns(EVALUATIONS))}
+            self._tables["ledger"] = Table(Columns(LEDGER))
+        self.ledger.rows = self._tables["ledger"].waiting
 
     def _begin(self) -> None:
         self._restore_or_start()
@@ -187,22 +184,23 @@ class Server:
 
     def _undisturbed(self, work: Callable[[], None]) -> None:
         """Do all of the work or, if it is stopped or fails, leave everything as it was before."""
-        before, entries = cloned(self.state), len(self.ledger.entries)
+        before, entries = cloned(self.state), len(self.ledger)
         try:
             work()
         except BaseException as error:
             self.state = before
             self.states.abandon()
             if not isinstance(error, EmptyCohort):
-                del self.ledger.entries[entries:]
+                self.ledger.cut(entries)
             raise
 
     def _one_round(self) -> None:
         begun = time.perf_counter()
-        self._undisturbed(lambda: self._exchanger.gather(self.round))
-        drawn = draw(self.experiment.cohort, self.task.num_clients, self.experiment.seed, self.round)
+        self._undisturbed(lambda: self._exchanger.gather(self.round + 1))
+        number = self.round + 1
+        drawn = draw(self.experiment.cohort, self.task.num_clients, self.experiment.seed, number)
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
-        cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, self.round, lr)
+        cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, number, lr)
         try:
             self._undisturbed(lambda: self.method.round(self.state, cohort))
         except EmptyCohort as error:
@@ -212,8 +210,9 @@ class Server:
 
     def _record(self, cohort: Cohort, dropped: int, seconds: float) -> None:
         losses = [cohort.losses[c] for c in cohort.ids if c in cohort.losses]
+        self.round += 1
         finished = RoundFinished(
-            round=self.round + 1,
+            round=self.round,
             loss=float(np.mean(losses)) if losses else math.nan,
             seconds=seconds,
             bytes_up=self.ledger.total("up", self.round),
@@ -222,29 +221,32 @@ class Server:
             dropped=dropped,
             failed=len(cohort.failed),
         )
-        self.round += 1
-        for name, value in (asdict(finished) | {"cohort": list(cohort.ids)}).items():
-            self._rounds[name].append(value)
+        self._tables["rounds"].waiting.append(**asdict(finished), cohort=cohort.ids)
         self.emit(finished)
 
     def _evaluate(self) -> None:
         skeleton, tensors = taken_apart(self.state)
         arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
         protocols = self.experiment.evaluation.protocols
-        everyone = [(c, c) for c in range(self.task.num_clients)]
         arguments |= {"skeleton": skeleton, "protocols": protocols}
-        call, groups = self._exchanger.call(_score, everyone, self.round, 0.0, arguments)
         scores: dict[str, np.ndarray] = {}
-        for group, reply in self._exchanger.run(call, groups, _unjudged):
-            for name, value in reply.values.items():
-                rows = scores.setdefault(name, np.zeros((self.task.num_clients, 3)))
-                rows[group.positions] = value.array
+        if judged := self._judged(protocols):
+            call, groups = self._exchanger.call(_score, judged, self.round, 0.0, arguments)
+            for group, reply in self._exchanger.run(call, groups, _unjudged):
+                for name, value in reply.values.items():
+                    rows = scores.setdefault(name, np.zeros((self.task.num_clients, 3)))
+                    rows[group.positions] = value.array
         self.states.abandon()
         columns = tabulate(self.round, scores, protocols)
-        for name, values in columns.items():
-            self._evaluations[name] += values
+        self._tables["evaluations"].waiting.extend(columns)
         self._evaluated = self.round
         self.emit(Evaluated(self.round, summarise(columns)))
+
+    def _judged(self, protocols: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Positions and numbers of the clients to evaluate: on their own test data alone, those who have any."""
+        own = protocols == ("local",)
+        clients = np.flatnonzero(self.task.num_test_samples).tolist() if own else range(self.task.num_clients)
+        return [(client, client) for client in clients]
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -252,12 +254,15 @@ class Server:
             self.emit(Warned(text))
 
     def _end(self, status: Literal["finished", "stopped", "failed"], error: str | None = None) -> RunFinished:
-        try:
-            if self._saved != self.round:
-                self._save()
-        except CheckpointError as unsaved:
-            status, error = "failed", f"{error or ''}\n{unsaved}".strip()
-        finished = RunFinished(status, self.round, self._hash(), error, self._tables())
+        problems = [error] if error else []
+        tables = {name: arrow(table.waiting) for name, table in self._tables.items()}
+        for attempt in (self._save_what_is_new, lambda: tables.update(self._whole_tables())):
+            try:
+                attempt()
+            except CheckpointError as problem:
+                problems.append(str(problem))
+        status, error = ("failed", "\n".join(problems)) if problems else (status, None)
+        finished = RunFinished(status, self.round, self._hash(), error, tables)
         self.emit(finished)
         return finished
 
@@ -274,12 +279,12 @@ class Server:
             digest.update(clients[client])
         return digest.hexdigest()
 
-    def _tables(self) -> dict[str, pa.Table]:
-        return {
-            "rounds": pa.table(self._rounds, schema=ROUNDS),
-            "evaluations": pa.table(self._evaluations, schema=EVALUATIONS),
-            "ledger": pa.table(self.ledger.columns()),
-        }
+    def _whole_tables(self) -> dict[str, pa.Table]:
+        return {name: checkpoint.whole(self.job.checkpoints, table) for name, table in self._tables.items()}
+
+    def _save_what_is_new(self) -> None:
+        if self._saved != self.round:
+            self._save()
 
     def _save(self) -> None:
         packs = [(p, lots) for p, lots in self.states.packs() if checkpoint.holds(self.job.checkpoints, p)]
@@ -288,7 +293,7 @@ class Server:
             server=self.state,
             states=self._shards(packs),
             packs=packs,
-            tables=self._tables(),
+            tables=self._tables,
             meta={
                 "experiment": self.experiment.to_yaml(),
                 "evaluated": self._evaluated,
@@ -322,9 +327,7 @@ class Server:
         for shard in snapshot.states:
             self.states.stage(shard.clients.tolist(), self.backend.keep(shard.stack()), pack=shard.pack)
         self.states.commit()
-        self._rounds = snapshot.tables["rounds"].to_pydict()
-        self._evaluations = snapshot.tables["evaluations"].to_pydict()
-        self.ledger.restore(snapshot.tables["ledger"].to_pydict())
+        self._tables = snapshot.tables
         self.round = self._saved = snapshot.round
         self._evaluated = snapshot.meta["evaluated"]
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from raypfl import rng
-from raypfl.data import FederatedData
+from raypfl.data import ClientData, DescribedData
 from raypfl.federation.batches import Samples
 from raypfl.federation.clients import Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raypfl.config import Experiment
 
 
-def make_model(experiment: Experiment, data: FederatedData, device: torch.device) -> FlatModel:
+def make_model(experiment: Experiment, data: ClientData, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
     entry = MODELS.get(experiment.model.name)
     factory = partial(entry, input_shape=data.input_shape, num_classes=data.num_classes, **experiment.model.options)
@@ -29,7 +29,7 @@ def make_model(experiment: Experiment, data: FederatedData, device: torch.device
     return FlatModel(factory, seed=rng.key(experiment.seed, "network") % 2**31, dtype=dtype, device=device)
 
 
-def make_task(experiment: Experiment, data: FederatedData, device: torch.device) -> Task:
+def make_task(experiment: Experiment, data: ClientData, device: torch.device) -> Task:
     """What the method may know, its own networks built."""
     model = make_model(experiment, data, device)
     task = Task(
@@ -40,11 +40,12 @@ def make_task(experiment: Experiment, data: FederatedData, device: torch.device)
         num_classes=data.num_classes,
         input_shape=data.input_shape,
         num_samples=data.sizes("train"),
+        num_test_samples=data.sizes("test"),
     )
     return replace(task, networks=experiment.method.networks(task))
 
 
-def make_bench(experiment: Experiment, data: FederatedData, task: Task) -> Bench:
+def make_bench(experiment: Experiment, data: ClientData, task: Task) -> Bench:
     """What the clients of one process share."""
     precision = Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
     together = experiment.engine.executor == "vectorised"
@@ -73,15 +74,32 @@ def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
     return np.ceil(sizes / training.batch_size) * training.epochs
 
 
-def _samples(data: FederatedData, model: FlatModel) -> Samples:
+def _samples(data: ClientData, model: FlatModel) -> Samples:
     gain = 1.0 / (data.scale * data.std.astype(np.float64))
     offset = -data.mean.astype(np.float64) / data.std
 
     def channels(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(model.device, model.dtype).reshape(-1, 1, 1)
 
+    if isinstance(data, DescribedData):
+        nothing = np.zeros(0)
+        return _Fetched(nothing, nothing, channels(gain), channels(offset), data)
     inputs, labels = data.inputs, data.labels
     if model.device.type == "cpu":
         return Samples(inputs, labels, channels(gain), channels(offset))
     resident = torch.from_numpy(np.array(inputs)).to(model.device), torch.from_numpy(np.array(labels)).to(model.device)
     return Samples(*resident, channels(gain), channels(offset))
+
+
+@dataclass(frozen=True)
+class _Fetched(Samples):
+    """Samples that are fetched client by client; none are resident."""
+
+    data: DescribedData
+
+    def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.data.take(where)
+        return torch.from_numpy(x).to(self.gain.device), torch.from_numpy(y).to(self.gain.device)
+
+    def labels_of(self, where: np.ndarray) -> torch.Tensor:
+        return self.take(where)[1]

@@ -27,7 +27,7 @@ class Call:
     ----------
     number : of the call, counted over the run, so that an actor unpacks its broadcast once.
     function : name of the method's client function, or a function ``f(clients, method, **arguments)`` of the engine's.
-    round, lr : of the round.
+    round, lr : of the round; rounds are numbered from 1.
     broadcast : name -> array; on Ray a reference to that.
     scalars : name -> number or string.
     """

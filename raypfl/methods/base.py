@@ -34,6 +34,7 @@ class Task:
     input_shape : ``(C, H, W)``.
     num_samples : ``int64[num_clients]`` training samples of each client.
     networks : the method's own, by name.
+    num_test_samples : ``int64[num_clients]``, in each client's test split.
     """
 
     model: FlatModel
@@ -44,6 +45,7 @@ class Task:
     input_shape: tuple[int, int, int]
     num_samples: np.ndarray
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
+    num_test_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -1,0 +1,165 @@
+"""Clients that are described, not stored: their samples are made or read when a client is at work, and where it is."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from raypfl.data.datasets import DATASETS, DataConfig
+from raypfl.errors import ConfigError, DataError, did_you_mean
+
+SPLITS = ("train", "val", "test")
+KEPT = 64 << 20
+"""Bytes of samples that a process keeps of the clients that it last asked for."""
+
+_PLACES = 32
+# A sample's number is its client's, its split's, and its place there, side by side in 64 bits.
+
+
+class Population(ABC):
+    """As many clients as you like, each described by how many samples it has and a way to get them.
+
+    A class of your own, named in the description as ``data: my_module:MyClients``. Every process makes its own
+    instance; `samples` must give the same arrays each time and everywhere. Who holds what is settled by it, so
+    `partition` and the fractions in `data` have no say.
+
+    Parameters
+    ----------
+    config : the description's `data`, of which `root` may say where files are.
+
+    Attributes
+    ----------
+    num_clients, num_classes : how many.
+    input_shape : (channels, height, width) of a sample.
+    scale, mean, std : a network sees ``(inputs / scale - mean) / std``.
+    """
+
+    num_clients: int
+    num_classes: int
+    input_shape: tuple[int, int, int]
+    scale: float = 1.0
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __init__(self, config: DataConfig):
+        self.config = config
+
+    @abstractmethod
+    def sizes(self, split: str) -> np.ndarray:
+        """``int64[num_clients]`` samples in each client's split: ``train``, ``val`` or ``test``."""
+
+    @abstractmethod
+    def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """One client's split: inputs ``[n, C, H, W]``, uint8 or float32, and labels ``int64[n]``."""
+
+
+class DescribedData:
+    """A population as the engine reads it: like :class:`raypfl.data.FederatedData`, but fetched client by client.
+
+    Pickled, it is its description. `sizes`, `indices`, `take` and the like mean what they do there; `pools` is empty.
+    """
+
+    def __init__(self, config: DataConfig):
+        self.population: Population = DATASETS.get(config.name)(config)
+        self.config = config
+        self.name = config.name
+        self.num_clients, self.num_classes = self.population.num_clients, self.population.num_classes
+        self.input_shape = self.population.input_shape
+        self.scale = self.population.scale
+        self.mean = np.full(self.input_shape[0], self.population.mean, np.float32)
+        self.std = np.full(self.input_shape[0], self.population.std, np.float32)
+        self.pools: dict[str, np.ndarray] = {}
+        self._sizes: dict[str, np.ndarray] = {}
+        self._kept: OrderedDict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the class's name and numbers and of all clients' sizes, the same on every machine."""
+        said = (self.name, self.num_clients, self.num_classes, self.input_shape, self.scale, self.mean, self.std)
+        digest = hashlib.sha256(repr(said).encode())
+        for split in SPLITS:
+            digest.update(np.ascontiguousarray(self.sizes(split)).data)
+        return digest.hexdigest()
+
+    def sizes(self, split: str = "train") -> np.ndarray:
+        """The number of samples in each client's split: ``int64[num_clients]``."""
+        if split not in SPLITS:
+            raise ConfigError(f"There is no split called {split!r}; {did_you_mean(split, SPLITS)}")
+        if split not in self._sizes:
+            sizes = np.asarray(self.population.sizes(split))
+            if sizes.shape != (self.num_clients,) or sizes.dtype.kind not in "iu" or (sizes < 0).any():
+                raise DataError(
+                    f"{self.name}.sizes({split!r}) must be a whole number, 0 or more, for each of {self.num_clients} "
+                    f"clients; it is {sizes.dtype}{list(sizes.shape)}."
+                )
+            self._sizes[split] = sizes
+        return self._sizes[split]
+
+    def indices(self, client: int, split: str = "train") -> np.ndarray:
+        """Numbers for a client's samples: ``int64[n]``, to be given to `take`; nothing is fetched."""
+        if not 0 <= client < self.num_clients:
+            raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
+        count = int(self.sizes(split)[client])
+        return (len(SPLITS) * client + SPLITS.index(split) << _PLACES) + np.arange(count)
+
+    def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs ``[n, C, H, W]`` and labels ``int64[n]`` of the samples that have these numbers."""
+        owner, place = where >> _PLACES, where & ((1 << _PLACES) - 1)
+        cuts = np.flatnonzero(np.diff(owner)) + 1
+        runs = zip(np.split(owner, cuts), np.split(place, cuts), strict=True)
+        parts = [self._part(int(owners[0]), places) for owners, places in runs if len(owners)]
+        if not parts:
+            return np.zeros((0, *self.input_shape), np.float32), np.zeros(0, np.int64)
+        inputs, labels = zip(*parts, strict=True)
+        return np.concatenate(inputs), np.concatenate(labels)
+
+    def _part(self, owner: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        client, split = divmod(owner, len(SPLITS))
+        inputs, labels = self._samples(client, SPLITS[split])
+        return inputs[places], labels[places]
+
+    def _samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        held = self._kept.pop((client, split), None)
+        if held is None:
+            held = self._fetched(client, split)
+            self._bytes += held[0].nbytes + held[1].nbytes
+        self._kept[client, split] = held
+        while self._bytes > KEPT and len(self._kept) > 1:
+            _, (inputs, labels) = self._kept.popitem(last=False)
+            self._bytes -= inputs.nbytes + labels.nbytes
+        return held
+
+    def _fetched(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        inputs, labels = (np.asarray(part) for part in self.population.samples(client, split))
+        count = int(self.sizes(split)[client])
+        if inputs.shape != (count, *self.input_shape) or inputs.dtype not in (np.uint8, np.float32):
+            found, expected = f"{inputs.dtype}{list(inputs.shape)}", [count, *self.input_shape]
+            raise DataError(
+                f"{self.name} gives the inputs of client {client}'s {split} split as {found}; by its sizes and "
+                f"input_shape they must be uint8 or float32 {expected}."
+            )
+        fits = labels.shape == (count,) and labels.dtype.kind in "iu"
+        if not fits or not ((labels >= 0) & (labels < self.num_classes)).all():
+            raise DataError(
+                f"{self.name} must give a label from 0 to {self.num_classes - 1} for each of the {count} samples of "
+                f"client {client}'s {split} split; it gives {labels.dtype}{list(labels.shape)}: {labels[:10].tolist()}."
+            )
+        return inputs, labels.astype(np.int64)
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.input_shape))
+        return f"DescribedData({self.name}: {self.num_clients} clients, samples of {shape}, {self.num_classes} classes)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DescribedData, (self.config,)
+
+
+def is_described(config: DataConfig) -> bool:
+    """Whether these data are a population, not samples that are dealt out."""
+    entry = DATASETS.get(config.name)
+    return isinstance(entry, type) and issubclass(entry, Population)

@@ -1,0 +1,101 @@
+"""Rows that are gathered one after the other, kept column by column in compact arrays."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+KINDS = {"int32": "i", "int64": "q", "float64": "d", "text": "i", "int32 list": "q"}
+"""What a column may hold -> type code of the array that its values are in, or codes of texts, or ends of lists."""
+
+
+class Columns:
+    """A table in memory that grows at its end, at a few bytes a value and without a Python object for any.
+
+    Parameters
+    ----------
+    kinds : column -> one of `KINDS`.
+    """
+
+    def __init__(self, kinds: Mapping[str, str]):
+        self.kinds = dict(kinds)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._length = 0
+        self._arrays = {name: array(KINDS[kind]) for name, kind in self.kinds.items()}
+        self._items = {name: array("i") for name, kind in self.kinds.items() if kind == "int32 list"}
+        self._words: dict[str, dict[str, int]] = {name: {} for name, kind in self.kinds.items() if kind == "text"}
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, **row: Any) -> None:
+        """Add one row."""
+        self.extend({name: (value,) for name, value in row.items()})
+
+    def extend(self, columns: Mapping[str, Iterable[Any]]) -> None:
+        """Add rows, given column by column.
+
+        Raises
+        ------
+        ValueError : if a column is missing, unknown, or not as long as the others.
+        """
+        if columns.keys() != self.kinds.keys():
+            raise ValueError(f"These are rows of {sorted(columns)}, the table has {sorted(self.kinds)}.")
+        for name, values in columns.items():
+            self._arrays[name].extend(self._stored(name, values))
+        lengths = {name: len(values) for name, values in self._arrays.items()}
+        if len(set(lengths.values())) > 1:
+            self.cut(self._length)
+            raise ValueError(f"The columns of new rows differ in length: the table would have {lengths}.")
+        self._length = max(lengths.values(), default=0)
+
+    def _stored(self, name: str, values: Iterable[Any]) -> Iterable[Any]:
+        if name in self._words:
+            words = self._words[name]
+            return [words.setdefault(value, len(words)) for value in values]
+        if name in self._items:
+            items, ends = self._items[name], []
+            for value in values:
+                items.extend(value)
+                ends.append(len(items))
+            return ends
+        return values.tolist() if isinstance(values, np.ndarray) else values
+
+    def cut(self, length: int) -> None:
+        """Forget all rows after the first `length`."""
+        for name, values in self._arrays.items():
+            del values[length:]
+            if name in self._items:
+                del self._items[name][values[-1] if values else 0 :]
+        self._length = min(length, self._length)
+
+    def span(self, name: str, value: int) -> tuple[int, int]:
+        """First row whose `name` is `value`, and the one after the last, of an ascending column of numbers."""
+        return bisect_left(self._arrays[name], value), bisect_right(self._arrays[name], value)
+
+    def rows(self, first: int = 0, end: int | None = None) -> Iterator[tuple[Any, ...]]:
+        """Rows one by one, where no column holds lists."""
+        columns: list[Iterable[Any]] = []
+        for name, values in self._arrays.items():
+            words = self.words(name) if name in self._words else None
+            columns.append(values[first:end] if words is None else [words[code] for code in values[first:end]])
+        return zip(*columns, strict=True)
+
+    def values(self, name: str) -> np.ndarray:
+        """A copy of a column: its numbers, codes of its texts (see `words`), or ends of its lists (see `items`)."""
+        return np.array(self._arrays[name])
+
+    def words(self, name: str) -> list[str]:
+        """The texts that the codes of a column stand for."""
+        return list(self._words[name])
+
+    def items(self, name: str) -> np.ndarray:
+        """What the lists of a column hold, one after the other: ``int32[...]``."""
+        return np.array(self._items[name])
