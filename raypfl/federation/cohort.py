@@ -257,7 +257,7 @@ class Cohort:
         if not pairs:
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
         call, groups = self._exchanger.call(name, pairs, self.round, self.lr, arguments)
-        total = _Total(len(self.ids), self.task.model.device)
+        total = Total(len(self.ids), self.task.model.device)
         for group, reply in self._exchanger.run(call, groups, self._lose):
             total.add(group, reply.values)
             self._note(group, reply)
@@ -318,7 +318,7 @@ class Cohort:
                 numbers = tensor.shape[1:].numel() if isinstance(value, Scatter) else tensor.numel()
                 self._charge("down", name, receivers, numbers, numbers * tensor.element_size())
 
-    def _charge_up(self, total: _Total) -> None:
+    def _charge_up(self, total: Total) -> None:
         for name, value in total.sample.items():
             if value.numbers:
                 self._charge("up", name, total.senders[name], value.numbers, value.bytes)
@@ -328,7 +328,7 @@ class Cohort:
         self._exchanger.ledger.add(entry)
 
 
-class _Total:
+class Total:
     """The cohort's reply, put together group by group."""
 
     def __init__(self, clients: int, device: torch.device):

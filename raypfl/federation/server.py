@@ -18,19 +18,19 @@ import torch
 
 import raypfl
 from raypfl.errors import CheckpointError, EmptyCohort, LostState, RaypflError, Stopped
-from raypfl.evaluation import score, summarise, tabulate
+from raypfl.evaluation import score, select, summarise, tabulate, validation_value, validation_values
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Backend
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import Clients, learning_rate
-from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.cohort import Cohort, Exchanger, Total
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.schedule import cohort_size, draw, even, group_sizes
+from raypfl.federation.schedule import Draw, cohort_size, draw, even, group_sizes
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
 from raypfl.federation.tree import cloned, put_together, taken_apart
-from raypfl.messages import Each
+from raypfl.messages import Each, Scatter, Sum
 from raypfl.methods.base import Method, Task
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ EVALUATIONS = pa.schema(
         ("samples", pa.int64()),
         ("accuracy", pa.float64()),
         ("loss", pa.float64()),
+        ("ece", pa.float64()),
+        ("auc", pa.float64()),
+        ("left_out", pa.float64()),
     ]
 )
 ROUNDS = pa.schema(
@@ -100,6 +103,7 @@ class Server:
         self.ledger = Ledger()
         self._rounds: dict[str, list[Any]] = {}
         self._evaluations: dict[str, list[Any]] = {}
+        self._validated: dict[int, float] = {}
         self._evaluated = 0
         self._warned: set[str] = set()
         self._saved: int | None = None
@@ -130,7 +134,7 @@ class Server:
 
     def _go_on(self) -> RunFinished:
         try:
-            while self._owes_evaluation() or self.round < self.experiment.rounds:
+            while self._owes_evaluation() or (self.round < self.experiment.rounds and not self._is_over()):
                 self._step()
             return self._end("finished")
         except (Stopped, KeyboardInterrupt):
@@ -154,6 +158,17 @@ class Server:
     def _owes_evaluation(self) -> bool:
         return self.round > self._evaluated and self._due(self.experiment.evaluation.every)
 
+    def _is_over(self) -> bool:
+        chosen = select(self._validated, self.experiment.evaluation)
+        over = chosen.is_over(self.experiment.evaluation)
+        if over:
+            best = "none had a value" if chosen.round is None else f"round {chosen.round} was the best"
+            self._warn(
+                f"The run ends after round {self.round}: {chosen.waited} evaluations in a row were no better on "
+                f"validation data; {best}."
+            )
+        return over
+
     def _rewind(self, error: LostState) -> None:
         """Go back to the last checkpoint; running its rounds again gives the same bits."""
         reached = self.round
@@ -167,6 +182,7 @@ class Server:
             self.round, self._evaluated, self.state = 0, 0, self.method.start(self.task)
             self._rounds = {name: [] for name in ROUNDS.names}
             self._evaluations = {name: [] for name in EVALUATIONS.names}
+        self._validated = validation_values(self._evaluations, self.experiment.evaluation)
 
     def _begin(self) -> None:
         self._restore_or_start()
@@ -200,7 +216,7 @@ class Server:
     def _one_round(self) -> None:
         begun = time.perf_counter()
         self._undisturbed(lambda: self._exchanger.gather(self.round))
-        drawn = draw(self.experiment.cohort, self.task.num_clients, self.experiment.seed, self.round)
+        drawn = self._drawn()
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
         cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, self.round, lr)
         try:
@@ -209,6 +225,14 @@ class Server:
             self._warn(f"{error} Such a round changes nothing.")
         self.states.commit()
         self._record(cohort, len(drawn.dropped), time.perf_counter() - begun)
+
+    def _drawn(self) -> Draw:
+        unseen = self.task.unseen
+        drawn = draw(self.experiment.cohort, self.task.num_clients - len(unseen), self.experiment.seed, self.round)
+        if not len(unseen):
+            return drawn
+        trained = np.setdiff1d(np.arange(self.task.num_clients), unseen)
+        return Draw(*(tuple(trained[list(some)].tolist()) for some in (drawn.clients, drawn.dropped)))
 
     def _record(self, cohort: Cohort, dropped: int, seconds: float) -> None:
         losses = [cohort.losses[c] for c in cohort.ids if c in cohort.losses]
@@ -228,23 +252,41 @@ class Server:
         self.emit(finished)
 
     def _evaluate(self) -> None:
-        skeleton, tensors = taken_apart(self.state)
-        arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
         protocols = self.experiment.evaluation.protocols
-        everyone = [(c, c) for c in range(self.task.num_clients)]
-        arguments |= {"skeleton": skeleton, "protocols": protocols}
-        call, groups = self._exchanger.call(_score, everyone, self.round, 0.0, arguments)
-        scores: dict[str, np.ndarray] = {}
-        for group, reply in self._exchanger.run(call, groups, _unjudged):
-            for name, value in reply.values.items():
-                rows = scores.setdefault(name, np.zeros((self.task.num_clients, 3)))
-                rows[group.positions] = value.array
-        self.states.abandon()
-        columns = tabulate(self.round, scores, protocols)
+        unseen = set(self.task.unseen.tolist())
+        trained = [c for c in range(self.task.num_clients) if c not in unseen]
+        columns = self._judged(trained, [p for p in protocols if p != "unseen"], "personal_model")
+        for name, values in self._judged(
+            sorted(unseen), [p for p in protocols if p == "unseen"], "unseen_model"
+        ).items():
+            columns[name] += values
         for name, values in columns.items():
             self._evaluations[name] += values
         self._evaluated = self.round
-        self.emit(Evaluated(self.round, summarise(columns)))
+        summary = summarise(columns)
+        if (value := validation_value(summary, self.experiment.evaluation)) is not None:
+            self._validated[self.round] = value
+        self.emit(Evaluated(self.round, summary))
+
+    def _judged(self, clients: list[int], protocols: list[str], personal: str) -> dict[str, list[Any]]:
+        """Columns of the evaluations table for these clients; `personal` is the method's function for their models."""
+        if not clients or not protocols:
+            return tabulate(self.round, {}, [], [])
+        skeleton, tensors = taken_apart(self.method.judged_with(self.state))
+        arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
+        if (shared := self.method.global_model(self.state)) is not None:
+            arguments["shared"] = shared
+        arguments |= {"skeleton": skeleton, "protocols": protocols, "personal": personal}
+        arguments["position"] = Scatter(torch.arange(len(clients)))
+        arguments["total"] = len(clients)
+        # Methods that fine-tune what is judged do so at the rate of the round before.
+        lr = learning_rate(self.experiment.training, self.round - 1, self.experiment.rounds)
+        call, groups = self._exchanger.call(_score, list(enumerate(clients)), self.round, lr, arguments)
+        total = Total(len(clients), torch.device("cpu"))
+        for group, reply in self._exchanger.run(call, groups, _unjudged):
+            total.add(group, reply.values)
+        self.states.abandon()
+        return tabulate(self.round, total.result(), clients, protocols)
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -257,7 +299,8 @@ class Server:
                 self._save()
         except CheckpointError as unsaved:
             status, error = "failed", f"{error or ''}\n{unsaved}".strip()
-        finished = RunFinished(status, self.round, self._hash(), error, self._tables())
+        best = select(self._validated, self.experiment.evaluation).round
+        finished = RunFinished(status, self.round, self._hash(), error, self._tables(), best)
         self.emit(finished)
         return finished
 
@@ -349,10 +392,19 @@ def groups_for(job: Job, cohort: int) -> list[int]:
 
 
 def _score(
-    clients: Clients, method: Method, skeleton: Any, protocols: tuple[str, ...], **tensors: torch.Tensor
-) -> dict[str, Each]:
+    clients: Clients,
+    method: Method,
+    skeleton: Any,
+    protocols: list[str],
+    personal: str,
+    position: torch.Tensor,
+    total: int,
+    shared: torch.Tensor | None = None,
+    **tensors: torch.Tensor,
+) -> dict[str, Each | Sum]:
     server = put_together(skeleton, {name.removeprefix("server/"): tensor for name, tensor in tensors.items()})
-    return score(clients, method, server, protocols)
+    shares = [(i, total) for i in position.tolist()]
+    return score(clients, lambda group: getattr(method, personal)(group, server), shared, protocols, shares)
 
 
 def _unjudged(client: int, why: str) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from raypfl import rng
 from raypfl.data import FederatedData
+from raypfl.evaluation.protocols import unseen_of
 from raypfl.federation.batches import Samples
 from raypfl.federation.clients import Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
@@ -40,6 +41,7 @@ def make_task(experiment: Experiment, data: FederatedData, device: torch.device)
         num_classes=data.num_classes,
         input_shape=data.input_shape,
         num_samples=data.sizes("train"),
+        unseen=unseen_of(data),
     )
     return replace(task, networks=experiment.method.networks(task))
 
@@ -62,6 +64,8 @@ def make_bench(experiment: Experiment, data: FederatedData, task: Task) -> Bench
         networks=task.networks,
         loss_limit=experiment.failures.loss_limit,
         evaluation_batch=experiment.evaluation.batch_size,
+        scale=data.scale,
+        unseen=frozenset(task.unseen.tolist()),
     )
 
 
