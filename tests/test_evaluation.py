@@ -363,7 +363,22 @@ def test_a_model_that_is_judged_alone_is_read_where_its_state_lies():
 # ------------------------------------------------------------------------------------------------------- corruptions
 
 
-def pictures(channels=3, side=16):
+@pytest.mark.parametrize("room", [0, 10**9])
+def test_every_model_sees_the_same_corrupted_images_whether_they_are_kept_or_made_again(monkeypatch, room):
+    monkeypatch.setattr("raypfl.evaluation.scoring.ROOM", room)
+    fed = judged_federation("sequential")
+    fed.bench.scale = 16.0
+    personal = models_of(fed)
+    personal[2] = personal[0]
+    table = scored(fed, personal, personal[0], ("ood/corrupt/impulse_noise/5",), groups=((0, 2), (1, 3)))
+    rows = [table["ood/corrupt/impulse_noise/5", "personal", k] for k in range(4)]
+    shared = table["ood/corrupt/impulse_noise/5", "global", -1]
+    assert rows[0] | {"client": 2} == rows[2] and bool(fed.bench.corrupted) == bool(room)
+    assert shared["loss"] == pytest.approx(rows[0]["loss"]) and shared["samples"] == 15
+    assert rows[0]["loss"] != pytest.approx(by_hand(fed, personal[0], np.concatenate(fed.tests))[1] / 15)
+
+
+def pictures(channels=3, side=32):
     return torch.from_numpy(np.random.default_rng(0).integers(60, 190, (5, channels, side, side), dtype=np.uint8))
 
 

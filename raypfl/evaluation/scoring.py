@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,10 @@ from raypfl.messages import Each, LentChanged, Sum, plain
 
 if TYPE_CHECKING:
     from raypfl.federation.clients import Clients
+    from raypfl.federation.testing import Change
+
+ROOM = 512 * 2**20
+"""Bytes of corrupted images that a process keeps, since every personal model is tested on the same."""
 
 PersonalModel = Callable[["Clients"], Tensor | None]
 
@@ -66,7 +69,8 @@ def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[s
         if protocol in OWN:
             rows[protocol] = metrics(tally(clients.answers(models, clients.own(OWN[protocol])), count))
         elif protocol.startswith("ood/"):
-            rows[protocol] = metrics(_on(clients, models, parts(protocol, _everyone(clients), clients.bench.pools)))
+            of = parts(protocol, _everyone(clients), clients.bench.pools)
+            rows[protocol] = metrics(_on(clients, models, of, again=True))
     return rows | _everywhere(clients, models, protocols)
 
 
@@ -128,17 +132,36 @@ def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tupl
     return torch.cat([sums, sums.new_zeros(len(clients) - 1, sums.shape[1])])
 
 
-def _on(clients: Clients, models: Tensor, of: Iterable[Part]) -> Tensor:
+def _on(clients: Clients, models: Tensor, of: Iterable[Part], again: bool = False) -> Tensor:
+    """The tally of models on common samples; `again` if other models will be tested on the same."""
     total = tally([], len(models))
     for part in of:
-        change = None if part.corruption is None else partial(_changed, clients.bench.scale, part)
+        change = _change(clients, part, again)
         total = total + tally(clients.answers(models, part.where, change), len(models)).to(total.device)
     return total
 
 
-def _changed(scale: float, part: Part, x: Tensor, where: np.ndarray) -> Tensor:
-    assert part.corruption is not None
-    return part.corruption(x, where, scale)
+def _change(clients: Clients, part: Part, again: bool) -> Change | None:
+    if part.corruption is None:
+        return None
+    if again and (images := _kept(clients, part)) is not None:
+        return lambda x, where, first: images[first : first + len(where)]
+    return lambda x, where, first: part.corruption(x, where, clients.bench.scale)
+
+
+def _kept(clients: Clients, part: Part) -> Tensor | None:
+    """All images of a part, corrupted once in this process, if there is room for them."""
+    bench, name = clients.bench, part.corruption
+    assert name is not None
+    if name not in bench.corrupted and len(part.where):
+        one, _ = bench.samples.take(part.where[:1])
+        taken = sum(images.numel() for images in bench.corrupted.values())
+        if taken + len(part.where) * one.numel() > ROOM:
+            return None
+        size = bench.evaluation_batch
+        blocks = [part.where[first : first + size] for first in range(0, len(part.where), size)]
+        bench.corrupted[name] = torch.cat([name(bench.samples.take(b)[0], b, bench.scale) for b in blocks])
+    return bench.corrupted.get(name)
 
 
 def _everyone(clients: Clients) -> np.ndarray:

@@ -104,6 +104,9 @@ def _rows(
 def _plain(name: str, values: np.ndarray) -> list[Any]:
     if name == "samples":
         return values.astype(np.int64).tolist()
-    if name not in _OPTIONAL or not np.isnan(values).any():
+    if name not in _OPTIONAL:
         return values.tolist()
-    return [None if np.isnan(value) else value for value in values.tolist()]
+    column: list[Any] = values.tolist()
+    for i in np.flatnonzero(np.isnan(values)).tolist():
+        column[i] = None
+    return column

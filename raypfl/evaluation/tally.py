@@ -44,7 +44,10 @@ def tally(answers: Iterable[Answers], rows: int, classes: int = 0) -> Tensor:
     if sums is None:
         return _empty(rows, classes, torch.device("cpu"))
     if labelled:
+        sums[:, _GAPS:_BY_CLASS] = torch.nan
         _add_auc(sums, labelled)
+    else:
+        sums[:, _AUC : _LEFT_OUT + 1] = torch.nan
     return sums
 
 
@@ -74,49 +77,51 @@ def _empty(rows: int, classes: int, device: torch.device) -> Tensor:
 
 
 def _add_classes(sums: Tensor, part: Answers, classes: int) -> None:
-    logits = part.outputs.float() if part.outputs.dtype == torch.bfloat16 else part.outputs
+    logits = _unrounded(part.outputs)
     y = part.y.expand(logits.shape[:2])
     normaliser = logits.logsumexp(-1)
     top, guess = logits.max(-1)
     right = (guess == y).to(logits.dtype)
     loss = normaliser - logits.gather(-1, y[..., None])[..., 0]
-    confidence = (top - normaliser).exp_().nan_to_num_(0.0)
-    bins = (confidence * BINS).ceil_().long().sub_(1).clamp_(0, BINS - 1)
-    rows = _weighed(part, torch.ones_like(loss), right, loss, right - confidence)
+    confidence = top.sub_(normaliser).exp_().nan_to_num_(0.0)
+    # Bin b is ((b - 1) / 15, b / 15], and a confidence of 0 is in none.
+    bins = (confidence * BINS).ceil_().clamp_(1, BINS).long().add_(_GAPS - 1)
+    rows = torch.stack([torch.ones_like(loss), right, loss, right - confidence])
+    rows = (rows if part.weight is None else rows * part.weight).double()
     _add(sums[part.models], part.owners, rows[:3])
-    _add_at(sums[part.models], part.owners, _GAPS + bins, rows[3])
-    sums[part.models, _AUC : _LEFT_OUT + 1] = torch.nan
+    _add_at(sums[part.models], part.owners, bins, rows[3])
     for i, values in enumerate(rows[:3] if classes else []):
         _add_at(sums[part.models], part.owners, y + (_BY_CLASS + i * classes), values)
 
 
 def _add_labels(sums: Tensor, part: Answers) -> None:
-    logits, y = part.outputs.float(), part.y.float().expand(part.outputs.shape)
-    right = ((logits > 0) == (y > 0.5)).float().mean(-1)
+    logits = _unrounded(part.outputs)
+    y = part.y.to(logits.dtype).expand(logits.shape)
+    right = ((logits > 0) == (y > 0.5)).to(logits.dtype).mean(-1)
     loss = F.binary_cross_entropy_with_logits(logits, y, reduction="none").mean(-1)
-    _add(sums[part.models], part.owners, _weighed(part, torch.ones_like(loss), right, loss))
-    sums[part.models, _GAPS:_BY_CLASS] = torch.nan
+    rows = torch.stack([torch.ones_like(loss), right, loss])
+    _add(sums[part.models], part.owners, (rows if part.weight is None else rows * part.weight).double())
 
 
-def _weighed(part: Answers, *values: Tensor) -> list[Tensor]:
-    return list(values) if part.weight is None else [rows * part.weight for rows in values]
+def _unrounded(outputs: Tensor) -> Tensor:
+    """In the precision that sums are taken in; single or double is left as it is, since rounding makes ties."""
+    return outputs.float() if outputs.dtype == torch.bfloat16 else outputs
 
 
-def _add(sums: Tensor, owners: Tensor | None, values: list[Tensor]) -> None:
-    """Add ``values[k, b]``, to the first columns, one each."""
-    for column, rows in enumerate(values):
-        if owners is None:
-            sums[:, column] += rows.sum(1, dtype=torch.float64)
-        else:
-            sums[:, column].index_add_(0, owners, rows[0].double())
+def _add(sums: Tensor, owners: Tensor | None, values: Tensor) -> None:
+    """Add ``values[n, k, b]`` to the first n columns."""
+    if owners is None:
+        sums[:, : len(values)] += values.sum(-1).T
+    else:
+        sums[:, : len(values)].index_add_(0, owners, values[:, 0].T)
 
 
 def _add_at(sums: Tensor, owners: Tensor | None, columns: Tensor, values: Tensor) -> None:
     """Add ``values[k, b]`` to the columns ``columns[k, b]``."""
     if owners is None:
-        sums.scatter_add_(1, columns, values.double())
+        sums.scatter_add_(1, columns, values)
     else:
-        sums.index_put_((owners, columns[0]), values[0].double(), accumulate=True)
+        sums.index_put_((owners, columns[0]), values[0], accumulate=True)
 
 
 def _add_auc(sums: Tensor, parts: list[Answers]) -> None:
@@ -133,7 +138,7 @@ def _add_auc(sums: Tensor, parts: list[Answers]) -> None:
 def _of(k: int, part: Answers) -> tuple[Tensor, Tensor]:
     """Row k's scores and targets ``[n, L]``."""
     row = 0 if part.owners is not None else k - part.models.start
-    scores, targets = part.outputs[row].float(), part.y.expand(part.outputs.shape)[row]
+    scores, targets = _unrounded(part.outputs[row]), part.y.expand(part.outputs.shape)[row]
     if part.owners is not None:
         real = part.owners == k
     elif part.weight is not None:

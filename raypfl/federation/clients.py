@@ -39,6 +39,7 @@ class Bench:
     evaluation_batch : samples a model and forward pass, where nothing is trained.
     scale : the value of a full pixel.
     unseen : clients that are never trained.
+    corrupted : test images that were made worse, by how.
     """
 
     model: FlatModel
@@ -55,6 +56,7 @@ class Bench:
     evaluation_batch: int = 512
     scale: float = 255.0
     unseen: frozenset[int] = frozenset()
+    corrupted: dict[Any, Tensor] = field(default_factory=dict)
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
 
     @cached_property

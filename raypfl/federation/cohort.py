@@ -58,15 +58,16 @@ class Exchanger:
         round: int,
         lr: float,
         arguments: Mapping[str, Any],
+        cut_for: Callable[[int], tuple[list[int], str]] | None = None,
     ) -> tuple[Call, list[Group]]:
-        """An exchange and its groups, for ``(position, client)`` pairs."""
+        """An exchange and its groups, for ``(position, client)`` pairs; `cut_for` in place of the exchanger's own."""
         tensors = {n: plain(a) for n, a in arguments.items() if isinstance(a, Tensor)}
         shared = self.backend.broadcast({n: t.detach().cpu().numpy() for n, t in tensors.items()})
         scalars = {n: a for n, a in arguments.items() if not isinstance(a, Tensor | Scatter)}
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
         pairs = list(clients)
         ids, positions = np.array([c for _, c in pairs]), np.array([p for p, _ in pairs])
-        sizes, executor = self.cut_for(len(pairs))
+        sizes, executor = (cut_for or self.cut_for)(len(pairs))
         groups = [
             Group(
                 index=index,

@@ -26,7 +26,7 @@ from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.cohort import Cohort, Exchanger, Total
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.schedule import Draw, cohort_size, draw, even, group_sizes
+from raypfl.federation.schedule import Draw, cohort_size, draw, even, group_sizes, judged_group_sizes
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
 from raypfl.federation.tree import cloned, put_together, taken_apart
@@ -281,12 +281,15 @@ class Server:
         arguments["total"] = len(clients)
         # Methods that fine-tune what is judged do so at the rate of the round before.
         lr = learning_rate(self.experiment.training, self.round - 1, self.experiment.rounds)
-        call, groups = self._exchanger.call(_score, list(enumerate(clients)), self.round, lr, arguments)
+        call, groups = self._exchanger.call(_score, enumerate(clients), self.round, lr, arguments, self._judged_groups)
         total = Total(len(clients), torch.device("cpu"))
         for group, reply in self._exchanger.run(call, groups, _unjudged):
             total.add(group, reply.values)
         self.states.abandon()
         return tabulate(self.round, total.result(), clients, protocols)
+
+    def _judged_groups(self, clients: int) -> tuple[list[int], str]:
+        return groups_for(self.job, clients, judged=True), self.experiment.engine.executor
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -385,10 +388,14 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
 
 
-def groups_for(job: Job, cohort: int) -> list[int]:
-    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest."""
+def groups_for(job: Job, cohort: int, judged: bool = False) -> list[int]:
+    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest.
+
+    `judged` : it is to be judged, not trained.
+    """
     size = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
-    return even(cohort, -(-cohort // size)) if size else group_sizes(cohort, job.experiment.engine.executor)
+    suggest = judged_group_sizes if judged else group_sizes
+    return even(cohort, -(-cohort // size)) if size else suggest(cohort, job.experiment.engine.executor)
 
 
 def _score(

@@ -12,8 +12,12 @@ from torch import Tensor
 from raypfl.federation.batches import Samples
 from raypfl.federation.executor import Executor, Vectorised
 
-Change = Callable[[Tensor, np.ndarray], Tensor]
-"""``change(x, where)``: inputs ``uint8[n, C, H, W]`` of the samples ``where[n]``, as they are to be tested on."""
+Change = Callable[[Tensor, np.ndarray, int], Tensor]
+"""``change(x, where, first)``: inputs ``uint8[n, C, H, W]``, as they are to be tested on, of the samples ``where[n]``; these
+begin at the test set's `first`."""
+
+TOGETHER = 25
+"""Models that get whole batches in one forward pass; more of them get smaller ones, so that memory is bounded."""
 
 
 class Answers(NamedTuple):
@@ -56,7 +60,7 @@ def on_common(
     for first in range(0, len(where), size):
         part = where[first : first + size]
         x, y = samples.take(part)
-        x = samples.normalise(x if change is None else change(x, part))
+        x = samples.normalise(x if change is None else change(x, part, first))
         yield Answers(slice(0, len(models)), executor.predict(models, x, own=False), y[None], None)
 
 
@@ -73,6 +77,7 @@ def _together(
     executor: Executor, samples: Samples, models: Tensor, where: Sequence[np.ndarray], size: int
 ) -> Iterator[Answers]:
     sizes = np.array([len(mine) for mine in where])
+    size = min(size, max(1, TOGETHER * size // len(where)))
     index = np.zeros((len(where), int(sizes.max(initial=0))), dtype=np.int64)
     for row, mine in zip(index, where, strict=True):
         row[: len(mine)] = mine
