@@ -13,8 +13,8 @@ from raypfl.federation.batches import Samples
 from raypfl.federation.executor import Executor, Vectorised
 
 Change = Callable[[Tensor, np.ndarray, int], Tensor]
-"""``change(x, where, first)``: inputs ``uint8[n, C, H, W]``, as they are to be tested on, of the samples ``where[n]``; these
-begin at the test set's `first`."""
+"""``change(x, where, first)``: inputs ``uint8[n, C, H, W]``, as they are to be tested on, of the samples ``where[n]``,
+which begin at the test set's `first`."""
 
 TOGETHER = 25
 """Models that get whole batches in one forward pass; more of them get smaller ones, so that memory is bounded."""
