@@ -72,6 +72,45 @@ class PerClient(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class Lent(PerClient):
+    """A state that is shown where it lies, in memory that may be read-only: what would change it in place is refused.
+
+    What is computed from it is one too, since it may be a view.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        dunder = name.endswith("__")
+        if (name.endswith("_") and not dunder) or (dunder and name in _IN_PLACE) or (kwargs and "out" in kwargs):
+            raise LentChanged
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class LentChanged(Exception):
+    """Something that is :class:`Lent` was about to be changed; it takes a copy to do so."""
+
+
+_IN_PLACE = {"__setitem__", "__set__"} | {
+    f"__i{name}__"
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "matmul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    ]
+}
+
+
 def per_client(rows: Tensor) -> PerClient:
     """Mark a tensor's first axis as the clients of the group."""
     return rows.as_subclass(PerClient)

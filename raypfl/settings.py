@@ -81,13 +81,22 @@ class EvaluationSettings:
     Attributes
     ----------
     every : rounds between evaluations of all clients; the last round is always evaluated. 0: the last round only.
-    protocols : ``local`` (each client's own test split) and ``global`` (the union of all clients' test splits).
-    batch_size : samples a forward pass.
+    protocols : ``local`` (each client's own test split), ``global`` (the union of all clients' test splits), ``pm_v``
+        and ``pm_l`` (the union, classes weighted as the client has them), ``unseen`` (clients that are never trained),
+        ``ood/POOL``, ``ood/corrupt/NAME[/SEVERITY]``, ``val`` (each client's own validation split).
+    batch_size : samples a model and forward pass.
+    metric : by which the best round is chosen, on ``val`` alone: ``accuracy``, ``weighted``, ``worst_decile``, ``auc``,
+        ``loss``, ``ece`` or ``std``, of the personal models if the method makes any.
+    mode : whether more (``max``) or less (``min``) of it is better; ``auto``: as the metric has it.
+    patience : the run stops after so many evaluations in a row without a better one; None: it does all its rounds.
     """
 
     every: int = 5
     protocols: tuple[str, ...] = ("local", "global")
     batch_size: int = 512
+    metric: Literal["accuracy", "weighted", "worst_decile", "auc", "loss", "ece", "std"] = "accuracy"
+    mode: Literal["auto", "max", "min"] = "auto"
+    patience: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"cohort": {"availability": {"low": 0.5}}}, "it must be {low: p, high: q} with 0 <= p <= q <= 1."),
         (
             {"evaluation": {"protocols": ["mine"]}},
-            "evaluation.protocols is ['mine']; it must name one or more of",
+            "evaluation.protocols has 'mine', which is no protocol; known are: ",
         ),
         ({"name": "a/b"}, "name is 'a/b'; it must be letters, digits"),
     ],

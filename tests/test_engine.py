@@ -203,7 +203,9 @@ def test_a_round_in_which_everybody_vanishes_changes_nothing(tmp_path):
 
 def test_evaluations_have_a_row_for_each_client_protocol_and_model(tmp_path):
     table = raypfl.run(experiment(tmp_path)).evaluations
-    assert table.schema.names == ["round", "client", "protocol", "model", "samples", "accuracy", "loss"]
+    assert table.schema.names == [
+        *["round", "client", "protocol", "model", "samples", "accuracy", "loss", "ece", "auc", "left_out"]
+    ]
     last = [r for r in table.to_pylist() if r["round"] == 6]
     for protocol, model, clients in (
         ("local", "personal", 12),

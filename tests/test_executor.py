@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.errors import ClientError, RaypflError
+from raypfl.evaluation.tally import tally
 from raypfl.federation.clients import learning_rate
 from raypfl.messages import per_client
 from raypfl.models import MODELS
@@ -605,7 +606,8 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
     models = starts_of(fed) + 0.1
     correct, loss, samples = clients.evaluate(per_client(models), split="train")
     everywhere = np.concatenate(fed.split)
-    union_correct, union_loss = clients.evaluate_on(per_client(models), everywhere)
+    union = tally(clients.answers(models, everywhere), 4)
+    union_correct, union_loss = union[:, 1], union[:, 2]
     logits = clients.logits(models, fed.samples(1)[0])
     assert samples.tolist() == list(fed.sizes)
     for k in range(4):

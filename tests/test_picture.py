@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +35,11 @@ class MadeUp:
     status: str = "finished"
     weights_hash: str = "3fa2c19d88e0ffff"
     megabytes: tuple[float, float] = (23.1, 23.0)
+    best_round: int | None = None
 
-    def summary(self) -> list[dict]:
-        last = max(self.evaluations["round"].to_pylist())
-        return summarise(self.evaluations.filter(pa.compute.equal(self.evaluations["round"], last)).to_pydict())
+    def summary(self, round: int | None = None) -> list[dict]:
+        wanted = round or max(self.evaluations["round"].to_pylist())
+        return summarise(self.evaluations.filter(pa.compute.equal(self.evaluations["round"], wanted)).to_pydict())
 
 
 def made_up(method, models=("global",), level=0.8, seed=0, clients=20, rounds=(5, 10)) -> MadeUp:
@@ -107,6 +108,17 @@ def test_the_table_has_a_row_for_each_method_and_protocol_and_fits_eighty_column
     assert [row[0] for row in rows if len(row) > 5][-2:] == ["fedavg", "ditto"]
     assert sum("local" in row for row in rows) == sum("global" in row for row in rows) - 1 == 2
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_runs_whose_best_round_was_chosen_have_a_row_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = [replace(result, best_round=5) for result in comparison(seeds=2)]
+    text = printed(lambda console: outcome.show(console, results, None, "digits"))
+    rows = [line for line in text.splitlines() if "local*" in line]
+    means = [one.scores("local", one.deployed("local"), "accuracy", best=True) for one in contenders(results)]
+    assert all(over_seeds([100 * value for value in mean]) in row for row, mean in zip(rows, means, strict=True))
+    assert "best on the clients' validation data" in text and max(map(len, text.splitlines())) <= 80
+    assert "local*" not in printed(lambda console: console.print(outcome.table(comparison())))
 
 
 def test_one_model_on_one_test_set_has_no_spread():

@@ -9,11 +9,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from raypfl.data.population import is_described
+from raypfl.evaluation.protocols import mistakes
 
 if TYPE_CHECKING:
     from raypfl.config.experiment import Experiment
-
-PROTOCOLS = ("local", "global")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,8 @@ PATH = Limit("a folder", bool)
 
 _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
-    "evaluation.batch_size engine.group_size engine.threads ray.actors ray.clients_per_actor checkpoint.keep",
+    "evaluation.batch_size evaluation.patience engine.group_size engine.threads ray.actors ray.clients_per_actor "
+    "checkpoint.keep",
     FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every ray.gpus_per_actor "
     "checkpoint.every failures.retries",
     POSITIVE: "training.lr training.clip_norm training.gamma ray.cpus_per_actor",
@@ -104,7 +104,11 @@ def _training(experiment: Experiment) -> list[str]:
 
 
 def _evaluation(experiment: Experiment) -> list[str]:
-    protocols = experiment.evaluation.protocols
-    if not protocols or not set(protocols) <= set(PROTOCOLS) or len(set(protocols)) < len(protocols):
-        return [f"evaluation.protocols is {list(protocols)}; it must name one or more of {', '.join(PROTOCOLS)}."]
-    return []
+    evaluation = experiment.evaluation
+    lines = mistakes(evaluation.protocols)
+    if evaluation.patience is not None and "val" not in evaluation.protocols:
+        lines.append(
+            f"evaluation.patience is {evaluation.patience}, but evaluation.protocols has no 'val', on which a run is "
+            f"stopped; add it."
+        )
+    return lines

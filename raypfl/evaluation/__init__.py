@@ -1,5 +1,17 @@
-"""Protocols by which models are judged."""
+"""How models are judged, and which round is best."""
 
-from raypfl.evaluation.protocols import PROTOCOLS, score, summarise, tabulate
+from raypfl.evaluation.protocols import PROTOCOLS, refuse_untestable
+from raypfl.evaluation.scoring import score
+from raypfl.evaluation.selection import select, validation_value, validation_values
+from raypfl.evaluation.tables import summarise, tabulate
 
-__all__ = ["PROTOCOLS", "score", "summarise", "tabulate"]
+__all__ = [
+    "PROTOCOLS",
+    "refuse_untestable",
+    "score",
+    "select",
+    "summarise",
+    "tabulate",
+    "validation_value",
+    "validation_values",
+]

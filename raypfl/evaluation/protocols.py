@@ -1,104 +1,108 @@
-"""How the models of a method are judged, client by client.
-
-``local``: on the client's own test split. ``global``: on the union of all clients' test splits. Each with the personal
-models and, where the method has one, with the global model.
-"""
+"""What models are tested on, by name; see ``docs/evaluation.md``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from raypfl.messages import Each, plain
-from raypfl.methods.base import Method
+from raypfl.errors import ConfigError, did_you_mean
+from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 
 if TYPE_CHECKING:
-    from raypfl.federation.clients import Clients
+    from raypfl.data import ClientData
 
-PROTOCOLS = ("local", "global")
+OWN = {"local": "test", "val": "val", "unseen": "test"}
+"""Protocols on a client's own samples: the split."""
+
+WEIGHTED = ("pm_v", "pm_l")
+"""Protocols on all clients' test data in which classes count as much as they do for the client."""
+
+PROTOCOLS = ("local", "global", "unseen", "val", *WEIGHTED, "ood/POOL", "ood/corrupt/NAME", "ood/corrupt/NAME/SEVERITY")
+
+_FIXED = (*OWN, "global", *WEIGHTED)
+_OOD, _CORRUPT = "ood/", "ood/corrupt/"
 
 
-def score(clients: Clients, method: Method, server: dict[str, Any], protocols: Iterable[str]) -> dict[str, Each]:
-    """Correct answers, summed cross-entropy and samples of a group's clients, ``Each`` of ``float64[K, 3]``.
+class Part(NamedTuple):
+    """Samples ``int64[n]``, and what is done to their inputs."""
 
-    Names are ``model/protocol``. The global model's ``global`` score follows from its ``local`` ones and is not
-    computed.
+    where: np.ndarray
+    corruption: Corruption | None = None
+
+
+def mistakes(protocols: Sequence[str]) -> list[str]:
+    """A sentence for everything that is wrong with protocols' names, as far as they alone tell."""
+    known = ", ".join(PROTOCOLS)
+    if not protocols:
+        return [f"evaluation.protocols is empty; it must name one or more of {known}."]
+    twice = [name for name in dict.fromkeys(protocols) if protocols.count(name) > 1]
+    lines = [f"evaluation.protocols has {name!r} twice." for name in twice]
+    return lines + [f"evaluation.protocols has {name!r}, {why}" for name in protocols if (why := _unknown(name))]
+
+
+def refuse_untestable(protocols: Iterable[str], data: ClientData) -> None:
+    """Raise a ConfigError if the data has nothing to test on for a protocol.
+
+    The union of the test splits may well be empty: then there is nothing to judge.
     """
-    scores: dict[str, Each] = {}
-    if (personal := method.personal_model(clients, server)) is not None:
-        if "local" in protocols:
-            scores["personal/local"] = _rows(*clients.evaluate(personal))
-        if "global" in protocols:
-            everyone = clients.everyone("test")
-            count = torch.full((len(clients),), len(everyone))
-            scores["personal/global"] = _rows(*clients.evaluate_on(personal, everyone), count)
-    if (shared := method.global_model(server)) is not None:
-        scores["global/local"] = _rows(*clients.evaluate(shared))
-    return scores
-
-
-def _rows(*columns: torch.Tensor) -> Each:
-    return Each(torch.stack([plain(c).double().cpu() for c in columns], dim=1), charged=False)
-
-
-def tabulate(round: int, scores: Mapping[str, np.ndarray], protocols: Iterable[str]) -> dict[str, list[Any]]:
-    """Columns of the evaluations table, a row for each (client, protocol, model).
-
-    Parameters
-    ----------
-    scores : ``model/protocol -> float64[C, 3]`` of all clients. Clients without test samples get no ``local`` row; the
-        global model's ``global`` row belongs to no client and has client -1.
-    """
-    columns: dict[str, list[Any]] = {
-        n: [] for n in ("round", "client", "protocol", "model", "samples", "accuracy", "loss")
-    }
-
-    def add(client: int, protocol: str, model: str, row: np.ndarray) -> None:
-        correct, loss, samples = row
-        values = (round, client, protocol, model, int(samples), correct / samples, loss / samples)
-        for column, value in zip(columns.values(), values, strict=True):
-            column.append(value)
-
-    for name, rows in scores.items():
-        model, protocol = name.split("/")
-        if protocol in protocols:
-            for client in np.flatnonzero(rows[:, 2]):
-                add(int(client), protocol, model, rows[client])
-        if model == "global" and "global" in protocols and rows[:, 2].any():
-            add(-1, "global", "global", rows.sum(0))
-    return columns
-
-
-def summarise(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    """The aggregates of one round's rows, a dict for each (protocol, model).
-
-    Keys: ``protocol``, ``model``; ``accuracy`` (mean over clients), ``std`` (population, over clients),
-    ``worst_decile`` (mean of the worst tenth of the clients, at least one), ``weighted`` (by samples), ``loss`` (mean
-    over clients).
-    """
-    summary = []
-    protocols, models = np.array(columns["protocol"]), np.array(columns["model"])
-    for protocol in PROTOCOLS:
-        for model in ("personal", "global"):
-            chosen = (protocols == protocol) & (models == model)
-            if not chosen.any():
-                continue
-            accuracy, loss, samples = (
-                np.array(columns[n], dtype=float)[chosen] for n in ("accuracy", "loss", "samples")
+    for name in protocols:
+        if name == "val" and not data.sizes("val").any():
+            raise ConfigError(
+                "evaluation.protocols has 'val', but no client has validation samples; set data.val_fraction."
             )
-            worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]
-            summary.append(
-                {
-                    "protocol": protocol,
-                    "model": model,
-                    "accuracy": float(accuracy.mean()),
-                    "std": float(accuracy.std()),
-                    "worst_decile": float(worst.mean()),
-                    "weighted": float(np.average(accuracy, weights=samples)),
-                    "loss": float(loss.mean()),
-                }
+        if name == "unseen" and not len(unseen_of(data)):
+            raise ConfigError(
+                "evaluation.protocols has 'unseen', but all clients are trained; set data.unseen_fraction."
             )
-    return summary
+        if name in WEIGHTED and getattr(data, "labels", np.zeros(0)).ndim > 1:
+            raise ConfigError(f"evaluation.protocols has {name!r}, which needs samples of one class each.")
+        if name.startswith(_OOD) and not name.startswith(_CORRUPT):
+            pool_of(name, data.pools)
+
+
+def unseen_of(data: ClientData) -> np.ndarray:
+    """Clients that are never trained, ``int64[U]``; none, where data knows of no such thing."""
+    return np.asarray(getattr(data, "unseen", ()), dtype=np.int64)
+
+
+def pool_of(protocol: str, pools: Mapping[str, Any]) -> str:
+    """The pool that ``ood/NAME`` means: the one called so, or called NAME.
+
+    Raises
+    ------
+    ConfigError : if there is none.
+    """
+    for name in (protocol, protocol.removeprefix(_OOD)):
+        if name in pools:
+            return name
+    asked = protocol.removeprefix(_OOD)
+    hint = did_you_mean(asked, [name.removeprefix(_OOD) for name in pools]) if pools else "there are no pools."
+    raise ConfigError(f"evaluation.protocols has {protocol!r}, but data has no pool called {asked!r}; {hint}")
+
+
+def parts(protocol: str, everyone: np.ndarray, pools: Mapping[str, np.ndarray]) -> Iterator[Part]:
+    """What ``ood/...`` tests on: a pool, or `everyone`'s test samples corrupted to one severity or to all of them."""
+    if not protocol.startswith(_CORRUPT):
+        yield Part(np.asarray(pools[pool_of(protocol, pools)]))
+        return
+    name, _, severity = protocol.removeprefix(_CORRUPT).partition("/")
+    for one in (int(severity),) if severity else SEVERITIES:
+        yield Part(everyone, Corruption(name, one))
+
+
+def _unknown(name: str) -> str:
+    """What is wrong with a name, or nothing."""
+    if name in _FIXED:
+        return ""
+    if name.startswith(_CORRUPT):
+        corruption, slash, severity = name.removeprefix(_CORRUPT).partition("/")
+        if corruption not in CORRUPTIONS:
+            return f"but there is no corruption {corruption!r}; {did_you_mean(corruption, CORRUPTIONS)}"
+        if slash and severity not in map(str, SEVERITIES):
+            return f"but severities are 1 to {SEVERITIES[-1]}."
+        return ""
+    if name.startswith(_OOD) and name != _OOD:
+        return ""
+    return f"which is no protocol; {did_you_mean(name, PROTOCOLS)}"

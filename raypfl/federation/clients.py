@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, vmap
+from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl import rng
 from raypfl.errors import ClientError, MethodError
+from raypfl.evaluation.tally import tally
 from raypfl.federation.batches import Batch, GroupSamples, Samples, order
 from raypfl.federation.executor import Executor, Loss, Sequential, SGDRule, Vectorised
 from raypfl.federation.states import Stack
-from raypfl.messages import PerClient, per_client, plain
+from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
+from raypfl.messages import Lent, PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings
 
@@ -34,6 +36,10 @@ class Bench:
     pools : samples that belong to no client, by name.
     networks : further networks of the method (:meth:`raypfl.Method.networks`).
     loss_limit : a training loss above it is a failure.
+    evaluation_batch : samples a model and forward pass, where nothing is trained.
+    scale : the value of a full pixel.
+    unseen : clients that are never trained.
+    corrupted : test images that were made worse, by how.
     """
 
     model: FlatModel
@@ -48,6 +54,9 @@ class Bench:
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
     evaluation_batch: int = 512
+    scale: float = 255.0
+    unseen: frozenset[int] = frozenset()
+    corrupted: dict[Any, Tensor] = field(default_factory=dict)
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
 
     @cached_property
@@ -56,9 +65,10 @@ class Bench:
         return self.model.init(self.seed)
 
     def everyone(self, split: str) -> np.ndarray:
-        """The union of all clients' splits, ``int64[N]``."""
+        """The union of the splits of all clients that are trained, ``int64[N]``."""
         if split not in self._unions:
-            self._unions[split] = np.concatenate([self.split(client, split) for client in range(self.num_clients)])
+            trained = (client for client in range(self.num_clients) if client not in self.unseen)
+            self._unions[split] = np.concatenate([self.split(client, split) for client in trained])
         return self._unions[split]
 
     @cached_property
@@ -72,11 +82,16 @@ class ClientState(MutableMapping[str, Tensor]):
     """What stays with the group's clients between rounds: name -> ``Tensor[K, ...]``.
 
     Loaded with the group and stored when its function returns. A client that was never given a value has none.
+
+    Parameters
+    ----------
+    lent : show the state of a group of one where it lies, as :class:`Lent`, not a copy of it.
     """
 
-    def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device):
+    def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device, lent: bool = False):
         self._rows = rows
         self._device = device
+        self._lent = lent and len(rows) == 1 and device.type == "cpu"
         self._new: dict[str, Tensor] = {}
         self.changed = False
 
@@ -90,6 +105,9 @@ class ClientState(MutableMapping[str, Tensor]):
             return self._default_rows(default)
         if default is None and not all(name in row for row in self._rows):
             raise KeyError(f"Some clients of the group have no {name!r} yet; give clients.state.get a default.")
+        if self._lent:
+            with warnings.catch_warnings(action="ignore"):  # torch warns that it may be read-only, as it is meant to be
+                return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(Lent)
         # One copy of each row, from where it is mapped into its place: a state may be large.
         one = next(row[name] for row in self._rows if name in row)
         stored = np.empty((len(self._rows), *one.shape), one.dtype)
@@ -137,6 +155,8 @@ class ClientState(MutableMapping[str, Tensor]):
     def _default_rows(self, default: Tensor) -> PerClient:
         if isinstance(default, PerClient):
             return default
+        if self._lent:
+            return default.to(self._device)[None].as_subclass(Lent)
         # A copy: a row that is a view of the initial model could be changed in place, and that model with it.
         return per_client(default.to(self._device).repeat(len(self._rows), *[1] * default.dim()))
 
@@ -161,6 +181,7 @@ class Clients:
         round: int,
         lr: float,
         states: list[Mapping[str, np.ndarray]] | None = None,
+        lent: bool = False,
     ):
         self.ids = ids
         self.round = round
@@ -169,7 +190,7 @@ class Clients:
         self.networks = bench.networks
         self.num_classes = bench.num_classes
         self.training = bench.training
-        self.state = ClientState(states or [{} for _ in ids], bench.model.device)
+        self.state = ClientState(states or [{} for _ in ids], bench.model.device, lent)
         self.losses: Tensor | None = None
         self._bench = bench
         self._gathered: dict[str, GroupSamples] = {}
@@ -182,6 +203,11 @@ class Clients:
     def device(self) -> torch.device:
         """Where the group computes."""
         return self.model.device
+
+    @property
+    def bench(self) -> Bench:
+        """What the groups of this process share."""
+        return self._bench
 
     @property
     def initial(self) -> Tensor:
@@ -330,7 +356,12 @@ class Clients:
 
     def logits(self, theta: Tensor, x: Tensor) -> PerClient:
         """Each client's model on the same inputs ``x[n, ...]``: ``[K, n, classes]``, without gradients."""
-        return per_client(torch.cat(list(self._outputs(self._rows(theta), x)), dim=1))
+        rows, parts = self._rows(theta), x.split(self._bench.evaluation_batch)
+        with self.model.mode(train=False):
+            outputs = self._or_one_by_one(
+                self._bench.executor, lambda e: [e.predict(rows, part, own=False) for part in parts]
+            )
+        return per_client(torch.cat(outputs, dim=1).to(self.model.dtype))
 
     def pool(self, name: str) -> tuple[Tensor, Tensor]:
         """Samples that belong to no client: normalised inputs ``[n, C, H, W]`` and labels ``[n]``."""
@@ -338,26 +369,55 @@ class Clients:
         return self._bench.samples.normalise(x), y
 
     def evaluate(self, theta: Tensor, split: str = "test") -> tuple[PerClient, PerClient, PerClient]:
-        """Each client's model on its own split: correct answers, summed cross-entropy and samples, each ``[K]``."""
-        samples, rows = self._samples(split), self._rows(theta)
-        totals = [self._score(rows[k : k + 1], b.x, b.y) for k, b in enumerate(self._whole(split))]
-        correct, loss = (torch.cat([t[i] for t in totals]) for i in (0, 1))
-        return per_client(correct), per_client(loss), per_client(torch.from_numpy(samples.sizes).to(self.device))
+        """Each client's model on its own split: correct answers, summed loss and samples, each ``[K]``."""
+        sums = tally(self.answers(self._rows(theta), self.own(split)), len(self)).to(self.device)
+        return per_client(sums[:, 1]), per_client(sums[:, 2]), per_client(sums[:, 0])
 
-    def evaluate_on(self, theta: Tensor, where: np.ndarray) -> tuple[PerClient, PerClient]:
-        """Each client's model on the samples of these numbers: correct answers and summed cross-entropy, ``[K]``."""
-        rows, size = self._rows(theta), self._bench.evaluation_batch
-        correct = torch.zeros(len(self), device=self.device)
-        loss = torch.zeros(len(self), device=self.device)
-        for first in range(0, len(where), size):
-            x, y = self._bench.samples.take(where[first : first + size])
-            right, wrong = self._score(rows, self._bench.samples.normalise(x), y)
-            correct, loss = correct + right, loss + wrong
-        return per_client(correct), per_client(loss)
+    def own(self, split: str) -> list[np.ndarray]:
+        """Numbers of the samples in each client's split, ``int64[n]`` for each client."""
+        return [self._bench.split(client, split) for client in self.ids]
 
-    def everyone(self, split: str) -> np.ndarray:
-        """Numbers of the samples in the union of all clients' splits, ``int64[N]``."""
-        return self._bench.everyone(split)
+    def answers(
+        self, models: Tensor, where: np.ndarray | Sequence[np.ndarray], change: Change | None = None
+    ) -> Iterator[Answers]:
+        """The outputs of models ``[M, P+B]`` on the samples of these numbers, batch by batch.
+
+        Parameters
+        ----------
+        where : ``int64[n]``, the same for all models, or a list of one such array a model.
+        change : of the inputs of samples that are the same for all.
+        """
+        bench, models = self._bench, plain(models)
+
+        def begun(executor: Executor) -> tuple[Answers | None, Iterator[Answers]]:
+            size = bench.evaluation_batch
+            if isinstance(where, np.ndarray):
+                parts = on_common(executor, bench.samples, models, where, size, change)
+            else:
+                parts = on_own(executor, bench.samples, models, where, size)
+            return next(parts, None), parts
+
+        with self.model.mode(train=False):
+            first, rest = self._or_one_by_one(bench.executor, begun)
+            if first is not None:
+                yield first
+                yield from rest
+
+    def answers_for_owners(self, model: Tensor, where: Sequence[np.ndarray]) -> Iterator[Answers]:
+        """The outputs of one model ``[1, P+B]`` on each client's samples ``where[k]``, all in the same batches."""
+        return for_owners(self.answers(model, np.concatenate(where)), [len(mine) for mine in where])
+
+    def portions(self) -> Iterator[Clients]:
+        """The group whole, if its clients are taken together; else in groups of one, whose states are lent."""
+        if isinstance(self._bench.executor, Vectorised) and len(self) > 1:
+            yield self
+        else:
+            for k in range(len(self)):
+                yield self.alone(k, lent=True)
+
+    def alone(self, k: int, lent: bool = False) -> Clients:
+        """The k-th client as a group of one; see :class:`ClientState` for `lent`."""
+        return Clients(self._bench, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], lent)
 
     def received(self, arguments: Mapping[str, Any]) -> None:
         """Note the round's broadcasts, which an extra may be without a doubt about its first axis."""
@@ -366,27 +426,6 @@ class Clients:
     @property
     def _half(self) -> bool:
         return self.training.precision == "bf16"
-
-    def _score(self, rows: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        correct = torch.zeros(len(rows), device=self.device)
-        loss = torch.zeros(len(rows), device=self.device)
-        first = 0
-        for out in self._outputs(rows, x):
-            labels = y[first : first + out.shape[1]].expand(len(rows), -1)
-            correct += (out.argmax(-1) == labels).sum(1)
-            loss += F.cross_entropy(out.transpose(1, 2).float(), labels, reduction="none").sum(1)
-            first += out.shape[1]
-        return correct, loss
-
-    def _outputs(self, rows: Tensor, x: Tensor) -> Iterator[Tensor]:
-        """Logits ``[K, b, classes]`` batch by batch."""
-        together = isinstance(self._bench.executor, Vectorised) and len(rows) > 1
-        with torch.no_grad(), self.model.mode(train=False):
-            for part in x.split(self._bench.evaluation_batch):
-                if together:
-                    yield vmap(self.model, in_dims=(0, None))(rows, part)
-                else:
-                    yield torch.stack([self.model(row, part) for row in rows])
 
     def _samples(self, split: str) -> GroupSamples:
         if split not in self._gathered:

@@ -58,15 +58,16 @@ class Exchanger:
         round: int,
         lr: float,
         arguments: Mapping[str, Any],
+        cut_for: Callable[[int], tuple[list[int], str]] | None = None,
     ) -> tuple[Call, list[Group]]:
-        """An exchange and its groups, for ``(position, client)`` pairs."""
+        """An exchange and its groups, for ``(position, client)`` pairs; `cut_for` in place of the exchanger's own."""
         tensors = {n: plain(a) for n, a in arguments.items() if isinstance(a, Tensor)}
         shared = self.backend.broadcast({n: t.detach().cpu().numpy() for n, t in tensors.items()})
         scalars = {n: a for n, a in arguments.items() if not isinstance(a, Tensor | Scatter)}
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
         pairs = list(clients)
         ids, positions = np.array([c for _, c in pairs]), np.array([p for p, _ in pairs])
-        sizes, executor = self.cut_for(len(pairs))
+        sizes, executor = (cut_for or self.cut_for)(len(pairs))
         groups = [
             Group(
                 index=index,
@@ -257,7 +258,7 @@ class Cohort:
         if not pairs:
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
         call, groups = self._exchanger.call(name, pairs, self.round, self.lr, arguments)
-        total = _Total(len(self.ids), self.task.model.device)
+        total = Total(len(self.ids), self.task.model.device)
         for group, reply in self._exchanger.run(call, groups, self._lose):
             total.add(group, reply.values)
             self._note(group, reply)
@@ -318,7 +319,7 @@ class Cohort:
                 numbers = tensor.shape[1:].numel() if isinstance(value, Scatter) else tensor.numel()
                 self._charge("down", name, receivers, numbers, numbers * tensor.element_size())
 
-    def _charge_up(self, total: _Total) -> None:
+    def _charge_up(self, total: Total) -> None:
         for name, value in total.sample.items():
             if value.numbers:
                 self._charge("up", name, total.senders[name], value.numbers, value.bytes)
@@ -328,7 +329,7 @@ class Cohort:
         self._exchanger.ledger.add(entry)
 
 
-class _Total:
+class Total:
     """The cohort's reply, put together group by group."""
 
     def __init__(self, clients: int, device: torch.device):

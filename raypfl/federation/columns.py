@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-KINDS = {"int32": "i", "int64": "q", "float64": "d", "text": "i", "int32 list": "q"}
+KINDS = {"int32": "i", "int64": "q", "float64": "d", "float64 or none": "d", "text": "i", "int32 list": "q"}
 """What a column may hold -> type code of the array that its values are in, or codes of texts, or ends of lists."""
 
 
@@ -66,6 +67,8 @@ class Columns:
                 items.extend(value)
                 ends.append(len(items))
             return ends
+        if self.kinds[name] == "float64 or none":
+            return [math.nan if value is None else value for value in values]
         return values.tolist() if isinstance(values, np.ndarray) else values
 
     def cut(self, length: int) -> None:

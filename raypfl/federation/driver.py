@@ -18,6 +18,7 @@ from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.data.store import cache_folder
 from raypfl.errors import CheckpointError, ConfigError, RaypflError
+from raypfl.evaluation import refuse_untestable
 from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
 from raypfl.federation.cluster import client_actors, connected
@@ -130,6 +131,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
     with StopRequest().listening() as stop:
         telling(Progress("preparing data"))
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        refuse_untestable(experiment.evaluation.protocols, data)
         job = _job(experiment, folder, data, telling)
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
         finished = backend(job, data, telling, stop)

@@ -80,13 +80,17 @@ class Warned:
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The run is over. `weights_hash` is the SHA-256 of the server's and all clients' final state."""
+    """The run is over. `weights_hash` is the SHA-256 of the server's and all clients' final state.
+
+    `best_round` is the best one by validation data; None: nothing was validated.
+    """
 
     status: Literal["finished", "stopped", "failed"]
     round: int
     weights_hash: str
     error: str | None = None
     tables: dict[str, Any] = field(default_factory=dict, repr=False)
+    best_round: int | None = None
 
 
 Event = Progress | RunStarted | RoundFinished | Evaluated | Checkpointed | Warned | RunFinished

@@ -85,6 +85,13 @@ class Executor(Protocol):
         """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it."""
         ...
 
+    def predict(self, at: Tensor, x: Tensor, own: bool) -> Tensor:
+        """Outputs ``[K, b, ...]`` of the models ``at[K, P+B]``, without gradients; the caller sets evaluation mode.
+
+        `x` has each model's own inputs, ``[K, b, C, H, W]``, or the same for all, ``[b, C, H, W]``.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -157,6 +164,15 @@ class Sequential:
         with self.model.mode(train=False), self._inside(None):
             rows = [function(at[k], self._batch(b), **_extras_of(None, extras, k)) for k, b in enumerate(batches)]
         return torch.stack(rows)
+
+    def predict(self, at: Tensor, x: Tensor, own: bool) -> Tensor:
+        with torch.no_grad(), self.precision.context(self.model.device):
+            if own:
+                rows = [self.model(theta, self.precision.layout(part)) for theta, part in zip(at, x, strict=True)]
+            else:
+                x = self.precision.layout(x)
+                rows = [self.model(theta, x) for theta in at]
+            return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
     def _batch(self, batch: Batch) -> Batch:
         return batch._replace(x=self.precision.layout(batch.x))
@@ -317,6 +333,12 @@ class Vectorised:
         one = vmap(lambda p, b, e: function(p, b, **e), in_dims=(0, 0, _axes(extras)))
         with self.model.mode(train=False), self._inside():
             return one(at, _padded(batches), mine)
+
+    def predict(self, at: Tensor, x: Tensor, own: bool) -> Tensor:
+        with torch.no_grad(), self.precision.context(self.model.device):
+            if len(at) == 1:
+                return self.model(at[0], x[0] if own else x)[None]
+            return vmap(self.model, in_dims=(0, 0 if own else None))(at, x)
 
     def respects_padding(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> bool:
         """Whether `function` leaves padding rows out: tried on the first client of a group.

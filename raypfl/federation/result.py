@@ -28,7 +28,7 @@ def write_tables(folder: Path, finished: RunFinished) -> None:
     """Put a run's tables and its end into its folder."""
     for name, table in finished.tables.items():
         pq.write_table(table, folder / f"{name}.parquet")
-    end = {name: getattr(finished, name) for name in ("status", "round", "weights_hash", "error")}
+    end = {name: getattr(finished, name) for name in ("status", "round", "weights_hash", "error", "best_round")}
     (folder / SUMMARY).write_text(json.dumps(end, indent=1))
 
 
@@ -41,8 +41,9 @@ class Result:
     experiment : its description. run_dir : its folder.
     status : ``finished``, ``stopped`` or ``failed``. round : rounds finished.
     weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
+    best_round : the best evaluated round by validation data; None: nothing was validated.
     rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
-    evaluations : a row for each (round, client, protocol, model): samples, accuracy, loss.
+    evaluations : a row for each (round, client, protocol, model): samples, accuracy, loss, ece, auc, left_out.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client.
 
     Rounds are numbered from 1 in all of them.
@@ -53,6 +54,7 @@ class Result:
     status: str
     round: int
     weights_hash: str
+    best_round: int | None
     rounds: pa.Table
     evaluations: pa.Table
     ledger: pa.Table
@@ -72,15 +74,19 @@ class Result:
             status=end["status"],
             round=end["round"],
             weights_hash=end["weights_hash"],
+            best_round=end["best_round"],
             **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
         )
 
-    def summary(self) -> list[dict[str, Any]]:
-        """The aggregates of the last evaluation, a dict for each (protocol, model); see ``evaluation.summarise``."""
+    def summary(self, round: int | None = None) -> list[dict[str, Any]]:
+        """The aggregates of an evaluated round, a dict for each (protocol, model); see ``evaluation.summarise``.
+
+        `round` may be `best_round`; None: the last one.
+        """
         if not self.evaluations.num_rows:
             return []
-        last = pc.max(self.evaluations["round"])
-        return summarise(self.evaluations.filter(pc.equal(self.evaluations["round"], last)).to_pydict())
+        wanted = pc.max(self.evaluations["round"]) if round is None else round
+        return summarise(self.evaluations.filter(pc.equal(self.evaluations["round"], wanted)).to_pydict())
 
     @property
     def megabytes(self) -> tuple[float, float]:

@@ -16,6 +16,12 @@ from raypfl.settings import CohortSettings
 VECTORISED_GROUP = 25
 """Clients a vectorised group wants: below, per-operation costs show; above, little more is gained."""
 
+JUDGED_GROUP = 100
+"""Clients a vectorised group has when models are judged, where there are enough: a forward pass is soon done."""
+
+JUDGED_GROUPS = 8
+"""Groups that are not made larger than in training for that, so that actors have something to share."""
+
 SEQUENTIAL_GROUP = 8
 """Clients that the largest sequential group of a cohort has, unless the cohort is small. Fewer would cost a model's way
 to the server more often; more would let actors wait for the last group longer."""
@@ -83,6 +89,14 @@ def group_sizes(cohort: int, executor: str) -> list[int]:
     wanted = np.linspace(largest, 1, max(1, 2 * cohort // (largest + 1)))
     ends = np.round(np.cumsum(wanted) * cohort / wanted.sum()).astype(int)
     return np.diff(ends, prepend=0).tolist()
+
+
+def judged_group_sizes(clients: int, executor: str) -> list[int]:
+    """Sizes of the groups that clients are cut into to be judged."""
+    sizes = group_sizes(clients, executor)
+    if executor != "vectorised":
+        return sizes
+    return even(clients, max(-(-clients // JUDGED_GROUP), min(len(sizes), JUDGED_GROUPS)))
 
 
 def cut(costs: np.ndarray, sizes: list[int], executor: str) -> list[np.ndarray]:

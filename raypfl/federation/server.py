@@ -18,21 +18,21 @@ import torch
 
 import raypfl
 from raypfl.errors import CheckpointError, EmptyCohort, LostState, RaypflError, Stopped
-from raypfl.evaluation import score, summarise, tabulate
+from raypfl.evaluation import score, select, summarise, tabulate, validation_value, validation_values
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Backend
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import Clients, learning_rate
-from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.cohort import Cohort, Exchanger, Total
 from raypfl.federation.columns import Columns
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.ledger import LEDGER, Ledger
-from raypfl.federation.schedule import cohort_size, draw, even, group_sizes
+from raypfl.federation.schedule import Draw, cohort_size, draw, even, group_sizes, judged_group_sizes
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
 from raypfl.federation.tables import Table, arrow
 from raypfl.federation.tree import cloned, put_together, taken_apart
-from raypfl.messages import Each
+from raypfl.messages import Each, Scatter, Sum
 from raypfl.methods.base import Method, Task
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ EVALUATIONS = {
     "samples": "int64",
     "accuracy": "float64",
     "loss": "float64",
+    "ece": "float64 or none",
+    "auc": "float64 or none",
+    "left_out": "float64 or none",
 }
 ROUNDS = {
     "round": "int32",
@@ -97,6 +100,7 @@ class Server:
         self.states = StateTable()
         self.ledger = Ledger()
         self._tables: dict[str, Table] = {}
+        self._validated: dict[int, float] = {}
         self._evaluated = 0
         self._warned: set[str] = set()
         self._saved: int | None = None
@@ -127,7 +131,7 @@ class Server:
 
     def _go_on(self) -> RunFinished:
         try:
-            while self._owes_evaluation() or self.round < self.experiment.rounds:
+            while self._owes_evaluation() or (self.round < self.experiment.rounds and not self._is_over()):
                 self._step()
             return self._end("finished")
         except (Stopped, KeyboardInterrupt):
@@ -151,6 +155,17 @@ class Server:
     def _owes_evaluation(self) -> bool:
         return self.round > self._evaluated and self._due(self.experiment.evaluation.every)
 
+    def _is_over(self) -> bool:
+        chosen = select(self._validated, self.experiment.evaluation)
+        over = chosen.is_over(self.experiment.evaluation)
+        if over:
+            best = "none had a value" if chosen.round is None else f"round {chosen.round} was the best"
+            self._warn(
+                f"The run ends after round {self.round}: {chosen.waited} evaluations in a row were no better on "
+                f"validation data; {best}."
+            )
+        return over
+
     def _rewind(self, error: LostState) -> None:
         """Go back to the last checkpoint; running its rounds again gives the same bits."""
         reached = self.round
@@ -164,6 +179,8 @@ class Server:
             self._tables = {"rounds": Table(Columns(ROUNDS)), "evaluations": Table(Columns(EVALUATIONS))}
             self._tables["ledger"] = Table(Columns(LEDGER))
         self.ledger.rows = self._tables["ledger"].waiting
+        evaluations = checkpoint.whole(self.job.checkpoints, self._tables["evaluations"])
+        self._validated = validation_values(evaluations.to_pydict(), self.experiment.evaluation)
 
     def _begin(self) -> None:
         self._restore_or_start()
@@ -198,7 +215,7 @@ class Server:
         begun = time.perf_counter()
         self._undisturbed(lambda: self._exchanger.gather(self.round + 1))
         number = self.round + 1
-        drawn = draw(self.experiment.cohort, self.task.num_clients, self.experiment.seed, number)
+        drawn = self._drawn(number)
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
         cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, number, lr)
         try:
@@ -207,6 +224,14 @@ class Server:
             self._warn(f"{error} Such a round changes nothing.")
         self.states.commit()
         self._record(cohort, len(drawn.dropped), time.perf_counter() - begun)
+
+    def _drawn(self, number: int) -> Draw:
+        unseen = self.task.unseen
+        drawn = draw(self.experiment.cohort, self.task.num_clients - len(unseen), self.experiment.seed, number)
+        if not len(unseen):
+            return drawn
+        trained = np.setdiff1d(np.arange(self.task.num_clients), unseen)
+        return Draw(*(tuple(trained[list(some)].tolist()) for some in (drawn.clients, drawn.dropped)))
 
     def _record(self, cohort: Cohort, dropped: int, seconds: float) -> None:
         losses = [cohort.losses[c] for c in cohort.ids if c in cohort.losses]
@@ -225,28 +250,47 @@ class Server:
         self.emit(finished)
 
     def _evaluate(self) -> None:
-        skeleton, tensors = taken_apart(self.state)
-        arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
         protocols = self.experiment.evaluation.protocols
-        arguments |= {"skeleton": skeleton, "protocols": protocols}
-        scores: dict[str, np.ndarray] = {}
-        if judged := self._judged(protocols):
-            call, groups = self._exchanger.call(_score, judged, self.round, 0.0, arguments)
-            for group, reply in self._exchanger.run(call, groups, _unjudged):
-                for name, value in reply.values.items():
-                    rows = scores.setdefault(name, np.zeros((self.task.num_clients, 3)))
-                    rows[group.positions] = value.array
-        self.states.abandon()
-        columns = tabulate(self.round, scores, protocols)
+        columns = self._judged(self._tested(), [p for p in protocols if p != "unseen"], "personal_model")
+        unseen = self._judged(self.task.unseen.tolist(), [p for p in protocols if p == "unseen"], "unseen_model")
+        columns = {name: values + unseen[name] for name, values in columns.items()}
         self._tables["evaluations"].waiting.extend(columns)
         self._evaluated = self.round
-        self.emit(Evaluated(self.round, summarise(columns)))
+        summary = summarise(columns)
+        if (value := validation_value(summary, self.experiment.evaluation)) is not None:
+            self._validated[self.round] = value
+        self.emit(Evaluated(self.round, summary))
 
-    def _judged(self, protocols: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Positions and numbers of the clients to evaluate: on their own test data alone, those who have any."""
-        own = protocols == ("local",)
-        clients = np.flatnonzero(self.task.num_test_samples).tolist() if own else range(self.task.num_clients)
-        return [(client, client) for client in clients]
+    def _judged(self, clients: list[int], protocols: list[str], personal: str) -> dict[str, list[Any]]:
+        """Columns of the evaluations table for these clients; `personal` is the method's function for their models."""
+        if not clients or not protocols:
+            return tabulate(self.round, {}, [], [])
+        skeleton, tensors = taken_apart(self.method.judged_with(self.state))
+        arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
+        if (shared := self.method.global_model(self.state)) is not None:
+            arguments["shared"] = shared
+        arguments |= {"skeleton": skeleton, "protocols": protocols, "personal": personal}
+        arguments["position"] = Scatter(torch.arange(len(clients)))
+        arguments["total"] = len(clients)
+        # Methods that fine-tune what is judged do so at the rate of the round before.
+        lr = learning_rate(self.experiment.training, self.round - 1, self.experiment.rounds)
+        call, groups = self._exchanger.call(_score, enumerate(clients), self.round, lr, arguments, self._judged_groups)
+        total = Total(len(clients), torch.device("cpu"))
+        for group, reply in self._exchanger.run(call, groups, _unjudged):
+            total.add(group, reply.values)
+        self.states.abandon()
+        return tabulate(self.round, total.result(), clients, protocols)
+
+    def _judged_groups(self, clients: int) -> tuple[list[int], str]:
+        return groups_for(self.job, clients, judged=True), self.experiment.engine.executor
+
+    def _tested(self) -> list[int]:
+        """The clients to evaluate: on their own test data alone, those who have any."""
+        trained = np.ones(self.task.num_clients, dtype=bool)
+        trained[self.task.unseen] = False
+        if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
+            trained &= self.task.num_test_samples > 0
+        return np.flatnonzero(trained).tolist()
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -262,7 +306,8 @@ class Server:
             except CheckpointError as problem:
                 problems.append(str(problem))
         status, error = ("failed", "\n".join(problems)) if problems else (status, None)
-        finished = RunFinished(status, self.round, self._hash(), error, tables)
+        best = select(self._validated, self.experiment.evaluation).round
+        finished = RunFinished(status, self.round, self._hash(), error, tables, best)
         self.emit(finished)
         return finished
 
@@ -345,17 +390,30 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
 
 
-def groups_for(job: Job, cohort: int) -> list[int]:
-    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest."""
+def groups_for(job: Job, cohort: int, judged: bool = False) -> list[int]:
+    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest.
+
+    `judged` : it is to be judged, not trained.
+    """
     size = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
-    return even(cohort, -(-cohort // size)) if size else group_sizes(cohort, job.experiment.engine.executor)
+    suggest = judged_group_sizes if judged else group_sizes
+    return even(cohort, -(-cohort // size)) if size else suggest(cohort, job.experiment.engine.executor)
 
 
 def _score(
-    clients: Clients, method: Method, skeleton: Any, protocols: tuple[str, ...], **tensors: torch.Tensor
-) -> dict[str, Each]:
+    clients: Clients,
+    method: Method,
+    skeleton: Any,
+    protocols: list[str],
+    personal: str,
+    position: torch.Tensor,
+    total: int,
+    shared: torch.Tensor | None = None,
+    **tensors: torch.Tensor,
+) -> dict[str, Each | Sum]:
     server = put_together(skeleton, {name.removeprefix("server/"): tensor for name, tensor in tensors.items()})
-    return score(clients, method, server, protocols)
+    shares = [(i, total) for i in position.tolist()]
+    return score(clients, lambda group: getattr(method, personal)(group, server), shared, protocols, shares)
 
 
 def _unjudged(client: int, why: str) -> None:

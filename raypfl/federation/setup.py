@@ -11,6 +11,7 @@ import torch
 
 from raypfl import rng
 from raypfl.data import ClientData, DescribedData
+from raypfl.evaluation.protocols import unseen_of
 from raypfl.federation.batches import Samples
 from raypfl.federation.clients import Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
@@ -41,6 +42,7 @@ def make_task(experiment: Experiment, data: ClientData, device: torch.device) ->
         input_shape=data.input_shape,
         num_samples=data.sizes("train"),
         num_test_samples=data.sizes("test"),
+        unseen=unseen_of(data),
     )
     return replace(task, networks=experiment.method.networks(task))
 
@@ -63,6 +65,8 @@ def make_bench(experiment: Experiment, data: ClientData, task: Task) -> Bench:
         networks=task.networks,
         loss_limit=experiment.failures.loss_limit,
         evaluation_batch=experiment.evaluation.batch_size,
+        scale=data.scale,
+        unseen=frozenset(task.unseen.tolist()),
     )
 
 

@@ -26,6 +26,7 @@ _TYPES = {
     "int32": pa.int32(),
     "int64": pa.int64(),
     "float64": pa.float64(),
+    "float64 or none": pa.float64(),
     "text": pa.string(),
     "int32 list": pa.list_(pa.int32()),
 }
@@ -109,6 +110,9 @@ def _array(columns: Columns, name: str, kind: str) -> pa.Array:
         ends = np.concatenate([[0], values]).astype(np.int32)
         items = _numbers(pa.int32(), columns.items(name))
         return pa.Array.from_buffers(_TYPES[kind], len(values), [None, pa.py_buffer(ends)], children=[items])
+    if kind == "float64 or none":
+        known = np.packbits(~np.isnan(values), bitorder="little")
+        return pa.Array.from_buffers(_TYPES[kind], len(values), [pa.py_buffer(known), pa.py_buffer(values)])
     return _numbers(_TYPES[kind], values)
 
 

@@ -35,6 +35,7 @@ class Task:
     num_samples : ``int64[num_clients]`` training samples of each client.
     networks : the method's own, by name.
     num_test_samples : ``int64[num_clients]``, in each client's test split.
+    unseen : ``int64[U]``, clients that are never trained.
     """
 
     model: FlatModel
@@ -46,6 +47,7 @@ class Task:
     num_samples: np.ndarray
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     num_test_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    unseen: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -81,6 +83,23 @@ class Method:
     def personal_model(self, clients: Clients, server: Server) -> Tensor | None:
         """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients."""
         return None
+
+    def unseen_model(self, clients: Clients, server: Server) -> Tensor | None:
+        """What clients get that never took part: ``[K, P+B]``, or None: the global model as it is. Runs on the clients.
+
+        It may use their training samples, as in ``clients.sgd(clients.loss, server["theta"])``; what it leaves in
+        ``clients.state`` is forgotten.
+        """
+        return None
+
+    def judged_with(self, server: Server) -> Server:
+        """The part of the server's state that `personal_model` and `unseen_model` look at, sent to the clients.
+
+        By default all of it, if there is either. It is no part of a round, and not charged. A method that changes what
+        these two look at changes this too.
+        """
+        personal = type(self).personal_model is not Method.personal_model
+        return server if personal or type(self).unseen_model is not Method.unseen_model else {}
 
 
 Method = dataclass(frozen=True, kw_only=True)(Method)  # type: ignore[misc]

@@ -23,15 +23,20 @@ class Contender:
     colour: str
     results: tuple[Result, ...]
 
-    def scores(self, protocol: str, model: str, metric: str) -> list[float]:
-        """One number a seed, from the last evaluated round; empty where the method has no such model."""
-        rows = [row for result in self.results for row in result.summary()]
+    def scores(self, protocol: str, model: str, metric: str, best: bool = False) -> list[float]:
+        """One number a seed, of the last evaluated round or of the best; empty where the method has no such model."""
+        rows = [row for result in self.results for row in result.summary(result.best_round if best else None)]
         return [row[metric] for row in rows if (row["protocol"], row["model"]) == (protocol, model)]
 
     @property
     def protocols(self) -> list[str]:
         """Those that were evaluated, in order."""
         return list(dict.fromkeys(row["protocol"] for row in self.results[0].summary()))
+
+    @property
+    def has_best(self) -> bool:
+        """Whether validation data chose a round of every run."""
+        return all(result.best_round is not None for result in self.results)
 
     def deployed(self, protocol: str) -> str:
         """``personal`` where the method makes personal models, else ``global``."""

@@ -24,6 +24,7 @@ _NOTE = """\
 Accuracy in %, mean over clients, of their personal models and of the global
 one, tested on a client's own data (local) or on everybody's (global). Spread
 over clients (std, worst decile): of the personal models, if there are any."""
+_BEST = "*: in the round that is best on the clients' validation data, of each seed."
 _COLUMNS = ("personal", "global", "std", "worst\ndecile", "MB\nup", "MB\ndown", "seconds")
 _BEST_IS_HIGHEST = (True, True, False, True)
 
@@ -37,9 +38,11 @@ def table(results: Sequence[Result]) -> Table:
     for heading in _COLUMNS:
         drawn.add_column(heading, justify="right", no_wrap=True)
     for contender in compared:
-        for protocol in contender.protocols:
-            rivals = [_metrics(one, protocol) for one in compared]
-            drawn.add_row(*_row(contender, protocol, rivals), end_section=protocol == contender.protocols[-1])
+        lines = [(protocol, False) for protocol in contender.protocols]
+        lines += [(protocol, True) for protocol in contender.protocols if contender.has_best and protocol != "val"]
+        for i, line in enumerate(lines):
+            rivals = [_metrics(one, *line) for one in compared if one.has_best or not line[1]]
+            drawn.add_row(*_row(contender, line, i == 0, rivals), end_section=i == len(lines) - 1)
     return drawn
 
 
@@ -57,6 +60,8 @@ def show(console: Console, results: Sequence[Result], picture: Path | None, trie
         console.print(Text(setting(judged[0].experiment), "dim"))
         console.print(table(judged))
         console.print(Text(_NOTE, "dim"))
+        if any(result.best_round is not None for result in judged):
+            console.print(Text(_BEST, "dim"))
     console.print()
     facts = _whereabouts(results, picture)
     width = max(len(heading) for heading, _ in facts)
@@ -88,18 +93,20 @@ def _whereabouts(results: Sequence[Result], picture: Path | None) -> list[tuple[
     return facts
 
 
-def _metrics(contender: Contender, protocol: str) -> list[list[float]]:
+def _metrics(contender: Contender, protocol: str, best: bool) -> list[list[float]]:
     model = contender.deployed(protocol)
-    spread = ["std", "worst_decile"] if (model, protocol) != ("global", "global") else []  # one model, one test
+    once = model == "global" and (protocol == "global" or protocol.startswith("ood/"))  # one model, one test
+    spread = [] if once else ["std", "worst_decile"]
     cells = [("personal", "accuracy"), ("global", "accuracy"), *((model, metric) for metric in spread)]
-    known = [[100 * value for value in contender.scores(protocol, *cell)] for cell in cells]
+    known = [[100 * value for value in contender.scores(protocol, *cell, best)] for cell in cells]
     return known + [[]] * (4 - len(known))
 
 
-def _row(contender: Contender, protocol: str, rivals: list[list[list[float]]]) -> list[Text]:
-    first = protocol == contender.protocols[0]
-    cells = [Text(contender.label if first else "", f"bold {contender.colour}"), Text(protocol)]
-    for i, values in enumerate(_metrics(contender, protocol)):
+def _row(contender: Contender, line: tuple[str, bool], first: bool, rivals: list[list[list[float]]]) -> list[Text]:
+    protocol, best_round = line
+    tested_on = f"{protocol}*" if best_round else protocol
+    cells = [Text(contender.label if first else "", f"bold {contender.colour}"), Text(tested_on)]
+    for i, values in enumerate(_metrics(contender, *line)):
         others = [fmean(rival[i]) for rival in rivals if rival[i]]
         best = max(others, default=0.0) if _BEST_IS_HIGHEST[i] else min(others, default=0.0)
         wins = len(others) > 1 and bool(values) and fmean(values) == best
@@ -139,8 +146,10 @@ def _run_as_json(result: Result) -> dict[str, Any]:
         "run_dir": str(result.run_dir),
         "status": result.status,
         "weights_hash": result.weights_hash,
+        "best_round": result.best_round,
         "megabytes_up": up,
         "megabytes_down": down,
         "seconds": _seconds(result),
         "summary": result.summary(),
+        "summary_of_best_round": [] if result.best_round is None else result.summary(result.best_round),
     }

@@ -1,0 +1,138 @@
+"""Test images made worse on the fly, in five severities, the same in every run.
+
+Kinds and strengths follow CIFAR-10-C (Hendrycks and Dietterich 2019), for images of 32 pixels; pictures are made here,
+with torchvision, and are not the published ones. Noise is drawn for each sample by its number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl import rng
+
+SEVERITIES = (1, 2, 3, 4, 5)
+
+CORRUPTIONS: dict[str, tuple[float, ...]] = {
+    "gaussian_noise": (0.04, 0.06, 0.08, 0.09, 0.10),
+    "speckle_noise": (0.06, 0.10, 0.12, 0.16, 0.20),
+    "impulse_noise": (0.01, 0.02, 0.03, 0.05, 0.07),
+    "gaussian_blur": (0.4, 0.6, 0.7, 0.8, 1.0),
+    "brightness": (0.05, 0.10, 0.15, 0.20, 0.30),
+    "contrast": (0.75, 0.50, 0.40, 0.30, 0.15),
+    "saturation": (0.3, 0.1, 1.5, 2.0, 2.5),
+    "pixelate": (0.95, 0.90, 0.85, 0.75, 0.65),
+    "jpeg": (80, 65, 58, 50, 40),
+}
+"""Strength at each severity: of noise its deviation, or the share of pixels; of blur its deviation in pixels; what
+brightness adds to full-scale 1; the factor of contrast and saturation; the share of its pixels that a side keeps; the
+quality of JPEG."""
+
+
+class Corruption(NamedTuple):
+    """One kind of damage.
+
+    Attributes
+    ----------
+    name : a key of `CORRUPTIONS`. severity : 1 to 5.
+    """
+
+    name: str
+    severity: int
+
+    def __call__(self, x: Tensor, where: np.ndarray, scale: float) -> Tensor:
+        """Corrupted images, rounded as files of them would be.
+
+        Parameters
+        ----------
+        x : ``uint8[n, C, H, W]``, with `scale` for a full pixel.
+        where : ``int64[n]``, the samples' numbers, by which noise is drawn.
+        """
+        strength = CORRUPTIONS[self.name][self.severity - 1]
+        work: Callable[[Tensor, float, Any], Tensor] = _WORK[self.name]
+        key = rng.key(self.severity, self.name)
+        keys = rng.mix(np.asarray(where, dtype=np.uint64) + np.uint64(key % 2**62))
+        worse = work(x.float() / scale, strength, keys)
+        return (worse.clamp(0, 1) * scale).round_().to(torch.uint8)
+
+
+def _uniform(keys: np.ndarray, shape: torch.Size, stream: int) -> Tensor:
+    """Numbers in (0, 1], ``float32[n, ...]``, row i drawn by ``keys[i]``."""
+    size = math.prod(shape[1:])
+    with np.errstate(over="ignore"):
+        steps = rng.mix(np.arange(size, dtype=np.uint64) + np.uint64(stream * size))
+        draws = rng.mix(keys[:, None] + steps[None, :])
+    return torch.from_numpy(((draws >> np.uint64(40)) + np.uint64(1)).astype(np.float32) / 2**24).reshape(shape)
+
+
+def _normal(x: Tensor, keys: np.ndarray) -> Tensor:
+    """Box and Muller 1958."""
+    radius = (-2 * _uniform(keys, x.shape, 0).log()).sqrt()
+    return (radius * (2 * math.pi * _uniform(keys, x.shape, 1)).cos()).to(x.device)
+
+
+def _gaussian_noise(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    return x + strength * _normal(x, keys)
+
+
+def _speckle_noise(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    return x + x * strength * _normal(x, keys)
+
+
+def _impulse_noise(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    hit, salt = (_uniform(keys, x.shape, stream).to(x.device) for stream in (0, 1))
+    return torch.where(hit <= strength, (salt > 0.5).to(x.dtype), x)
+
+
+def _functional() -> Any:
+    from torchvision.transforms.v2 import functional
+
+    return functional
+
+
+def _gaussian_blur(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    size = min(2 * math.ceil(3 * strength) + 1, *(2 * ((side - 1) // 2) + 1 for side in x.shape[-2:]))
+    return _functional().gaussian_blur(x, [size, size], [strength, strength])
+
+
+def _brightness(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    return x + strength
+
+
+def _contrast(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    return _functional().adjust_contrast(x, strength)
+
+
+def _saturation(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    return _functional().adjust_saturation(x, strength)
+
+
+def _pixelate(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    from torchvision.transforms import InterpolationMode
+
+    small = [max(1, round(side * strength)) for side in x.shape[-2:]]
+    smaller = _functional().resize(x, small, InterpolationMode.BILINEAR, antialias=True)
+    return _functional().resize(smaller, list(x.shape[-2:]), InterpolationMode.NEAREST)
+
+
+def _jpeg(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
+    pixels = (x * 255).round().to(torch.uint8).cpu()
+    return (torch.stack([_functional().jpeg(one, int(strength)) for one in pixels]).float() / 255).to(x.device)
+
+
+_WORK: dict[str, Callable[[Tensor, float, np.ndarray], Tensor]] = {
+    "gaussian_noise": _gaussian_noise,
+    "speckle_noise": _speckle_noise,
+    "impulse_noise": _impulse_noise,
+    "gaussian_blur": _gaussian_blur,
+    "brightness": _brightness,
+    "contrast": _contrast,
+    "saturation": _saturation,
+    "pixelate": _pixelate,
+    "jpeg": _jpeg,
+}

@@ -1,0 +1,180 @@
+"""What a group of clients does when models are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, parts
+from raypfl.evaluation.tally import class_weighted, metrics, tally
+from raypfl.messages import Each, LentChanged, Sum, plain
+
+if TYPE_CHECKING:
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.testing import Change
+
+ROOM = 512 * 2**20
+"""Bytes of corrupted images that a process keeps, since every personal model is tested on the same."""
+
+PersonalModel = Callable[["Clients"], Tensor | None]
+
+
+def score(
+    clients: Clients,
+    personal: PersonalModel,
+    shared: Tensor | None,
+    protocols: Collection[str],
+    shares: list[tuple[int, int]],
+) -> dict[str, Each | Sum]:
+    """What comes up from a group, by ``model/protocol``; nothing of it is charged.
+
+    Parameters
+    ----------
+    personal : gives a group's personal models, ``[K, P+B]`` or ``[P+B]``, or None.
+    shared : the global model ``[P+B]``, or None.
+    shares : for each client ``(i, n)``: the i-th of n shares of a common test set is tested here with the global model.
+
+    Returns
+    -------
+    ``personal/...`` and, of own samples, ``global/...``: the metrics of each client, ``Each`` of ``[K, 6]``. Of common
+    samples ``global/...``: the global model's tally, ``Sum`` of ``[K, W]``; and ``global/alpha``: training samples by
+    class, ``Each`` of ``[K, C]``.
+    """
+    values: dict[str, Each | Sum] = {}
+    portions = [_personal(portion, personal, protocols) for portion in clients.portions()]
+    for protocol in portions[0]:
+        values[f"personal/{protocol}"] = Each(torch.cat([rows[protocol] for rows in portions]).cpu(), charged=False)
+    if shared is not None:
+        for protocol, value in _shared(clients, shared, protocols, shares).items():
+            values[f"global/{protocol}"] = type(value)(plain(value.rows).cpu(), charged=False)
+    return values
+
+
+def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[str]) -> dict[str, Tensor]:
+    try:
+        models = personal(clients)
+    except LentChanged:
+        clients = clients.alone(0)
+        models = personal(clients)
+    if models is None:
+        return {}
+    models, count = plain(models), len(clients)
+    models = models.expand(count, -1)
+    rows = {}
+    for protocol in protocols:
+        if protocol in OWN:
+            rows[protocol] = metrics(tally(clients.answers(models, clients.own(OWN[protocol])), count))
+        elif protocol.startswith("ood/"):
+            of = parts(protocol, _everyone(clients), clients.bench.pools)
+            rows[protocol] = metrics(_on(clients, models, of, again=True))
+    return rows | _everywhere(clients, models, protocols)
+
+
+def _everywhere(clients: Clients, models: Tensor, protocols: Collection[str]) -> dict[str, Tensor]:
+    """Metrics of personal models on everybody's test samples, which all protocols have from one pass."""
+    weighted = [protocol for protocol in WEIGHTED if protocol in protocols]
+    if "global" not in protocols and not weighted:
+        return {}
+    sums = tally(clients.answers(models, _everyone(clients)), len(clients), clients.num_classes if weighted else 0)
+    rows = {"global": metrics(sums)} if "global" in protocols else {}
+    for protocol in weighted:
+        rows[protocol] = class_weighted(sums, weights(protocol, _classes(clients).to(sums)))
+    return rows
+
+
+def weights(protocol: str, counts: Tensor) -> Tensor:
+    """How much a class counts for a client with ``counts[..., C]`` training samples of each. (Dai et al. 2023)"""
+    return counts if protocol == "pm_l" else (counts > 0).to(counts.dtype)
+
+
+def _shared(
+    clients: Clients, theta: Tensor, protocols: Collection[str], shares: list[tuple[int, int]]
+) -> dict[str, Each | Sum]:
+    model = plain(theta)[None]
+    values: dict[str, Each | Sum] = {}
+    weighted = any(protocol in WEIGHTED for protocol in protocols)
+    everywhere = weighted or "global" in protocols
+    for protocol, split in OWN.items():
+        if protocol in protocols or (protocol == "local" and everywhere):
+            classes = clients.num_classes if weighted and protocol == "local" else 0
+            sums = tally(clients.answers_for_owners(model, clients.own(split)), len(clients), classes)
+            if protocol in protocols:
+                values[protocol] = Each(metrics(sums))
+            if protocol == "local" and everywhere:
+                # The union of the clients' tests; an area under a curve is not the sum of its parts'.
+                union = [Part(_everyone(clients))]
+                values["global"] = Sum(_share(clients, model, union, shares) if _has_labels(clients) else sums)
+    for protocol in protocols:
+        if protocol.startswith("ood/"):
+            values[protocol] = Sum(
+                _share(clients, model, list(parts(protocol, _everyone(clients), clients.bench.pools)), shares)
+            )
+    if weighted:
+        values["alpha"] = Each(_classes(clients))
+    return values
+
+
+def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tuple[int, int]]) -> Tensor:
+    """The tally ``[K, W]`` of this group's shares of a common test set; with labels, the first share is all of it."""
+    if _has_labels(clients):
+        mine = whole if any(i == 0 for i, _ in shares) else []
+    else:
+        cuts = [[(len(part.where) * i // n, len(part.where) * (i + 1) // n) for i, n in shares] for part in whole]
+        mine = [
+            part._replace(where=np.concatenate([part.where[a:b] for a, b in cut]))
+            for part, cut in zip(whole, cuts, strict=True)
+        ]
+    sums = _on(clients, model, mine)
+    return torch.cat([sums, sums.new_zeros(len(clients) - 1, sums.shape[1])])
+
+
+def _on(clients: Clients, models: Tensor, of: Iterable[Part], again: bool = False) -> Tensor:
+    """The tally of models on common samples; `again` if other models will be tested on the same."""
+    total = tally([], len(models))
+    for part in of:
+        change = _change(clients, part, again)
+        total = total + tally(clients.answers(models, part.where, change), len(models)).to(total.device)
+    return total
+
+
+def _change(clients: Clients, part: Part, again: bool) -> Change | None:
+    if (corruption := part.corruption) is None:
+        return None
+    if again and (images := _kept(clients, part)) is not None:
+        return lambda x, where, first: images[first : first + len(where)]
+    return lambda x, where, first: corruption(x, where, clients.bench.scale)
+
+
+def _kept(clients: Clients, part: Part) -> Tensor | None:
+    """All images of a part, corrupted once in this process, if there is room for them."""
+    bench, name = clients.bench, part.corruption
+    assert name is not None
+    if name not in bench.corrupted and len(part.where):
+        one, _ = bench.samples.take(part.where[:1])
+        taken = sum(images.numel() for images in bench.corrupted.values())
+        if taken + len(part.where) * one.numel() > ROOM:
+            return None
+        size = bench.evaluation_batch
+        blocks = [part.where[first : first + size] for first in range(0, len(part.where), size)]
+        bench.corrupted[name] = torch.cat([name(bench.samples.take(b)[0], b, bench.scale) for b in blocks])
+    return bench.corrupted.get(name)
+
+
+def _everyone(clients: Clients) -> np.ndarray:
+    return clients.bench.everyone("test")
+
+
+def _classes(clients: Clients) -> Tensor:
+    """Training samples of each class, ``float64[K, C]``."""
+    labels = clients.bench.samples.labels
+    own = [torch.from_numpy(where) if isinstance(labels, Tensor) else where for where in clients.own("train")]
+    counts = [torch.bincount(torch.as_tensor(labels[where]), minlength=clients.num_classes) for where in own]
+    return torch.stack(counts).double()
+
+
+def _has_labels(clients: Clients) -> bool:
+    return clients.bench.samples.labels.ndim > 1
