@@ -211,6 +211,29 @@ def test_patterns_select_segments_and_masks_mark_them(pattern, chosen):
     assert {n for n, mark in marks.items() if mark.any()} == chosen
 
 
+@pytest.mark.parametrize(
+    ("word", "chosen"),
+    [
+        ("input layer", "conv"),
+        ("output layer", "head"),
+        ("feature extractor", "conv,norm"),
+        ("batch norm", "norm"),
+        ("output layer, conv.bias", "head,conv.bias"),
+    ],
+)
+def test_words_select_the_parts_that_most_networks_have(word, chosen):
+    model = FlatModel(NormalisedConv)
+    assert model.names(word) == model.names(chosen)
+
+
+def test_words_go_by_layers_that_learn_and_may_select_nothing():
+    assert FlatModel(HalfFrozen).names("output layer") == ["last.weight", "last.bias"]
+    assert FlatModel(small_mlp).names("input layer") == ["1.weight", "1.bias"]
+    assert FlatModel(small_mlp).names("batch norm") == []
+    alone = FlatModel(lambda: nn.Linear(2, 2))
+    assert alone.names("output layer") == ["weight", "bias"] and not alone.mask("feature extractor").any()
+
+
 def test_a_module_whose_name_begins_alike_is_not_selected():
     model = FlatModel(lambda: nn.ModuleDict({"head": nn.Linear(2, 2), "head2": nn.Linear(2, 2)}))
     assert model.names("head") == ["head.weight", "head.bias"]
@@ -231,6 +254,8 @@ def test_a_misspelt_segment_gets_the_nearest_name():
         model.segment(torch.zeros(model.size), "haed.weight")
     with pytest.raises(ConfigError, match=r"matches 'head.wieght'; did you mean 'head.weight'\?"):
         model.mask("conv, head.wieght")
+    with pytest.raises(ConfigError, match=r"matches 'output layers'; did you mean 'output layer'\?"):
+        model.mask("output layers")
 
 
 def test_training_a_bound_network_moves_the_vector_and_leaves_the_network_as_it_was():

@@ -215,7 +215,7 @@ class Clients:
         steps: int | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
-        train: str | None = None,
+        train: str | Tensor | None = None,
         stream: str = "",
         **extras: Any,
     ) -> PerClient:
@@ -229,7 +229,8 @@ class Clients:
         loss : ``loss(p, batch, **extras) -> scalar`` of one client's parameters ``p[P]``.
         start : ``[P+B]``, the same for all, or ``[K, P+B]``.
         epochs, steps, batch_size, lr : instead of the experiment's.
-        train : the segments that move (see :meth:`FlatModel.names`); the rest stays bit for bit.
+        train : the segments that move (see :meth:`FlatModel.names`), or ``bool[P+B]``; the rest stays bit for bit.
+            Batch norm that stays still normalises by the batch.
         stream : another name, other batches.
         extras : passed to the loss by name. What came up per client (a state, a scattered row, a result) is passed row
             by row; a model vector among them is cut to its parameters.
@@ -253,7 +254,8 @@ class Clients:
             1 if epochs is None else epochs,
             steps,
         )
-        mask = None if train is None else self.model.parameters(self.model.mask(train))
+        moving = self.model.mask(train) if isinstance(train, str) else train
+        mask = None if moving is None else self.model.parameters(moving)
         rule = SGDRule(self.lr if lr is None else lr, t.momentum, t.nesterov, t.weight_decay, t.clip_norm, mask)
         rows = self._rows(start)
         keys = torch.from_numpy(self._keys("draws" + stream).astype(np.int64)).to(self.device)
@@ -266,7 +268,7 @@ class Clients:
         )
         self._refuse_divergence(trained, losses)
         self.losses = losses
-        return per_client(trained)
+        return per_client(trained if moving is None else torch.where(moving, trained, rows))
 
     def grad(self, loss: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """Gradient of each client's mean loss, ``[K, P]``, at ``at`` (``[P+B]`` or ``[K, P+B]``).
