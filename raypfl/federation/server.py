@@ -231,7 +231,9 @@ class Server:
         arguments |= {"skeleton": skeleton, "protocols": protocols}
         scores: dict[str, np.ndarray] = {}
         if judged := self._judged(protocols):
-            call, groups = self._exchanger.call(_score, judged, self.round, 0.0, arguments)
+            # Methods that fine-tune what is judged do so at the rate of the round before.
+            lr = learning_rate(self.experiment.training, self.round - 1, self.experiment.rounds)
+            call, groups = self._exchanger.call(_score, judged, self.round, lr, arguments)
             for group, reply in self._exchanger.run(call, groups, _unjudged):
                 for name, value in reply.values.items():
                     rows = scores.setdefault(name, np.zeros((self.task.num_clients, 3)))
