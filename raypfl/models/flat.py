@@ -136,7 +136,8 @@ class FlatModel:
             part = part.strip()
             hits = [n for n in self.segments if n == part or n.startswith(part + ".") or fnmatch.fnmatch(n, part)]
             if not hits and part not in self.roles:
-                known = [*self.segments, *self.roles]
+                modules = [name for name, _ in self.module.named_modules() if name]
+                known = [*self.segments, *modules, *self.roles]
                 raise ConfigError(f"No segment of the network matches {part!r}; {did_you_mean(part, known)}")
             hits += self.roles.get(part, [])
             chosen += hits
