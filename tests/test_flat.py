@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from raypfl.errors import ConfigError
-from raypfl.models import MODELS, FlatModel
+from raypfl.models import FlatModel
 from tests.support import NormalisedConv, as_module, as_vector, small_mlp
 
 
@@ -39,30 +37,6 @@ class HalfFrozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.frozen(self.first(x)))
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "count", "buffers"),
-    [
-        ("mlp", (1, 8, 8), 9_610, 0),
-        ("lenet", (3, 32, 32), 121_182, 0),
-        ("cnn", (3, 32, 32), 1_626_442, 0),
-        ("resnet18", (3, 32, 32), 11_181_642, 9_600),
-    ],
-)
-def test_networks_have_the_published_number_of_parameters(name, shape, count, buffers):
-    model = FlatModel(partial(MODELS.get(name), input_shape=shape, num_classes=10))
-    assert (model.num_parameters, model.num_buffers, model.size) == (count, buffers, count + buffers)
-    assert sum(p.numel() for p in model.factory().parameters()) == count
-
-
-@pytest.mark.parametrize("name", ["mlp", "lenet", "cnn"])
-def test_networks_take_grey_and_small_images_or_say_which_they_need(name):
-    net = MODELS.get(name)(input_shape=(1, 28, 28), num_classes=4)
-    assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 4)
-    if name != "mlp":
-        with pytest.raises(ConfigError, match="use mlp"):
-            MODELS.get(name)(input_shape=(1, 4, 4), num_classes=4)
 
 
 @pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, HalfFrozen])

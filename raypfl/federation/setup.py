@@ -16,6 +16,7 @@ from raypfl.federation.clients import Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
 from raypfl.methods.base import Task
 from raypfl.models import MODELS, FlatModel
+from raypfl.models.weights import Pretrained
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 
 def make_model(experiment: Experiment, data: ClientData, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
-    entry = MODELS.get(experiment.model.name)
-    factory = partial(entry, input_shape=data.input_shape, num_classes=data.num_classes, **experiment.model.options)
+    settings = experiment.model
+    entry = MODELS.get(settings.name)
+    factory = partial(entry, input_shape=data.input_shape, num_classes=data.num_classes, **settings.options)
+    if settings.weights is not None:
+        factory = Pretrained(factory, settings.name, settings.weights)
     dtype = torch.float64 if experiment.training.precision == "fp64" else torch.float32
     return FlatModel(factory, seed=rng.key(experiment.seed, "network") % 2**31, dtype=dtype, device=device)
 
