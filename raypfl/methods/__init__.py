@@ -1,18 +1,25 @@
 """Federated methods, one a file."""
 
+from raypfl.methods.apfl import APFL
 from raypfl.methods.base import METHODS, Method, Server, Task
 from raypfl.methods.ditto import Ditto
 from raypfl.methods.fedavg import FedAvg
+from raypfl.methods.fedavg_ft import FedAvgFT
 from raypfl.methods.fedprox import FedProx
 from raypfl.methods.local import Local
+from raypfl.methods.mtl import MTL
 from raypfl.methods.partial import PartialPersonalization
 from raypfl.methods.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
+from raypfl.methods.pfedme import PFedMe
 
 __all__ = [
+    "APFL",
     "METHODS",
+    "MTL",
     "Ditto",
     "FedAlt",
     "FedAvg",
+    "FedAvgFT",
     "FedBABU",
     "FedBN",
     "FedPer",
@@ -22,6 +29,7 @@ __all__ = [
     "LGFedAvg",
     "Local",
     "Method",
+    "PFedMe",
     "PartialPersonalization",
     "Server",
     "Task",
