@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @METHODS.register("fedavg-ft")
 class FedAvgFT(FedAvg):
-    """FedAvg, whose model each client trains on before it is judged (PerAda, section 7).
+    """FedAvg, whose model each client trains on before it is judged (a baseline of Xie et al. 2024).
 
     Nothing of the fine-tuning is sent or kept, so ``evaluation.every: 0`` does it once, after the last round. Without
     epochs it is FedAvg.

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class MTL(Method):
     """Multi-task learning, regularised toward the mean of the tasks' models (after Smith et al. 2017).
 
-    ``min_{v_1..v_K} sum_k F_k(v_k) + lam/2 ||v_k - mean(v)||^2``, the form in which it serves as a baseline (PerAda,
-    section 7). Sent, both ways: one model; down comes the mean of those that the cohort before sent up. ``v_k`` stays
-    on the client from round to round, starting at the initial model; ``lam = 0`` is training alone, bit for bit. There
-    is no global model.
+    ``min_{v_1..v_K} sum_k F_k(v_k) + lam/2 ||v_k - mean(v)||^2``, the form in which it serves as a baseline (Xie et al.
+    2024). Sent, both ways: one model; down comes the mean of those that the cohort before sent up. ``v_k`` stays on the
+    client from round to round, starting at the initial model; ``lam = 0`` is training alone, bit for bit. There is no
+    global model.
 
     Attributes
     ----------

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class ResidualAdapter(nn.Module):
-    """``y = x + conv1x1(norm(x))`` on feature maps ``[b, C, H, W]`` (Rebuffi et al. 2017; PerAda, section 4.2).
+    """``y = x + conv1x1(norm(x))`` on feature maps ``[b, C, H, W]`` (Rebuffi et al. 2017; Xie et al. 2024).
 
     It begins as almost the identity: the convolution's weights are drawn from N(0, 1e-4^2), and its bias is zero.
     C^2 + 2 C parameters, and C more with a bias.

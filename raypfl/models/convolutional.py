@@ -56,7 +56,7 @@ class CNN(nn.Module):
 
 @MODELS.register("conv2cifar")
 class Conv2Cifar(nn.Module):
-    """Two 5x5 convolutions of 64 filters, dense layers of 384 and 192, a head without bias (FedNH, section 4.1).
+    """Two 5x5 convolutions of 64 filters, dense layers of 384 and 192, a head without bias (Dai et al. 2023).
 
     796,032 parameters in the body and 1,920 in the head for 3x32x32 inputs and 10 classes. Inputs need at least 16
     pixels a side.
