@@ -24,6 +24,18 @@ class Tied(nn.Module):
         return self.second(self.first(x).tanh())
 
 
+class Scaled(nn.Module):
+    """A layer, and a number that its outputs are multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
+
+
 class HalfFrozen(nn.Module):
     """A frozen layer between two that learn, beside a table that is not stored and a counter."""
 
@@ -39,7 +51,7 @@ class HalfFrozen(nn.Module):
         return self.last(self.frozen(self.first(x)))
 
 
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, HalfFrozen])
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, Scaled, HalfFrozen])
 def test_a_vector_taken_apart_and_put_together_is_the_same_to_the_bit(factory):
     model = FlatModel(factory)
     theta = torch.randn(model.size)
@@ -49,7 +61,7 @@ def test_a_vector_taken_apart_and_put_together_is_the_same_to_the_bit(factory):
     assert all(parts[n].untyped_storage().data_ptr() == theta.untyped_storage().data_ptr() for n in parts)
 
 
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, HalfFrozen])
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, Scaled, HalfFrozen])
 def test_segments_follow_the_network_without_gap_or_overlap(factory):
     model = FlatModel(factory)
     net = model.factory()

@@ -202,7 +202,10 @@ class Clients:
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
         """One client's mean cross-entropy on a batch, at parameters `p`."""
-        logits = self.model(p, batch.x)
+        return self.cross_entropy(self.model(p, batch.x), batch)
+
+    def cross_entropy(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Mean cross-entropy of ``logits[b, classes]`` on a batch."""
         # F.cross_entropy is no single operation under vmap, which takes it to pieces in Python.
         log_probabilities = F.log_softmax(logits.float() if self._half else logits, dim=-1)
         return -batch.mean(log_probabilities.gather(1, batch.y[:, None]).squeeze(1))

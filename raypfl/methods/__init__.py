@@ -5,7 +5,10 @@ from raypfl.methods.base import METHODS, Method, Server, Task
 from raypfl.methods.ditto import Ditto
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.fedavg_ft import FedAvgFT
+from raypfl.methods.fednh import FedNH
+from raypfl.methods.fedproto import FedProto
 from raypfl.methods.fedprox import FedProx
+from raypfl.methods.fedrod import FedROD
 from raypfl.methods.local import Local
 from raypfl.methods.mtl import MTL
 from raypfl.methods.partial import PartialPersonalization
@@ -22,8 +25,11 @@ __all__ = [
     "FedAvgFT",
     "FedBABU",
     "FedBN",
+    "FedNH",
     "FedPer",
+    "FedProto",
     "FedProx",
+    "FedROD",
     "FedRep",
     "FedSim",
     "LGFedAvg",

@@ -111,7 +111,7 @@ class FlatModel:
             segments = segments[: len(self.parameter_names)]
             sizes = sizes[: len(segments)]
         parts = theta.split(sizes, dim=-1)
-        return {s.name: part.reshape(*theta.shape[:-1], *s.shape) for s, part in zip(segments, parts, strict=True)}
+        return {s.name: part.reshape((*theta.shape[:-1], *s.shape)) for s, part in zip(segments, parts, strict=True)}
 
     def parameters(self, theta: Tensor) -> Tensor:
         """The trainable part of model vectors: ``[..., P+B] -> [..., P]``, a view."""
@@ -155,7 +155,7 @@ class FlatModel:
         if name not in self.segments:
             raise ConfigError(f"The network has no segment {name!r}; {did_you_mean(name, self.segments)}")
         place = self.segments[name]
-        return theta[..., place.start : place.stop].reshape(*theta.shape[:-1], *place.shape)
+        return theta[..., place.start : place.stop].reshape((*theta.shape[:-1], *place.shape))
 
     def __call__(self, theta: Tensor, x: Tensor) -> Tensor:
         """The network's output at `theta` (``[P+B]``, or ``[P]`` during training) for inputs ``x[b, ...]``."""
