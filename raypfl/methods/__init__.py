@@ -2,6 +2,7 @@
 
 from raypfl.methods.apfl import APFL
 from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.methods.creff import CReFF
 from raypfl.methods.ditto import Ditto
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.fedavg_ft import FedAvgFT
@@ -19,6 +20,7 @@ __all__ = [
     "APFL",
     "METHODS",
     "MTL",
+    "CReFF",
     "Ditto",
     "FedAlt",
     "FedAvg",
