@@ -210,7 +210,7 @@ def test_epochs_that_cannot_be_meant_are_refused_with_the_experiment():
         raypfl.Experiment(method={"name": "fedbabu", "finetune_epochs": -1})
 
 
-@pytest.mark.parametrize("method", ["fedrep", "fedbabu"])
+@pytest.mark.parametrize("method", ["fedalt", "fedbabu"])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method):
     whole = raypfl.run(experiment(tmp_path, method=method))
     stopped = raypfl.run(experiment(tmp_path, method=method), listeners=[Interrupt(3)])

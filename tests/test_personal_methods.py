@@ -256,5 +256,5 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method):
 
 
 def test_a_personal_step_that_diverges_is_told_with_its_client(tmp_path):
-    with pytest.raises(raypfl.RaypflError, match=r"Training diverged on client \d+ in round 0"):
+    with pytest.raises(raypfl.RaypflError, match=r"Training diverged on client \d+ in round 1"):
         raypfl.run(experiment(tmp_path, method="pfedme", method__inner_lr=1e6, rounds=1))
