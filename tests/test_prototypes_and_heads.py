@@ -99,10 +99,11 @@ def test_fedproto_sends_a_row_a_class_and_no_model():
 
 @both
 @any_net
-def test_fedrods_global_model_is_fedavgs_where_clients_have_all_classes_alike(factory, executor):
+@pytest.mark.parametrize("head", ["linear", "hypernetwork"])
+def test_fedrods_global_model_is_fedavgs_where_clients_have_all_classes_alike(head, factory, executor):
     plain, rod = (
         Federation(factory, sizes=(6, 3, 12, 6), method=m, executor=executor, training=FP64, group_size=2)
-        for m in (FedAvg(), FedROD())
+        for m in (FedAvg(), FedROD(head=head))
     )
     for fed in (plain, rod):
         for where in fed.split:
@@ -110,7 +111,10 @@ def test_fedrods_global_model_is_fedavgs_where_clients_have_all_classes_alike(fa
         fed.play(*ROUNDS)
     generic = ~rod.model.mask("*.personal.*")
     torch.testing.assert_close(rod.server["theta"][generic], plain.server["theta"], rtol=1e-10, atol=1e-10)
-    assert not rod.server["theta"][~generic].any()
+    assert not rod.server["theta"][rod.model.mask("*.prior" if head == "hypernetwork" else "*.personal.*")].any()
+    x, _ = rod.samples(0)
+    with torch.no_grad(), rod.model.mode(train=False), plain.model.mode(train=False):
+        torch.testing.assert_close(rod.model(rod.server["theta"], x), plain.model(plain.server["theta"], x))
 
 
 @both
@@ -162,10 +166,36 @@ def test_fedrods_personal_head_goes_on_from_round_to_round_and_is_never_sent():
     assert (fed.state_of(0)["model"][personal.numpy()] != first).any() and first.any()
     assert not fed.server["theta"][personal].any()
     sent = int((~personal).sum())
-    assert fed.ledger.per_client(1) == {("down", "generic"): sent, ("up", "generic"): sent}
+    assert fed.ledger.per_client(1) == {("down", "shared"): sent, ("up", "shared"): sent}
 
 
-@pytest.mark.parametrize("method", [FedProto(), FedROD()])
+@both
+def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
+    lr, hidden = 0.1, 4
+    fed = played(FedROD(head="hypernetwork", hidden=hidden), None, executor=executor, training=ONE_STEP)
+    start, generated = fed.model.unflatten(fed.model.init(fed.seed)), []
+    for client in range(4):
+        x, y = fed.samples(client)
+        mine = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
+        shares = torch.bincount(y, minlength=CLASSES).double() / len(y)
+        assert torch.equal(mine["3.personal.prior"], shares)
+        z = (x.flatten(1) @ mine["1.weight"].T + mine["1.bias"]).tanh()
+        generic = z @ mine["3.generic.weight"].T + mine["3.generic.bias"]
+        names = [f"3.personal.generator.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
+        w1, b1, w2, b2 = parameters = [start[n].clone().requires_grad_() for n in names]
+        head = (w2 @ (w1 @ shares + b1).relu() + b2).reshape(CLASSES, 5)
+        slopes = torch.autograd.grad(F.cross_entropy(generic + z @ head.T, y), parameters)
+        after = [(p - lr * g).detach() for p, g in zip(parameters, slopes, strict=True)]
+        for name, expected in zip(names, after, strict=True):
+            torch.testing.assert_close(mine[name], expected, rtol=1e-10, atol=1e-10)
+        generated.append(torch.cat([p.reshape(-1) for p in after]))
+    mean = torch.from_numpy(np.average(torch.stack(generated), axis=0, weights=fed.sizes))
+    theta = fed.server["theta"][fed.model.mask("*.generator.*")]
+    torch.testing.assert_close(theta, mean, rtol=1e-10, atol=1e-10)
+    assert set(fed.ledger.per_client(0).values()) == {fed.model.size - CLASSES}
+
+
+@pytest.mark.parametrize("method", [FedProto(), FedROD(), FedROD(head="hypernetwork")])
 def test_how_a_cohort_is_cut_changes_rounding_only(method):
     a, b = (
         played(method, training=FP64, factory=NormalisedConv, group_size=g, executor=e)

@@ -43,17 +43,48 @@ class PrototypeHead(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """The sum of two dense layers' logits; the second one, ``personal``, is zero at first."""
+    """The sum of the logits of two heads; the second one, ``personal``, gives zeros at first."""
 
-    def __init__(self, generic: nn.Linear):
+    def __init__(self, generic: nn.Linear, personal: nn.Module):
         super().__init__()
         self.generic = generic
-        self.personal = nn.Linear(generic.in_features, generic.out_features, bias=generic.bias is not None)
-        for parameter in self.personal.parameters():
-            nn.init.zeros_(parameter)
+        self.personal = personal
 
     def forward(self, z: Tensor) -> Tensor:
         return self.generic(z) + self.personal(z)
+
+
+class GeneratedHead(nn.Module):
+    """``z @ H(prior).T``: a head that a small network makes of a client's class shares; zeros for a prior of zeros.
+
+    The prior is a parameter, so that it is a part of a client's model; whoever trains the model must leave it out.
+
+    Parameters
+    ----------
+    inputs, classes : d and C; H gives C * d numbers.
+    hidden : units of the one hidden layer of H.
+    """
+
+    def __init__(self, inputs: int, classes: int, hidden: int):
+        super().__init__()
+        self.prior = nn.Parameter(torch.zeros(classes))
+        self.generator = nn.Sequential(
+            nn.Linear(classes, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, classes * inputs),
+            nn.Unflatten(-1, (classes, inputs)),
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.linear(z, self.generator(self.prior)) * (self.prior.sum() > 0)
+
+
+def zero_head(like: nn.Linear) -> nn.Linear:
+    """A dense layer of the same shape whose parameters are zeros."""
+    head = nn.Linear(like.in_features, like.out_features, bias=like.bias is not None)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return head
 
 
 def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:
