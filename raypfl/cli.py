@@ -234,7 +234,8 @@ def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:
 
 
 def _options(registry: Registry, name: str) -> str:
-    """A line for each option; those of another registered method, which this one extends, go under its name."""
+    """A line for each option; those of another registered method, which this one extends and leaves as they are, go
+    under its name."""
     from raypfl.config.components import options_of
     from raypfl.config.experiment import GIVEN_BY_ENGINE
 
@@ -242,7 +243,8 @@ def _options(registry: Registry, name: str) -> str:
     known = {key: option.default for key, option in options_of(entry, ("config", *GIVEN_BY_ENGINE)).items()}
     bases = [base for base in getattr(entry, "__mro__", ())[1:] if (":" not in registry.name_of(base))]
     inherited = options_of(bases[0]) if bases else {}
-    lines = [f"{key} = {default!r}" for key, default in known.items() if key not in inherited]
+    taken = {key for key, option in inherited.items() if key in known and option.default == known[key]}
+    lines = [f"{key} = {default!r}" for key, default in known.items() if key not in taken]
     return "\n".join([*lines, *(f"and those of {registry.name_of(base)}" for base in bases[:1] if inherited)])
 
 

@@ -13,10 +13,13 @@ class ModelSettings:
     Attributes
     ----------
     name : a registered model, or ``module:attribute`` of your own ``nn.Module`` class or function.
+    weights : with which it begins: a file (safetensors, or the state dict of a ``torch.save``), or the name of
+        torchvision's pretrained weights (``IMAGENET1K_V1``); None: they are drawn.
     options : its keyword arguments; in YAML they stand beside the name.
     """
 
     name: str = "mlp"
+    weights: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 

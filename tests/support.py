@@ -97,7 +97,8 @@ class Federation:
     @cached_property
     def model(self) -> FlatModel:
         dtype = torch.float64 if self.training.precision == "fp64" else torch.float32
-        return FlatModel(self.factory, seed=11, dtype=dtype)
+        method = self.method or Method()
+        return FlatModel(lambda: method.network(self.factory()), seed=11, dtype=dtype)
 
     @cached_property
     def task(self) -> Task:

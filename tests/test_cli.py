@@ -142,6 +142,7 @@ def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: p
     ("kind", "parts"),
     [
         ("methods", ["ditto", "lam = 0.75", "and those of fedavg"]),
+        ("methods", ["fedrep", "personal_epochs = 10", "and those of partial"]),
         ("models", ["mlp", "hidden = (128,)"]),
         ("partitions", ["dirichlet", "alpha = 0.3"]),
         ("datasets", ["digits", "parquet"]),

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pytest
 
 import raypfl
-from raypfl.methods import Local
+from raypfl.methods import METHODS, Local
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,6 +93,15 @@ def test_the_readmes_method_is_the_packages():
     ours = next(node for node in package.body if isinstance(node, ast.ClassDef))
     ours.decorator_list, ours.body = [], ours.body[1:]  # but for its registration and docstring
     assert ast.dump(ast.parse(shown).body[0]) == ast.dump(ours)
+
+
+def test_every_method_has_a_row_and_an_example_that_an_experiment_takes():
+    methods, models = (block.splitlines() for block in blocks("docs/methods.md", "yaml"))
+    examples = [type(raypfl.Experiment.from_yaml(line).method) for line in methods]
+    assert [METHODS.name_of(example) for example in examples] == list(dict.fromkeys(map(METHODS.name_of, examples)))
+    rows = re.findall(r"^\| `([\w-]+)` \| .*\|$", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
+    assert set(METHODS) == {METHODS.name_of(example) for example in examples} and set(METHODS) <= set(rows)
+    assert [raypfl.Experiment.from_yaml(line).model.name for line in models] == ["resnet18", "resnet18"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -109,6 +109,15 @@ def test_resuming_a_finished_run_with_more_rounds_equals_one_long_run(tmp_path):
     assert longer.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
 
 
+def test_personal_models_are_made_at_the_learning_rate_of_the_last_round(tmp_path, monkeypatch):
+    rates = []
+    monkeypatch.setattr(raypfl.methods.Ditto, "personal_model", lambda self, clients, server: rates.append(clients.lr))
+    raypfl.run(
+        experiment(tmp_path, rounds=3, training__schedule="exponential", training__decay=0.5, evaluation__every=1)
+    )
+    assert sorted(set(rates), reverse=True) == [0.1, 0.05, 0.025]
+
+
 def test_resuming_with_other_data_is_refused(tmp_path):
     run = raypfl.run(experiment(tmp_path, rounds=2))
     with pytest.raises(RaypflError, match="other data or another partition"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from raypfl.errors import ConfigError
-from raypfl.models import MODELS, FlatModel
+from raypfl.models import FlatModel
 from tests.support import NormalisedConv, as_module, as_vector, small_mlp
 
 
@@ -24,6 +22,18 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh())
+
+
+class Scaled(nn.Module):
+    """A layer, and a number that its outputs are multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
 
 
 class HalfFrozen(nn.Module):
@@ -41,31 +51,7 @@ class HalfFrozen(nn.Module):
         return self.last(self.frozen(self.first(x)))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "count", "buffers"),
-    [
-        ("mlp", (1, 8, 8), 9_610, 0),
-        ("lenet", (3, 32, 32), 121_182, 0),
-        ("cnn", (3, 32, 32), 1_626_442, 0),
-        ("resnet18", (3, 32, 32), 11_181_642, 9_600),
-    ],
-)
-def test_networks_have_the_published_number_of_parameters(name, shape, count, buffers):
-    model = FlatModel(partial(MODELS.get(name), input_shape=shape, num_classes=10))
-    assert (model.num_parameters, model.num_buffers, model.size) == (count, buffers, count + buffers)
-    assert sum(p.numel() for p in model.factory().parameters()) == count
-
-
-@pytest.mark.parametrize("name", ["mlp", "lenet", "cnn"])
-def test_networks_take_grey_and_small_images_or_say_which_they_need(name):
-    net = MODELS.get(name)(input_shape=(1, 28, 28), num_classes=4)
-    assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 4)
-    if name != "mlp":
-        with pytest.raises(ConfigError, match="use mlp"):
-            MODELS.get(name)(input_shape=(1, 4, 4), num_classes=4)
-
-
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, HalfFrozen])
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, Scaled, HalfFrozen])
 def test_a_vector_taken_apart_and_put_together_is_the_same_to_the_bit(factory):
     model = FlatModel(factory)
     theta = torch.randn(model.size)
@@ -75,7 +61,7 @@ def test_a_vector_taken_apart_and_put_together_is_the_same_to_the_bit(factory):
     assert all(parts[n].untyped_storage().data_ptr() == theta.untyped_storage().data_ptr() for n in parts)
 
 
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, HalfFrozen])
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, Scaled, HalfFrozen])
 def test_segments_follow_the_network_without_gap_or_overlap(factory):
     model = FlatModel(factory)
     net = model.factory()
@@ -211,6 +197,29 @@ def test_patterns_select_segments_and_masks_mark_them(pattern, chosen):
     assert {n for n, mark in marks.items() if mark.any()} == chosen
 
 
+@pytest.mark.parametrize(
+    ("word", "chosen"),
+    [
+        ("input layer", "conv"),
+        ("output layer", "head"),
+        ("feature extractor", "conv,norm"),
+        ("batch norm", "norm"),
+        ("output layer, conv.bias", "head,conv.bias"),
+    ],
+)
+def test_words_select_the_parts_that_most_networks_have(word, chosen):
+    model = FlatModel(NormalisedConv)
+    assert model.names(word) == model.names(chosen)
+
+
+def test_words_go_by_layers_that_learn_and_may_select_nothing():
+    assert FlatModel(HalfFrozen).names("output layer") == ["last.weight", "last.bias"]
+    assert FlatModel(small_mlp).names("input layer") == ["1.weight", "1.bias"]
+    assert FlatModel(small_mlp).names("batch norm") == []
+    alone = FlatModel(lambda: nn.Linear(2, 2))
+    assert alone.names("output layer") == ["weight", "bias"] and not alone.mask("feature extractor").any()
+
+
 def test_a_module_whose_name_begins_alike_is_not_selected():
     model = FlatModel(lambda: nn.ModuleDict({"head": nn.Linear(2, 2), "head2": nn.Linear(2, 2)}))
     assert model.names("head") == ["head.weight", "head.bias"]
@@ -231,6 +240,8 @@ def test_a_misspelt_segment_gets_the_nearest_name():
         model.segment(torch.zeros(model.size), "haed.weight")
     with pytest.raises(ConfigError, match=r"matches 'head.wieght'; did you mean 'head.weight'\?"):
         model.mask("conv, head.wieght")
+    with pytest.raises(ConfigError, match=r"matches 'output layers'; did you mean 'output layer'\?"):
+        model.mask("output layers")
 
 
 def test_training_a_bound_network_moves_the_vector_and_leaves_the_network_as_it_was():

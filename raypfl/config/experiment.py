@@ -28,6 +28,7 @@ from raypfl.data import DATASETS, PARTITIONS, DataConfig, Dirichlet, Partition
 from raypfl.errors import ConfigError, did_you_mean
 from raypfl.methods import METHODS, FedAvg, Method
 from raypfl.models import MODELS
+from raypfl.models.weights import is_file
 from raypfl.settings import (
     CheckpointSettings,
     CohortSettings,
@@ -52,10 +53,15 @@ def _data(value: Any) -> DataConfig:
 
 
 def _model(value: Any) -> ModelSettings:
-    given = {"name": value.name, **value.options} if isinstance(value, ModelSettings) else value
+    given = _plain(value) if isinstance(value, ModelSettings) else value
     name, options = named(given, "model", ModelSettings.name)
+    weights = options.pop("weights", None)
+    if not isinstance(weights, str | None):
+        raise ValueError(f"model.weights is {weights!r}; it must be a file, or the name of torchvision's weights.")
+    if weights is not None and is_file(weights):
+        weights = str(Path(weights).expanduser().absolute())  # other processes may have other working directories
     options = checked_options(found(MODELS, name), name, options, "model", hidden=GIVEN_BY_ENGINE)
-    return ModelSettings(name=name, options=_plain(options))
+    return ModelSettings(name=name, weights=weights, options=_plain(options))
 
 
 _partition = partial(build, PARTITIONS, Partition, "dirichlet")
@@ -163,7 +169,7 @@ def _plain(value: Any) -> Any:
         if isinstance(value, base):
             return _plain(described(registry, value))
     if isinstance(value, ModelSettings):
-        return _plain({"name": value.name, **value.options})
+        return _plain({"name": value.name, "weights": value.weights, **value.options})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

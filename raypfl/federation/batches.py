@@ -129,6 +129,11 @@ class Order:
         """``int64[K]`` steps of each client."""
         return (self.counts > 0).sum(1)
 
+    @property
+    def unequal(self) -> bool:
+        """Whether batches differ in their number of samples, so that some are padded where they are stacked."""
+        return bool(((self.counts > 0) & (self.counts != self.counts.max(initial=0))).any())
+
 
 def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> Order:
     """Batches of ``batch_size`` from freshly shuffled epochs; the last batch of an epoch takes what is left.

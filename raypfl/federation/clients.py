@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from raypfl import rng
 from raypfl.errors import ClientError, MethodError
 from raypfl.evaluation.tally import tally
-from raypfl.federation.batches import Batch, GroupSamples, Samples, order
+from raypfl.federation.batches import Batch, GroupSamples, Order, Samples, order
 from raypfl.federation.executor import Executor, Loss, Sequential, SGDRule, Vectorised
+from raypfl.federation.minibatches import MiniBatch, Walk
 from raypfl.federation.states import Stack
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
 from raypfl.messages import Lent, PerClient, per_client, plain
@@ -227,7 +228,10 @@ class Clients:
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
         """One client's mean cross-entropy on a batch, at parameters `p`."""
-        logits = self.model(p, batch.x)
+        return self.cross_entropy(self.model(p, batch.x), batch)
+
+    def cross_entropy(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Mean cross-entropy of ``logits[b, classes]`` on a batch."""
         # F.cross_entropy is no single operation under vmap, which takes it to pieces in Python.
         log_probabilities = F.log_softmax(logits.float() if self._half else logits, dim=-1)
         return -batch.mean(log_probabilities.gather(1, batch.y[:, None]).squeeze(1))
@@ -241,7 +245,7 @@ class Clients:
         steps: int | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
-        train: str | None = None,
+        train: str | Tensor | None = None,
         stream: str = "",
         **extras: Any,
     ) -> PerClient:
@@ -255,7 +259,8 @@ class Clients:
         loss : ``loss(p, batch, **extras) -> scalar`` of one client's parameters ``p[P]``.
         start : ``[P+B]``, the same for all, or ``[K, P+B]``.
         epochs, steps, batch_size, lr : instead of the experiment's.
-        train : the segments that move (see :meth:`FlatModel.names`); the rest stays bit for bit.
+        train : the segments that move (see :meth:`FlatModel.names`), or ``bool[P+B]``; the rest stays bit for bit.
+            Batch norm that stays still normalises by the batch.
         stream : another name, other batches.
         extras : passed to the loss by name. What came up per client (a state, a scattered row, a result) is passed row
             by row; a model vector among them is cut to its parameters.
@@ -268,38 +273,44 @@ class Clients:
         ------
         ClientError : for clients whose loss or model is not finite, or whose loss is above the limit.
         """
-        t = self.training
-        samples = self._samples("train")
-        if epochs is None and steps is None:
-            epochs, steps = t.epochs, t.steps
-        visits = order(
-            self._keys("batches" + stream),
-            samples.sizes,
-            batch_size or t.batch_size,
-            1 if epochs is None else epochs,
-            steps,
-        )
-        mask = None if train is None else self.model.parameters(self.model.mask(train))
-        rule = SGDRule(self.lr if lr is None else lr, t.momentum, t.nesterov, t.weight_decay, t.clip_norm, mask)
-        rows = self._rows(start)
-        keys = torch.from_numpy(self._keys("draws" + stream).astype(np.int64)).to(self.device)
-        extras = self._checked(extras)
-        self._refuse_lone_samples(visits.counts)
-        unequal = bool(((visits.counts > 0) & (visits.counts != visits.counts.max(initial=0))).any())
-        executor = self._executor(loss, rows[0], samples.client(0), unequal, extras, train=True)
+        samples, visits = self._visits(epochs, steps, batch_size, stream)
+        moving = self.model.mask(train) if isinstance(train, str) else train
+        rule = self._rule(lr, None if moving is None else self.model.parameters(moving))
+        rows, keys, extras = self._rows(start), self._draws(stream), self._checked(extras)
+        executor = self._executor(loss, rows[0], samples.client(0), visits.unequal, extras, train=True)
         trained, losses = self._or_one_by_one(
             executor, lambda e: e.sgd(loss, rows, samples, visits, rule, keys, extras)
         )
         self._refuse_divergence(trained, losses)
         self.losses = losses
-        return per_client(trained)
+        return per_client(trained if moving is None else torch.where(moving, trained, rows))
+
+    def walk(
+        self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None, stream: str = ""
+    ) -> Iterator[MiniBatch]:
+        """The mini-batches that :meth:`sgd` would visit, for a local step that is more than one of SGD on one model.
+
+        ``for batch in clients.walk(): theta = batch.step(loss, theta)`` is ``sgd``; see :meth:`MiniBatch.step`.
+        """
+
+        def prepare(loss: Loss, rows: Tensor, extras: Mapping[str, Any]) -> Callable[..., Any]:
+            first = samples.client(0)
+            executor = self._executor(loss, rows[0], first, visits.unequal, self._checked(extras), train=True)
+            return lambda work: self._or_one_by_one(executor, work)
+
+        samples, visits = self._visits(epochs, steps, batch_size, stream)
+        walk = Walk(samples, visits, self._rule(), self._draws(stream), prepare)
+        yield from walk
+        for of, losses in walk.losses.items():
+            self._refuse_divergence(walk.trained[of], losses)
+            self.losses = losses
 
     def grad(self, loss: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """Gradient of each client's mean loss, ``[K, P]``, at ``at`` (``[P+B]`` or ``[K, P+B]``).
 
         `batches` is what :meth:`batches` gave; None: all training samples of each client.
         """
-        keys = torch.from_numpy(self._keys("draws").astype(np.int64)).to(self.device)
+        keys = self._draws()
         chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
         executor = self._executor(loss, rows[0], chosen[0], _unequal(chosen), extras, train=True)
         return per_client(self._or_one_by_one(executor, lambda e: e.grad(loss, rows, chosen, keys, extras)[0]))
@@ -447,6 +458,24 @@ class Clients:
 
     def _keys(self, purpose: str) -> np.ndarray:
         return rng.keys(self._bench.seed, purpose, self.round, self.ids)
+
+    def _draws(self, stream: str = "") -> Tensor:
+        return torch.from_numpy(self._keys("draws" + stream).astype(np.int64)).to(self.device)
+
+    def _visits(
+        self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str
+    ) -> tuple[GroupSamples, Order]:
+        t, samples = self.training, self._samples("train")
+        if epochs is None and steps is None:
+            epochs, steps = t.epochs, t.steps
+        keys, size = self._keys("batches" + stream), batch_size or t.batch_size
+        visits = order(keys, samples.sizes, size, 1 if epochs is None else epochs, steps)
+        self._refuse_lone_samples(visits.counts)
+        return samples, visits
+
+    def _rule(self, lr: float | None = None, trained: Tensor | None = None) -> SGDRule:
+        t = self.training
+        return SGDRule(self.lr if lr is None else lr, t.momentum, t.nesterov, t.weight_decay, t.clip_norm, trained)
 
     def _rows(self, theta: Tensor) -> Tensor:
         theta = plain(theta)

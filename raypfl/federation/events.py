@@ -24,7 +24,8 @@ class RunStarted:
     Attributes
     ----------
     run : its name. run_dir : its folder.
-    facts : what was found out: num_clients, parameters, executor, group_size, actors, data, versions.
+    facts : what was found out: num_clients, parameters, weights (where the first ones are from), executor, group_size,
+        actors, data, versions.
     """
 
     run: str

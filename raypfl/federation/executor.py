@@ -77,8 +77,10 @@ class Executor(Protocol):
         """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean training loss[K])``."""
         ...
 
-    def grad(self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        """Gradient of each client's loss on its batch: ``(gradients[K, P], losses[K])``; statistics stay."""
+    def grad(
+        self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of each client's loss on its batch: ``(gradients[K, P], losses[K], statistics[K, B] after it)``."""
         ...
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
@@ -148,17 +150,20 @@ class Sequential:
                     losses[k] += value.detach() / int(steps)
         return trained, losses
 
-    def grad(self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        gradients, losses = [], []
+    def grad(
+        self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients, losses, statistics = [], [], []
         with self.model.mode(train=True), _forked(at.device):
             for k, batch in enumerate(batches):
                 torch.manual_seed(int(keys[k]))
                 p = self.model.parameters(at[k]).detach().requires_grad_()
-                with self.model.statistics(self.model.buffers(at[k])), self._inside(keys[k]):
+                with self.model.statistics(self.model.buffers(at[k])) as moved, self._inside(keys[k]):
                     value = loss(p, self._batch(batch), **_extras_of(self.model, extras, k))
+                    statistics.append(moved().detach())
                 gradients.append(torch.autograd.grad(value, p)[0])
                 losses.append(value.detach())
-        return torch.stack(gradients), torch.stack(losses)
+        return torch.stack(gradients), torch.stack(losses), torch.stack(statistics)
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
         with self.model.mode(train=False), self._inside(None):
@@ -318,15 +323,17 @@ class Vectorised:
         losses /= torch.from_numpy(steps).to(losses).clamp_min(1)
         return torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta, losses
 
-    def grad(self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+    def grad(
+        self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras
+    ) -> tuple[Tensor, Tensor, Tensor]:
         theta, statistics = self.model.parameters(at), self.model.buffers(at)
         mine, leaves = list(_per_client(extras).values()), self._leaves(theta)
         gradient = torch.zeros_like(theta, memory_format=torch.contiguous_format)
         with self.model.mode(train=True), self._inside():
             step = self._step(loss, extras)
-            grads, direct, value, _ = step(theta, leaves, statistics, keys, _padded(batches), mine)
+            grads, direct, value, moved = step(theta, leaves, statistics, keys, _padded(batches), mine)
         _assemble(list(self.model.unflatten(gradient).values()), grads, gradient, direct)
-        return gradient, value
+        return gradient, value, moved
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
         mine = {name: plain(e) for name, e in extras.items()}

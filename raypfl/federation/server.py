@@ -34,6 +34,7 @@ from raypfl.federation.tables import Table, arrow
 from raypfl.federation.tree import cloned, put_together, taken_apart
 from raypfl.messages import Each, Scatter, Sum
 from raypfl.methods.base import Method, Task
+from raypfl.models.weights import origin
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -188,6 +189,7 @@ class Server:
         facts = {
             "num_clients": self.task.num_clients,
             "parameters": self.task.model.num_parameters,
+            "weights": origin(self.task.model.module),
             "executor": self.experiment.engine.executor,
             "why": self.job.why,
             "group_size": max(groups_for(self.job, cohort)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
 from raypfl import rng
 from raypfl.data import ClientData, DescribedData
@@ -15,8 +17,9 @@ from raypfl.evaluation.protocols import unseen_of
 from raypfl.federation.batches import Samples
 from raypfl.federation.clients import Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
-from raypfl.methods.base import Task
+from raypfl.methods.base import Method, Task
 from raypfl.models import MODELS, FlatModel
+from raypfl.models.weights import Pretrained
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -24,10 +27,20 @@ if TYPE_CHECKING:
 
 def make_model(experiment: Experiment, data: ClientData, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
-    entry = MODELS.get(experiment.model.name)
-    factory = partial(entry, input_shape=data.input_shape, num_classes=data.num_classes, **experiment.model.options)
+    settings = experiment.model
+    entry = MODELS.get(settings.name)
+    factory: Callable[[], nn.Module] = partial(
+        entry, input_shape=data.input_shape, num_classes=data.num_classes, **settings.options
+    )
+    if settings.weights is not None:
+        factory = Pretrained(factory, settings.name, settings.weights)
+    factory = partial(_as_the_method_needs_it, experiment.method, factory)
     dtype = torch.float64 if experiment.training.precision == "fp64" else torch.float32
     return FlatModel(factory, seed=rng.key(experiment.seed, "network") % 2**31, dtype=dtype, device=device)
+
+
+def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) -> nn.Module:
+    return method.network(factory())
 
 
 def make_task(experiment: Experiment, data: ClientData, device: torch.device) -> Task:

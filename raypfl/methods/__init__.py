@@ -1,9 +1,44 @@
 """Federated methods, one a file."""
 
+from raypfl.methods.apfl import APFL
 from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.methods.creff import CReFF
 from raypfl.methods.ditto import Ditto
 from raypfl.methods.fedavg import FedAvg
+from raypfl.methods.fedavg_ft import FedAvgFT
+from raypfl.methods.fednh import FedNH
+from raypfl.methods.fedproto import FedProto
 from raypfl.methods.fedprox import FedProx
+from raypfl.methods.fedrod import FedROD
 from raypfl.methods.local import Local
+from raypfl.methods.mtl import MTL
+from raypfl.methods.partial import PartialPersonalization
+from raypfl.methods.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
+from raypfl.methods.pfedme import PFedMe
 
-__all__ = ["METHODS", "Ditto", "FedAvg", "FedProx", "Local", "Method", "Server", "Task"]
+__all__ = [
+    "APFL",
+    "METHODS",
+    "MTL",
+    "CReFF",
+    "Ditto",
+    "FedAlt",
+    "FedAvg",
+    "FedAvgFT",
+    "FedBABU",
+    "FedBN",
+    "FedNH",
+    "FedPer",
+    "FedProto",
+    "FedProx",
+    "FedROD",
+    "FedRep",
+    "FedSim",
+    "LGFedAvg",
+    "Local",
+    "Method",
+    "PFedMe",
+    "PartialPersonalization",
+    "Server",
+    "Task",
+]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypfl.models.flat import FlatModel
 from raypfl.registry import Registry
@@ -61,6 +61,10 @@ class Method:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         dataclass(frozen=True, kw_only=True)(cls)
+
+    def network(self, network: nn.Module) -> nn.Module:
+        """The clients' network as this method needs it, from the one that the experiment names."""
+        return network
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
         """Networks beside the clients' model; later they are in ``task.networks`` and ``clients.networks``."""

@@ -1,6 +1,7 @@
 """Networks as functions of a flat vector."""
 
+from raypfl.models import convolutional, dense, residual  # registers them
 from raypfl.models.flat import FlatModel, Segment
 from raypfl.models.networks import MODELS
 
-__all__ = ["MODELS", "FlatModel", "Segment"]
+__all__ = ["MODELS", "FlatModel", "Segment", "convolutional", "dense", "residual"]

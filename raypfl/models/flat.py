@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.errors import ConfigError, did_you_mean
+from raypfl.models.roles import roles
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class FlatModel:
     num_buffers : B, the floating-point numbers that training moves without a gradient.
     size : P + B, the length of a model vector.
     segments : name -> Segment, parameters first, in the network's order.
+    roles : word -> names of the segments that it selects, see :func:`raypfl.models.roles.roles`.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class FlatModel:
             self.segments[name] = Segment(name, offset, offset + tensor.numel(), tensor.shape)
             offset += tensor.numel()
         self.size = offset
+        self.roles = roles(self.module, self.segments)
         self.parameter_names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         self.num_parameters = sum(self.segments[name].stop - self.segments[name].start for name in self.parameter_names)
         self.num_buffers = self.size - self.num_parameters
@@ -108,7 +111,7 @@ class FlatModel:
             segments = segments[: len(self.parameter_names)]
             sizes = sizes[: len(segments)]
         parts = theta.split(sizes, dim=-1)
-        return {s.name: part.reshape(*theta.shape[:-1], *s.shape) for s, part in zip(segments, parts, strict=True)}
+        return {s.name: part.reshape((*theta.shape[:-1], *s.shape)) for s, part in zip(segments, parts, strict=True)}
 
     def parameters(self, theta: Tensor) -> Tensor:
         """The trainable part of model vectors: ``[..., P+B] -> [..., P]``, a view."""
@@ -121,19 +124,22 @@ class FlatModel:
     def names(self, pattern: str) -> list[str]:
         """Segments that a pattern selects.
 
-        `pattern` is one or more of: a name (``fc.weight``), a module (``fc``: all below it), or a glob (``*.bn*``),
-        separated by commas.
+        `pattern` is one or more of: a name (``fc.weight``), a module (``fc``: all below it), a glob (``*.bn*``), or a
+        word for a part that most networks have (``output layer``: see :attr:`roles`), separated by commas.
 
         Raises
         ------
-        ConfigError : if a part of the pattern selects nothing.
+        ConfigError : if a part of the pattern selects nothing, unless it is such a word.
         """
         chosen = []
         for part in pattern.split(","):
             part = part.strip()
             hits = [n for n in self.segments if n == part or n.startswith(part + ".") or fnmatch.fnmatch(n, part)]
-            if not hits:
-                raise ConfigError(f"No segment of the network matches {part!r}; {did_you_mean(part, self.segments)}")
+            if not hits and part not in self.roles:
+                modules = [name for name, _ in self.module.named_modules() if name]
+                known = [*self.segments, *modules, *self.roles]
+                raise ConfigError(f"No segment of the network matches {part!r}; {did_you_mean(part, known)}")
+            hits += self.roles.get(part, [])
             chosen += hits
         return [name for name in self.segments if name in chosen]
 
@@ -149,7 +155,7 @@ class FlatModel:
         if name not in self.segments:
             raise ConfigError(f"The network has no segment {name!r}; {did_you_mean(name, self.segments)}")
         place = self.segments[name]
-        return theta[..., place.start : place.stop].reshape(*theta.shape[:-1], *place.shape)
+        return theta[..., place.start : place.stop].reshape((*theta.shape[:-1], *place.shape))
 
     def __call__(self, theta: Tensor, x: Tensor) -> Tensor:
         """The network's output at `theta` (``[P+B]``, or ``[P]`` during training) for inputs ``x[b, ...]``."""

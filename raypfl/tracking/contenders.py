@@ -86,7 +86,7 @@ def setting(experiment: Experiment) -> str:
 
 
 def _called(component: dict[str, Any]) -> str:
-    options = ", ".join(f"{key}={value}" for key, value in component.items() if key != "name")
+    options = ", ".join(f"{key}={value}" for key, value in component.items() if key != "name" and value is not None)
     return f"{component['name']}({options})" if options else component["name"]
 
 

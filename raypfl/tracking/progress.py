@@ -92,6 +92,7 @@ class RunLine:
         parts = [
             f"{known['num_clients']:,} clients" if "num_clients" in known else "",
             f"{known['parameters']:,} parameters" if "parameters" in known else "",
+            known.get("weights", ""),
             f"{known['executor']} in groups of {known['group_size']}{why}" if "group_size" in known else "",
             f"{known['actors']} actors" if known.get("actors", 1) > 1 else "",
         ]

@@ -1,0 +1,126 @@
+"""A head of class prototypes, spread evenly at first, that features of all clients move slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raypfl.errors import ConfigError
+from raypfl.messages import Mean, Sum
+from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.models.heads import PrototypeHead, features, output_layer, with_output_layer
+from raypfl.models.prototypes import uniform_prototypes
+
+if TYPE_CHECKING:
+    from raypfl.federation.batches import Batch
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.cohort import Cohort
+    from raypfl.models.flat import FlatModel
+
+Latent = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@METHODS.register("fednh")
+class FedNH(Method):
+    """A non-parametric head of class prototypes (Dai et al. 2023).
+
+    The output layer is a matrix W of unit rows, at first as far apart as possible. Clients train the body, on features
+    of length one, against the W that they received. Then they send the mean feature of each of their classes, and
+    ``W_c <- rho W_c + (1 - rho) mean_k mu_kc`` (Eq. 4), brought to length one again. Down: body, scale and W. Up: body
+    and scale, and a mean feature for each class, of zeros for a class that the client lacks. Kept: the model as
+    trained, which is the personal one. The global model is the averaged body with the new W.
+
+    Attributes
+    ----------
+    rho : smoothing of the prototypes; 1 leaves them as they were at first.
+    scale : what cosines are multiplied by, s, at first.
+    train_scale : whether it is trained, without weight decay, and averaged.
+    head : at first ``uniform`` prototypes, ``random`` unit rows, or the rows with which torch begins (``default``).
+    normalise : whether features are brought to length one.
+    missing : a client without samples of a class counts as a mean of zero, which weakens the pull (``zero``); or the
+        mean is over the class's ``owners``; or over its ``samples``.
+    """
+
+    rho: float = 0.9
+    scale: float = 30.0
+    train_scale: bool = True
+    head: Literal["uniform", "random", "default"] = "uniform"
+    normalise: bool = True
+    missing: Literal["zero", "owners", "samples"] = "zero"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rho <= 1:
+            raise ConfigError(f"method.rho is {self.rho}; it must be between 0 and 1.")
+
+    def network(self, network: nn.Module) -> nn.Module:
+        _, layer = output_layer(network)
+        return with_output_layer(network, PrototypeHead(layer.weight, self.scale, self.train_scale, self.normalise))
+
+    def start(self, task: Task) -> Server:
+        theta = task.model.init(task.seed)
+        prototypes = task.model.segment(theta, _weight(task.model))
+        prototypes.copy_(self._first(prototypes, task.seed))
+        return {"theta": theta}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        model = cohort.task.model
+        head = model.mask(_weight(model))
+        old = model.segment(server["theta"], _weight(model))
+        reply = cohort.run(self.train, body=server["theta"][~head], prototypes=old)
+        divisor = float(cohort.present.sum()) if self.missing == "zero" else reply["weights"][:, None]
+        theta = server["theta"].masked_scatter(~head, reply["body"])
+        new = self.moved(old, reply["means"], divisor)
+        server["theta"] = theta.masked_scatter(head, new)
+
+    def moved(self, old: Tensor, sums: Tensor, divisor: float | Tensor) -> Tensor:
+        """The next prototypes ``[C, d]``, from the sums over clients of weighted class means, and of their weights."""
+        pulled = self.rho * old + (1 - self.rho) * sums / torch.as_tensor(divisor).clamp_min(1e-12)
+        length = pulled.norm(dim=1, keepdim=True)
+        kept = (sums == 0).all(1, keepdim=True) | (length < 1e-12) | (self.rho == 1)
+        return torch.where(kept, old, pulled / length.clamp_min(1e-12))
+
+    def train(self, clients: Clients, body: Tensor, prototypes: Tensor) -> dict[str, Mean | Sum]:
+        model, decay = clients.model, clients.training.weight_decay
+        head = model.mask(_weight(model))
+        theta = clients.initial.masked_scatter(head, prototypes).masked_scatter(~head, body)
+
+        def undecayed(p: Tensor, batch: Batch) -> Tensor:
+            scale = p[model.segments[_scale(model)].start]
+            # Zero, but its slope gives the scale back what weight decay takes from it.
+            return clients.loss(p, batch) - decay * scale.detach() * (scale - scale.detach())
+
+        trained = clients.sgd(undecayed if decay and self.train_scale else clients.loss, theta, train=~head)
+        clients.state["model"] = trained
+        means, counts = clients.class_means(partial(self._directions, features(model)), trained)
+        weights = counts if self.missing == "samples" else (counts > 0).to(means.dtype)
+        reply: dict[str, Mean | Sum] = {"body": Mean(trained[:, ~head]), "means": Sum(means * weights[:, :, None])}
+        return reply if self.missing == "zero" else reply | {"weights": Sum(weights)}
+
+    def global_model(self, server: Server) -> Tensor:
+        return server["theta"]
+
+    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+        return clients.state.get("model", default=server["theta"])
+
+    def _directions(self, latent: Latent, theta: Tensor, x: Tensor) -> Tensor:
+        z, _ = latent(theta, x)
+        return F.normalize(z, dim=-1, eps=1e-12) if self.normalise else z
+
+    def _first(self, rows: Tensor, seed: int) -> Tensor:
+        if self.head == "uniform":
+            count, dimension = rows.shape
+            return uniform_prototypes(count, dimension, seed).to(rows)
+        return rows / rows.norm(dim=1, keepdim=True) if self.head == "random" else rows
+
+
+def _weight(model: FlatModel) -> str:
+    return model.names("output layer")[0]
+
+
+def _scale(model: FlatModel) -> str:
+    return model.names("output layer")[1]

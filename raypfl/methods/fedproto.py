@@ -1,0 +1,64 @@
+"""Models that share nothing but the mean feature of each class."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.messages import Sum
+from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.models.heads import features
+
+if TYPE_CHECKING:
+    from raypfl.federation.batches import Batch
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.cohort import Cohort
+
+
+@METHODS.register("fedproto")
+class FedProto(Method):
+    """Federated prototype learning (Tan et al. 2022).
+
+    A client minimises ``F_k(w_k) + lam * mean_c ||mean_c(w_k) - P_c||^2`` over the classes of each mini-batch, where
+    ``mean_c`` is their mean feature, the input of the output layer, and ``P_c`` that of the server, once it has one.
+    Sent, both ways: a mean feature a class; of zeros for a class that a client lacks. The server takes the mean over a
+    class's owners. Kept: the model, which starts as everybody's; ``lam = 0`` is training alone. There is no global
+    model.
+
+    Attributes
+    ----------
+    lam : strength of the pull, lambda.
+    """
+
+    lam: float = 0.1
+
+    def start(self, task: Task) -> Server:
+        weight = task.model.segments[task.model.names("output layer")[0]]
+        return {"means": torch.zeros(weight.shape, dtype=task.model.dtype, device=task.model.device)}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        reply = cohort.run(self.train, means=server["means"])
+        owners = reply["owners"][:, None]
+        server["means"] = torch.where(owners > 0, reply["means"] / owners.clamp_min(1), server["means"])
+
+    def train(self, clients: Clients, means: Tensor) -> dict[str, Sum]:
+        run, classes = features(clients.model), clients.num_classes
+
+        def pulled(p: Tensor, batch: Batch, means: Tensor) -> Tensor:
+            z, logits = run(p, batch.x)
+            member = F.one_hot(batch.y, classes).to(z.dtype) * batch.weight[:, None]
+            count = member.sum(0)
+            distance = (member.T @ z / count.clamp_min(1)[:, None] - means).square().sum(1)
+            here = ((count > 0) & (means != 0).any(1)).to(z.dtype)
+            return clients.cross_entropy(logits, batch) + self.lam * (distance * here).sum() / here.sum().clamp_min(1)
+
+        model = clients.state.get("model", default=clients.initial)
+        clients.state["model"] = clients.sgd(pulled, model, means=means)
+        own, counts = clients.class_means(lambda theta, x: run(theta, x)[0], clients.state["model"])
+        return {"means": Sum(own), "owners": Sum((counts > 0).to(own.dtype), charged=False)}
+
+    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+        return clients.state.get("model", default=clients.initial)

@@ -1,0 +1,89 @@
+"""A generic head for all classes, and a personal one beside it for the client's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor, nn
+
+from raypfl.messages import Mean, per_client, plain
+from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.methods.finetuning import refuse_negative
+from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
+
+if TYPE_CHECKING:
+    from raypfl.federation.batches import Batch
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.cohort import Cohort
+
+
+@METHODS.register("fedrod")
+class FedROD(Method):
+    """Robust decoupling (Chen and Chao 2022).
+
+    Body and generic head are trained with balanced softmax, for which ``log n_kc`` is added to the logit of class c,
+    and averaged. Then the personal head, on features that stay as they are, is trained on the sum of both heads'
+    logits. Sent, both ways: body and generic head, which are the global model, and the network that makes personal
+    heads, if there is one. Kept: the client's last body and heads, which are its personal model.
+
+    Attributes
+    ----------
+    head : of each client: ``linear``, and its own; or made of the shares of its classes by a ``hypernetwork`` that is
+        averaged.
+    hidden : units of the hypernetwork's hidden layer.
+    personal_epochs : of the personal head; None: as the experiment's training says.
+    weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
+    """
+
+    head: Literal["linear", "hypernetwork"] = "linear"
+    hidden: int = 64
+    personal_epochs: int | None = None
+    weighting: Literal["samples", "uniform"] = "samples"
+
+    def __post_init__(self) -> None:
+        refuse_negative(personal_epochs=self.personal_epochs)
+
+    def network(self, network: nn.Module) -> nn.Module:
+        _, generic = output_layer(network)
+        size = (generic.in_features, generic.out_features)
+        personal = zero_head(generic) if self.head == "linear" else GeneratedHead(*size, self.hidden)
+        return with_output_layer(network, TwoHeads(generic, personal))
+
+    def start(self, task: Task) -> Server:
+        return {"theta": task.model.init(task.seed)}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        shared = ~cohort.task.model.mask(self._kept)
+        reply = cohort.run(self.train, shared=server["theta"][shared])
+        server["theta"] = server["theta"].masked_scatter(shared, reply["shared"])
+
+    def train(self, clients: Clients, shared: Tensor) -> dict[str, Mean]:
+        def balanced(p: Tensor, batch: Batch, prior: Tensor) -> Tensor:
+            return clients.cross_entropy(clients.model(p, batch.x) + prior, batch)
+
+        kept, personal = clients.model.mask(self._kept), clients.model.mask("*.personal.*")
+        counts = clients.label_counts()
+        prior = counts.clamp_min(1e-30).log()  # finite, also of a class that a client lacks
+        start = clients.initial.masked_scatter(~kept, shared)
+        theta = plain(clients.sgd(balanced, start, train=~personal, prior=prior)).clone()
+        theta[:, kept] = self._own(clients, kept, plain(counts))
+        moving = personal if self.head == "linear" else personal & ~kept
+        trained = clients.sgd(clients.loss, per_client(theta), train=moving, epochs=self.personal_epochs)
+        clients.state["model"] = trained
+        return {"shared": Mean(trained[:, ~kept], clients.num_samples if self.weighting == "samples" else None)}
+
+    def global_model(self, server: Server) -> Tensor:
+        return server["theta"]
+
+    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+        return clients.state.get("model", default=server["theta"])
+
+    @property
+    def _kept(self) -> str:
+        """What never leaves a client: its head, or the shares of its classes."""
+        return "*.personal.*" if self.head == "linear" else "*.personal.prior"
+
+    def _own(self, clients: Clients, kept: Tensor, counts: Tensor) -> Tensor:
+        if self.head == "hypernetwork":
+            return counts / counts.sum(1, keepdim=True)
+        return plain(clients.state.get("model", default=clients.initial))[:, kept]

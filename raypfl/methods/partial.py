@@ -1,0 +1,164 @@
+"""Partial personalization: some segments of the network stay on the client, the others are averaged."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypfl.errors import ConfigError
+from raypfl.messages import Mean, per_client, plain
+from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.methods.finetuning import finetuned, refuse_negative
+
+if TYPE_CHECKING:
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.cohort import Cohort
+    from raypfl.models.flat import FlatModel
+
+
+class Parts(NamedTuple):
+    """Which entries of a model vector are whose: three ``bool[P+B]``, of which one is true everywhere.
+
+    Attributes
+    ----------
+    personal : trained and kept by each client.
+    shared : trained and averaged.
+    frozen : the same on all clients as at the start, never sent.
+    """
+
+    personal: Tensor
+    shared: Tensor
+    frozen: Tensor
+
+
+@METHODS.register("partial")
+class PartialPersonalization(Method):
+    """Each client keeps a part of the network to itself, and the rest is averaged (Pillutla et al. 2022).
+
+    ``min_{u, v_1..v_K} sum_k n_k F_k(u, v_k)``, with ``u`` shared and ``v_k`` kept on client k from round to round.
+    Sent, both ways: ``u``, with the statistics of its batch norm. With nothing personal it is FedAvg, and with nothing
+    shared it is training alone, bit for bit.
+
+    The global model, which is judged beside the personal ones, is the shared part with the rest as it was at the start
+    (Dai et al. 2023).
+
+    Attributes
+    ----------
+    personal, frozen : names, modules, globs or words (``output layer``; see :meth:`FlatModel.names`), with commas
+        between; none if empty.
+    order : a client trains both parts ``together``, or one after the other, each with the other held fixed.
+    personal_epochs, shared_epochs : of a part that is trained on its own; None: as the experiment's training says.
+    body : the shared part of the personal models that are judged: the server's ``average``, or what each client
+        trained ``last``, which it then has to keep.
+    finetune_epochs : for which a client then trains all of that model, frozen parts too, before it is judged; nothing
+        of it goes back into the run.
+    finetune_lr : their learning rate; None: that of the last round.
+    weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
+    """
+
+    personal: str = "output layer"
+    frozen: str = ""
+    order: Literal["together", "personal first", "shared first"] = "together"
+    personal_epochs: int | None = None
+    shared_epochs: int | None = None
+    body: Literal["average", "last"] = "average"
+    finetune_epochs: int = 0
+    finetune_lr: float | None = None
+    weighting: Literal["samples", "uniform"] = "samples"
+
+    def __post_init__(self) -> None:
+        own = {"personal_epochs": self.personal_epochs, "shared_epochs": self.shared_epochs}
+        refuse_negative(finetune_epochs=self.finetune_epochs, **own)
+        for name, epochs in own.items():
+            if epochs is not None and self.order == "together":
+                raise ConfigError(
+                    f"method.{name} is {epochs}, but method.order is 'together': both parts then train for "
+                    "training.epochs. Choose 'personal first' or 'shared first' to train them on their own."
+                )
+
+    def parts(self, model: FlatModel) -> Parts:
+        """What of the network is personal, shared and frozen.
+
+        Raises
+        ------
+        ConfigError : if a pattern selects nothing, or the same segment is personal and frozen.
+        """
+        personal, frozen = (_selected(model, name, getattr(self, name)) for name in ("personal", "frozen"))
+        if bool((personal & frozen).any()):
+            both = [name for name in model.names(self.personal) if name in model.names(self.frozen)]
+            raise ConfigError(
+                f"method.personal {self.personal!r} and method.frozen {self.frozen!r} both select {', '.join(both)}; "
+                "what is frozen is trained by nobody."
+            )
+        return Parts(personal, ~(personal | frozen), frozen)
+
+    def start(self, task: Task) -> Server:
+        self.parts(task.model)
+        return {"theta": task.model.init(task.seed)}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        shared = self.parts(cohort.task.model).shared
+        if not bool(shared.any()):
+            cohort.run(self.train)
+            return
+        reply = cohort.run(self.train, shared=server["theta"][shared])
+        server["theta"] = server["theta"].masked_scatter(shared, reply["shared"])
+
+    def train(self, clients: Clients, shared: Tensor | None = None) -> dict[str, Mean]:
+        _warn_if_absent(clients.model, self.personal)
+        parts, start = self.parts(clients.model), clients.initial
+        theta = self._with_personal(clients, start if shared is None else start.masked_scatter(parts.shared, shared))
+        for moving, epochs in self._phases(parts):
+            theta = clients.sgd(clients.loss, theta, train=moving, epochs=epochs)
+        if bool(parts.personal.any()):
+            clients.state["personal"] = theta[:, parts.personal]
+        if self.body == "last":
+            clients.state["shared"] = theta[:, parts.shared]
+        if shared is None:
+            return {}
+        return {"shared": Mean(theta[:, parts.shared], clients.num_samples if self.weighting == "samples" else None)}
+
+    def global_model(self, server: Server) -> Tensor:
+        return server["theta"]
+
+    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+        theta = self._with_personal(clients, server["theta"])
+        if self.body == "last":
+            shared = self.parts(clients.model).shared
+            theta[:, shared] = clients.state.get("shared", default=server["theta"][shared])
+        return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
+
+    def _with_personal(self, clients: Clients, theta: Tensor) -> Tensor:
+        """Each client's model ``[K, P+B]``: `theta` ``[P+B]``, but for what is the client's own."""
+        personal = self.parts(clients.model).personal
+        rows = theta.repeat(len(clients), 1)
+        if bool(personal.any()):
+            rows[:, personal] = plain(clients.state.get("personal", default=theta[personal]))
+        return per_client(rows)
+
+    def _phases(self, parts: Parts) -> list[tuple[Tensor | None, int | None]]:
+        """What moves (None: everything), and for how many epochs (None: the experiment's), one after the other."""
+        phases: list[tuple[Tensor, int | None]] = [(~parts.frozen, None)]
+        if self.order != "together":
+            phases = [(parts.personal, self.personal_epochs), (parts.shared, self.shared_epochs)]
+        if self.order == "shared first":
+            phases.reverse()
+        return [(None if bool(moving.all()) else moving, e) for moving, e in phases if bool(moving.any()) and e != 0]
+
+
+def _selected(model: FlatModel, option: str, pattern: str) -> Tensor:
+    if not pattern:
+        return torch.zeros(model.size, dtype=torch.bool, device=model.device)
+    try:
+        return model.mask(pattern)
+    except ConfigError as error:
+        raise ConfigError(f"method.{option} is {pattern!r}. {error}") from None
+
+
+def _warn_if_absent(model: FlatModel, pattern: str) -> None:
+    for word in (part.strip() for part in pattern.split(",")):
+        if not model.roles.get(word, [word]):
+            warnings.warn(f"The network has no {word}, so it is not personal either.", stacklevel=2)

@@ -1,0 +1,92 @@
+"""Convolutional networks without normalisation or skip connections."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from raypfl.errors import ConfigError
+from raypfl.models.networks import MODELS
+
+
+@MODELS.register("lenet")
+class LeNet(nn.Module):
+    """LeNet with 16 and 32 5x5 filters and dense layers of 120 and 84 (PeFLL, Table 2).
+
+    121,182 parameters for 3x32x32 inputs and 10 classes. Inputs need at least 16 pixels a side.
+    """
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int):
+        super().__init__()
+        channels, height, width = input_shape
+        _refuse_small("lenet", input_shape, 16)
+        side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(32 * side[0] * side[1], 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()
+        )
+        self.head = nn.Linear(84, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.features(x)))
+
+
+@MODELS.register("cnn")
+class CNN(nn.Module):
+    """Two 3x3 convolutions (32, 64), one max-pool, a dense layer of 128 (pfl-research's CIFAR-10 network).
+
+    1,626,442 parameters for 3x32x32 inputs and 10 classes.
+    """
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int):
+        super().__init__()
+        channels, height, width = input_shape
+        _refuse_small("cnn", input_shape, 6)
+        pixels = ((height - 4) // 2) * ((width - 4) // 2)
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64 * pixels, 128), nn.ReLU())
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.features(x)))
+
+
+@MODELS.register("conv2cifar")
+class Conv2Cifar(nn.Module):
+    """Two 5x5 convolutions of 64 filters, dense layers of 384 and 192, a head without bias (Dai et al. 2023).
+
+    796,032 parameters in the body and 1,920 in the head for 3x32x32 inputs and 10 classes. Inputs need at least 16
+    pixels a side.
+
+    Parameters
+    ----------
+    head_bias : whether the head has one.
+    """
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int, head_bias: bool = False):
+        super().__init__()
+        channels, height, width = input_shape
+        _refuse_small("conv2cifar", input_shape, 16)
+        side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
+        self.conv1 = nn.Conv2d(channels, 64, 5)
+        self.conv2 = nn.Conv2d(64, 64, 5)
+        self.linear1 = nn.Linear(64 * side[0] * side[1], 384)
+        self.linear2 = nn.Linear(384, 192)
+        self.head = nn.Linear(192, num_classes, bias=head_bias)
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.conv1(x).relu())
+        x = self.pool(self.conv2(x).relu()).flatten(1)
+        return self.head(self.linear2(self.linear1(x).relu()).relu())
+
+
+def _refuse_small(name: str, input_shape: tuple[int, int, int], least: int) -> None:
+    _, height, width = input_shape
+    if min(height, width) < least:
+        raise ConfigError(
+            f"The {name} model needs images of at least {least}x{least} pixels, these are {height}x{width}; use mlp."
+        )

@@ -1,0 +1,21 @@
+"""Networks of dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from raypfl.models.networks import MODELS
+
+
+@MODELS.register("mlp")
+def mlp(input_shape: tuple[int, int, int], num_classes: int, hidden: Sequence[int] = (128,)) -> nn.Module:
+    """Multi-layer perceptron with ReLU; 9,610 parameters for 8x8 inputs, 10 classes and 128 hidden units."""
+    channels, height, width = input_shape
+    layers: list[nn.Module] = [nn.Flatten()]
+    size = channels * height * width
+    for units in hidden:
+        layers += [nn.Linear(size, units), nn.ReLU()]
+        size = units
+    return nn.Sequential(*layers, nn.Linear(size, num_classes))

@@ -1,0 +1,149 @@
+"""Networks have the published layers, and as many parameters as their papers and specifications count."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from raypfl.errors import ConfigError
+from raypfl.models import MODELS, FlatModel
+
+CIFAR = (3, 32, 32)
+
+
+def network(name: str, classes: int = 10, shape: tuple[int, int, int] = CIFAR, **options) -> FlatModel:
+    return FlatModel(partial(MODELS.get(name), input_shape=shape, num_classes=classes, **options))
+
+
+def count(model: FlatModel, pattern: str) -> int:
+    """Parameters that a pattern selects; statistics are none."""
+    return int(model.parameters(model.mask(pattern)).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "parameters", "statistics"),
+    [
+        ("mlp", {"shape": (1, 8, 8)}, 9_610, 0),
+        ("lenet", {}, 121_182, 0),
+        ("cnn", {}, 1_626_442, 0),
+        ("conv2cifar", {}, 796_032 + 1_920, 0),
+        ("conv2cifar", {"classes": 100}, 796_032 + 19_200, 0),
+        ("resnet18", {}, 11_181_642, 9_600),
+        ("resnet18", {"classes": 65}, 11_209_857, 9_600),
+        ("resnet18", {"classes": 5}, 11_179_077, 9_600),
+        ("resnet34", {"classes": 65}, 21_318_017, 17_024),
+        ("resnet18", {"stem": "cifar"}, 11_173_962, 9_600),
+        ("resnet18", {"classes": 200, "norm": "group", "head_bias": False}, 11_176_512 + 512 * 200, 0),
+    ],
+)
+def test_networks_have_the_published_number_of_parameters(name, options, parameters, statistics):
+    model = network(name, **options)
+    assert (model.num_parameters, model.num_buffers) == (parameters, statistics)
+    assert sum(p.numel() for p in model.module.parameters()) == parameters
+
+
+def test_the_layers_of_conv2cifar_are_the_papers():
+    model = network("conv2cifar")
+    layers = {"conv1": 4_864, "conv2": 102_464, "linear1": 614_784, "linear2": 73_920, "head": 1_920}
+    assert {layer: count(model, layer) for layer in layers} == layers
+    assert count(model, "feature extractor") == 796_032 and model.names("output layer") == ["head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "convolutions", "biases", "norms", "sets"),
+    [
+        ("resnet18", 10, 1_392_640, 3_840, 7_680, (1_409_290, 1_405_450, 1_413_258)),
+        ("resnet18", 65, 1_392_640, 3_840, 7_680, (1_437_505, 1_433_665, 1_441_473)),
+        ("resnet18", 5, 1_392_640, 3_840, 7_680, (1_406_725, 1_402_885, 1_410_693)),
+        ("resnet34", 65, 2_514_944, 7_552, 15_104, (2_570_945, 2_563_393, 2_578_625)),
+    ],
+)
+def test_adapter_sets_count_what_perada_counts(name, classes, convolutions, biases, norms, sets):
+    with_bias, without = (network(name, classes, adapters=adapters) for adapters in ("bias", "no bias"))
+    assert count(with_bias, "*adapter?.conv.weight") == convolutions
+    assert count(with_bias, "*adapter?.conv.bias") == biases
+    assert count(with_bias, "*adapter?.norm.*") == norms
+    assert len(with_bias.names("*adapter?.conv.weight")) == (16 if name == "resnet18" else 32)
+    tuned = "adapters, output layer, bn1.*, *.bn1.*, *.bn2.*"
+    assert sets == (
+        count(with_bias, "adapters, output layer"),
+        count(without, "adapters, output layer"),
+        count(without, tuned),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "stem", "features", "norms", "all_norms", "head"),
+    [
+        ("resnet18", 4_728_000, 9_408, 11_176_512, 7_808, 9_600, 33_345),
+        ("resnet34", 9_778_368, 9_408, 21_284_672, 15_232, 17_024, 33_345),
+    ],
+)
+def test_the_parts_that_baselines_personalize_count_what_perada_counts(
+    name, first, stem, features, norms, all_norms, head
+):
+    model = network(name, 65)
+    assert count(model, "*conv1.weight") == first and count(model, "input layer") == stem
+    assert count(model, "feature extractor") == features and count(model, "output layer") == head
+    assert count(model, "bn1,*.bn1.*,*.bn2.*") == norms and count(model, "batch norm") == all_norms
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34"])
+def test_resnets_compute_what_torchvisions_do_with_the_same_tensors(name):
+    import torchvision
+
+    theirs = getattr(torchvision.models, name)(num_classes=7).eval()
+    ours = MODELS.get(name)(input_shape=CIFAR, num_classes=7).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, *CIFAR)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+def test_resnets_begin_with_convolutions_as_wide_as_torchvisions():
+    ours = MODELS.get("resnet18")(input_shape=CIFAR, num_classes=10)
+    for name, weight in ours.named_parameters():
+        if weight.dim() == 4 and weight.numel() > 30_000:
+            fan_out = weight.shape[0] * weight.shape[2] * weight.shape[3]
+            assert weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.05), name
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_fresh_adapters_change_next_to_nothing(norm):
+    plain, adapted = (network("resnet18", norm=norm, adapters=adapters) for adapters in ("none", "bias"))
+    theta, shared = adapted.init(0), ~adapted.mask("adapters")
+    x = torch.randn(2, *CIFAR)
+    with torch.no_grad(), plain.mode(train=False), adapted.mode(train=False):
+        torch.testing.assert_close(adapted(theta, x), plain(theta[shared], x), rtol=1e-2, atol=1e-2)
+        half = theta + 0.1 * adapted.mask("adapters")
+        assert not torch.allclose(adapted(half, x), adapted(theta, x), rtol=1e-2, atol=1e-2)
+
+
+def test_group_norm_has_two_groups_and_stands_wherever_batch_norm_did():
+    norms = {
+        norm: [m for m in network("resnet18", norm=norm).module.modules() if isinstance(m, kind)]
+        for norm, kind in (("batch", nn.BatchNorm2d), ("group", nn.GroupNorm))
+    }
+    assert [m.num_features for m in norms["batch"]] == [m.num_channels for m in norms["group"]]
+    assert {m.num_groups for m in norms["group"]} == {2}
+
+
+def test_the_cifar_stem_keeps_small_images_four_times_as_wide():
+    shapes = {}
+    for stem in ("imagenet", "cifar"):
+        net = MODELS.get("resnet18")(input_shape=CIFAR, num_classes=10, stem=stem).eval()
+        net.layer1.register_forward_hook(lambda m, x, out, stem=stem: shapes.update({stem: tuple(out.shape)}))
+        net(torch.zeros(1, *CIFAR))
+    assert shapes == {"imagenet": (1, 64, 8, 8), "cifar": (1, 64, 32, 32)}
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "cnn", "conv2cifar", "resnet18"])
+def test_networks_take_grey_and_small_images_or_say_which_they_need(name):
+    net = MODELS.get(name)(input_shape=(1, 28, 28), num_classes=4)
+    assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 4)
+    if name in ("lenet", "cnn", "conv2cifar"):
+        with pytest.raises(ConfigError, match="use mlp"):
+            MODELS.get(name)(input_shape=(1, 4, 4), num_classes=4)
