@@ -59,7 +59,7 @@ def make_bench(experiment: Experiment, data: FederatedData, task: Task, executor
         num_classes=data.num_classes,
         training=experiment.training,
         seed=experiment.seed,
-        pools=data.pools,
+        pools={name: data.pool(name) for name in data.pools},
         networks=task.networks,
         loss_limit=experiment.failures.loss_limit,
         evaluation_batch=experiment.evaluation.batch_size,
