@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from raypfl.data import DATASETS, IID, DataConfig, Dirichlet, FederatedData, RawData, load_federated
-from raypfl.data.splits import POOLS, SPLITS, hold
+from raypfl.data import DATASETS, IID, DataConfig, Dirichlet, FederatedData, RawData, Traits, load_federated
+from raypfl.data.splits import SPLITS, hold
 from raypfl.errors import ConfigError, DataError
 
 SMALL = IID(clients=2)
@@ -28,14 +28,14 @@ SMALL = IID(clients=2)
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> FederatedData:
-    config = DataConfig(val_fraction=0.1, auxiliary_fraction=0.2)
+    config = DataConfig(val_fraction=0.1, pools={"auxiliary": 0.2})
     return load_federated(config, Dirichlet(), seed=0, cache=tmp_path_factory.mktemp("cache"))
 
 
 def held(data: FederatedData) -> np.ndarray:
     """All samples that a client or a pool holds."""
     mine = [data.indices(client, split) for client in range(data.num_clients) for split in SPLITS]
-    return np.concatenate(mine + list(data.pools.values()))
+    return np.concatenate(mine + [data.pool(name) for name in data.pools])
 
 
 # --- digits -----------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_digits_are_scikit_learns_to_the_pixel(digits):
 
 def test_every_sample_is_held_exactly_once(digits):
     assert np.array_equal(np.sort(held(digits)), np.arange(1797))
-    assert len(digits.pools["auxiliary"]) == round(0.2 * 1797)
+    assert len(digits.pool("auxiliary")) == 1797 - int(0.8 * 1797)
 
 
 def test_sizes_and_label_counts_agree_with_the_samples_held(digits):
@@ -71,7 +71,7 @@ def test_samples_are_normalised_by_the_training_samples_alone(digits):
 
 
 def test_what_is_held_cannot_be_written_to(digits):
-    for array in (digits.inputs, digits.labels, digits.indices(0), digits.pools["auxiliary"]):
+    for array in (digits.inputs, digits.labels, digits.indices(0), digits.pool("auxiliary")):
         assert not array.flags.writeable
 
 
@@ -114,7 +114,7 @@ def test_a_client_with_two_samples_trains_on_one_and_tests_on_one(samples, data,
     clients = data.draw(st.integers(1, samples))
     config = DataConfig(test_fraction=data.draw(st.floats(0.01, 0.6)), val_fraction=data.draw(st.floats(0, 0.3)))
     labels, unpublished = np.zeros(samples, dtype=np.int64), np.zeros(samples, dtype=bool)
-    holdings = hold(labels, 1, unpublished, config, IID(clients=clients), seed)
+    holdings = hold(Traits(labels, 1), unpublished, config, IID(clients=clients), seed)
     train, _, test = (np.bincount(holdings.client[holdings.split == code], minlength=clients) for code in range(3))
     several = np.bincount(holdings.client, minlength=clients) >= 2
     assert (train >= 1).all()
@@ -131,7 +131,7 @@ def published_problem() -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_published_test_split_is_shared_in_the_class_proportions_of_the_clients_training_samples():
     labels, published_test = published_problem()
-    holdings = hold(labels, 5, published_test, DataConfig(), Dirichlet(clients=8), 0)
+    holdings = hold(Traits(labels, 5), published_test, DataConfig(), Dirichlet(clients=8), 0)
     assert np.array_equal(holdings.split == SPLITS.index("test"), published_test)
     for label in range(5):
         train, test = (
@@ -143,21 +143,21 @@ def test_a_published_test_split_is_shared_in_the_class_proportions_of_the_client
 
 def test_published_test_samples_of_a_class_that_nobody_trains_on_are_shared_by_size():
     labels = np.array([0] * 10 + [1] * 6)
-    holdings = hold(labels, 2, labels == 1, DataConfig(), IID(clients=2), 0)
+    holdings = hold(Traits(labels, 2), labels == 1, DataConfig(), IID(clients=2), 0)
     assert np.bincount(holdings.client[labels == 1]).tolist() == [3, 3]
 
 
 def test_a_merged_split_lets_clients_train_on_published_test_samples():
     labels, published_test = published_problem()
-    holdings = hold(labels, 5, published_test, DataConfig(split="merged"), IID(clients=10), 0)
+    holdings = hold(Traits(labels, 5), published_test, DataConfig(split="merged"), IID(clients=10), 0)
     assert (holdings.split[published_test] == SPLITS.index("train")).any()
     assert np.bincount(holdings.client[holdings.split == SPLITS.index("test")]).tolist() == [125] * 10
 
 
 def test_the_auxiliary_pool_takes_nothing_from_a_published_test_split():
     labels, published_test = published_problem()
-    holdings = hold(labels, 5, published_test, DataConfig(auxiliary_fraction=0.5), IID(clients=4), 0)
-    pooled = holdings.split == len(SPLITS) + POOLS.index("auxiliary")
+    holdings = hold(Traits(labels, 5), published_test, DataConfig(pools={"auxiliary": 0.5}), IID(clients=4), 0)
+    pooled = holdings.split == len(SPLITS)
     assert pooled.sum() == 2000
     assert not (pooled & published_test).any()
 

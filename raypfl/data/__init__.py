@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import raypfl.data.cifar
+import raypfl.data.csv_images
 import raypfl.data.digits
+import raypfl.data.folders
+import raypfl.data.idx
+import raypfl.data.npy
 import raypfl.data.parquet  # noqa: F401 - readers register themselves
-from raypfl.data.datasets import DATASETS, DataConfig, RawData
-from raypfl.data.partitions import IID, PARTITIONS, ClassesPerClient, Dirichlet, LogNormal, Partition
+from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
+from raypfl.data.label_skew import ClassesPerClient, Dirichlet, DirichletMix
+from raypfl.data.natural import ByColumn, FromFile
+from raypfl.data.partitions import IID, PARTITIONS, Partition, Traits
 from raypfl.data.population import DescribedData, Population
+from raypfl.data.quantity_skew import LogNormal, PowerLaw
 from raypfl.data.store import ClientData, FederatedData, load_federated
 
 __all__ = [
     "DATASETS",
     "IID",
     "PARTITIONS",
+    "ByColumn",
     "ClassesPerClient",
     "ClientData",
     "DataConfig",
     "DescribedData",
     "Dirichlet",
+    "DirichletMix",
     "FederatedData",
+    "FromFile",
     "LogNormal",
     "Partition",
     "Population",
+    "PowerLaw",
     "RawData",
+    "Traits",
     "load_federated",
+    "reads",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +28,8 @@ class Arrays(NamedTuple):
 
     Attributes
     ----------
-    columns : name -> array; integers ``[N]``, ``uint8[N, ...]`` of one shape, or, to write, an Arrow dictionary array,
-        whose codes are what is read back.
+    columns : name -> array; integers ``[N]`` or ``[N, ...]``, or, to write, an Arrow dictionary array, whose codes are
+        what is read back.
     about : anything that JSON can hold.
     digest : SHA-256 of both, in hexadecimal: the same on every machine.
     """
@@ -40,6 +42,8 @@ class Arrays(NamedTuple):
 def cached(path: Path, build: Callable[[], tuple[Mapping[str, Any], dict[str, Any]]]) -> Arrays:
     """Open the Arrow file at `path`; build it first if it is missing, or damaged, of which a warning tells.
 
+    Of several processes that want it built, one builds it, and the others wait.
+
     Parameters
     ----------
     build : returns columns and about.
@@ -51,10 +55,42 @@ def cached(path: Path, build: Callable[[], tuple[Mapping[str, Any], dict[str, An
             warnings.warn(f"The cache file {path} is damaged, and is built again: {error}", stacklevel=3)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    columns, about = build()
-    with writing(path):
-        _write(path, columns, about)
+    with alone(path):
+        with suppress(Unreadable):
+            return opened(path, check=True)
+        columns, about = build()
+        with writing(path):
+            _write(path, columns, about)
     return opened(path, check=False)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Be the only process that works on `path`, as long as all who do say so; others wait.
+
+    The lock is a file beside it, which is removed afterwards. Where the file system knows no locks, nobody waits.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        with writing(path):
+            file = lock.open("w")
+        with file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not _lies_at(file.fileno(), lock):
+                continue  # whoever held it has removed it, so that it locks nobody out any more
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
+
+
+def _lies_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

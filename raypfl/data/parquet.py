@@ -2,70 +2,61 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from PIL import Image
 
-from raypfl.data.datasets import DATASETS, DataConfig, RawData
+from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
+from raypfl.data.images import decoded
 from raypfl.errors import ConfigError, DataError, did_you_mean
 
-# Images in memory at a time. One thread decodes them: small ones take longer with several, which wait for each other at
-# every call into Python.
-_BLOCK = 1024
-_GREY_MODES = ("1", "L", "LA")
-_WIDE_MODES = ("I", "F")
+_ROWS = 1024  # read at a time
+
+
+def _files(config: DataConfig) -> list[Path]:
+    root = config.folder("the data set's Parquet files")
+    found = sorted(root.rglob(config.files or "*.parquet"))
+    if not found:
+        raise DataError(f"There is no {config.files or '.parquet file'} in the folder {root}, which data.root names.")
+    return found
 
 
 @DATASETS.register("parquet")
+@reads(_files)
 def parquet(config: DataConfig) -> RawData:
     """A folder of Parquet files (data.root) with an image and a label column, of images of one shape.
 
     The image column holds encoded images in any format that Pillow reads, as binary values or as structs with a field
     ``bytes``; the label column holds integers from 0. Files with the word "test" or "validation" in their path within
-    the folder are the published test split. Class names are taken from the schema where Hugging Face put them. A data
-    set of grey images has one channel, whatever they are encoded as.
+    the folder are the published test split. Class names are taken from the schema where Hugging Face put them. Column
+    data.group holds writers or the like. A data set of grey images has one channel, whatever they are encoded as.
 
     Raises
     ------
     ConfigError : if there is no such folder or column.
     DataError : if an image or label is missing, damaged or odd; the message names file and row, counted from 0.
     """
-    root = _root(config)
-    files = sorted(root.rglob("*.parquet"))
-    if not files:
-        raise DataError(f"There is no .parquet file in the folder {root}, which data.root names.")
-    tables = [_Table(path, path.relative_to(root), config) for path in files]
+    if isinstance(config.label, tuple):
+        raise ConfigError(f"data.label is {list(config.label)}, but Parquet files are read with one label column.")
+    root = config.folder("the data set's Parquet files")
+    tables = [_Table(path, path.relative_to(root), config) for path in _files(config)]
     names = tables[0].class_names()
     labels = [table.labels(len(names) if names else None) for table in tables]
     merged = np.concatenate(labels)
     test_mask = np.concatenate([np.full(len(part), table.is_test) for part, table in zip(labels, tables, strict=True)])
     return RawData(
-        inputs=_blocks(tables),
+        inputs=decoded((image for table in tables for image in table.images()), config),
         labels=merged,
         class_names=names or [str(label) for label in range(int(merged.max(initial=-1)) + 1)],
         test_mask=test_mask if test_mask.any() else None,
+        groups=np.concatenate([table.groups() for table in tables]) if config.group else None,
     )
-
-
-def _root(config: DataConfig) -> Path:
-    if config.root is None:
-        raise ConfigError("data.root is missing: name the folder that holds the Parquet files of the data set.")
-    root = Path(config.root).expanduser()
-    if not root.is_dir():
-        raise ConfigError(
-            f"data.root is {config.root!r}, but there is no such folder; download the data set's Parquet files, which "
-            f"raypfl does not do for you, and name their folder."
-        )
-    return root
 
 
 class _Table:
@@ -90,7 +81,7 @@ class _Table:
             raise DataError(
                 f"Column {self.config.label!r} of {self.shown} is of type {self._column_type('label')}, not integers."
             )
-        column = self._read_labels()
+        column = self._read(str(self.config.label))
         missing = column.is_null().to_numpy()
         if missing.any():
             raise DataError(f"{self._row(missing)} has no label.")
@@ -101,16 +92,24 @@ class _Table:
             raise DataError(f"{self._row(labels >= num_classes)} has a label beyond the {num_classes} class names.")
         return labels
 
-    def images(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Where each image stands, for messages, and the image: ``uint8[C, H, W]``."""
+    def groups(self) -> np.ndarray:
+        """The domain, writer or the like of each row: ``[n]`` of integers or text."""
+        self._column_type("group")
+        column = self._read(str(self.config.group))
+        missing = column.is_null().to_numpy()
+        if missing.any():
+            raise DataError(f"{self._row(missing)} has no {self.config.group!r}.")
+        return np.asarray(column.to_pylist())
+
+    def images(self) -> Iterator[tuple[str, bytes | None]]:
+        """Where each image stands, for messages, and its bytes."""
         as_struct = self._images_are_structs()
         row = 0
         try:
-            for batch in pq.ParquetFile(self.path, pre_buffer=False).iter_batches(_BLOCK, columns=[self.config.image]):
+            for batch in pq.ParquetFile(self.path, pre_buffer=False).iter_batches(_ROWS, columns=[self.config.image]):
                 column = pc.struct_field(batch.column(0), "bytes") if as_struct else batch.column(0)
                 for encoded in column.to_pylist():
-                    place = f"Row {row} of {self.shown}"
-                    yield place, _decode(encoded, place)
+                    yield f"Row {row} of {self.shown}", encoded
                     row += 1
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.shown} is damaged after row {row}: {error}") from error
@@ -134,51 +133,11 @@ class _Table:
             )
         return self.schema.field(name).type
 
-    def _read_labels(self) -> pa.ChunkedArray:
+    def _read(self, name: str) -> pa.ChunkedArray:
         try:
-            return pq.ParquetFile(self.path).read(columns=[self.config.label]).column(0)
+            return pq.ParquetFile(self.path).read(columns=[name]).column(0)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"The labels in {self.shown} cannot be read: {error}") from error
+            raise DataError(f"Column {name!r} of {self.shown} cannot be read: {error}") from error
 
     def _row(self, where: np.ndarray) -> str:
         return f"Row {np.flatnonzero(where)[0]} of {self.shown}"
-
-
-def _blocks(tables: list[_Table]) -> Iterator[np.ndarray]:
-    """All images of all files, as blocks ``uint8[n, C, H, W]``."""
-    first: tuple[str, np.ndarray] | None = None
-    block: list[np.ndarray] = []
-    for place, image in chain.from_iterable(table.images() for table in tables):
-        first = first or (place, image)
-        if image.shape != first[1].shape:
-            raise DataError(
-                f"{place} holds an image of {_shape(image)}, but {first[0]} one of {_shape(first[1])}; "
-                f"all must have one shape."
-            )
-        block.append(image)
-        if len(block) == _BLOCK:
-            yield np.stack(block)
-            block.clear()
-    if block:
-        yield np.stack(block)
-
-
-def _decode(encoded: bytes | None, place: str) -> np.ndarray:
-    """The pixels of an encoded image: ``uint8[C, H, W]``, C being 1 for grey images and 3 for all others."""
-    if not encoded:
-        raise DataError(f"{place} has no image bytes.")
-    try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            if image.mode.startswith(_WIDE_MODES):
-                raise DataError(f"{place} holds an image of Pillow mode {image.mode}; 8 bits a channel are needed.")
-            pixels = np.asarray(image.convert("L" if image.mode in _GREY_MODES else "RGB"))
-    except DataError:
-        raise
-    except Exception as error:  # a format's parser may raise anything on damaged bytes
-        raise DataError(f"{place} holds a damaged image: {error}") from error
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-
-
-def _shape(image: np.ndarray) -> str:
-    channels, height, width = image.shape
-    return f"{channels} x {height} x {width} (channels, height, width)"

@@ -72,7 +72,7 @@ class DescribedData:
         self.scale = self.population.scale
         self.mean = np.full(self.input_shape[0], self.population.mean, np.float32)
         self.std = np.full(self.input_shape[0], self.population.std, np.float32)
-        self.pools: dict[str, np.ndarray] = {}
+        self.pools: tuple[str, ...] = ()
         self._sizes: dict[str, np.ndarray] = {}
         self._kept: OrderedDict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = OrderedDict()
         self._bytes = 0

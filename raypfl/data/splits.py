@@ -8,13 +8,13 @@ import numpy as np
 
 from raypfl import rng
 from raypfl.data.datasets import DataConfig
-from raypfl.data.partitions import Partition, apportion, deal, rank_within
+from raypfl.data.dealing import deal, nearest, rank_within
+from raypfl.data.partitions import Partition, Traits
 from raypfl.errors import DataError
 
 # A client's splits come first; what follows are pools, which belong to nobody.
 SPLITS = ("train", "val", "test")
-POOLS = ("auxiliary",)
-_TRAIN, _VAL, _TEST, _AUXILIARY = range(4)
+_TRAIN, _VAL, _TEST = range(3)
 NOBODY = -1
 
 
@@ -25,29 +25,26 @@ class Holdings:
     Attributes
     ----------
     client : ``int64[N]``, or `NOBODY` for a sample in a pool.
-    split : ``int8[N]``, an index into ``SPLITS + POOLS``.
+    split : ``int16[N]``, an index into ``SPLITS + pools``.
+    clients : how many there are.
+    unseen : ``int64[U]``, clients that are held out of training, ascending.
     """
 
     client: np.ndarray
     split: np.ndarray
+    clients: int
+    unseen: np.ndarray
 
 
-def hold(
-    labels: np.ndarray,
-    num_classes: int,
-    published_test: np.ndarray,
-    data: DataConfig,
-    partition: Partition,
-    seed: int,
-) -> Holdings:
+def hold(samples: Traits, published_test: np.ndarray, data: DataConfig, partition: Partition, seed: int) -> Holdings:
     """Deal the samples out to clients, and hold out what `data` asks for.
 
-    A client with two samples or more keeps at least one to train on and, where clients hold out test samples of their
-    own, at least one to test on.
+    A client's val and test samples have its classes in the proportions in which it holds them. Sizes are rounded down,
+    but a client with two samples or more keeps at least one to train on and, where clients hold out test samples of
+    their own, at least one to test on.
 
     Parameters
     ----------
-    labels : ``int64[N]``
     published_test : ``bool[N]``; all False where no test split was published.
 
     Raises
@@ -58,50 +55,63 @@ def hold(
     if apart.all():
         raise DataError("All samples are in the published test split; data.split: merged would train on them, too.")
     tests, rest = np.flatnonzero(apart), rng.generator(seed, "auxiliary").permutation(np.flatnonzero(~apart))
-    own = np.sort(rest[round(data.auxiliary_fraction * len(rest)) :])
+    total = len(rest)
+    client = np.full(len(samples), NOBODY, dtype=np.int64)
+    split = np.empty(len(samples), dtype=np.int16)
+    for code, share in enumerate(data.shares().values(), start=len(SPLITS)):
+        # What is left, not what is taken, is rounded down: so CheXpert's tenth is 22,342 of 223,414 samples.
+        taken, rest = np.split(rest, [total - int((1 - share) * total + 1e-9)])
+        split[taken] = code
+    own = np.sort(rest)
 
-    client = np.full(len(labels), NOBODY, dtype=np.int64)
-    client[own] = partition.checked_owners(labels[own], num_classes, seed)
-    split = np.full(len(labels), _AUXILIARY, dtype=np.int8)
-    split[own] = _hold_out(client[own], 0.0 if tests.size else data.test_fraction, data.val_fraction, seed)
+    dealt = samples.at(own)
+    client[own] = partition.checked_owners(dealt, seed)
+    clients = partition.count(dealt)
+    split[own] = _hold_out(dealt, client[own], 0.0 if tests.size else data.test_fraction, data.val_fraction, seed)
     if tests.size:
-        held = _class_counts(labels[own], client[own], (num_classes, partition.clients))
-        client[tests] = _matched(labels[tests], held, seed)
+        kind, kinds = partition.alike(samples)
+        client[tests] = _matched(kind[tests], _counts(kind[own], client[own], (kinds, clients)), seed)
         split[tests] = _TEST
-    return Holdings(client, split)
+    unseen = rng.generator(seed, "unseen").permutation(clients)[: round(data.unseen_fraction * clients)]
+    return Holdings(client, split, clients, np.sort(unseen))
 
 
-def _hold_out(owner: np.ndarray, test_fraction: float, val_fraction: float, seed: int) -> np.ndarray:
-    """Each client's own samples divided at random: split codes ``int8[N]`` for owners ``int64[N]``."""
+def _hold_out(samples: Traits, owner: np.ndarray, test_fraction: float, val_fraction: float, seed: int) -> np.ndarray:
+    """Each client's own samples divided class by class: split codes ``int16[N]`` for owners ``int64[N]``."""
     sizes = np.bincount(owner)
     tests = _share(sizes, test_fraction, sizes - 1)
     vals = _share(sizes, val_fraction, sizes - tests - 1)
-    rank = rank_within(owner, rng.generator(seed, "split"))
-    choices = [rank < tests[owner], rank < (tests + vals)[owner]]
-    return np.select(choices, [_TEST, _VAL], _TRAIN).astype(np.int8)
+    draws = rng.generator(seed, "split")
+    held = _counts(owner, samples.labels, (len(sizes), samples.num_classes))
+    of_test = nearest(tests, held, draws)
+    of_val = nearest(vals, held - of_test, draws)
+    cell = np.ravel_multi_index((owner, samples.labels), held.shape)
+    rank = rank_within(cell, draws)
+    choices = [rank < of_test.ravel()[cell], rank < (of_test + of_val).ravel()[cell]]
+    return np.select(choices, [_TEST, _VAL], _TRAIN).astype(np.int16)
 
 
 def _share(sizes: np.ndarray, fraction: float, limit: np.ndarray) -> np.ndarray:
     """How many samples to hold out: at least one where something is asked for and the limit allows it."""
     if not fraction:
         return np.zeros_like(sizes)
-    return np.minimum(np.maximum(np.rint(sizes * fraction).astype(np.int64), 1), limit)
+    return np.minimum(np.maximum(np.floor(sizes * fraction + 1e-9).astype(np.int64), 1), limit)
 
 
-def _matched(labels: np.ndarray, held: np.ndarray, seed: int) -> np.ndarray:
-    """Owners for published test samples, so that a client is tested on classes in the proportions that it holds.
+def _matched(kind: np.ndarray, held: np.ndarray, seed: int) -> np.ndarray:
+    """Owners for published test samples, so that a client is tested on what it holds, in the same proportions.
 
     Parameters
     ----------
-    labels : ``int64[N]``, of the test samples.
-    held : ``int64[num_classes, clients]``, of the samples that clients already hold.
+    kind : ``int64[N]``, of the test samples: their class or, for a partition by column, their domain.
+    held : ``int64[kinds, clients]``, of the samples that clients already hold.
     """
+    draws = rng.generator(seed, "test")
     never_held = ~held.any(axis=1, keepdims=True)
     weights = np.where(never_held, held.sum(axis=0), held)
-    counts = apportion(np.bincount(labels, minlength=len(held)), weights)
-    return deal(labels, counts, rng.generator(seed, "test"))
+    return deal(kind, nearest(np.bincount(kind, minlength=len(held)), weights, draws), draws)
 
 
-def _class_counts(labels: np.ndarray, client: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    cells = np.ravel_multi_index((labels, client), shape)
+def _counts(row: np.ndarray, column: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    cells = np.ravel_multi_index((row, column), shape)
     return np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)

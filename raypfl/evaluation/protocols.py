@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def unseen_of(data: ClientData) -> np.ndarray:
     return np.asarray(getattr(data, "unseen", ()), dtype=np.int64)
 
 
-def pool_of(protocol: str, pools: Mapping[str, Any]) -> str:
+def pool_of(protocol: str, pools: Collection[str]) -> str:
     """The pool that ``ood/NAME`` means: the one called so, or called NAME.
 
     Raises

@@ -1,0 +1,156 @@
+"""The arithmetic of dealing samples out: whole parts of totals, counts with given margins, random members."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# What stands for a weight of zero, so that counts with the given margins always exist.
+_TINY = 1e-30
+_FITTINGS = 200
+
+
+def apportion(total: np.ndarray | int, weights: np.ndarray) -> np.ndarray:
+    """Cut totals into whole parts in proportion to weights, each part rounded up or down.
+
+    Parameters
+    ----------
+    total : ``int[...]``, what to cut.
+    weights : ``float[..., K]``, not negative, and not all zero along the last axis.
+
+    Returns
+    -------
+    ``int64[..., K]``, which adds up to `total` along the last axis.
+    """
+    edges = np.cumsum(weights, axis=-1, dtype=np.float64)
+    cuts = np.rint(edges / edges[..., -1:] * np.asarray(total)[..., None]).astype(np.int64)
+    return np.diff(cuts, axis=-1, prepend=0)
+
+
+def nearest(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    """As `apportion`, but the parts that come closest to the next whole number are those rounded up (Hamilton 1792).
+
+    Ties are broken at random. Equal shares of 1 stay 1 each, where `apportion` may give one 2 and another 0.
+
+    Parameters
+    ----------
+    total : ``int[R]``
+    weights : ``float[R, K]``, not negative, and not all zero along the last axis.
+
+    Returns
+    -------
+    ``int64[R, K]``
+    """
+    shares = weights / weights.sum(axis=1, keepdims=True) * np.asarray(total)[:, None]
+    parts = np.floor(shares + 1e-9).astype(np.int64)
+    missing = np.asarray(total) - parts.sum(axis=1)
+    closeness = shares - parts + 1e-9 * draws.random(shares.shape)
+    place = np.empty(shares.shape, dtype=np.int64)
+    np.put_along_axis(place, np.argsort(-closeness, axis=1), np.arange(shares.shape[1])[None], axis=1)
+    return parts + (place < missing[:, None])
+
+
+def fit(weights: np.ndarray, totals: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Counts with both margins given, as close to `weights` as they allow.
+
+    The real-valued table is the one nearest to `weights` in relative entropy (Sinkhorn 1967; Deming and Stephan 1940).
+    It is rounded class by class, each client carrying over what its parts so far lack or exceed.
+
+    Parameters
+    ----------
+    weights : ``float[num_classes, clients]``, not negative.
+    totals : ``int64[num_classes]``, which the rows add up to.
+    sizes : ``int64[clients]``, which the columns add up to; both have the same sum.
+
+    Returns
+    -------
+    ``int64[num_classes, clients]``
+    """
+    table = np.maximum(weights, _TINY)
+    for _ in range(_FITTINGS):
+        table *= _ratio(totals, table.sum(axis=1))[:, None]
+        table *= _ratio(sizes, table.sum(axis=0))
+        if np.abs(table.sum(axis=1) - totals).max() < 0.01:
+            break
+    counts = np.zeros(table.shape, dtype=np.int64)
+    due, given = np.zeros(len(sizes)), np.zeros(len(sizes), dtype=np.int64)
+    for label, total in enumerate(totals):
+        due += table[label]
+        room = sizes - given
+        wanted = np.clip(due - given, 0, room)
+        if wanted.sum() < total:
+            wanted += (room - wanted) * (total - wanted.sum()) / (room - wanted).sum()
+        if total:
+            counts[label] = apportion(total, wanted)
+        given += counts[label]
+    return counts
+
+
+def equal_sizes(samples: int, clients: int) -> np.ndarray:
+    """`samples` cut into parts that differ by at most one: ``int64[clients]``."""
+    return samples // clients + (np.arange(clients) < samples % clients)
+
+
+def deal(labels: np.ndarray, counts: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    """Owners, at random, such that client k gets ``counts[c, k]`` of the samples of class c.
+
+    Parameters
+    ----------
+    labels : ``int64[N]``
+    counts : ``int64[num_classes, clients]``; row c adds up to the number of samples of class c.
+
+    Returns
+    -------
+    ``int64[N]``
+    """
+    shuffled = draws.permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    owner = np.empty(len(labels), dtype=np.int64)
+    owner[by_class] = np.repeat(np.tile(np.arange(counts.shape[1]), len(counts)), counts.ravel())
+    return owner
+
+
+def top_up(owner: np.ndarray, clients: int, minimum: int, draws: np.random.Generator) -> np.ndarray:
+    """Move random samples from the largest clients to those with fewer than `minimum`, until there are none.
+
+    Parameters
+    ----------
+    owner : ``int64[N]``, with N at least ``clients * minimum``.
+
+    Returns
+    -------
+    ``int64[N]``; `owner` itself where nobody is short.
+    """
+    sizes = np.bincount(owner, minlength=clients)
+    missing = np.maximum(minimum - sizes, 0)
+    if not missing.any():
+        return owner
+    rank = rank_within(owner, draws)
+    given = np.flatnonzero(rank >= _level(sizes, missing.sum()))[: missing.sum()]
+    topped = owner.copy()
+    topped[given] = np.repeat(np.arange(clients), missing)
+    return topped
+
+
+def rank_within(group: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    """Number the members of each group 0, 1, 2, ... in random order: ``int64[N]`` for ``int64[N]`` group ids."""
+    shuffled = draws.permutation(len(group))
+    order = shuffled[np.argsort(group[shuffled], kind="stable")]
+    sizes = np.bincount(group)
+    rank = np.empty(len(group), dtype=np.int64)
+    rank[order] = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return rank
+
+
+def _ratio(wanted: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """``wanted / there``; 0 where there is nothing."""
+    return np.divide(wanted, there, out=np.zeros(there.shape), where=there > 0)
+
+
+def _level(sizes: np.ndarray, needed: int) -> int:
+    """The highest level such that what clients hold above it is at least `needed`."""
+    low, high = 0, int(sizes.max())
+    while low < high:
+        middle = (low + high + 1) // 2
+        enough = np.maximum(sizes - middle, 0).sum() >= needed
+        low, high = (middle, high) if enough else (low, middle - 1)
+    return low

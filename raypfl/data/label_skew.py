@@ -1,0 +1,192 @@
+"""Partitions whose clients differ in the classes that they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from raypfl import rng
+from raypfl.data.dealing import apportion, deal, equal_sizes, fit, top_up
+from raypfl.data.partitions import PARTITIONS, Partition, Traits, require, require_enough
+from raypfl.errors import ConfigError
+
+
+@PARTITIONS.register("dirichlet")
+@dataclass(frozen=True, kw_only=True)
+class Dirichlet(Partition):
+    """Each class divided over the clients by a Dirichlet draw (Yurochkin et al. 2019; cf. Hsu et al. 2019).
+
+    Attributes
+    ----------
+    alpha : concentration; small: few classes a client, and clients of very unequal size; large: near IID.
+    min_samples : of every client. Draws that leave one with fewer are thrown away, `tries` of them at most.
+    when_short : what happens then. ``move``: the largest clients give samples, taken at random, to those short;
+        ``refuse``: an error.
+    reserve : samples of every class that every client gets first, whatever is drawn (PerAda: 2).
+    cap : a client that holds `cap` times the mean number of samples gets none of the classes dealt after that
+        (PerAda, FedML: 1); None: no such limit.
+    balanced : equal sizes: the shares drawn are rescaled to them.
+    """
+
+    alpha: float = 0.3
+    min_samples: int = 10
+    tries: int = 10
+    when_short: Literal["move", "refuse"] = "move"
+    reserve: int = 0
+    cap: float | None = None
+    balanced: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("alpha", self.alpha, self.alpha > 0, "above 0")
+        require("min_samples", self.min_samples, self.min_samples >= 1, "at least 1")
+        require("tries", self.tries, self.tries >= 1, "at least 1")
+        require("when_short", repr(self.when_short), self.when_short in ("move", "refuse"), "'move' or 'refuse'")
+        require("reserve", self.reserve, self.reserve >= 0, "at least 0")
+        require("cap", self.cap, self.cap is None or self.cap >= 1, "at least 1, since all samples are dealt out")
+        if self.balanced and self.cap is not None:
+            raise ConfigError("partition.balanced gives all clients the same size, so that partition.cap has no use.")
+
+    def owners(self, samples: Traits, seed: int) -> np.ndarray:
+        require_enough(len(samples), self.clients, self.min_samples)
+        available = np.bincount(samples.labels, minlength=samples.num_classes)
+        self._require_reserve(available)
+        draws = rng.generator(seed, "partition")
+        for _ in range(self.tries):
+            counts = self._counts(available, draws)
+            if counts.sum(axis=0).min() >= self.min_samples:
+                break
+        else:
+            if self.when_short == "refuse":
+                raise ConfigError(
+                    f"None of {self.tries} Dirichlet({self.alpha}) draws gives each of {self.clients} clients "
+                    f"{self.min_samples} samples; raise partition.alpha or partition.tries, lower "
+                    f"partition.min_samples, or set partition.when_short to 'move'."
+                )
+        return top_up(deal(samples.labels, counts, draws), self.clients, self.min_samples, draws)
+
+    def _counts(self, available: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+        shares = draws.dirichlet(np.full(self.clients, self.alpha), size=len(available))
+        rest = available - self.reserve * self.clients * (available > 0)
+        reserved = np.broadcast_to((self.reserve * (available > 0))[:, None], shares.shape)
+        if self.balanced:
+            sizes = equal_sizes(available.sum(), self.clients) - reserved.sum(axis=0)
+            return reserved + fit(shares * rest[:, None], rest, sizes)
+        if self.cap is not None:
+            return self._capped(shares, rest, reserved)
+        return reserved + apportion(rest, shares)
+
+    def _capped(self, shares: np.ndarray, rest: np.ndarray, reserved: np.ndarray) -> np.ndarray:
+        """Class by class, those who hold enough already are left out."""
+        assert self.cap is not None
+        counts = reserved.copy()
+        limit = self.cap * (rest.sum() + reserved.sum()) / self.clients
+        for label, share in enumerate(shares):
+            open_ones = counts.sum(axis=0) < limit
+            share = share * open_ones
+            if rest[label]:
+                counts[label] += apportion(rest[label], share if share.sum() > 0 else open_ones)
+        return counts
+
+    def _require_reserve(self, available: np.ndarray) -> None:
+        scarce = np.flatnonzero((available > 0) & (available < self.reserve * self.clients))
+        if scarce.size:
+            raise ConfigError(
+                f"partition.reserve is {self.reserve}, so that {self.clients} clients need "
+                f"{self.reserve * self.clients} samples of each class, but class {scarce[0]} has "
+                f"{available[scarce[0]]}; lower partition.reserve or partition.clients."
+            )
+
+
+@PARTITIONS.register("dirichlet_mix")
+@dataclass(frozen=True, kw_only=True)
+class DirichletMix(Partition):
+    """Each client's label mix from a Dirichlet draw over the classes (Hsu et al. 2019; PeFLL, Scott et al. 2024).
+
+    All samples are used, so mixes are drawn toward classes that would be left over.
+
+    Attributes
+    ----------
+    alpha : concentration of a client's mix; small: few classes a client; large: all classes in equal numbers.
+    balanced : equal sizes; False: each class is divided in proportion to what the clients' mixes say of it, so that
+        sizes vary.
+    min_samples : of every client; the largest clients give samples to those short.
+    """
+
+    alpha: float = 0.3
+    balanced: bool = True
+    min_samples: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("alpha", self.alpha, self.alpha > 0, "above 0")
+        require("min_samples", self.min_samples, self.min_samples >= 1, "at least 1")
+
+    def owners(self, samples: Traits, seed: int) -> np.ndarray:
+        require_enough(len(samples), self.clients, self.min_samples)
+        draws = rng.generator(seed, "partition")
+        available = np.bincount(samples.labels, minlength=samples.num_classes)
+        mixes = draws.dirichlet(np.full(samples.num_classes, self.alpha), size=self.clients).T
+        if self.balanced:
+            sizes = equal_sizes(len(samples), self.clients)
+            return deal(samples.labels, fit(mixes * sizes, available, sizes), draws)
+        counts = apportion(available, np.maximum(mixes, np.finfo(float).tiny))
+        return top_up(deal(samples.labels, counts, draws), self.clients, self.min_samples, draws)
+
+
+@PARTITIONS.register("classes_per_client")
+@dataclass(frozen=True, kw_only=True)
+class ClassesPerClient(Partition):
+    """The same number of classes for every client, and nearly the same number of clients for every class.
+
+    Shamsian et al. 2021 (pFedHN); PeFLL.
+
+    Attributes
+    ----------
+    classes : of each client.
+    equal : the clients that own a class divide its samples equally; else in proportion to draws from U(0.4, 0.6).
+    """
+
+    classes: int = 2
+    equal: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("classes", self.classes, self.classes >= 1, "at least 1")
+
+    def owners(self, samples: Traits, seed: int) -> np.ndarray:
+        draws = rng.generator(seed, "partition")
+        owned = self._ownership(samples.num_classes, draws)
+        available = np.bincount(samples.labels, minlength=samples.num_classes)
+        at_least = owned.sum(axis=0)
+        scarce = np.flatnonzero(at_least > available)
+        if scarce.size:
+            label = int(scarce[0])
+            raise ConfigError(
+                f"partition.classes is {self.classes} and partition.clients is {self.clients}, so that class {label} "
+                f"would be shared by {at_least[label]} clients, but it has only {available[label]} samples."
+            )
+        weights = owned.T * (1.0 if self.equal else draws.uniform(0.4, 0.6, size=owned.T.shape))
+        return deal(samples.labels, owned.T + apportion(available - at_least, weights), draws)
+
+    def _ownership(self, num_classes: int, draws: np.random.Generator) -> np.ndarray:
+        """Which client owns which class: ``bool[clients, num_classes]``.
+
+        Clients come in blocks, and each block deals a shuffled round of classes over and over. A block is as long as
+        it takes for every class to be owned equally often in it.
+        """
+        if self.classes > num_classes:
+            raise ConfigError(f"partition.classes is {self.classes}, but there are {num_classes} classes.")
+        if self.clients * self.classes < num_classes:
+            raise ConfigError(
+                f"partition.classes is {self.classes} and partition.clients is {self.clients}, which is too few for "
+                f"each of {num_classes} classes to belong to a client; raise one of them."
+            )
+        block, place = np.divmod(np.arange(self.clients), num_classes // np.gcd(num_classes, self.classes))
+        rounds = draws.permuted(np.tile(np.arange(num_classes), (block[-1] + 1, 1)), axis=1)
+        turns = (place[:, None] * self.classes + np.arange(self.classes)) % num_classes
+        owned = np.zeros((self.clients, num_classes), dtype=bool)
+        np.put_along_axis(owned, rounds[block[:, None], turns], True, axis=1)
+        return owned

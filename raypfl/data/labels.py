@@ -1,0 +1,29 @@
+"""Labels, checked where the file and the row that they come from are still known."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raypfl.errors import DataError
+
+
+def checked_labels(labels: np.ndarray, num_classes: int, place: str) -> np.ndarray:
+    """Labels as ``int64[n]``, all of them in ``range(num_classes)``.
+
+    Parameters
+    ----------
+    place : the file that they stand in.
+
+    Raises
+    ------
+    DataError : naming the first row that is not.
+    """
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise DataError(f"The labels in {place} are {labels.dtype}{list(labels.shape)}, not a list of integers.")
+    strange = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if strange.size:
+        raise DataError(
+            f"Row {strange[0]} of {place} has label {labels[strange[0]]}, but there are {num_classes} classes, "
+            f"counted from 0."
+        )
+    return labels.astype(np.int64)

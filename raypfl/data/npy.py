@@ -1,0 +1,112 @@
+"""Images and labels in a pair of ``.npy`` files: CIFAR-10.1, CIFAR-10-C, and others in their form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from raypfl.data.cifar import CIFAR10_CLASSES
+from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
+from raypfl.data.labels import checked_labels
+from raypfl.errors import ConfigError, DataError
+
+_BLOCK = 4096
+_SEVERITIES = 5
+
+
+def _pair(config: DataConfig) -> list[Path]:
+    return _files(config, "image.npy" if config.image == "image" else config.image)
+
+
+def _cifar10_1_pair(config: DataConfig) -> list[Path]:
+    variant = config.variant or "v6"
+    if variant not in ("v4", "v6"):
+        raise ConfigError(f"data.variant is {variant!r}, but CIFAR-10.1's are v6 (the usual one) and v4.")
+    return _files(config, f"cifar10.1_{variant}_data.npy", f"cifar10.1_{variant}_labels.npy")
+
+
+def _cifar10_c_pair(config: DataConfig) -> list[Path]:
+    if config.image == "image":
+        raise ConfigError(
+            "CIFAR-10-C has a file for each corruption: name one in image, as in 'gaussian_noise.npy', or have a pool "
+            "for each with a star in the pool's name, as in 'ood/*'."
+        )
+    return _files(config, config.image, "labels.npy")
+
+
+@DATASETS.register("npy")
+@reads(_pair)
+def npy(config: DataConfig) -> RawData:
+    """Two files in data.root: data.image, ``uint8[n, H, W]`` or ``[n, H, W, 3]``, and data.label, integers ``[n]``.
+
+    Raises
+    ------
+    ConfigError : if a file is missing.
+    DataError : if they are damaged or do not fit together.
+    """
+    pixels, labels = _opened(_pair(config))
+    names = [str(label) for label in range(int(labels.max(initial=-1)) + 1)]
+    return RawData(_blocks(pixels), checked_labels(labels, len(names), str(_pair(config)[1])), names)
+
+
+@DATASETS.register("cifar10_1")
+@reads(_cifar10_1_pair)
+def cifar10_1(config: DataConfig) -> RawData:
+    """About 2,000 new images for CIFAR-10's classes (Recht et al. 2018); ``cifar10.1_v6_data.npy`` and its labels."""
+    return _cifar10(_cifar10_1_pair(config))
+
+
+@DATASETS.register("cifar10_c")
+@reads(_cifar10_c_pair)
+def cifar10_c(config: DataConfig) -> RawData:
+    """CIFAR-10's test images under a corruption, in 5 severities (Hendrycks and Dietterich 2019).
+
+    ``data.image`` names the corruption's file, ``data.variant`` a severity, 1 to 5; without it: all.
+    """
+    severity = config.variant
+    if severity is not None and severity not in map(str, range(1, _SEVERITIES + 1)):
+        raise ConfigError(f"data.variant is {severity!r}, but CIFAR-10-C's severities are 1 to {_SEVERITIES}.")
+    return _cifar10(_cifar10_c_pair(config), severity)
+
+
+def _cifar10(pair: list[Path], severity: str | None = None) -> RawData:
+    pixels, labels = _opened(pair)
+    checked = checked_labels(labels, len(CIFAR10_CLASSES), str(pair[1]))
+    each = len(pixels) // _SEVERITIES
+    chosen = slice(None) if severity is None else slice((int(severity) - 1) * each, int(severity) * each)
+    return RawData(_blocks(pixels[chosen]), checked[chosen], CIFAR10_CLASSES)
+
+
+def _files(config: DataConfig, image: str, label: str | None = None) -> list[Path]:
+    root = config.folder("the .npy files")
+    label = label or ("labels.npy" if config.label == "label" else str(config.label))
+    for name in (image, label):
+        if not (root / name).is_file():
+            there = ", ".join(sorted(path.name for path in root.glob("*.npy"))[:5]) or "no .npy file"
+            raise ConfigError(f"There is no {name} in {root}, which data.root names; there is {there}.")
+    return [root / image, root / label]
+
+
+def _opened(pair: list[Path]) -> tuple[np.ndarray, np.ndarray]:
+    pixels, labels = (_array(path) for path in pair)
+    shape = f"{pixels.dtype}{list(pixels.shape)}"
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or (pixels.ndim == 4 and pixels.shape[-1] not in (1, 3)):
+        raise DataError(f"{pair[0]} holds {shape}, not images as uint8[n, H, W] or uint8[n, H, W, 3].")
+    if len(pixels) != len(labels):
+        raise DataError(f"{pair[0]} holds {len(pixels)} images, but {pair[1]} {len(labels)} labels.")
+    return pixels, labels
+
+
+def _array(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} is damaged, or not a .npy file: {error}") from error
+
+
+def _blocks(pixels: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(pixels), _BLOCK):
+        block = pixels[start : start + _BLOCK]
+        yield block[:, None] if block.ndim == 3 else block.transpose(0, 3, 1, 2)

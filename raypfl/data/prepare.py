@@ -1,0 +1,268 @@
+"""From a data set's files to what the store keeps: all samples in one piece, and who holds which."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raypfl.data import pools
+from raypfl.data.arrays import Arrays, alone, writing
+from raypfl.data.datasets import DATASETS, DataConfig, RawData, files_of
+from raypfl.data.partitions import PARTITIONS, Partition, Traits
+from raypfl.data.splits import NOBODY, SPLITS, hold
+from raypfl.errors import ConfigError, DataError
+
+# To be raised when what is written changes in a way that the code of readers and partitions does not show.
+_FORMAT = 2
+# Samples read at a time where all are passed over.
+_BLOCK = 4096
+_OWN = -1
+# What the prepared samples do not depend on.
+_OF_HOLDINGS = {"root", "download", "pools", "test_fraction", "val_fraction", "unseen_fraction", "cache", "split"}
+
+
+def samples_key(data: DataConfig, cache: Path) -> str:
+    """What the prepared samples depend on: readers, their options, and the content of their files.
+
+    Raises
+    ------
+    ConfigError : if a file is missing.
+    DataError : if a file that is to be fetched cannot be.
+    """
+    parts = []
+    for name, config in {"": data, **_pools(data, cache)}.items():
+        options = {option: value for option, value in asdict(config).items() if option not in _OF_HOLDINGS}
+        split = config.split if name else None
+        parts.append(
+            (name, split, options, _code(DATASETS.get(config.name)), _content(_files(config, cache), config, cache))
+        )
+    return _key(_FORMAT, parts)
+
+
+def holdings_key(samples: str, data: DataConfig, partition: Partition, seed: int) -> str:
+    """What the holdings depend on, `samples` being the digest of the prepared samples."""
+    held_out = (data.test_fraction, data.val_fraction, data.unseen_fraction, data.split, list(data.shares().items()))
+    files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in partition.files() if path.is_file()]
+    name = PARTITIONS.name_of(type(partition))
+    return _key(_FORMAT, samples, seed, held_out, name, asdict(partition), _code(type(partition)), files)
+
+
+def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """All samples of a data set and, after them, those of its pools from elsewhere.
+
+    Returns
+    -------
+    Columns ``input``, ``label``, ``published_test``, ``pool`` (the pool's place, or -1), and where there are such
+    ``group`` and ``category`` (combinations of several labels); and what is to be known about them.
+    """
+    raw: RawData = DATASETS.get(data.name)(data)
+    others = [pools.read(name, config, raw) for name, config in pools.elsewhere(data).items()]
+    labels = [raw.labels, *(pool.labels for pool in others)]
+    counts = [len(part) for part in labels]
+    about: dict[str, Any] = {
+        "class_names": raw.class_names,
+        "scale": raw.scale,
+        "pools": [pool.name for pool in others],
+    }
+    columns: dict[str, Any] = {
+        "input": _spooled(raw, others, folder),
+        "label": np.concatenate(labels).astype(np.int64 if raw.labels.ndim == 1 else np.int8),
+        "published_test": _padded(
+            raw.test_mask if raw.test_mask is not None else np.zeros(counts[0]), counts, 0, np.int8
+        ),
+        "pool": np.repeat(np.arange(_OWN, len(others)), counts).astype(np.int16),
+    }
+    if raw.groups is not None:
+        names, group = np.unique(raw.groups, return_inverse=True)
+        about["group_names"] = [str(name) for name in names]
+        columns["group"] = _padded(group, counts, NOBODY, np.int64)
+    if raw.labels.ndim == 2:
+        category = _categories(raw.labels, data.rare)
+        about["categories"] = int(category.max()) + 1
+        columns["category"] = _padded(category, counts, NOBODY, np.int64)
+    return columns, about
+
+
+def prepared_holdings(
+    samples: Arrays, data: DataConfig, partition: Partition, seed: int
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Who holds which sample: columns ``client``, ``split`` and ``sample``, and what is to be known about them."""
+    columns, about = samples.columns, samples.about
+    own = int(np.searchsorted(columns["pool"], _OWN, side="right"))
+    names = (*SPLITS, *data.shares(), *about["pools"])
+    traits = Traits(
+        labels=columns.get("category", columns["label"])[:own],
+        num_classes=about.get("categories", len(about["class_names"])),
+        groups=columns["group"][:own] if "group" in columns else None,
+        group_names=tuple(about.get("group_names", ())),
+    )
+    try:
+        held = hold(traits, columns["published_test"][:own].astype(bool), data, partition, seed)
+    except ConfigError as error:
+        raise ConfigError(f"The data set {data.name!r} cannot be dealt out: {error}") from error
+    client = np.concatenate([held.client, np.full(len(columns["pool"]) - own, NOBODY)])
+    split = np.concatenate([held.split, columns["pool"][own:] + len(SPLITS) + len(data.shares())]).astype(np.int16)
+    order = np.lexsort((client, split))
+    trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, held.unseen))
+    mean, std = _moments(columns["input"], trained_on, about["scale"])
+    coded = pa.DictionaryArray.from_arrays(split[order], pa.array(names))
+    return {"client": client[order], "split": coded, "sample": order.astype(np.int64)}, {
+        "clients": held.clients,
+        "unseen": held.unseen.tolist(),
+        "splits": names,
+        "mean": mean.tolist(),
+        "std": std.tolist(),
+    }
+
+
+def _padded(column: np.ndarray, counts: list[int], padding: int, dtype: Any) -> np.ndarray:
+    """A column of the data set's own samples, with `padding` for those of the pools."""
+    return np.concatenate([column, np.full(sum(counts[1:]), padding)]).astype(dtype)
+
+
+def _categories(labels: np.ndarray, rare: int) -> np.ndarray:
+    """The combination of labels that each sample has, the rare ones taken as one: ``int64[N]``, from 0."""
+    _, combination = np.unique(labels, axis=0, return_inverse=True)
+    combination = combination.reshape(-1)
+    frequent = np.bincount(combination) >= rare
+    merged = np.where(frequent, np.cumsum(frequent) - 1, frequent.sum())
+    return merged[combination]
+
+
+class _Spool:
+    """Samples one after another in a file without a name, so that memory holds one block at a time."""
+
+    def __init__(self, folder: Path, shape: tuple[int, ...] = ()):
+        self.folder, self.shape, self.count, self.grey = folder, shape, 0, True
+        with writing(folder):
+            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed once it is mapped
+
+    def add(self, block: np.ndarray) -> None:
+        """Append ``uint8[n, C, H, W]``."""
+        if block.dtype != np.uint8 or block.ndim != 4:
+            found = f"{block.dtype}{list(block.shape)}"
+            raise DataError(f"The data set's reader gives inputs as {found}, not as uint8[n, C, H, W].")
+        if self.count and block.shape[1:] != self.shape:
+            raise DataError(
+                f"Inputs from {self.count} on are {list(block.shape[1:])}, those before {list(self.shape)}."
+            )
+        self.shape, self.count = block.shape[1:], self.count + len(block)
+        self.grey = self.grey and bool((block == block[:, :1]).all())
+        with writing(self.folder):
+            np.ascontiguousarray(block).tofile(self.file)
+
+    def mapped(self) -> np.ndarray:
+        """All of them, ``uint8[N, C, H, W]``, mapped into memory."""
+        with self.file:
+            self.file.flush()
+            return np.memmap(self.file, np.uint8, mode="r", shape=(self.count, *self.shape))
+
+
+def _spooled(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndarray:
+    """All inputs in one piece, those of pools brought to the shape of the data set's own.
+
+    Images that are grey throughout come out with one channel, whatever they were encoded as: WebP knows no grey.
+    """
+    spool = _Spool(folder)
+    for block in raw.blocks():
+        spool.add(block)
+    if spool.count != len(raw.labels):
+        raise DataError(f"There are {spool.count} images, but {len(raw.labels)} labels.")
+    if spool.grey and spool.shape[0] > 1:
+        coloured, spool = spool.mapped(), _Spool(folder)
+        for start in range(0, len(coloured), _BLOCK):
+            spool.add(coloured[start : start + _BLOCK, :1])
+    shape = spool.shape
+    for pool in others:
+        for block in pool.blocks(shape):
+            spool.add(block)
+    return spool.mapped()
+
+
+def _moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of ``inputs / scale`` by channel, ``float64[C]`` each; the latter 1 if it would be 0.
+
+    Sums are of integers, hence exact, whatever the size of the blocks.
+    """
+    total, squares = np.zeros((2, inputs.shape[1]), dtype=np.int64)
+    for start in range(0, len(chosen), _BLOCK):
+        block = inputs[chosen[start : start + _BLOCK]]
+        total += block.sum(axis=(0, 2, 3), dtype=np.int64)
+        squares += np.einsum("nchw,nchw->c", block, block, dtype=np.int64)
+    count = len(chosen) * inputs[0, 0].size
+    # count² variance, in Python's integers, which neither round nor overflow
+    spread = [count * int(q) - int(t) ** 2 for q, t in zip(squares, total, strict=True)]
+    std = np.array([math.sqrt(s) / count / scale if s else 1.0 for s in spread])
+    return total / count / scale, std
+
+
+def _pools(data: DataConfig, cache: Path) -> dict[str, DataConfig]:
+    for config in data.elsewhere().values():
+        if config.download:
+            _files(config, cache)
+    return pools.elsewhere(data)
+
+
+def _files(config: DataConfig, cache: Path) -> list[Path]:
+    """A data set's files; who is to fetch them does so while others wait."""
+    if not config.download:
+        return files_of(config)
+    with writing(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    with alone(cache / "downloads"):
+        return files_of(config)
+
+
+def _content(files: list[Path], config: DataConfig, cache: Path) -> str:
+    """The SHA-256 of files and their places under ``data.root``.
+
+    It is remembered for as long as their sizes and times of change stay, since reading them takes its time.
+    """
+    root = Path(config.root).expanduser() if config.root else Path()
+    there = [path for path in files if path.is_file()]
+    if not there:
+        return ""
+    states = [(str(path.absolute()), *_size_and_time(path)) for path in there]
+    known = cache / "contents" / _key(states)
+    if known.is_file():
+        return known.read_text()
+    content = hashlib.sha256()
+    for path in there:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        content.update(f"{os.path.relpath(path, root)} {digest}\n".encode())
+    with writing(known):
+        known.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = known.with_name(f".{known.name}.{uuid.uuid4().hex}")
+        unfinished.write_text(content.hexdigest())
+        unfinished.replace(known)
+    return content.hexdigest()
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def _code(component: Any) -> str:
+    """The file that a reader or partition is written in, so that a change of it is not answered from the cache."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
+    except (TypeError, OSError):
+        return os.urandom(16).hex()  # typed into a console: no telling whether it has changed
+
+
+def _key(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
