@@ -153,7 +153,7 @@ def plot(results: dict[str, dict[int, tuple[float, float, float]]], file: Path) 
     """Idle share over actors, one curve a job, its bound dashed."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
     for job, rows in results.items():
         shares = [100 * row[0] for row in rows.values()]
         (line,) = axes.plot(list(rows), shares, marker="o", label=f"{job}, {next(iter(rows.values()))[2]:.0f} groups")
@@ -166,7 +166,7 @@ def plot(results: dict[str, dict[int, tuple[float, float, float]]], file: Path) 
     axes.set_xlabel("client actors")
     axes.set_ylabel("idle time of the actors, %")
     axes.set_title(f"Cohort of {COHORT}, log-normal client sizes (simulated)")
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
 

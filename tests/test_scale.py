@@ -69,8 +69,8 @@ def test_nothing_grows_over_two_thousand_rounds(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
     early, late = (json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("HELD "))
-    grown = {part: round(late[part] / early[part], 3) for part in ("driver", "server", "clients", "store")}
-    assert max(grown.values()) <= 1.03, grown
+    grown = {part: (early[part], late[part]) for part in early if late[part] > 1.03 * early[part] + 1}  # MB
+    assert not grown
 
 
 @pytest.mark.slow

@@ -23,9 +23,6 @@ from raypfl.messages import Scatter, plain
 from raypfl.methods.base import Method, Task
 from raypfl.settings import FailureSettings
 
-GATHERED = 64
-"""Clients whose scattered states an actor puts together at a time."""
-
 
 @dataclass
 class Exchanger:
@@ -116,27 +113,23 @@ class Exchanger:
 
     def gather(self, round: int) -> None:
         """Put the states together anew that lie scattered in stacks kept by a few rows; no client does anything."""
-        clients = self.states.scattered()
-        if not clients:
+        parts = self.states.scattered()
+        if not parts:
             return
-        shared = self.backend.broadcast({})
-        call = Call(next(self._numbers), _as_they_are, round, 0.0, shared, {})
-        for _ in self.run(call, self._gathering(clients), _not_lost):
-            pass
-        self.states.commit()
-
-    def _gathering(self, clients: list[int]) -> list[Group]:
-        parts = np.array_split(np.array(clients), -(-len(clients) // GATHERED))
-        return [
+        groups = [
             Group(
                 index=index,
-                clients=tuple(part.tolist()),
+                clients=tuple(part),
                 positions=np.arange(len(part)),
                 scattered={},
-                states=[self.states.place(int(c)) for c in part],
+                states=[self.states.place(client) for client in part],
             )
             for index, part in enumerate(parts)
         ]
+        call = Call(next(self._numbers), _as_they_are, round, 0.0, self.backend.broadcast({}), {})
+        for _ in self.run(call, groups, _not_lost):
+            pass
+        self.states.commit()
 
     def _raise_if_hopeless(self, call: Call, failed: Failed) -> None:
         error = failed.error

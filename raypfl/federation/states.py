@@ -157,13 +157,18 @@ class StateTable:
         worthy = [(p, lots) for p, lots in inside.items() if sum(lot.live for lot in lots) >= SPARSE * p.rows]
         return sorted(worthy, key=lambda entry: entry[0].path)
 
-    def scattered(self) -> list[int]:
-        """Clients whose states should be put together anew, since they keep too many dead ones in memory."""
+    def scattered(self) -> list[list[int]]:
+        """Clients whose states should be put together anew, since they keep too many dead ones in memory.
+
+        In parts no larger than the groups that the states were made by, so that an actor has room for one.
+        """
         sparse = [lot for lot in self._lots.values() if lot.live < SPARSE * len(lot.clients)]
         dead = sum(len(lot.clients) - lot.live for lot in sparse)
         if dead <= SLACK * len(self._kept):
             return []
-        return sorted(lot.clients[k] for lot in sparse for k in self.live(lot))
+        clients = sorted(lot.clients[k] for lot in sparse for k in self.live(lot))
+        size = max(len(lot.clients) for lot in sparse)
+        return [clients[first : first + size] for first in range(0, len(clients), size)]
 
     def _release(self, lot: Lot) -> None:
         lot.live -= 1
