@@ -196,7 +196,7 @@ def _job(name: str, rows: Mapping[str, Summary]) -> str:
     lines = [
         f"### `{name}`: {JOBS[name].about}",
         "",
-        "| | s/round, median | min | bare loop / it | start-up, s | peak memory | rounds counted |",
+        "| | s/round, median | min | bare loop / it | start-up, s | memory | rounds counted |",
         "|---|---|---|---|---|---|---|",
     ]
     notes = [f"- {left}: {why}." for left, why in JOBS[name].left_out.items()]
