@@ -64,6 +64,10 @@ def _measure(given: argparse.Namespace, results: dict[str, Any], path: Path | No
     jobs = [JOBS[name] for name in given.jobs or (QUICK_JOBS if given.quick else JOBS)]
     environments = _environments(given, results)
     results["machine"] = machine()
+    for contender in CONTENDERS:
+        if not is_possible(contender):
+            needs = " or ".join(contender.needs)
+            results["left_out"][contender.name] = f"{contender.name}, because this CPU has no {needs}."
     if not given.go_on:
         again = {(job.name, c.name) for job in jobs for c in job.contenders if c.system in environments}
         results["runs"] = [run for run in results["runs"] if (run["job"], run["contender"]) not in again]

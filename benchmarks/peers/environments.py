@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("raypfl", "flwr", "pfl", "fluke-fl", "torch", "ray", "numpy")
+import raypfl
+
+PACKAGES = ("flwr", "pfl", "fluke-fl", "torch", "ray", "numpy")
 """Whose versions are written down, where they are installed."""
 
 ASK = """
@@ -61,7 +63,7 @@ def environment(system: str, folder: Path, rebuild: bool = False) -> Environment
     Unavailable : if it cannot be installed.
     """
     if system not in RECIPES:
-        return Environment(sys.executable, versions(sys.executable))
+        return Environment(sys.executable, {"raypfl": raypfl.__version__} | versions(sys.executable))
     place = folder / system
     if rebuild or not (place / "ready.json").exists():
         _build(RECIPES[system], place)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 POLL = 0.2
-SAMPLE = 0.5
 STOPPING = 20.0
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +53,7 @@ class Run:
     ----------
     startup : seconds from the start of the process to the end of the first round; None if there was none.
     rounds : seconds of the counted rounds.
-    memory : highest sum of all its processes' proportional set sizes, in bytes; None where that cannot be read.
+    memory : of two sums of its processes' proportional set sizes the higher, in bytes; None where there is no /proc.
     problem : a sentence, if something went wrong.
     """
 
@@ -84,7 +83,8 @@ def parse(lines: Iterable[str], started: float, settle: float) -> tuple[float | 
 def measure(command: list[str], report: Path, patience: Patience) -> Run:
     """Run a command until its report has enough rounds.
 
-    Memory is read until rounds count, and again after the last of them, since reading it takes time from the run.
+    Memory is read when the first round is over and after the last that counts, never between: that walks all pages
+    of all processes, and takes tens of milliseconds from each.
     """
     scratch = tempfile.mkdtemp(prefix="peers-", dir="/tmp")  # not $TMPDIR: the paths of Ray's sockets must be short
     log = report.with_suffix(".log")
@@ -112,7 +112,7 @@ def measure(command: list[str], report: Path, patience: Patience) -> Run:
 def _watch(
     run: Run, process: subprocess.Popen[bytes], tree: set[Process], report: Path, started: float, patience: Patience
 ) -> None:
-    sampled = 0.0
+    looked = False
     while time.monotonic() < started + patience.limit:
         lines = report.read_text().splitlines(keepends=True) if report.exists() else []
         run.startup, run.rounds = parse(lines, started, patience.settle)
@@ -121,14 +121,11 @@ def _watch(
         if process.poll() is not None:
             run.problem = f"It ended by itself with exit code {process.returncode}."
             return
-        settled = run.startup is not None and time.monotonic() > started + run.startup + patience.settle
-        if not settled and time.monotonic() > sampled + SAMPLE:
+        if run.startup is not None and not looked:
+            looked = True
             _sample(run, process.pid, tree)
-            sampled = time.monotonic()
         time.sleep(POLL)
-    for _ in range(3):
-        _sample(run, process.pid, tree)
-        time.sleep(POLL)
+    _sample(run, process.pid, tree)
 
 
 def _sample(run: Run, root: int, tree: set[Process]) -> None:

@@ -154,7 +154,7 @@ def _about(results: Mapping[str, Any]) -> str:
     names = {"flwr": "Flower", "pfl": "pfl-research", "fluke-fl": "fluke"}
     systems = ", ".join(f"{names.get(n, n)} {versions[n]}" for n in ("raypfl", *names) if n in versions)
     lines = [
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, with {systems}; "
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, with {systems};\n"
         f"torch {_each(results, 'torch')}; Ray {_each(results, 'ray')}."
     ]
     lines += [f"Not measured: {sentence}" for sentence in results["left_out"].values()]
@@ -196,7 +196,7 @@ def _job(name: str, rows: Mapping[str, Summary]) -> str:
     lines = [
         f"### `{name}`: {JOBS[name].about}",
         "",
-        "| | s/round, median | min | bare loop / it | start-up, s | peak memory | rounds counted |",
+        "| | s/round, median | min | bare loop / it | start-up, s | memory | rounds counted |",
         "|---|---|---|---|---|---|---|",
     ]
     notes = [f"- {left}: {why}." for left, why in JOBS[name].left_out.items()]
@@ -240,30 +240,32 @@ def insert(document: str, text: str) -> str:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Seconds a round by job, a bar for each contender, on a logarithmic axis."""
+    """Seconds a round on a logarithmic axis: a column for each job, a mark for each contender; raypfl's are round."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     table = summarise(results["runs"])
     names = [c.name for c in CONTENDERS if any(c.name in rows for rows in table.values())]
-    ink, width = "#222222", 0.8 / len(names)
-    figure = Figure(figsize=(12, 5.2), facecolor="white", layout="constrained")
+    ink = "#222222"
+    figure = Figure(figsize=(12, 5.6), facecolor="white", layout="constrained")
     axes = figure.add_subplot(facecolor="white")
-    for name in names:
-        places, heights = [], []
-        for at, rows in enumerate(table.values()):
-            if (row := rows.get(name)) and row.median:
-                present = [n for n in names if n in rows and rows[n].median]
-                places.append(at + (present.index(name) - (len(present) - 1) / 2) * width)
-                heights.append(row.median)
-        axes.bar(places, heights, width * 0.92, label=name, color=COLOURS[name], edgecolor=ink, linewidth=0.4)
+    for at in range(0, len(table), 2):
+        axes.axvspan(at - 0.5, at + 0.5, color="#f3f3f3", zorder=0)
+    for i, name in enumerate(names):
+        marks = [(at, row.median) for at, rows in enumerate(table.values()) if (row := rows.get(name)) and row.median]
+        places = [at + 0.8 * ((i + 0.5) / len(names) - 0.5) for at, _ in marks]
+        marker = "o" if name.startswith("raypfl") else "D" if name == BARE.name else "s"
+        style = {"color": COLOURS[name], "markeredgecolor": ink, "markeredgewidth": 0.6, "markersize": 9}
+        axes.plot(places, [median for _, median in marks], marker, label=name, **style)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylabel("seconds a round (median, log scale)", color=ink)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("seconds a round (median, logarithmic)", color=ink)
     axes.set_xlabel("job", color=ink)
     axes.set_xticks(range(len(table)), list(table))
+    axes.set_xlim(-0.5, len(table) - 0.5)
     axes.tick_params(colors=ink)
-    axes.grid(axis="y", which="major", color="#cccccc", linewidth=0.6)
+    axes.grid(axis="y", which="both", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=5, frameon=False, labelcolor=ink)
@@ -274,7 +276,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
 COLOURS = dict(
     zip(
         (c.name for c in CONTENDERS),
-        ("#9a9a9a", "#9ecae1", "#4292c6", "#08519c", "#08306b", "#fdae6b", "#e6550d", "#31a354", "#756bb1"),
+        ("#9a9a9a", "#9ecae1", "#4292c6", "#08519c", "#17becf", "#fdae6b", "#e6550d", "#31a354", "#756bb1"),
         strict=True,
     )
 )
