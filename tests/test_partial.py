@@ -176,6 +176,24 @@ def test_a_client_that_never_took_part_has_the_shared_part_and_its_own_as_it_was
 
 
 @both
+def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tunes(executor):
+    fed = played(FedAlt(personal_epochs=3, finetune_epochs=1), executor=executor, training=FP64)
+    wanted = Federation(NormalisedConv, training=replace(FP64, epochs=3))
+    models = fed.method.unseen_model(fed.clients(round=9), fed.server).as_subclass(Tensor)
+    head = fed.model.mask("head")
+    for client in range(4):
+        net = as_module(NormalisedConv, fed.server["theta"])
+        torch_sgd(net, wanted.visits(client, 9, "unseen"), lr=0.1, trained="head")
+        half = torch.where(head, as_vector(net), fed.server["theta"])  # the body's statistics stay, too
+        net = as_module(NormalisedConv, half)
+        torch_sgd(net, fed.visits(client, 9, "finetuning"), lr=0.1)
+        torch.testing.assert_close(models[client], as_vector(net), rtol=1e-10, atol=1e-10)
+    nothing = played(FedBABU(finetune_epochs=0), executor=executor)
+    unseen = nothing.method.unseen_model(nothing.clients(round=9), nothing.server)
+    assert torch.equal(unseen.as_subclass(Tensor), nothing.server["theta"].expand(4, -1))
+
+
+@both
 def test_fine_tuning_trains_the_whole_network_and_leaves_no_trace(executor):
     fed = played(FedBABU(finetune_epochs=2, finetune_lr=0.05), executor=executor, training=FP64)
     before = fed.server["theta"].clone()

@@ -203,7 +203,8 @@ def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(
         net = as_module(NormalisedConv, fed.server["theta"])
         torch_sgd(net, wanted.visits(client, 4, "finetuning"), lr=0.05)
         close(tuned[client], as_vector(net))
-    assert fed.states.place(0) is None
+    unseen = method.unseen_model(fed.clients(round=4), fed.server).as_subclass(Tensor)
+    assert torch.equal(unseen, tuned) and fed.states.place(0) is None
 
 
 def test_fine_tuning_for_no_epoch_is_fedavg():

@@ -63,6 +63,9 @@ class APFL(FedAvg):
         personal, local = (clients.state.get(name, default=clients.initial) for name in ("personal", "local"))
         return self._mixture(clients, self._alpha(clients), personal, local)
 
+    def judged_with(self, server: Server) -> Server:
+        return {}
+
     def _alpha(self, clients: Clients) -> Tensor:
         return clients.state.get("alpha", default=torch.tensor(self.alpha, dtype=clients.model.dtype))
 

@@ -109,6 +109,9 @@ class CReFF(Method):
     def personal_model(self, clients: Clients, server: Server) -> Tensor:
         return clients.state.get("model", default=server["theta"])
 
+    def judged_with(self, server: Server) -> Server:
+        return {"theta": server["theta"]}
+
 
 def _inputs(z: Tensor, head: Tensor) -> Tensor:
     """Features ``[..., d]``, with a one behind them if the head ``[C, d+1]`` has a bias."""

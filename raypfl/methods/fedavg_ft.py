@@ -35,3 +35,9 @@ class FedAvgFT(FedAvg):
 
     def personal_model(self, clients: Clients, server: Server) -> Tensor:
         return finetuned(clients, server["theta"], self.finetune_epochs, self.finetune_lr)
+
+    def unseen_model(self, clients: Clients, server: Server) -> Tensor:
+        return self.personal_model(clients, server)
+
+    def judged_with(self, server: Server) -> Server:
+        return {"theta": server["theta"]}

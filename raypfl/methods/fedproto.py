@@ -62,3 +62,6 @@ class FedProto(Method):
 
     def personal_model(self, clients: Clients, server: Server) -> Tensor:
         return clients.state.get("model", default=clients.initial)
+
+    def judged_with(self, server: Server) -> Server:
+        return {}

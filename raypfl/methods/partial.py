@@ -131,6 +131,13 @@ class PartialPersonalization(Method):
             theta[:, shared] = clients.state.get("shared", default=server["theta"][shared])
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
+    def unseen_model(self, clients: Clients, server: Server) -> Tensor:
+        """A client that never took part trains the personal part from its start, with the shared one held fixed."""
+        personal, theta = self.parts(clients.model).personal, server["theta"]
+        if bool(personal.any()):
+            theta = clients.sgd(clients.loss, theta, train=personal, epochs=self.personal_epochs, stream="unseen")
+        return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
+
     def _with_personal(self, clients: Clients, theta: Tensor) -> Tensor:
         """Each client's model ``[K, P+B]``: `theta` ``[P+B]``, but for what is the client's own."""
         personal = self.parts(clients.model).personal
