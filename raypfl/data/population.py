@@ -60,8 +60,8 @@ class Population(ABC):
 class DescribedData:
     """A population as the engine reads it: like :class:`raypfl.data.FederatedData`, but fetched client by client.
 
-    Pickled, it is its description. `sizes`, `indices`, `take` and the like mean what they do there; `pools` and `unseen`
-    are empty.
+    Pickled, it is its description. `sizes`, `indices`, `take` and the like mean what they do there; `pools` and
+    `unseen` are empty.
     """
 
     def __init__(self, config: DataConfig):
@@ -101,6 +101,10 @@ class DescribedData:
                 )
             self._sizes[split] = sizes
         return self._sizes[split]
+
+    def pool(self, name: str) -> np.ndarray:
+        """There is none: raises a ConfigError."""
+        raise ConfigError(f"There is no pool called {name!r}: the population {self.name} describes clients only.")
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
         """Numbers for a client's samples: ``int64[n]``, to be given to `take`; nothing is fetched."""

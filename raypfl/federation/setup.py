@@ -73,7 +73,7 @@ def make_bench(experiment: Experiment, data: ClientData, task: Task) -> Bench:
         num_classes=data.num_classes,
         training=experiment.training,
         seed=experiment.seed,
-        pools={} if isinstance(data, DescribedData) else {name: data.pool(name) for name in data.pools},
+        pools={name: data.pool(name) for name in data.pools},
         networks=task.networks,
         loss_limit=experiment.failures.loss_limit,
         evaluation_batch=experiment.evaluation.batch_size,
