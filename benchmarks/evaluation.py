@@ -16,6 +16,7 @@ every client, the table's rows and their aggregates. The two take turns. Where o
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -28,10 +29,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import raypfl
 from raypfl.data import DataConfig, FederatedData, RawData, load_federated
+from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
 from raypfl.federation.driver import _job
 from raypfl.federation.server import Server
@@ -72,7 +73,7 @@ def described(model: str, precision: str, cache: str) -> raypfl.Experiment:
         data={"name": f"{HERE}:{'pixels' if model == 'mlp' else 'images'}", "test_fraction": 0.5, "cache": cache},
         partition={"name": "iid", "clients": CLIENTS},
         model=model,
-        training={"precision": precision, "channels_last": model == "cnn"},
+        training={"precision": precision},
         evaluation={"every": 1, "protocols": ["local"]},
         engine={"backend": "inline"},
         tracking={"mlflow": False},
@@ -82,9 +83,10 @@ def described(model: str, precision: str, cache: str) -> raypfl.Experiment:
 
 def prepared(experiment: raypfl.Experiment, data: FederatedData, folder: str) -> tuple[Server, dict[int, np.ndarray]]:
     """A server whose clients all have a state, and those states by client, as finished groups leave them behind."""
-    job = _job(experiment, Path(folder), data)
-    task = make_task(experiment, data, torch.device("cpu"))
-    worker = Worker(make_bench(experiment, data, task, job.executor), experiment.method)
+    keep_freed_memory()
+    job = _job(experiment, Path(folder), data, lambda event: None)
+    task = make_task(job.experiment, data, torch.device("cpu"))
+    worker = Worker(make_bench(job.experiment, data, task), experiment.method)
     server = Server(job, task, Inline(worker), lambda event: None, {})
     server._restore_or_start()
     server.round = 1
@@ -103,7 +105,7 @@ def bare(model: FlatModel, data: FederatedData, models: dict[int, np.ndarray], p
     modules, batches = [], []
     last = torch.channels_last if data.input_shape[0] > 1 else torch.contiguous_format
     for client in range(CLIENTS):
-        module = model.factory()
+        module = copy.deepcopy(model.module)
         tensors = model.unflatten(torch.from_numpy(models[client]))
         for name, parameter in module.named_parameters():
             parameter.data = tensors[name]
@@ -133,7 +135,6 @@ def seconds(work: Callable[[], Any]) -> float:
 def measured(model: str, precision: str, samples: int, repeats: int) -> dict[str, Any]:
     """Both by turns, after a turn to warm up."""
     os.environ[SIZES] = str(samples)
-    nn.init.kaiming_uniform_ = lambda tensor, *_, **__: tensor  # modules' own weights are replaced: do not draw them
     with tempfile.TemporaryDirectory() as folder:
         experiment = described(model, precision, folder)
         data = load_federated(experiment.data, experiment.partition, seed=0)
@@ -141,7 +142,7 @@ def measured(model: str, precision: str, samples: int, repeats: int) -> dict[str
         loop = bare(server.task.model, data, models, precision)
         turns = [(seconds(loop), seconds(server._evaluate)) for _ in range(repeats + 1)][1:]
     alone, ours = zip(*turns, strict=True)
-    result = {"model": model, "precision": precision, "samples": samples, "executor": server.job.executor}
+    result = {"model": model, "precision": precision, "samples": samples, "executor": server.experiment.engine.executor}
     for name, times in (("bare", alone), ("raypfl", ours)):
         result[name] = {"min": min(times), "median": statistics.median(times)}
     result["ratio"] = min(ours) / min(alone)

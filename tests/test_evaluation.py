@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
+from torch import nn
 from torch.nn import functional as F
 
 import raypfl
@@ -21,6 +23,7 @@ from raypfl.evaluation.tally import METRICS, class_weighted, macro_auc, metrics,
 from raypfl.federation.testing import Answers
 from raypfl.messages import per_client
 from raypfl.methods import Ditto, FedAvg, Local
+from raypfl.settings import TrainingSettings
 from tests.runs import experiment
 from tests.support import CLASSES, Federation, as_module
 
@@ -246,6 +249,40 @@ def test_every_client_is_judged_on_its_own_and_on_everybodys_tests_with_both_mod
         assert row["auc"] is None and row["left_out"] is None and 0 <= row["ece"] <= 1
 
 
+class Watched(nn.Module):
+    """Notes how it is called."""
+
+    calls: ClassVar[list[tuple[bool, bool]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 4, 3), nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        last = not torch._C._functorch.is_batchedtensor(x) and x.is_contiguous(memory_format=torch.channels_last)
+        self.calls.append((torch.is_autocast_enabled("cpu"), last))
+        return self.head(self.conv(x).flatten(1))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_precision_and_layout_of_training_hold_when_models_are_judged(executor):
+    training = TrainingSettings(precision="bf16", channels_last=True, batch_size=4)
+    fed = judged_federation(executor, Watched, training=training)
+    personal = models_of(fed).float()
+    Watched.calls.clear()
+    table = scored(fed, personal, personal[1])
+    assert all(autocast for autocast, _ in Watched.calls)
+    assert executor == "vectorised" or all(last for _, last in Watched.calls)
+    x, y = fed.inputs[fed.tests[3]], torch.from_numpy(fed.labels[fed.tests[3]])
+    x = (torch.from_numpy(x).float() - torch.tensor([3.0, 5.0]).reshape(-1, 1, 1)) / torch.tensor([2.0, 4.0]).reshape(
+        -1, 1, 1
+    )
+    with torch.no_grad():
+        exact = float(F.cross_entropy(as_module(Watched, personal[3])(x), y))
+    assert table["local", "personal", 3]["loss"] == pytest.approx(exact, rel=0.05)
+    assert table["local", "personal", 3]["loss"] != pytest.approx(exact, rel=1e-7)
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_class_weighted_accuracy_is_the_sum_over_everybodys_tests_weighed_by_the_clients_classes(executor):
     fed = judged_federation(executor)
@@ -303,6 +340,12 @@ def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_t
     assert table["local", "personal", 3]["auc"] == pytest.approx(area(personal[3], fed.tests[3]))
     one = table["local", "personal", 1]  # a single sample has positives or negatives of a label, never both
     assert one["auc"] is None and one["left_out"] == CLASSES and one["ece"] is None
+
+
+def test_labels_may_be_whole_numbers_as_a_data_set_has_them():
+    scores, targets = multi_label()
+    whole = tally(answers(scores[None], targets.to(torch.int8)[None]), 1)
+    torch.testing.assert_close(whole, tally(answers(scores[None], targets[None]), 1), equal_nan=True)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -418,13 +461,12 @@ def arranged(monkeypatch):
 
     def arrange(unseen=(), pools=None, labels=None):
         def load(*args, **kwargs):
-            data = load_federated(*args, **kwargs)
-            changes = {} if pools is None else {"pools": pools}
-            return replace(data, **changes | ({} if labels is None else {"labels": labels(data)}))
+            data = replace(load_federated(*args, **kwargs), unseen=np.array(unseen, dtype=np.int64))
+            if pools is not None:
+                data = replace(data, pools=tuple(pools), _pools=pools)
+            return data if labels is None else replace(data, labels=labels(data))
 
         monkeypatch.setattr("raypfl.federation.driver.load_federated", load)
-        for place in ("raypfl.federation.setup", "raypfl.evaluation.protocols"):
-            monkeypatch.setattr(f"{place}.unseen_of", lambda data: np.array(unseen, dtype=np.int64))
 
     return arrange
 
@@ -536,7 +578,8 @@ def validated(tmp_path, **changes):
         evaluation__every=1,
         evaluation__protocols=["val", "local"],
         evaluation__metric="loss",
-        **{"training__lr": 0.5, **changes},
+        training__lr=0.5,
+        **changes,
     )
 
 
@@ -544,13 +587,16 @@ def chosen(result):
     return result.status, result.round, result.best_round
 
 
+def validation_losses(result):
+    """By round, of the personal models."""
+    rows = {round: rows_of(result, protocol="val", model="personal", round=round) for round in range(1, 13)}
+    return {round: np.mean([row["loss"] for row in found]) for round, found in rows.items() if found}
+
+
 def test_the_best_round_is_the_one_with_the_best_validation_metric(tmp_path):
     result = raypfl.run(validated(tmp_path))
-    losses = {
-        round: np.mean([row["loss"] for row in rows_of(result, protocol="val", model="personal", round=round)])
-        for round in range(1, 13)
-    }
-    assert result.best_round == min(losses, key=losses.get)
+    losses = validation_losses(result)
+    assert len(losses) == 12 and result.best_round == min(losses, key=losses.get)
     assert raypfl.Result.load(result.run_dir).best_round == result.best_round
     best = next(row for row in result.summary(result.best_round) if row["protocol"] == "val")
     assert best["loss"] == pytest.approx(min(losses.values()))
@@ -562,14 +608,25 @@ def test_without_validation_no_round_is_chosen(tmp_path):
     assert raypfl.run(experiment(tmp_path, rounds=2)).best_round is None
 
 
+def ending(losses, patience):
+    """The round that a run with this patience ends with if more loss is better, and the best one until then."""
+    for last in losses:
+        best = max(range(1, last + 1), key=losses.get)
+        if last - best >= patience:
+            return last, best
+    return last, best
+
+
 def test_a_run_stops_when_its_patience_is_at_its_end_and_stays_stopped(tmp_path):
-    result = raypfl.run(validated(tmp_path, evaluation__patience=1, training__lr=1e-30))
-    assert chosen(result) == ("finished", 2, 1)  # nothing moves, so nothing gets better
-    assert chosen(raypfl.resume(result.run_dir)) == ("finished", 2, 1)
+    losses = validation_losses(raypfl.run(validated(tmp_path, evaluation__mode="max")))
+    assert ending(losses, 1)[0] < ending(losses, 3)[0] < 12
+    result = raypfl.run(validated(tmp_path, evaluation__patience=1, evaluation__mode="max"))
+    assert chosen(result) == ("finished", *ending(losses, 1))
+    assert chosen(raypfl.resume(result.run_dir)) == ("finished", *ending(losses, 1))
     longer = raypfl.resume(result.run_dir, overrides=["evaluation.patience=3"])
-    assert chosen(longer)[1] == 4
-    patient = raypfl.run(validated(tmp_path, evaluation__patience=3, training__lr=1e-30))
-    assert longer.weights_hash == patient.weights_hash
+    assert chosen(longer) == ("finished", *ending(losses, 3))
+    patient = raypfl.run(validated(tmp_path, evaluation__patience=3, evaluation__mode="max"))
+    assert longer.weights_hash == patient.weights_hash and longer.evaluations.equals(patient.evaluations)
 
 
 def test_poisoned_test_data_changes_no_choice(tmp_path, arranged):
@@ -626,6 +683,14 @@ def test_what_the_data_does_not_have_is_refused_before_anything_runs(tmp_path, a
     arranged(pools={"ood/odd": np.arange(9)})
     with pytest.raises(ConfigError, match=sentence):
         raypfl.run(experiment(tmp_path, evaluation__protocols=[protocol]))
+
+
+def test_a_pool_of_other_classes_is_refused(tmp_path, arranged):
+    arranged(
+        pools={"odd": np.arange(9)}, labels=lambda data: np.where(np.arange(len(data.labels)) < 5, -1, data.labels)
+    )
+    with pytest.raises(ConfigError, match="samples of the pool 'odd' are of no known class"):
+        raypfl.run(experiment(tmp_path, evaluation__protocols=["ood/odd"]))
 
 
 def test_class_weights_for_samples_of_several_labels_are_refused(tmp_path, arranged):

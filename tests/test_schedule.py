@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypfl.federation.schedule import cut, draw, even, group_sizes
+from raypfl.federation.schedule import cut, draw, even, group_sizes, judged_group_sizes
 from raypfl.settings import CohortSettings
 
 
@@ -99,3 +99,12 @@ def test_a_draw_from_a_billion_clients_takes_memory_for_the_cohort_only():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(drawn.clients) + len(drawn.dropped) == 1000 and peak < 2e6
+
+
+def test_vectorised_groups_are_larger_when_they_are_judged_as_long_as_there_are_enough():
+    assert judged_group_sizes(1000, "vectorised") == [100] * 10
+    assert judged_group_sizes(100, "vectorised") == group_sizes(100, "vectorised")
+    assert len(judged_group_sizes(400, "vectorised")) == 8
+    for count in (1, 7, 950, 2345):
+        assert sum(judged_group_sizes(count, "vectorised")) == sum(judged_group_sizes(count, "sequential")) == count
+    assert judged_group_sizes(300, "sequential") == group_sizes(300, "sequential")

@@ -60,7 +60,8 @@ class Population(ABC):
 class DescribedData:
     """A population as the engine reads it: like :class:`raypfl.data.FederatedData`, but fetched client by client.
 
-    Pickled, it is its description. `sizes`, `indices`, `take` and the like mean what they do there; `pools` is empty.
+    Pickled, it is its description. `sizes`, `indices`, `take` and the like mean what they do there; `pools` and
+    `unseen` are empty.
     """
 
     def __init__(self, config: DataConfig):
@@ -73,6 +74,7 @@ class DescribedData:
         self.mean = np.full(self.input_shape[0], self.population.mean, np.float32)
         self.std = np.full(self.input_shape[0], self.population.std, np.float32)
         self.pools: tuple[str, ...] = ()
+        self.unseen = np.zeros(0, dtype=np.int64)
         self._sizes: dict[str, np.ndarray] = {}
         self._kept: OrderedDict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = OrderedDict()
         self._bytes = 0

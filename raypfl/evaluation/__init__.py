@@ -2,16 +2,7 @@
 
 from raypfl.evaluation.protocols import PROTOCOLS, refuse_untestable
 from raypfl.evaluation.scoring import score
-from raypfl.evaluation.selection import select, validation_value, validation_values
+from raypfl.evaluation.selection import Selection, deciding, select
 from raypfl.evaluation.tables import summarise, tabulate
 
-__all__ = [
-    "PROTOCOLS",
-    "refuse_untestable",
-    "score",
-    "select",
-    "summarise",
-    "tabulate",
-    "validation_value",
-    "validation_values",
-]
+__all__ = ["PROTOCOLS", "Selection", "deciding", "refuse_untestable", "score", "select", "summarise", "tabulate"]

@@ -52,19 +52,21 @@ def refuse_untestable(protocols: Iterable[str], data: ClientData) -> None:
             raise ConfigError(
                 "evaluation.protocols has 'val', but no client has validation samples; set data.val_fraction."
             )
-        if name == "unseen" and not len(unseen_of(data)):
+        if name == "unseen" and not len(data.unseen):
             raise ConfigError(
                 "evaluation.protocols has 'unseen', but all clients are trained; set data.unseen_fraction."
             )
-        if name in WEIGHTED and getattr(data, "labels", np.zeros(0)).ndim > 1:
+        labels = getattr(data, "labels", None)
+        if name.startswith(_CORRUPT) and labels is None:
+            raise ConfigError(f"evaluation.protocols has {name!r}, which cannot be had of a described population.")
+        if name in WEIGHTED and labels is not None and labels.ndim > 1:
             raise ConfigError(f"evaluation.protocols has {name!r}, which needs samples of one class each.")
         if name.startswith(_OOD) and not name.startswith(_CORRUPT):
-            pool_of(name, data.pools)
-
-
-def unseen_of(data: ClientData) -> np.ndarray:
-    """Clients that are never trained, ``int64[U]``; none, where data knows of no such thing."""
-    return np.asarray(getattr(data, "unseen", ()), dtype=np.int64)
+            pool = pool_of(name, data.pools)
+            if labels is not None and (labels[data.pool(pool)] < 0).any():
+                raise ConfigError(
+                    f"evaluation.protocols has {name!r}, but samples of the pool {pool!r} are of no known class."
+                )
 
 
 def pool_of(protocol: str, pools: Collection[str]) -> str:
@@ -85,7 +87,7 @@ def pool_of(protocol: str, pools: Collection[str]) -> str:
 def parts(protocol: str, everyone: np.ndarray, pools: Mapping[str, np.ndarray]) -> Iterator[Part]:
     """What ``ood/...`` tests on: a pool, or `everyone`'s test samples corrupted to one severity or to all of them."""
     if not protocol.startswith(_CORRUPT):
-        yield Part(np.asarray(pools[pool_of(protocol, pools)]))
+        yield Part(pools[pool_of(protocol, pools)])
         return
     name, _, severity = protocol.removeprefix(_CORRUPT).partition("/")
     for one in (int(severity),) if severity else SEVERITIES:

@@ -142,11 +142,11 @@ def _on(clients: Clients, models: Tensor, of: Iterable[Part], again: bool = Fals
 
 
 def _change(clients: Clients, part: Part, again: bool) -> Change | None:
-    if (corruption := part.corruption) is None:
+    if part.corruption is None:
         return None
     if again and (images := _kept(clients, part)) is not None:
         return lambda x, where, first: images[first : first + len(where)]
-    return lambda x, where, first: corruption(x, where, clients.bench.scale)
+    return lambda x, where, first: part.corruption(x, where, clients.bench.scale)
 
 
 def _kept(clients: Clients, part: Part) -> Tensor | None:
@@ -170,10 +170,8 @@ def _everyone(clients: Clients) -> np.ndarray:
 
 def _classes(clients: Clients) -> Tensor:
     """Training samples of each class, ``float64[K, C]``."""
-    labels = clients.bench.samples.labels
-    own = [torch.from_numpy(where) if isinstance(labels, Tensor) else where for where in clients.own("train")]
-    counts = [torch.bincount(torch.as_tensor(labels[where]), minlength=clients.num_classes) for where in own]
-    return torch.stack(counts).double()
+    labels = [clients.bench.samples.take(where)[1] for where in clients.own("train")]
+    return torch.stack([torch.bincount(y, minlength=clients.num_classes) for y in labels]).double()
 
 
 def _has_labels(clients: Clients) -> bool:

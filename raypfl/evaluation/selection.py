@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from raypfl.evaluation.tables import summarise
 from raypfl.settings import EvaluationSettings
 
 PROTOCOL = "val"
@@ -31,42 +31,30 @@ class Selection(NamedTuple):
         return settings.patience is not None and self.waited >= settings.patience
 
 
-def select(values: Mapping[int, float], settings: EvaluationSettings) -> Selection:
+def select(validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> Selection:
     """The best of the evaluated rounds.
 
     Parameters
     ----------
-    values : round -> its :func:`validation_value`, ascending; NaN is never best.
+    validated : round -> its :func:`deciding` aggregates, ascending. A metric that is missing or NaN is never best.
     """
     sign = -1 if lower_is_better(settings) else 1
-    known = {round: sign * value for round, value in values.items() if value == value}
+    values = {round: sign * row.get(settings.metric, math.nan) for round, row in validated.items()}
+    known = {round: value for round, value in values.items() if not math.isnan(value)}
     if not known:
         return Selection(None, None, len(values))
     best = max(known, key=lambda round: (known[round], -round))
-    return Selection(best, values[best], sum(round > best for round in values))
+    return Selection(best, sign * known[best], sum(round > best for round in values))
 
 
-def validation_value(summary: Sequence[Mapping[str, Any]], settings: EvaluationSettings) -> float | None:
-    """The metric on the clients' own validation splits in a round's summary; None if it was not validated.
+def deciding(summary: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The aggregates on the clients' own validation splits in a round's summary; None if it was not validated.
 
-    The personal models decide where the method makes any, else the global one. Nothing else is looked at.
+    Those of the personal models where the method makes any, else of the global one. Nothing else is looked at.
     """
     rows = {row["model"]: row for row in summary if row["protocol"] == PROTOCOL}
     row = rows.get("personal", rows.get("global"))
-    return None if row is None else row.get(settings.metric, float("nan"))
-
-
-def validation_values(evaluations: Mapping[str, Sequence[Any]], settings: EvaluationSettings) -> dict[int, float]:
-    """Round -> :func:`validation_value`, from the columns of the evaluations table."""
-    rows: dict[int, list[int]] = {}
-    for i, (round, protocol) in enumerate(zip(evaluations["round"], evaluations["protocol"], strict=True)):
-        if protocol == PROTOCOL:
-            rows.setdefault(round, []).append(i)
-    values = {}
-    for round, chosen in sorted(rows.items()):
-        summary = summarise({name: [column[i] for i in chosen] for name, column in evaluations.items()})
-        values[round] = validation_value(summary, settings)
-    return {round: value for round, value in values.items() if value is not None}
+    return None if row is None else dict(row)
 
 
 def lower_is_better(settings: EvaluationSettings) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 KINDS = {"int32": "i", "int64": "q", "float64": "d", "float64 or none": "d", "text": "i", "int32 list": "q"}
-"""What a column may hold -> type code of the array that its values are in, or codes of texts, or ends of lists."""
+"""What a column may hold -> type code of the array that its values are in, or codes of texts, or ends of lists; where a
+number may be missing, NaN stands for it."""
 
 
 class Columns:

@@ -18,7 +18,7 @@ import torch
 
 import raypfl
 from raypfl.errors import CheckpointError, EmptyCohort, LostState, RaypflError, Stopped
-from raypfl.evaluation import score, select, summarise, tabulate, validation_value, validation_values
+from raypfl.evaluation import Selection, deciding, score, select, summarise, tabulate
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Backend
 from raypfl.federation.checkpoint import Snapshot
@@ -101,7 +101,7 @@ class Server:
         self.states = StateTable()
         self.ledger = Ledger()
         self._tables: dict[str, Table] = {}
-        self._validated: dict[int, float] = {}
+        self._validated: dict[int, dict[str, Any]] = {}
         self._evaluated = 0
         self._warned: set[str] = set()
         self._saved: int | None = None
@@ -156,8 +156,11 @@ class Server:
     def _owes_evaluation(self) -> bool:
         return self.round > self._evaluated and self._due(self.experiment.evaluation.every)
 
+    def _chosen(self) -> Selection:
+        return select(self._validated, self.experiment.evaluation)
+
     def _is_over(self) -> bool:
-        chosen = select(self._validated, self.experiment.evaluation)
+        chosen = self._chosen()
         over = chosen.is_over(self.experiment.evaluation)
         if over:
             best = "none had a value" if chosen.round is None else f"round {chosen.round} was the best"
@@ -178,10 +181,9 @@ class Server:
         if not self._restore():
             self.round, self._evaluated, self.state = 0, 0, self.method.start(self.task)
             self._tables = {"rounds": Table(Columns(ROUNDS)), "evaluations": Table(Columns(EVALUATIONS))}
+            self._validated = {}
             self._tables["ledger"] = Table(Columns(LEDGER))
         self.ledger.rows = self._tables["ledger"].waiting
-        evaluations = checkpoint.whole(self.job.checkpoints, self._tables["evaluations"])
-        self._validated = validation_values(evaluations.to_pydict(), self.experiment.evaluation)
 
     def _begin(self) -> None:
         self._restore_or_start()
@@ -259,8 +261,8 @@ class Server:
         self._tables["evaluations"].waiting.extend(columns)
         self._evaluated = self.round
         summary = summarise(columns)
-        if (value := validation_value(summary, self.experiment.evaluation)) is not None:
-            self._validated[self.round] = value
+        if (row := deciding(summary)) is not None:
+            self._validated[self.round] = row
         self.emit(Evaluated(self.round, summary))
 
     def _judged(self, clients: list[int], protocols: list[str], personal: str) -> dict[str, list[Any]]:
@@ -308,8 +310,7 @@ class Server:
             except CheckpointError as problem:
                 problems.append(str(problem))
         status, error = ("failed", "\n".join(problems)) if problems else (status, None)
-        best = select(self._validated, self.experiment.evaluation).round
-        finished = RunFinished(status, self.round, self._hash(), error, tables, best)
+        finished = RunFinished(status, self.round, self._hash(), error, tables, self._chosen().round)
         self.emit(finished)
         return finished
 
@@ -344,6 +345,7 @@ class Server:
             meta={
                 "experiment": self.experiment.to_yaml(),
                 "evaluated": self._evaluated,
+                "validated": [[round, row] for round, row in self._validated.items()],
                 "data": self.job.fingerprint,
                 "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__},
             },
@@ -377,6 +379,7 @@ class Server:
         self._tables = snapshot.tables
         self.round = self._saved = snapshot.round
         self._evaluated = snapshot.meta["evaluated"]
+        self._validated = dict(snapshot.meta["validated"])
         return True
 
 

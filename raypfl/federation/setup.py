@@ -13,7 +13,6 @@ from torch import nn
 
 from raypfl import rng
 from raypfl.data import ClientData, DescribedData
-from raypfl.evaluation.protocols import unseen_of
 from raypfl.federation.batches import Samples
 from raypfl.federation.clients import Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
@@ -55,7 +54,7 @@ def make_task(experiment: Experiment, data: ClientData, device: torch.device) ->
         input_shape=data.input_shape,
         num_samples=data.sizes("train"),
         num_test_samples=data.sizes("test"),
-        unseen=unseen_of(data),
+        unseen=data.unseen,
     )
     return replace(task, networks=experiment.method.networks(task))
 

@@ -27,7 +27,7 @@ class Answers(NamedTuple):
     ----------
     models : which of the group's.
     outputs : ``[k, b, ...]``.
-    y : labels ``int64[k, b]``, or targets ``[k, b, L]`` of L labels each; k is 1 if all models see the same samples.
+    y : classes ``int64[k, b]``, or L labels a sample, ``[k, b, L]`` zeros and ones; k is 1 if all models see the same.
     weight : ``[k, b]``, 0 for padding; None: there is none.
     owners : ``int64[b]``, for whom one model's answers count; None: each model's answers count for itself.
     """
