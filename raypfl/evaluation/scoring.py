@@ -142,11 +142,11 @@ def _on(clients: Clients, models: Tensor, of: Iterable[Part], again: bool = Fals
 
 
 def _change(clients: Clients, part: Part, again: bool) -> Change | None:
-    if part.corruption is None:
+    if (corruption := part.corruption) is None:
         return None
     if again and (images := _kept(clients, part)) is not None:
         return lambda x, where, first: images[first : first + len(where)]
-    return lambda x, where, first: part.corruption(x, where, clients.bench.scale)
+    return lambda x, where, first: corruption(x, where, clients.bench.scale)
 
 
 def _kept(clients: Clients, part: Part) -> Tensor | None:
