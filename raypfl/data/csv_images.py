@@ -97,7 +97,7 @@ class _Listing:
     def column(self, name: str, option: str) -> np.ndarray:
         """A column's values ``[n]``, none of which may be missing."""
         values = self._values(name, option)
-        self._refuse(values.is_null(), f"has no {name!r}")
+        self.refuse(values.is_null(), f"has no {name!r}")
         return np.asarray(values.to_pylist())
 
     def images(self) -> list[Path]:
@@ -125,7 +125,8 @@ class _Listing:
         except pa.ArrowException as error:
             raise DataError(f"Column {name!r} of {self.path.name} holds other things than numbers: {error}") from error
         strange = ~np.isin(marks, (-1.0, 0.0, 1.0))
-        self._refuse(pa.array(strange), f"has {marks[strange][:1]} for {name!r}, which must be 1, 0, -1 or empty")
+        odd = marks[strange][0] if strange.any() else None
+        self.refuse(pa.array(strange), f"has {odd} for {name!r}, which must be 1, 0, -1 or empty")
         return np.where(marks < 0, self.config.uncertain == "positive", marks > 0).astype(np.int8)
 
     def _file(self, name: str) -> Path:
@@ -141,7 +142,8 @@ class _Listing:
             )
         return self.table[name]
 
-    def _refuse(self, where: pa.Array, what: str) -> None:
+    def refuse(self, where: pa.Array, what: str) -> None:
+        """Refuse the first of the rows that `where` marks, if there is one."""
         rows = np.flatnonzero(np.asarray(where))
         if rows.size:
             raise DataError(f"Row {rows[0]} of {self.path.name} {what}.")
@@ -152,7 +154,7 @@ def _class_names(tables: list[_Listing]) -> list[str]:
     columns = [table.column(str(table.config.label), "label") for table in tables]
     for table, column in zip(tables, columns, strict=True):
         if column.dtype.kind == "i":
-            table._refuse(pa.array(column < 0), "has a negative label; unlabelled samples cannot be used")
+            table.refuse(pa.array(column < 0), "has a negative label; unlabelled samples cannot be used")
     if all(column.dtype.kind == "i" for column in columns):
         return [str(label) for label in range(max(int(column.max(initial=-1)) for column in columns) + 1)]
     return sorted({str(label) for column in columns for label in column})

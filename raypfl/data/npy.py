@@ -28,6 +28,8 @@ def _cifar10_1_pair(config: DataConfig) -> list[Path]:
 
 
 def _cifar10_c_pair(config: DataConfig) -> list[Path]:
+    if config.variant is not None and config.variant not in map(str, range(1, _SEVERITIES + 1)):
+        raise ConfigError(f"data.variant is {config.variant!r}, but CIFAR-10-C's severities are 1 to {_SEVERITIES}.")
     if config.image == "image":
         raise ConfigError(
             "CIFAR-10-C has a file for each corruption: name one in image, as in 'gaussian_noise.npy', or have a pool "
@@ -47,8 +49,8 @@ def npy(config: DataConfig) -> RawData:
     DataError : if they are damaged or do not fit together.
     """
     pixels, labels = _opened(_pair(config))
-    names = [str(label) for label in range(int(labels.max(initial=-1)) + 1)]
-    return RawData(_blocks(pixels), checked_labels(labels, len(names), str(_pair(config)[1])), names)
+    checked = checked_labels(labels, int(labels.max()) + 1 if labels.size else 0, str(_pair(config)[1]))
+    return RawData(_blocks(pixels), checked, [str(label) for label in range(int(checked.max(initial=-1)) + 1)])
 
 
 @DATASETS.register("cifar10_1")
@@ -65,10 +67,7 @@ def cifar10_c(config: DataConfig) -> RawData:
 
     ``data.image`` names the corruption's file, ``data.variant`` a severity, 1 to 5; without it: all.
     """
-    severity = config.variant
-    if severity is not None and severity not in map(str, range(1, _SEVERITIES + 1)):
-        raise ConfigError(f"data.variant is {severity!r}, but CIFAR-10-C's severities are 1 to {_SEVERITIES}.")
-    return _cifar10(_cifar10_c_pair(config), severity)
+    return _cifar10(_cifar10_c_pair(config), config.variant)
 
 
 def _cifar10(pair: list[Path], severity: str | None = None) -> RawData:

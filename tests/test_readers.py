@@ -1,0 +1,427 @@
+"""Published data sets are read to the pixel, and what is damaged in them is named."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, FederatedData, Partition, load_federated
+from raypfl.errors import ConfigError, DataError
+from tests import datasets
+
+TWO = IID(clients=2)
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., FederatedData]:
+    """Open what is in the folder ``data``."""
+
+    def open_folder(name: str, partition: Partition = TWO, **options) -> FederatedData:
+        config = DataConfig(name=name, **{"root": str(tmp_path / "data"), **options})
+        return load_federated(config, partition, seed=0, cache=tmp_path / "cache")
+
+    return open_folder
+
+
+def held_for_tests(data: FederatedData) -> np.ndarray:
+    """The samples that clients test on, ascending."""
+    return np.sort(np.concatenate([data.indices(client, "test") for client in range(data.num_clients)]))
+
+
+# --- CIFAR ------------------------------------------------------------------------------------------------------------
+
+
+def test_cifar10_is_read_to_the_pixel(tmp_path, opened):
+    images = datasets.cifar10(tmp_path / "data")
+    data = opened("cifar10")
+    assert np.array_equal(data.inputs, images.reshape(-1, 3, 32, 32))
+    assert data.labels.tolist() == [0, 1, 2, 3] * 6
+    assert data.class_names == CLASSES
+    assert held_for_tests(data).tolist() == list(range(20, 24))
+
+
+def test_cifar10_is_what_torchvision_reads(tmp_path, opened, monkeypatch):
+    from torchvision.datasets import CIFAR10
+
+    datasets.cifar10(tmp_path / "data")
+    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)  # of the published archive's hashes
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
+    theirs = [CIFAR10(tmp_path / "data", train=train) for train in (True, False)]
+    ours = opened("cifar10")
+    assert np.array_equal(np.concatenate([one.data for one in theirs]).transpose(0, 3, 1, 2), ours.inputs)
+    assert theirs[0].targets + theirs[1].targets == ours.labels.tolist()
+    assert theirs[0].classes == ours.class_names
+
+
+@pytest.mark.parametrize(("variant", "classes", "last"), [(None, 100, 39), ("coarse", 20, 19)])
+def test_cifar100_has_fine_and_coarse_labels(tmp_path, opened, variant, classes, last):
+    datasets.cifar100(tmp_path / "data")
+    data = opened("cifar100", variant=variant)
+    assert (data.num_classes, data.labels[39], len(data.labels)) == (classes, last, 60)
+
+
+def damaged_batch(root: Path, **changes) -> Path:
+    path = root / "cifar-10-batches-py/data_batch_3"
+    return datasets.pickled(path, {"data": datasets.pixels(4, 3072), "labels": [0, 1, 2, 3], **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"labels": [0, 1, 10, 3]}, r"Row 2 of .*data_batch_3 has label 10, but there are 10 classes"),
+        ({"labels": [0, 1, 2]}, r"data_batch_3 has 4 images, but 3 labels; row 3 has none"),
+        ({"labels": [0, 1, None, 3]}, r"The labels in .*data_batch_3 are object\[4\], not a list of integers"),
+        ({"data": datasets.pixels(4, 3071)}, r"'data' in .*data_batch_3 is uint8\[4, 3071\], not uint8\[n, 3072\]"),
+        ({"data": None}, r"'data' in .*data_batch_3 is NoneType"),
+    ],
+)
+def test_a_damaged_batch_of_cifar_is_named_with_its_row(tmp_path, opened, changes, sentence):
+    datasets.cifar10(tmp_path / "data")
+    damaged_batch(tmp_path / "data", **changes)
+    with pytest.raises(DataError, match=sentence):
+        opened("cifar10")
+
+
+def test_a_batch_of_cifar_that_is_cut_short_or_would_run_code_is_refused(tmp_path, opened):
+    datasets.cifar10(tmp_path / "data")
+    path = damaged_batch(tmp_path / "data")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"data_batch_3 is damaged"):
+        opened("cifar10")
+    path.write_bytes(pickle.dumps(Path.cwd))
+    with pytest.raises(DataError, match=r"data_batch_3 is damaged: it holds .*, which a CIFAR batch does not"):
+        opened("cifar10")
+
+
+def test_a_data_set_that_is_not_there_says_how_to_get_it(tmp_path, opened):
+    for name, archive in (("cifar10", "cs.toronto.edu"), ("mnist", "mnist"), ("emnist", "nist.gov")):
+        with pytest.raises(ConfigError, match=rf"Set data.download to true to fetch it .*{archive}"):
+            opened(name)
+    with pytest.raises(ConfigError, match=r"data.root is missing: name the folder that CIFAR-10 is in"):
+        opened("cifar10", root=None)
+
+
+def test_a_data_set_is_fetched_once_by_torchvision_if_that_is_asked_for(tmp_path, opened, monkeypatch):
+    fetched = []
+
+    def fetch(root: str, download: bool) -> None:
+        fetched.append((root, download))
+        datasets.cifar10(Path(root))
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", fetch)
+    assert len(opened("cifar10", download=True).labels) == 24
+    assert len(opened("cifar10", download=True).labels) == 24
+    assert fetched == [(str(tmp_path / "data"), True)]
+
+
+def test_a_fetching_that_fails_says_where_to_get_it_instead(opened, monkeypatch):
+    def offline(*args, **options) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("torchvision.datasets.MNIST", offline)
+    with pytest.raises(DataError, match=r"MNIST could not be fetched into .*: no route to host\. Get it from https"):
+        opened("mnist", download=True)
+    with pytest.raises(ConfigError, match="raypfl cannot download 'image_folder'; get its files yourself"):
+        opened("image_folder", download=True)
+
+
+# --- IDX --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_mnists_are_read_to_the_pixel_packed_or_not(tmp_path, opened, name, folder, packed):
+    images = datasets.mnist(tmp_path / "data" / folder, packed=packed)
+    data = opened(name)
+    assert np.array_equal(data.inputs[:, 0], images)
+    assert data.labels.tolist() == list(range(10)) * 3
+    assert held_for_tests(data).tolist() == list(range(20, 30))
+
+
+@pytest.mark.parametrize(("variant", "classes"), [(None, 47), ("byclass", 62), ("letters", 26), ("digits", 10)])
+def test_emnists_are_upright_and_their_classes_counted_from_zero(tmp_path, opened, variant, classes):
+    from torchvision.datasets import EMNIST
+
+    name = variant or "balanced"
+    folder = tmp_path / "data/EMNIST"
+    count = 26 if classes == 26 else 10
+    images = datasets.mnist(folder, f"emnist-{name}-train", f"emnist-{name}-test", labels=count)
+    data = opened("emnist", variant=variant)
+    assert np.array_equal(data.inputs[:, 0], images.transpose(0, 2, 1))
+    assert data.class_names == [one for one in EMNIST.classes_split_dict[name] if one != "N/A"]
+    assert (data.num_classes, data.labels[:3].tolist()) == (classes, [0, 1, 2])
+
+
+def cut_short(path: Path, by: int = 100) -> Path:
+    path.write_bytes(path.read_bytes()[:-by])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda raw: cut_short(raw / "train-images-idx3-ubyte"), "should hold 20 rows, but is cut short.* at row 19"),
+        (lambda raw: datasets.idx(raw / "train-labels-idx1-ubyte", np.arange(20)), "Row 10 of .*label 10.* 10 classes"),
+        (lambda raw: datasets.idx(raw / "train-labels-idx1-ubyte", np.zeros(19)), "20 images, but .* 19 labels"),
+        (lambda raw: (raw / "t10k-images-idx3-ubyte").write_bytes(b"<html>"), "is not an IDX file of bytes in 3"),
+        (lambda raw: datasets.idx(raw / "t10k-images-idx3-ubyte", np.zeros((10, 28))), "not an IDX file of bytes in 3"),
+    ],
+)
+def test_a_damaged_idx_file_is_named(tmp_path, opened, damage, sentence):
+    datasets.mnist(tmp_path / "data/MNIST")
+    damage(tmp_path / "data/MNIST/raw")
+    with pytest.raises(DataError, match=sentence):
+        opened("mnist")
+
+
+def test_a_packed_idx_file_that_is_cut_short_is_named(tmp_path, opened):
+    datasets.mnist(tmp_path / "data/MNIST", packed=True)
+    cut_short(tmp_path / "data/MNIST/raw/train-images-idx3-ubyte.gz")
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz is damaged"):
+        opened("mnist")
+
+
+def test_an_unknown_variant_is_refused(opened):
+    for name, variants in (("emnist", "balanced, bymerge"), ("cifar10_1", "v6"), ("cifar10_c", "1 to 5")):
+        with pytest.raises(ConfigError, match=variants):
+            opened(name, variant="own", root=str(Path(__file__).parent), image="fog.npy")
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def office_home(root: Path) -> Path:
+    """Two domains of two classes, as Office-Home's folders are."""
+    for d, domain in enumerate(("Art", "Real World")):
+        for c, kind in enumerate(("Alarm_Clock", "Bed")):
+            for i in range(3):
+                shape = (8 + i, 6, 3)
+                datasets.image(root / domain / kind / f"{i:05}.png", datasets.pixels(*shape, seed=100 * d + 10 * c + i))
+    return root
+
+
+def test_a_tree_of_images_has_classes_domains_and_one_size(tmp_path, opened):
+    office_home(tmp_path / "data")
+    (tmp_path / "data/ImageInfo.csv").write_text("not an image")
+    data = opened("image_folder", ByColumn(), layout="group/class", size=8, test_fraction=0.34)
+    assert data.class_names == ["Alarm_Clock", "Bed"]
+    assert (data.input_shape, data.num_clients) == ((3, 8, 8), 2)
+    held = [np.concatenate([data.indices(k, split) for split in ("train", "test")]) for k in range(2)]
+    assert [sorted(one.tolist()) for one in held] == [list(range(6)), list(range(6, 12))]
+    assert [data.label_counts("test")[k].tolist() for k in range(2)] == [[1, 1], [1, 1]]
+
+
+def test_a_split_level_is_the_published_test_split_of_its_own_domain(tmp_path, opened):
+    for domain, tests in (("Art", 2), ("Clipart", 4)):
+        for split, count in (("train", 6), ("val", tests)):
+            for i in range(count):
+                datasets.image(
+                    tmp_path / "data" / domain / split / "Bed" / f"{i}.png", datasets.pixels(4, 4, 3, seed=i)
+                )
+    data = opened("image_folder", ByColumn(), layout="group/split/class", val_fraction=0.2)
+    assert data.sizes("test").tolist() == [2, 4]
+    assert data.sizes("val").tolist() == [1, 1]
+    assert data.sizes("train").tolist() == [5, 5]
+
+
+def test_images_are_cropped_or_stretched_to_size(tmp_path, opened):
+    picture = np.zeros((4, 8, 3), np.uint8)
+    picture[:, 2:6] = 255
+    for kind in ("a", "b"):
+        datasets.image(tmp_path / "data" / kind / "1.png", picture)
+    assert opened("image_folder", size=4, fit="crop").inputs.min() == 255
+    assert opened("image_folder", size=4).inputs.min() < 100
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "sentence"),
+    [
+        (lambda root: cut_short(root / "Art/Bed/00001.png", 60), {}, "Art/Bed/00001.png holds a damaged image"),
+        (lambda root: (root / "Art/Bed/00001.png").write_bytes(b""), {}, "Art/Bed/00001.png holds a damaged image"),
+        (
+            lambda root: datasets.image(root / "Art/1.png", datasets.pixels(4, 4)),
+            {},
+            "Art/1.png does not lie in",
+        ),
+        (lambda root: None, {"size": None}, r"3 x 9 x 6 .* 3 x 8 x 6 .* to which data\.size=64"),
+        (lambda root: None, {"layout": "split/class"}, "lies in 'Art', but the folders of splits are called train"),
+    ],
+)
+def test_a_damaged_tree_of_images_is_named(tmp_path, opened, spoil, options, sentence):
+    spoil(office_home(tmp_path / "data"))
+    with pytest.raises(DataError, match=sentence):
+        opened("image_folder", **{"layout": "group/class", "size": 8, **options})
+
+
+def test_a_layout_that_is_none_is_refused(tmp_path, opened):
+    office_home(tmp_path / "data")
+    for layout in ("group", "domain/class", "class/class"):
+        with pytest.raises(ConfigError, match=rf"data\.layout is '{layout}', but must name the folders' levels"):
+            opened("image_folder", layout=layout)
+
+
+def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path, opened):
+    datasets.tiny_imagenet(tmp_path / "data")
+    data = opened("tiny_imagenet")
+    assert data.class_names == ["Egyptian cat", "goldfish"]
+    assert data.labels.tolist() == [0, 0, 0, 1, 1, 1, 0, 1, 0, 1]
+    assert np.array_equal(data.inputs[1], datasets.pixels(8, 8, 3, seed=1).transpose(2, 0, 1))
+    assert np.array_equal(data.inputs[8], np.repeat(datasets.pixels(8, 8, seed=2)[None], 3, axis=0))
+    assert held_for_tests(data).tolist() == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda root: (root / "wnids.txt").unlink(), r"wnids\.txt of .* cannot be read"),
+        (lambda root: (root / "val/images/val_2.JPEG").unlink(), r"val/images/val_2\.JPEG.* no such file"),
+        (lambda root: cut_short(root / "val/images/val_2.JPEG", 30), r"val/images/val_2\.JPEG holds a damaged image"),
+        (
+            lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn02124075\nval_1.JPEG\tn999\n"),
+            r"Row 1 of val/val_annotations\.txt has 'n999' for a class",
+        ),
+        (
+            lambda root: (root / "wnids.txt").write_text("n02124075\nn01443537\nn00000001\n"),
+            r"no image in train/n00000001/images",
+        ),
+    ],
+)
+def test_a_damaged_tiny_imagenet_is_named(tmp_path, opened, spoil, sentence):
+    spoil(datasets.tiny_imagenet(tmp_path / "data"))
+    with pytest.raises(DataError, match=sentence):
+        opened("tiny_imagenet")
+
+
+# --- .npy -------------------------------------------------------------------------------------------------------------
+
+
+def test_cifar10_c_is_read_by_corruption_and_severity(tmp_path, opened):
+    root = datasets.cifar10_c(tmp_path / "data")
+    all_five, fourth = opened("cifar10_c", image="snow.npy"), opened("cifar10_c", image="snow.npy", variant="4")
+    assert np.array_equal(all_five.inputs, np.load(root / "snow.npy").transpose(0, 3, 1, 2))
+    assert np.array_equal(fourth.inputs, all_five.inputs[12:16])
+    assert fourth.class_names == CLASSES
+
+
+def test_a_pair_of_npy_files_is_read(tmp_path, opened):
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data/x.npy", datasets.pixels(5, 6, 7))
+    np.save(tmp_path / "data/y.npy", np.array([0, 2, 1, 2, 0], np.uint8))
+    data = opened("npy", image="x.npy", label="y.npy")
+    assert (data.input_shape, data.labels.tolist(), data.num_classes) == ((1, 6, 7), [0, 2, 1, 2, 0], 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "sentence"),
+    [
+        (datasets.pixels(4, 8, 8, 3), np.array([0, 1, 2]), r"image\.npy holds 4 images, but .*labels\.npy 3 labels"),
+        (datasets.pixels(4, 8, 8, 3), np.array([0, 1, -1, 2]), r"Row 2 of .*labels\.npy has label -1"),
+        (datasets.pixels(4, 8, 8, 3), np.zeros((4, 2), int), r"labels in .*labels\.npy are int64\[4, 2\], not a list"),
+        (datasets.pixels(4, 8, 8, 3) / 255, np.zeros(4, int), r"image\.npy holds float64\[4, 8, 8, 3\], not images"),
+        (datasets.pixels(4, 64), np.zeros(4, int), r"image\.npy holds uint8\[4, 64\], not images"),
+        (np.array([{}, 1]), np.zeros(2, int), r"image\.npy is damaged, or not a \.npy file"),
+    ],
+)
+def test_a_damaged_pair_of_npy_files_is_named(tmp_path, opened, images, labels, sentence):
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data/image.npy", images)
+    np.save(tmp_path / "data/labels.npy", labels)
+    with pytest.raises(DataError, match=sentence):
+        opened("npy")
+
+
+def test_cifar10_1_has_cifar10s_classes_and_no_others(tmp_path, opened):
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data/cifar10.1_v6_data.npy", datasets.pixels(4, 32, 32, 3))
+    np.save(tmp_path / "data/cifar10.1_v6_labels.npy", np.array([0, 9, 3, 10]))
+    with pytest.raises(DataError, match=r"Row 3 of .*cifar10\.1_v6_labels\.npy has label 10, but there are 10 classes"):
+        opened("cifar10_1")
+    with pytest.raises(ConfigError, match=r"no cifar10\.1_v4_data\.npy in .*; there is cifar10\.1_v6_data\.npy"):
+        opened("cifar10_1", variant="v4")
+
+
+# --- CSV --------------------------------------------------------------------------------------------------------------
+
+XRAYS = [("1.0", "", "0.0", "-1.0", ""), ("", "", "", "", ""), ("0.0", "1.0", "1.0", "", "-1.0"), ("", "", "", "", "")]
+
+
+@pytest.mark.parametrize(("uncertain", "counted"), [("positive", 1), ("negative", 0)])
+def test_chexpert_has_five_labels_and_uncertain_ones_count_as_is_asked(tmp_path, opened, uncertain, counted):
+    datasets.chexpert(tmp_path / "data", XRAYS)
+    data = opened("chexpert", uncertain=uncertain, size=8)
+    assert data.class_names == ["Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion"]
+    assert data.labels.tolist() == [[1, 0, 0, counted, 0], [0] * 5, [0, 1, 1, 0, counted], [0] * 5]
+    assert data.multi_label and data.input_shape == (1, 8, 8)
+    counts = data.label_counts("train") + data.label_counts("test")
+    assert counts.sum(axis=0).tolist() == data.labels.sum(axis=0).tolist()
+
+
+def test_combinations_of_labels_are_dealt_out_and_rare_ones_counted_as_one(tmp_path, opened):
+    kinds = [("1.0", "", "", "", "")] * 20 + [("", "1.0", "", "", "")] * 20 + [("", "", "1.0", "", "")] * 4
+    datasets.chexpert(tmp_path / "data", kinds + [("1.0", "1.0", "1.0", "", "")] * 4)
+    data = opened("chexpert", ClassesPerClient(clients=3, classes=1), rare=10, size=4)
+    counts = data.label_counts("train") + data.label_counts("test")
+    assert sorted(map(tuple, counts[:, :3].tolist())) == [(0, 20, 0), (4, 4, 8), (20, 0, 0)]
+
+
+def listed(root: Path, lines: list[str], images: int = 3) -> Path:
+    for i in range(images):
+        datasets.image(root / f"images/{i}.png", datasets.pixels(6, 6, 3, seed=i))
+    (root / "train.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def test_images_listed_in_a_csv_file_have_classes_and_writers(tmp_path, opened):
+    lines = ["image,label,writer", "images/2.png,dog,w1", "images/0.png,cat,w0", "images/1.png,dog,w1"]
+    listed(tmp_path / "data", lines)
+    data = opened("csv", ByColumn(), group="writer")
+    assert (data.class_names, data.labels.tolist()) == (["cat", "dog"], [1, 0, 1])
+    assert np.array_equal(data.inputs[0], datasets.pixels(6, 6, 3, seed=2).transpose(2, 0, 1))
+    assert data.num_clients == 2
+
+
+def test_csv_files_named_test_are_the_published_test_split(tmp_path, opened):
+    root = listed(tmp_path / "data", ["image,label", "images/0.png,0", "images/1.png,1"])
+    (root / "test.csv").write_text("image,label\nimages/2.png,1\n")
+    data = opened("csv")
+    assert data.sizes("test").sum() == 1
+    assert opened("csv", files="train.csv", test_fraction=0).labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (
+            ["image,label", "images/0.png,0", "images/9.png,1"],
+            r"Row 1 of train\.csv names the image .*9\.png",
+        ),
+        (["image,label", "images/0.png,0", "images/1.png,"], r"Row 1 of train\.csv has no 'label'"),
+        (["image,label", "images/0.png,0", "images/1.png,-1"], r"Row 1 of train\.csv has a negative label"),
+        (["image,label", "images/0.png,0", ",1"], r"Row 1 of train\.csv has no 'image'"),
+        (["image,label", "images/0.png,0", "images/1.png"], r"train\.csv is not a readable CSV file"),
+    ],
+)
+def test_a_bad_row_of_a_csv_file_is_named(tmp_path, opened, lines, sentence):
+    listed(tmp_path / "data", lines)
+    with pytest.raises(DataError, match=sentence):
+        opened("csv")
+
+
+def test_a_truncated_image_of_a_csv_file_is_named_with_its_row(tmp_path, opened):
+    root = listed(tmp_path / "data", ["image,label", "images/0.png,0", "images/1.png,1"])
+    cut_short(root / "images/1.png", 40)
+    with pytest.raises(DataError, match=r"Row 1 of train\.csv holds a damaged image"):
+        opened("csv")
+
+
+def test_labels_out_of_range_and_missing_columns_of_a_csv_file_are_named(tmp_path, opened):
+    listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,2,0"])
+    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 2\.0 for 'edema', which must be 1, 0, -1 or empty"):
+        opened("csv", label=["edema", "cardiomegaly"])
+    with pytest.raises(ConfigError, match=r"data\.label is 'edma', but train\.csv .*did you mean 'edema'"):
+        opened("csv", label=["edma", "cardiomegaly"])
