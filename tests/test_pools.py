@@ -1,0 +1,257 @@
+"""Samples that belong to no client, clients that are never trained, and a store that many build at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, Dirichlet, RawData, Traits, load_federated
+from raypfl.data.splits import SPLITS, hold
+from raypfl.errors import ConfigError, DataError
+from tests import datasets
+
+TWO = IID(clients=2)
+NOTHING_PUBLISHED = np.zeros(0, bool)
+
+
+def opened(tmp_path: Path, partition=TWO, **options):
+    return load_federated(DataConfig(**options), partition, seed=0, cache=tmp_path / "cache")
+
+
+# --- pools ------------------------------------------------------------------------------------------------------------
+
+
+def test_pools_come_from_shares_other_data_sets_and_every_file_that_a_star_stands_for(tmp_path):
+    own = datasets.cifar10(tmp_path / "cifar").reshape(-1, 3, 32, 32)
+    datasets.cifar100(tmp_path / "cifar")
+    root = datasets.cifar10_c(tmp_path / "corrupted")
+    data = opened(
+        tmp_path,
+        name="cifar10",
+        root=str(tmp_path / "cifar"),
+        pools={
+            "validation": 0.1,
+            "auxiliary": {"name": "cifar100", "root": str(tmp_path / "cifar")},
+            "ood/c-*": {"name": "cifar10_c", "root": str(root), "variant": "5"},
+        },
+    )
+    assert data.pools == ("validation", "auxiliary", "ood/c-fog", "ood/c-snow")
+    assert [len(data.pool(name)) for name in data.pools] == [2, 40, 4, 4]
+    assert np.array_equal(data.inputs[:24], own)
+    assert np.array_equal(data.inputs[data.pool("ood/c-snow")], np.load(root / "snow.npy")[16:].transpose(0, 3, 1, 2))
+    assert data.labels[data.pool("ood/c-snow")].tolist() == [0, 1, 2, 3]
+    assert set(data.labels[data.pool("auxiliary")]) == {-1}
+    held = np.concatenate([data.indices(k, split) for k in range(2) for split in SPLITS])
+    assert np.array_equal(np.sort(np.concatenate([held, *map(data.pool, data.pools)])), np.arange(24 + 40 + 8))
+    assert len(held) == 22
+
+
+def test_a_pool_is_brought_to_the_shape_and_channels_of_the_clients_data(tmp_path):
+    images = datasets.mnist(tmp_path / "MNIST")
+    datasets.cifar10(tmp_path)
+    grey = opened(
+        tmp_path, name="mnist", root=str(tmp_path), pools={"auxiliary": {"name": "cifar10", "root": str(tmp_path)}}
+    )
+    assert grey.inputs.shape == (30 + 20, 1, 28, 28)
+    other = {"name": "mnist", "root": str(tmp_path)}
+    coloured = opened(tmp_path, name="cifar10", root=str(tmp_path), pools={"auxiliary": other})
+    added = coloured.inputs[coloured.pool("auxiliary")]
+    assert added.shape == (20, 3, 32, 32)
+    assert (added == added[:, :1]).all()
+    assert abs(float(added.mean()) - float(images[:20].mean())) < 2
+
+
+def test_a_pool_to_be_tested_on_is_a_published_test_split_with_the_clients_classes(tmp_path):
+    datasets.mnist(tmp_path / "MNIST")
+    datasets.mnist(tmp_path / "FashionMNIST")
+    mnist = {"name": "mnist", "root": str(tmp_path)}
+    same = opened(tmp_path, **mnist, pools={"ood/again": mnist})
+    assert same.pool("ood/again").tolist() == list(range(30, 40))
+    everything = opened(tmp_path, **mnist, pools={"ood/again": {**mnist, "split": "merged"}})
+    assert len(everything.pool("ood/again")) == 30
+    with pytest.raises(DataError, match="'ood/clothes' has the classes T-shirt.*cannot be tested on"):
+        opened(tmp_path, **mnist, pools={"ood/clothes": {"name": "fashion_mnist", "root": str(tmp_path)}})
+
+
+def test_classes_of_a_pool_go_by_their_names(tmp_path):
+    for folder, kinds in (("own", "abc"), ("other", "cb")):
+        for kind in kinds:
+            datasets.image(tmp_path / folder / kind / "1.png", datasets.pixels(4, 4, 3))
+    other = {"name": "image_folder", "root": str(tmp_path / "other")}
+    data = opened(tmp_path, name="image_folder", root=str(tmp_path / "own"), pools={"ood/other": other})
+    assert data.labels[data.pool("ood/other")].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("pools", "sentence"),
+    [
+        ({"auxiliary": 1.0}, r"data.pools.auxiliary is 1.0, but must be at least 0 and below 1"),
+        ({"a": 0.5, "b": 0.5}, r"data.pools take 1 of the training samples, which leaves nothing"),
+        ({"auxiliary": {"root": "x"}}, r"data.pools.auxiliary is .*, but must be a share .*, or a data set"),
+        ({"auxiliary": {"name": "mnist", "rot": "x"}}, r"data.pools.auxiliary.rot is not .*; did you mean 'root'"),
+        ({"test": {"name": "mnist"}}, r"one called 'test', which is the name of a split"),
+    ],
+)
+def test_a_pool_that_is_not_described_is_refused(pools, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        DataConfig(pools=pools)
+
+
+def test_a_star_without_files_and_an_unknown_pool_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"'ood/\*', but there is no \*\.npy in .* to stand for its star"):
+        opened(tmp_path, pools={"ood/*": {"name": "cifar10_c", "root": str(tmp_path)}})
+    data = opened(tmp_path, pools={"auxiliary": 0.1})
+    with pytest.raises(ConfigError, match="no pool called 'auxilary'; did you mean 'auxiliary'"):
+        data.pool("auxilary")
+
+
+# --- splits -----------------------------------------------------------------------------------------------------------
+
+
+def held(labels, num_classes, partition, groups=None, test=NOTHING_PUBLISHED, **options):
+    test = test if test.size else np.zeros(len(labels), bool)
+    names = tuple(map(str, range(int(groups.max()) + 1))) if groups is not None else ()
+    return hold(Traits(labels, num_classes, groups, names), test, DataConfig(**options), partition, 0)
+
+
+def test_a_tenth_of_the_clients_is_never_trained_and_does_not_settle_the_normalisation(tmp_path):
+    data = opened(tmp_path, Dirichlet(clients=20), unseen_fraction=0.1)
+    assert len(data.unseen) == 2
+    seen = np.setdiff1d(np.arange(20), data.unseen)
+    pixels = data.inputs[np.concatenate([data.indices(client) for client in seen])] / 16.0
+    np.testing.assert_allclose(data.mean, [pixels.mean()], rtol=1e-6)
+    assert all(len(data.indices(client, "test")) for client in data.unseen)
+    assert opened(tmp_path, Dirichlet(clients=20)).unseen.tolist() == []
+
+
+def test_which_clients_are_unseen_depends_on_the_seed_and_not_on_their_number_of_samples():
+    labels = np.arange(1000) % 10
+    chosen = [
+        hold(Traits(labels, 10), labels < 0, DataConfig(unseen_fraction=0.2), IID(clients=50), seed).unseen.tolist()
+        for seed in (0, 0, 1)
+    ]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert len(chosen[0]) == 10
+
+
+def test_each_client_has_the_same_classes_in_all_its_splits():
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 600))
+    published = np.zeros(60_000, bool)
+    for label in range(100):
+        published[np.flatnonzero(labels == label)[:100]] = True
+    holdings = held(labels, 100, ClassesPerClient(clients=1000, classes=10), test=published, val_fraction=0.2)
+    seen = np.zeros((3, 1000, 100), bool)
+    seen[holdings.split, holdings.client, labels] = True
+    assert (seen[0].sum(axis=1) == 10).all()
+    assert np.array_equal(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
+
+
+def test_the_sizes_are_peradas():
+    labels = np.random.default_rng(0).integers(0, 19, 223_414)
+    holdings = held(labels, 19, Dirichlet(alpha=0.3), pools={"validation": 0.1}, test_fraction=0.1)
+    pooled = (holdings.split == len(SPLITS)).sum()
+    sizes = np.bincount(holdings.client[holdings.client >= 0])
+    assert pooled == 22_342
+    assert (holdings.split == SPLITS.index("test")).sum() == (sizes // 10).sum()
+
+    labels = np.arange(60_000) % 10
+    holdings = held(
+        labels, 10, Dirichlet(alpha=0.1, reserve=2, cap=1.0), test=labels.cumsum() < 0, pools={"validation": 0.1}
+    )
+    assert (holdings.split == len(SPLITS)).sum() == 6_000
+
+
+def test_a_clients_published_test_samples_have_the_label_mix_that_it_trains_on():
+    labels = np.arange(60_000) % 10
+    published = np.arange(60_000) >= 50_000
+    partition = Dirichlet(clients=20, alpha=0.1, reserve=2, cap=1.0)
+    holdings = held(labels, 10, partition, test=published, pools={"validation": 0.1})
+    train, test = (
+        np.stack(
+            [np.bincount(labels[(holdings.client == k) & (holdings.split == code)], minlength=10) for k in range(20)]
+        )
+        for code in (0, 2)
+    )
+    assert (train.sum(), test.sum()) == (45_000, 10_000)
+    assert train.min() >= 2
+    assert min(np.corrcoef(a, b)[0, 1] for a, b in zip(train, test, strict=True)) > 0.95
+
+
+def test_published_test_samples_stay_in_their_domain():
+    domain = np.arange(600) % 4
+    published = np.arange(600) >= 400
+    holdings = held(np.arange(600) % 3, 3, ByColumn(), groups=domain, test=published)
+    assert np.array_equal(holdings.client, domain)
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+def counted(config: DataConfig) -> RawData:
+    """Says in a file that it was read."""
+    with open(os.environ["RAYPFL_TEST_COUNT"], "a") as file:
+        file.write("read\n")
+    return RawData(datasets.pixels(400, 1, 64, 64), np.arange(400) % 10, [str(c) for c in range(10)])
+
+
+def fingerprint(cache: Path) -> str:
+    return load_federated(DataConfig(name="tests.test_pools:counted"), TWO, seed=0, cache=cache).fingerprint
+
+
+def test_of_three_processes_that_want_a_store_built_one_builds_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYPFL_TEST_COUNT", str(tmp_path / "count"))
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
+        fingerprints = set(pool.map(fingerprint, [tmp_path / "cache"] * 3))
+    assert len(fingerprints) == 1
+    assert (tmp_path / "count").read_text() == "read\n"
+    assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".arrow"}
+
+
+def test_the_store_is_kept_for_the_content_of_files_and_not_for_their_times_or_place(tmp_path):
+    datasets.mnist(tmp_path / "a/MNIST")
+    first = opened(tmp_path, name="mnist", root=str(tmp_path / "a"))
+    for path in (tmp_path / "a").rglob("*ubyte"):
+        os.utime(path, (1, 1))
+    (tmp_path / "a/CIFAR").mkdir()
+    (tmp_path / "a/CIFAR/other").write_text("a data set beside it")
+    (tmp_path / "a").rename(tmp_path / "b")
+    again = opened(tmp_path, name="mnist", root=str(tmp_path / "b"))
+    assert first.fingerprint == again.fingerprint
+    assert len(list((tmp_path / "cache").rglob("samples.arrow"))) == 1
+
+
+LARGE = """
+import resource, sys
+import numpy as np
+from raypfl.data import IID, DataConfig, RawData, load_federated
+
+def large(config):
+    '''160 MB of images, grey ones in three channels, in blocks of 3 MB.'''
+    def blocks():
+        for number in range(53):
+            yield np.repeat(np.random.default_rng(number).integers(0, 256, (256, 1, 64, 64), np.uint8), 3, axis=1)
+    return RawData(blocks(), np.arange(53 * 256) % 10, [str(c) for c in range(10)])
+
+DataConfig(), IID()
+status = dict(line.split(':', 1) for line in open('/proc/self/status'))
+used = int(status['VmData'].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + 40 * 2**20, resource.RLIM_INFINITY))
+data = load_federated(DataConfig(name='__main__:large'), IID(clients=10), seed=0, cache=sys.argv[1])
+print(data.inputs.shape)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_data_set_larger_than_the_memory_allowed_is_built(tmp_path):
+    command = [sys.executable, "-c", LARGE, str(tmp_path)]
+    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(13568, 1, 64, 64)\n"
