@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from raypfl import rng
 from raypfl.federation.backend import Inline
 from raypfl.federation.batches import Samples, order
-from raypfl.federation.clients import Bench, Clients
+from raypfl.federation.bench import Bench
+from raypfl.federation.clients import Clients
 from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.executor import Precision, Sequential, Vectorised
 from raypfl.federation.ledger import Ledger

@@ -76,7 +76,7 @@ def test_a_pool_to_be_tested_on_is_a_published_test_split_with_the_clients_class
     assert same.pool("ood/again").tolist() == list(range(30, 40))
     everything = opened(tmp_path, **mnist, pools={"ood/again": {**mnist, "split": "merged"}})
     assert len(everything.pool("ood/again")) == 30
-    with pytest.raises(DataError, match="'ood/clothes' has the classes T-shirt.*cannot be tested on"):
+    with pytest.raises(DataError, match=r"'ood/clothes' has the classes T-shirt.*cannot be tested on"):
         opened(tmp_path, **mnist, pools={"ood/clothes": {"name": "fashion_mnist", "root": str(tmp_path)}})
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,149 +15,14 @@ from torch.nn import functional as F
 from raypfl import rng
 from raypfl.errors import ClientError, MethodError
 from raypfl.evaluation.tally import tally
-from raypfl.federation.batches import Batch, GroupSamples, Order, Samples, order
-from raypfl.federation.executor import Executor, Loss, Sequential, SGDRule, Vectorised
+from raypfl.federation.batches import Batch, GroupSamples, Order, order
+from raypfl.federation.bench import Bench
+from raypfl.federation.client_state import ClientState
+from raypfl.federation.executor import Executor, Loss, SGDRule, Vectorised
 from raypfl.federation.minibatches import MiniBatch, Walk
-from raypfl.federation.states import Stack
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
-from raypfl.messages import Lent, PerClient, per_client, plain
-from raypfl.models.flat import FlatModel
+from raypfl.messages import PerClient, per_client, plain
 from raypfl.settings import TrainingSettings
-
-
-@dataclass(eq=False)
-class Bench:
-    """What the clients of one process share: the network, the samples, the settings. Built once, used by every group.
-
-    Attributes
-    ----------
-    split : ``split(client, name) -> int64[n]`` sample numbers of one client's split.
-    pools : samples that belong to no client, by name.
-    networks : further networks of the method (:meth:`raypfl.Method.networks`).
-    loss_limit : a training loss above it is a failure.
-    evaluation_batch : samples a model and forward pass, where nothing is trained.
-    scale : the value of a full pixel.
-    unseen : clients that are never trained.
-    corrupted : test images that were made worse, by how.
-    """
-
-    model: FlatModel
-    executor: Executor
-    samples: Samples
-    split: Callable[[int, str], np.ndarray]
-    num_clients: int
-    num_classes: int
-    training: TrainingSettings
-    seed: int
-    pools: Mapping[str, np.ndarray] = field(default_factory=dict)
-    networks: Mapping[str, FlatModel] = field(default_factory=dict)
-    loss_limit: float = 1e6
-    evaluation_batch: int = 512
-    scale: float = 255.0
-    unseen: frozenset[int] = frozenset()
-    corrupted: dict[Any, Tensor] = field(default_factory=dict)
-    _unions: dict[str, np.ndarray] = field(default_factory=dict)
-
-    @cached_property
-    def initial(self) -> Tensor:
-        """The model that every client and the server begin with, ``[P+B]``."""
-        return self.model.init(self.seed)
-
-    def everyone(self, split: str) -> np.ndarray:
-        """The union of the splits of all clients that are trained, ``int64[N]``."""
-        if split not in self._unions:
-            trained = (client for client in range(self.num_clients) if client not in self.unseen)
-            self._unions[split] = np.concatenate([self.split(client, split) for client in trained])
-        return self._unions[split]
-
-    @cached_property
-    def one_by_one(self) -> Sequential:
-        """The executor for what cannot be vectorised."""
-        executor = self.executor
-        return executor if isinstance(executor, Sequential) else Sequential(self.model, executor.precision)  # type: ignore[attr-defined]
-
-
-class ClientState(MutableMapping[str, Tensor]):
-    """What stays with the group's clients between rounds: name -> ``Tensor[K, ...]``.
-
-    Loaded with the group and stored when its function returns. A client that was never given a value has none.
-
-    Parameters
-    ----------
-    lent : show the state of a group of one where it lies, as :class:`Lent`, not a copy of it.
-    """
-
-    def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device, lent: bool = False):
-        self._rows = rows
-        self._device = device
-        self._lent = lent and len(rows) == 1 and device.type == "cpu"
-        self._new: dict[str, Tensor] = {}
-        self.changed = False
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The clients' values of `name` ``[K, ...]``; those without get `default` (a row, or ``[K, ...]``)."""
-        if name in self._new:
-            return self._new[name]
-        if not any(name in row for row in self._rows):
-            if default is None:
-                return None
-            return self._default_rows(default)
-        if default is None and not all(name in row for row in self._rows):
-            raise KeyError(f"Some clients of the group have no {name!r} yet; give clients.state.get a default.")
-        if self._lent:
-            with warnings.catch_warnings(action="ignore"):  # torch warns that it may be read-only, as it is meant to be
-                return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(Lent)
-        # One copy of each row, from where it is mapped into its place: a state may be large.
-        one = next(row[name] for row in self._rows if name in row)
-        stored = np.empty((len(self._rows), *one.shape), one.dtype)
-        for k, row in enumerate(self._rows):
-            if name in row:
-                stored[k] = row[name]
-        rows = torch.from_numpy(stored).to(self._device, None if default is None else default.dtype)
-        without = [k for k, row in enumerate(self._rows) if name not in row]
-        if without:
-            rows[without] = plain(self._default_rows(default))[without]
-        return per_client(rows)
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self.get(name)
-        if value is None:
-            raise KeyError(f"The clients have no {name!r} yet; give clients.state.get a default.")
-        return value
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        if len(value) != len(self._rows):
-            raise MethodError(
-                f"clients.state[{name!r}] needs one row for each of the group's {len(self._rows)} clients, "
-                f"this has shape {tuple(value.shape)}."
-            )
-        self._new[name] = per_client(plain(value).detach())
-        self.changed = True
-
-    def __delitem__(self, name: str) -> None:
-        if name not in self:
-            raise KeyError(f"The clients have no {name!r}.")
-        self._new.pop(name, None)
-        self.changed = True
-        self._rows = [{n: v for n, v in row.items() if n != name} for row in self._rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted({name for row in self._rows for name in row} | set(self._new)))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def stack(self) -> Stack:
-        """The states as they are now."""
-        return Stack.updated(self._rows, {name: plain(value).cpu().numpy() for name, value in self._new.items()})
-
-    def _default_rows(self, default: Tensor) -> PerClient:
-        if isinstance(default, PerClient):
-            return default
-        if self._lent:
-            return default.to(self._device)[None].as_subclass(Lent)
-        # A copy: a row that is a view of the initial model could be changed in place, and that model with it.
-        return per_client(default.to(self._device).repeat(len(self._rows), *[1] * default.dim()))
 
 
 class Clients:

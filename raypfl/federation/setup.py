@@ -14,7 +14,7 @@ from torch import nn
 from raypfl import rng
 from raypfl.data import ClientData, DescribedData
 from raypfl.federation.batches import Samples
-from raypfl.federation.clients import Bench
+from raypfl.federation.bench import Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
 from raypfl.methods.base import Method, Task
 from raypfl.models import MODELS, FlatModel

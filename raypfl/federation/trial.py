@@ -19,7 +19,8 @@ import torch
 
 import raypfl
 from raypfl.federation.batches import Samples
-from raypfl.federation.clients import Bench, Clients
+from raypfl.federation.bench import Bench
+from raypfl.federation.clients import Clients
 from raypfl.federation.executor import Precision, Sequential, Vectorised
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from raypfl.errors import MethodError
-from raypfl.federation.clients import Bench, Clients
+from raypfl.federation.bench import Bench
+from raypfl.federation.clients import Clients
 from raypfl.federation.states import Stack
 from raypfl.messages import Each, Mean, Sum, per_client, plain
 from raypfl.methods.base import Method

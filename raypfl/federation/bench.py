@@ -1,0 +1,68 @@
+"""What the clients of one process share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from raypfl.federation.batches import Samples
+from raypfl.federation.executor import Executor, Sequential
+from raypfl.models.flat import FlatModel
+from raypfl.settings import TrainingSettings
+
+
+@dataclass(eq=False)
+class Bench:
+    """What the clients of one process share: the network, the samples, the settings. Built once, used by every group.
+
+    Attributes
+    ----------
+    split : ``split(client, name) -> int64[n]`` sample numbers of one client's split.
+    pools : samples that belong to no client, by name.
+    networks : further networks of the method (:meth:`raypfl.Method.networks`).
+    loss_limit : a training loss above it is a failure.
+    evaluation_batch : samples a model and forward pass, where nothing is trained.
+    scale : the value of a full pixel.
+    unseen : clients that are never trained.
+    corrupted : test images that were made worse, by how.
+    """
+
+    model: FlatModel
+    executor: Executor
+    samples: Samples
+    split: Callable[[int, str], np.ndarray]
+    num_clients: int
+    num_classes: int
+    training: TrainingSettings
+    seed: int
+    pools: Mapping[str, np.ndarray] = field(default_factory=dict)
+    networks: Mapping[str, FlatModel] = field(default_factory=dict)
+    loss_limit: float = 1e6
+    evaluation_batch: int = 512
+    scale: float = 255.0
+    unseen: frozenset[int] = frozenset()
+    corrupted: dict[Any, Tensor] = field(default_factory=dict)
+    _unions: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @cached_property
+    def initial(self) -> Tensor:
+        """The model that every client and the server begin with, ``[P+B]``."""
+        return self.model.init(self.seed)
+
+    def everyone(self, split: str) -> np.ndarray:
+        """The union of the splits of all clients that are trained, ``int64[N]``."""
+        if split not in self._unions:
+            trained = (client for client in range(self.num_clients) if client not in self.unseen)
+            self._unions[split] = np.concatenate([self.split(client, split) for client in trained])
+        return self._unions[split]
+
+    @cached_property
+    def one_by_one(self) -> Sequential:
+        """The executor for what cannot be vectorised."""
+        executor = self.executor
+        return executor if isinstance(executor, Sequential) else Sequential(self.model, executor.precision)  # type: ignore[attr-defined]

@@ -1,0 +1,98 @@
+"""What stays with a group's clients between rounds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.errors import MethodError
+from raypfl.federation.states import Stack
+from raypfl.messages import Lent, PerClient, per_client, plain
+
+
+class ClientState(MutableMapping[str, Tensor]):
+    """What stays with the group's clients between rounds: name -> ``Tensor[K, ...]``.
+
+    Loaded with the group and stored when its function returns. A client that was never given a value has none.
+
+    Parameters
+    ----------
+    lent : show the state of a group of one where it lies, as :class:`Lent`, not a copy of it.
+    """
+
+    def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device, lent: bool = False):
+        self._rows = rows
+        self._device = device
+        self._lent = lent and len(rows) == 1 and device.type == "cpu"
+        self._new: dict[str, Tensor] = {}
+        self.changed = False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The clients' values of `name` ``[K, ...]``; those without get `default` (a row, or ``[K, ...]``)."""
+        if name in self._new:
+            return self._new[name]
+        if not any(name in row for row in self._rows):
+            if default is None:
+                return None
+            return self._default_rows(default)
+        if default is None and not all(name in row for row in self._rows):
+            raise KeyError(f"Some clients of the group have no {name!r} yet; give clients.state.get a default.")
+        if self._lent:
+            with warnings.catch_warnings(action="ignore"):  # torch warns that it may be read-only, as it is meant to be
+                return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(Lent)
+        # One copy of each row, from where it is mapped into its place: a state may be large.
+        one = next(row[name] for row in self._rows if name in row)
+        stored = np.empty((len(self._rows), *one.shape), one.dtype)
+        for k, row in enumerate(self._rows):
+            if name in row:
+                stored[k] = row[name]
+        rows = torch.from_numpy(stored).to(self._device, None if default is None else default.dtype)
+        without = [k for k, row in enumerate(self._rows) if name not in row]
+        if without:
+            rows[without] = plain(self._default_rows(default))[without]
+        return per_client(rows)
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.get(name)
+        if value is None:
+            raise KeyError(f"The clients have no {name!r} yet; give clients.state.get a default.")
+        return value
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if len(value) != len(self._rows):
+            raise MethodError(
+                f"clients.state[{name!r}] needs one row for each of the group's {len(self._rows)} clients, "
+                f"this has shape {tuple(value.shape)}."
+            )
+        self._new[name] = per_client(plain(value).detach())
+        self.changed = True
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(f"The clients have no {name!r}.")
+        self._new.pop(name, None)
+        self.changed = True
+        self._rows = [{n: v for n, v in row.items() if n != name} for row in self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({name for row in self._rows for name in row} | set(self._new)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def stack(self) -> Stack:
+        """The states as they are now."""
+        return Stack.updated(self._rows, {name: plain(value).cpu().numpy() for name, value in self._new.items()})
+
+    def _default_rows(self, default: Tensor) -> PerClient:
+        if isinstance(default, PerClient):
+            return default
+        if self._lent:
+            return default.to(self._device)[None].as_subclass(Lent)
+        # A copy: a row that is a view of the initial model could be changed in place, and that model with it.
+        return per_client(default.to(self._device).repeat(len(self._rows), *[1] * default.dim()))
