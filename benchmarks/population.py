@@ -29,7 +29,7 @@ import torch
 
 import raypfl
 from benchmarks.memory import memory
-from raypfl.data import DataConfig, Partition, RawData, load_federated
+from raypfl.data import DataConfig, Partition, RawData, Traits, load_federated
 
 HERE = "benchmarks.population"
 BLOCK = 1 << 16
@@ -58,7 +58,7 @@ def crowd(config: DataConfig) -> RawData:
 class Sized(Partition):
     """The first samples to the first client, and so on."""
 
-    def owners(self, labels: np.ndarray, num_classes: int, seed: int) -> np.ndarray:
+    def owners(self, samples: Traits, seed: int) -> np.ndarray:
         return np.repeat(np.arange(self.clients), sizes(self.clients))
 
 

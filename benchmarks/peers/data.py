@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.data import DataConfig, FederatedData, Partition, RawData, load_federated
+from raypfl.data import DataConfig, FederatedData, Partition, RawData, Traits, load_federated
 from raypfl.data.partitions import PARTITIONS
 
 HERE = "benchmarks.peers.data"
@@ -74,7 +74,7 @@ class InTurn(Partition):
     smallest: int = 50
     largest: int = 50
 
-    def owners(self, labels: np.ndarray, num_classes: int, seed: int) -> np.ndarray:
+    def owners(self, samples: Traits, seed: int) -> np.ndarray:
         return np.repeat(np.arange(self.clients), sizes(self.clients, self.smallest, self.largest))
 
 
