@@ -91,9 +91,11 @@ def prepared(experiment: raypfl.Experiment, data: FederatedData, folder: str) ->
     server._restore_or_start()
     server.round = 1
     draws = np.random.default_rng(1)
+    base = 0.05 * draws.standard_normal(2 * task.model.size, dtype=np.float32)
     models: dict[int, np.ndarray] = {}
     for group in np.array_split(draws.permutation(CLIENTS), CLIENTS // TOGETHER):
-        rows = 0.05 * draws.standard_normal((len(group), task.model.size), dtype=np.float32)
+        first = draws.integers(0, task.model.size, len(group))
+        rows = np.stack([base[at : at + task.model.size] for at in first])
         server.states.stage(tuple(group.tolist()), Stack({"personal": rows}, {"personal": np.arange(len(group))}))
         models |= dict(zip(group.tolist(), rows, strict=True))
     server.states.commit()
@@ -102,13 +104,12 @@ def prepared(experiment: raypfl.Experiment, data: FederatedData, folder: str) ->
 
 def bare(model: FlatModel, data: FederatedData, models: dict[int, np.ndarray], precision: str) -> Callable[[], None]:
     """The forward passes alone."""
+    hollow = copy.deepcopy(model.module).to("meta")
     modules, batches = [], []
     last = torch.channels_last if data.input_shape[0] > 1 else torch.contiguous_format
     for client in range(CLIENTS):
-        module = copy.deepcopy(model.module)
-        tensors = model.unflatten(torch.from_numpy(models[client]))
-        for name, parameter in module.named_parameters():
-            parameter.data = tensors[name]
+        module = copy.deepcopy(hollow)
+        module.load_state_dict(model.unflatten(torch.from_numpy(models[client])), assign=True)
         x = torch.from_numpy(data.inputs[data.indices(client, "test")]).float() / data.scale
         modules.append(module.eval())
         batches.append(
