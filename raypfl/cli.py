@@ -54,6 +54,9 @@ app = typer.Typer(
     help="Personalized federated learning, simulated on Ray.",
 )
 
+data_app = typer.Typer(no_args_is_help=True, help="Look at the data that clients hold.")
+app.add_typer(data_app, name="data")
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="RECIPE|FILE.yaml KEY=VALUE", help="What to run, and what to change.", show_default=False),
@@ -141,6 +144,31 @@ def resume(
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)]) -> None:
     """List what an experiment can name, with options and their defaults."""
     Console().print(_listing(kind))
+
+
+@data_app.command()
+def show(
+    words: Words = None,
+    picture: Annotated[Path, typer.Option(help="The picture's file.")] = Path("data.png"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what each client of an experiment holds: a table, and a picture of clients and classes.
+
+    The experiment is named as for raypfl run.
+    """
+    from raypfl.config import experiments
+    from raypfl.data import load_federated, summarised
+    from raypfl.tracking import data_picture, data_table
+
+    recipe, changes = _recipe_and_changes(words or [])
+    experiment = experiments(_source(recipe), changes)[0]
+    summary = summarised(load_federated(experiment.data, experiment.partition, seed=experiment.seed))
+    drawn = data_picture.draw(summary, picture)
+    if as_json:
+        print(json.dumps({**data_table.as_json(summary), "picture": str(drawn)}, indent=2))
+    else:
+        data_table.show(Console(), summary)
+        print(f"Picture: {drawn}")
 
 
 def _alone(listeners: Sequence[Any]) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from raypfl.data.partitions import IID, PARTITIONS, Partition, Traits
 from raypfl.data.population import DescribedData, Population
 from raypfl.data.quantity_skew import LogNormal, PowerLaw
 from raypfl.data.store import ClientData, FederatedData, load_federated
+from raypfl.data.summary import Summary, summarised
 
 __all__ = [
     "DATASETS",
@@ -35,7 +36,9 @@ __all__ = [
     "Population",
     "PowerLaw",
     "RawData",
+    "Summary",
     "Traits",
     "load_federated",
     "reads",
+    "summarised",
 ]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raypfl.federation import Result
 
 _INK, _FAINT = "#333333", "#E4E4E4"
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#999999",
     "axes.labelcolor": _INK,
     "axes.spines.right": False,
@@ -63,7 +63,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     """
     compared = contenders(results)
     protocol = "local" if "local" in compared[0].protocols else compared[0].protocols[0]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
         dashed = [one.label for one in compared if one.scores(protocol, "global", "accuracy")]

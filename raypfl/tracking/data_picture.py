@@ -1,0 +1,123 @@
+"""Who holds what, as a picture: clients across, classes down, and how much each client has above."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from raypfl.data.summary import Summary
+from raypfl.tracking.picture import STYLE
+
+_COLOUR, _QUIET, _SCALE = "#1F5FA8", "#B9C3CE", "Blues"
+_FEW_CLIENTS, _FEW_CLASSES = 50, 30
+# Columns of the picture of many clients; where there are more clients, neighbours share one.
+_COLUMNS = 1500
+_NAME_LENGTH = 18
+
+
+def draw(summary: Summary, path: str | Path) -> Path:
+    """Write a PNG of the training samples.
+
+    Up to 50 clients and 30 classes: a bubble for each client and class, its area in proportion to the samples. Beyond:
+    each client's label mix as a column of shades, clients in the order of the class that they have most of.
+
+    Parameters
+    ----------
+    path : of the PNG; its folder must exist.
+
+    Returns
+    -------
+    The path.
+    """
+    few = summary.num_clients <= _FEW_CLIENTS and len(summary.class_names) <= _FEW_CLASSES
+    with matplotlib.rc_context(STYLE):
+        height = 2.6 + 0.3 * min(max(len(summary.class_names), 6), 24)
+        figure = Figure(figsize=(min(5 + 0.28 * summary.num_clients, 13), height), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, max(height - 2.2, 1.5)))
+        order = np.arange(summary.num_clients) if few else _sorted(summary.shares)
+        if few:
+            _bubbles(below, summary)
+        else:
+            _shades(figure, below, summary.shares[order])
+        _sizes(above, summary, order)
+        _explain(above, below, summary, few)
+        figure.savefig(path, dpi=160)
+    return Path(path)
+
+
+def _sorted(shares: np.ndarray) -> np.ndarray:
+    """Clients by the class that they have most of, and within it by how much of it they have."""
+    most = shares.argmax(axis=1)
+    return np.lexsort((-shares.max(axis=1), most))
+
+
+def _bubbles(axes: Axes, summary: Summary) -> None:
+    client, label = np.nonzero(summary.counts)
+    counts = summary.counts[client, label]
+    colours = np.where(np.isin(client, summary.unseen), _QUIET, _COLOUR)
+    largest = 340.0
+    axes.scatter(client, label, s=largest * counts / counts.max(), c=colours.tolist(), linewidths=0)
+    steps = sorted({_round(counts.max() * share) for share in (0.1, 0.5, 1.0)})
+    for step in steps:
+        axes.scatter([], [], s=largest * step / counts.max(), c=_COLOUR, linewidths=0, label=f"{step:,}")
+    axes.legend(
+        title="samples", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, labelspacing=1.4, borderpad=1.0
+    )
+    axes.grid(True)
+    axes.set_axisbelow(True)
+
+
+def _round(value: float) -> int:
+    """To one digit, for a legend."""
+    power = 10 ** max(int(np.log10(max(value, 1))), 0)
+    return max(int(value / power) * power, 1)
+
+
+def _shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
+    starts = np.unique(np.linspace(0, len(shares), min(_COLUMNS, len(shares)), endpoint=False).astype(int))
+    lengths = np.diff(np.append(starts, len(shares)))[:, None]
+    columns = np.add.reduceat(shares, starts, axis=0) / lengths
+    extent = (-0.5, len(shares) - 0.5, shares.shape[1] - 0.5, -0.5)
+    image = axes.imshow(columns.T, aspect="auto", cmap=_SCALE, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    bar = figure.colorbar(image, ax=axes, label="share of the client's samples", pad=0.01, fraction=0.03)
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
+
+
+def _sizes(axes: Axes, summary: Summary, order: np.ndarray) -> None:
+    sizes = summary.sizes["train"][order]
+    colours = np.where(np.isin(order, summary.unseen), _QUIET, _COLOUR)
+    if len(order) <= _FEW_CLIENTS:
+        axes.bar(np.arange(len(order)), sizes, width=0.7, color=colours.tolist())
+    else:
+        axes.fill_between(np.arange(len(order)), sizes, step="mid", color=_COLOUR, linewidth=0)
+    if sizes.max() > 50 * max(np.median(sizes), 1):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0)
+        axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    axes.tick_params(labelbottom=False)
+    axes.grid(True, axis="y")
+    axes.set_axisbelow(True)
+
+
+def _explain(above: Axes, below: Axes, summary: Summary, few: bool) -> None:
+    above.set(ylabel="samples", title=f"{summary.name}: what {summary.num_clients:,} clients train on")
+    count = len(summary.class_names)
+    every = -(-count // _FEW_CLASSES)
+    below.set_yticks(range(0, count, every), [_short(name) for name in summary.class_names[::every]])
+    below.set_ylim(count - 0.5, -0.5)
+    below.set_xlim(-0.7, summary.num_clients - 0.3)
+    below.xaxis.set_major_locator(MaxNLocator(min(summary.num_clients + 1, 13), integer=True, steps=[1, 2, 5, 10]))
+    below.xaxis.set_minor_locator(NullLocator())
+    quiet = " (grey: never trained)" if len(summary.unseen) and few else ""
+    below.set(ylabel="class", xlabel=f"client{quiet}" if few else "clients, sorted by the class that they have most of")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
