@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import raypfl
 from benchmarks.peers import data, environments, report
 from benchmarks.peers.__main__ import is_possible, machine, missing
 from benchmarks.peers.data import Noise, prepare, sizes
@@ -21,6 +22,7 @@ from benchmarks.peers.jobs import BARE, CONTENDERS, FLOWER, INLINE, JOBS, PFL, C
 from benchmarks.peers.local import fit
 from benchmarks.peers.measure import Patience, descendants, measure, parse
 from benchmarks.peers.order import Order, Shards, Stamps, network
+from benchmarks.peers.systems import bare
 from benchmarks.peers.systems.raypfl import experiment
 from raypfl.data import DataConfig, RawData, load_federated
 from raypfl.data.partitions import PARTITIONS
@@ -157,6 +159,30 @@ def test_dittos_pull_is_the_gradient_of_the_squared_distance(order: Order) -> No
     fit(plain, x, y, once)
     for p, q, start, a in zip(pulled.parameters(), plain.parameters(), before, anchor, strict=True):
         assert torch.allclose(p, q - once.lr * once.lam * (start - a), atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "evaluation"])
+def test_raypfl_reports_its_rounds(order: Order, method: str, tmp_path: Path) -> None:
+    wanted = dataclasses.replace(order, method=method, cohort=order.clients)
+    raypfl.run(experiment(wanted, str(tmp_path)).replace(rounds=3))
+    stamps = [json.loads(text) for text in Path(order.report).read_text().splitlines()]
+    assert len(stamps) == (2 if method == "evaluation" else 3)
+    assert all((stamp["begin"] is None) == (method != "evaluation") for stamp in stamps)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "evaluation"])
+def test_the_bare_loop_reports_its_rounds(order: Order, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins: list[float | None] = []
+
+    def add(self: Stamps, begin: float | None = None) -> None:
+        begins.append(begin)
+        if len(begins) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stamps, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        bare.run(dataclasses.replace(order, method=method))
+    assert all((begin is None) == (method != "evaluation") for begin in begins)
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.name)
