@@ -149,16 +149,16 @@ def test_one_actor_per_client_for_cross_silo_studies(tmp_path):
 def test_as_many_groups_run_at_once_as_there_are_actors(tmp_path):
     meeting = on_ray(
         tmp_path,
-        8,
+        4,
         ray__cpus_per_actor=0.1,
         engine__group_size=1,
-        cohort__size=8,
+        cohort__size=4,
         rounds=3,
         method="tests.federated_rendezvous:Rendezvous",
         method__marks=tmp_path,
-        method__groups=8,
+        method__groups=4,
     )
-    assert raypfl.run(meeting).server_state() == {"met": 24}
+    assert raypfl.run(meeting).server_state() == {"met": 12}
 
 
 def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):

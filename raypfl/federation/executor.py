@@ -407,7 +407,8 @@ class Vectorised:
         ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor, Tensor]:
             p = theta.detach().requires_grad_()
             values, moved = rows(p, statistics, keys, *batch, *tensors, *mine)
-            *grads, direct = torch.autograd.grad(values, [*tensors, p], torch.ones_like(values), allow_unused=True)
+            # The sum, and not values with a gradient of ones: PyTorch imports sympy to check that one's shape.
+            *grads, direct = torch.autograd.grad(values.sum(), [*tensors, p], allow_unused=True)
             return grads, direct, values.detach(), moved.detach()
 
         return step
