@@ -26,6 +26,14 @@ def parsed(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
     return sorted(pairs, key=lambda pair: len(pair[0]))
 
 
+def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with ``dotted.key`` paths."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def assign(values: dict[str, Any], path: list[str], value: Any) -> None:
     """Set what stands at `path` in nested dicts, in place; a part that is a name alone gets options beside it."""
     for depth, key in enumerate(path[:-1], start=1):

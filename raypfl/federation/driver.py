@@ -32,7 +32,7 @@ from raypfl.federation.events import (
     RunStarted,
     Warned,
 )
-from raypfl.federation.result import Result, write_tables
+from raypfl.federation.result import Result, write_facts, write_tables
 from raypfl.federation.schedule import VECTORISED_GROUP, cohort_size
 from raypfl.federation.server import Job, Server, groups_for
 from raypfl.federation.setup import make_bench, make_model, make_task
@@ -145,6 +145,7 @@ def _write_description(folder: Path, event: Event) -> None:
     # Once the run has begun, not before: a resume that is refused leaves the run as it was.
     if isinstance(event, RunStarted):
         (folder / RECIPE).write_text(event.experiment.to_yaml())
+        write_facts(folder, event)
 
 
 def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:

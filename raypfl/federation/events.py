@@ -25,7 +25,7 @@ class RunStarted:
     ----------
     run : its name. run_dir : its folder.
     facts : what was found out: num_clients, parameters, weights (where the first ones are from), executor, group_size,
-        actors, data, versions.
+        actors, data, device, system, versions.
     """
 
     run: str

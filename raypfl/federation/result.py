@@ -16,12 +16,18 @@ from raypfl.config import Experiment
 from raypfl.errors import CheckpointError, ConfigError
 from raypfl.evaluation import summarise
 from raypfl.federation import checkpoint
-from raypfl.federation.events import RunFinished
+from raypfl.federation.events import RunFinished, RunStarted
 from raypfl.federation.server import checkpoints_of
 from raypfl.federation.tables import read
 
 TABLES = ("rounds", "evaluations", "ledger")
 SUMMARY = "summary.json"
+FACTS = "facts.json"
+
+
+def write_facts(folder: Path, started: RunStarted) -> None:
+    """Put what a run found out as it began into its folder."""
+    (folder / FACTS).write_text(json.dumps(started.facts, indent=1))
 
 
 def write_tables(folder: Path, finished: RunFinished) -> None:
@@ -42,6 +48,7 @@ class Result:
     status : ``finished``, ``stopped`` or ``failed``. round : rounds finished.
     weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
     best_round : the best evaluated round by validation data; None: nothing was validated.
+    facts : what the run found out as it began, see ``events.RunStarted``.
     rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
     evaluations : a row for each (round, client, protocol, model): samples, accuracy, loss, ece, auc, left_out.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client.
@@ -55,6 +62,7 @@ class Result:
     round: int
     weights_hash: str
     best_round: int | None
+    facts: dict[str, Any]
     rounds: pa.Table
     evaluations: pa.Table
     ledger: pa.Table
@@ -63,7 +71,7 @@ class Result:
     def load(cls, run_dir: str | Path) -> Result:
         """Read a result back from a run's folder."""
         folder = Path(run_dir)
-        if not (folder / SUMMARY).exists():
+        if not all((folder / name).exists() for name in (SUMMARY, FACTS)):
             raise CheckpointError(
                 f"{folder} holds no finished run; `raypfl resume {folder}` finishes one that was cut off."
             )
@@ -75,6 +83,7 @@ class Result:
             round=end["round"],
             weights_hash=end["weights_hash"],
             best_round=end["best_round"],
+            facts=json.loads((folder / FACTS).read_text()),
             **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
         )
 

@@ -196,6 +196,8 @@ class Server:
             "why": self.job.why,
             "group_size": max(groups_for(self.job, cohort)),
             "data": self.job.fingerprint,
+            "device": str(self.task.model.device),
+            "system": f"{platform.system()} {platform.machine()}",
             "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
         self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, facts | self.facts, self.round))

@@ -1,11 +1,14 @@
-"""Runs that belong together: a contender is a method with its options, run from one seed or several."""
+"""Runs that belong together: a contender is a method with its options and settings, run from one seed or several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
+
+from raypfl.config.assignments import dotted
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -14,10 +17,14 @@ if TYPE_CHECKING:
 COLOURS = ("#3B82C4", "#E0703C", "#2FA37C", "#B565A7", "#D9A125", "#56B4D3", "#8D6E63", "#7F8C8D")
 """Told apart on light and dark grounds; a method has the same one everywhere in a comparison."""
 
+# What changes no result, or its rounding alone.
+_BESIDE = ("name", "seed", "output", "engine", "ray", "checkpoint", "tracking", "method")
+_BESIDE_KEYS = ("data.root", "data.download", "data.cache", "training.channels_last")
+
 
 @dataclass(frozen=True)
 class Contender:
-    """One method's runs, one for each seed."""
+    """One method's runs with the same settings, one for each seed."""
 
     label: str
     colour: str
@@ -25,13 +32,25 @@ class Contender:
 
     def scores(self, protocol: str, model: str, metric: str, best: bool = False) -> list[float]:
         """One number a seed, of the last evaluated round or of the best; empty where the method has no such model."""
-        rows = [row for result in self.results for row in result.summary(result.best_round if best else None)]
-        return [row[metric] for row in rows if (row["protocol"], row["model"]) == (protocol, model)]
+        chosen = [row for row in self._summaries[best] if (row["protocol"], row["model"]) == (protocol, model)]
+        return [row[metric] for row in chosen if metric in row]
+
+    def spread(self, protocol: str, metric: str, best: bool = False) -> list[float]:
+        """`scores` of the deployed model, of a metric over clients; empty where one model had one test."""
+        model = self.deployed(protocol)
+        once = model == "global" and (protocol == "global" or protocol.startswith("ood/"))
+        return [] if once else self.scores(protocol, model, metric, best)
+
+    @cached_property
+    def _summaries(self) -> dict[bool, list[dict[str, Any]]]:
+        last = [row for result in self.results for row in result.summary()]
+        chosen = [row for result in self.results for row in result.summary(result.best_round)]
+        return {False: last, True: chosen}
 
     @property
     def protocols(self) -> list[str]:
         """Those that were evaluated, in order."""
-        return list(dict.fromkeys(row["protocol"] for row in self.results[0].summary()))
+        return list(dict.fromkeys(row["protocol"] for row in self._summaries[False]))
 
     @property
     def has_best(self) -> bool:
@@ -44,22 +63,27 @@ class Contender:
 
 
 def contenders(results: Sequence[Result]) -> list[Contender]:
-    """Results grouped by method and options, in order of first appearance."""
+    """Results grouped by what decides them but for the seed, in order of first appearance."""
     named = labels([result.experiment for result in results])
     groups = {label: tuple(r for r, name in zip(results, named, strict=True) if name == label) for label in named}
     return [Contender(label, colour(i), members) for i, (label, members) in enumerate(groups.items())]
 
 
 def labels(experiments: Sequence[Experiment]) -> list[str]:
-    """A short name for each experiment's method: with those of its options that tell it from its namesakes."""
+    """A short name for each experiment: its method, with those options and settings that tell it from namesakes."""
     methods = [experiment.to_dict()["method"] for experiment in experiments]
     names = {method["name"] for method in methods}
     short = {name: name.rpartition(":")[2] for name in names}
     if len(set(short.values())) < len(names):
         short = {name: name for name in names}
-    return [
+    named = [
         _label(method, short[method["name"]], [other for other in methods if other["name"] == method["name"]])
         for method in methods
+    ]
+    settings = [_settings(experiment) for experiment in experiments]
+    return [
+        _told_apart(name, mine, [other for other, namesake in zip(settings, named, strict=True) if namesake == name])
+        for name, mine in zip(named, settings, strict=True)
     ]
 
 
@@ -88,6 +112,18 @@ def setting(experiment: Experiment) -> str:
 def _called(component: dict[str, Any]) -> str:
     options = ", ".join(f"{key}={value}" for key, value in component.items() if key != "name" and value is not None)
     return f"{component['name']}({options})" if options else component["name"]
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    """What decides a result beside the method and the seed."""
+    parts = {key: value for key, value in experiment.to_dict().items() if key not in _BESIDE}
+    return {key: value for key, value in dotted(parts).items() if key not in _BESIDE_KEYS}
+
+
+def _told_apart(name: str, mine: dict[str, Any], namesakes: list[dict[str, Any]]) -> str:
+    keys = dict.fromkeys(key for other in namesakes for key in other)
+    differing = [key for key in keys if key in mine and any(other.get(key) != mine[key] for other in namesakes)]
+    return " ".join([name, *(f"{key}={mine[key]}" for key in differing)])
 
 
 def _label(method: dict[str, Any], name: str, namesakes: list[dict[str, Any]]) -> str:

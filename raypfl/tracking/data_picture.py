@@ -7,24 +7,29 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from raypfl.data.summary import Summary
 from raypfl.tracking.picture import STYLE
 
-_COLOUR, _QUIET, _SCALE = "#1F5FA8", "#B9C3CE", "Blues"
-_FEW_CLIENTS, _FEW_CLASSES = 50, 30
+COLOUR, QUIET = "#1F5FA8", "#B9C3CE"
+_SHADES = LinearSegmentedColormap.from_list("shades", [f"{COLOUR}00", COLOUR])  # shows on light ground and on dark
+_FEW_CLASSES = 30
+_WIDTH, _MARGIN = 0.28, 1.8  # inches for each client, and beside them
+_NARROWEST = 0.17  # for a bubble
 # Columns of the picture of many clients; where there are more clients, neighbours share one.
 _COLUMNS = 1500
 _NAME_LENGTH = 18
+_LARGEST = 340.0  # bubble, in square points
 
 
 def draw(summary: Summary, path: str | Path) -> Path:
     """Write a PNG of the training samples.
 
-    Up to 50 clients and 30 classes: a bubble for each client and class, its area in proportion to the samples. Beyond:
-    each client's label mix as a column of shades, clients in the order of the class that they have most of.
+    Up to about 60 clients and 30 classes: a bubble for each client and class, its area in proportion to the samples.
+    Beyond: each client's label mix as a column of shades, clients in the order of the class that they have most of.
 
     Parameters
     ----------
@@ -34,20 +39,32 @@ def draw(summary: Summary, path: str | Path) -> Path:
     -------
     The path.
     """
-    few = summary.num_clients <= _FEW_CLIENTS and len(summary.class_names) <= _FEW_CLASSES
     with matplotlib.rc_context(STYLE):
-        height = 2.6 + 0.3 * min(max(len(summary.class_names), 6), 24)
-        figure = Figure(figsize=(min(5 + 0.28 * summary.num_clients, 13), height), layout="constrained")
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, max(height - 2.2, 1.5)))
-        order = np.arange(summary.num_clients) if few else _sorted(summary.shares)
-        if few:
-            _bubbles(below, summary)
-        else:
-            _shades(figure, below, summary.shares[order])
-        _sizes(above, summary, order)
-        _explain(above, below, summary, few)
+        figure = Figure(figsize=(min(5 + _WIDTH * summary.num_clients, 13), height(summary)), layout="constrained")
+        paint(figure, summary)
+        figure.axes[0].set_title(f"{summary.name}: what {summary.num_clients:,} clients train on")
         figure.savefig(path, dpi=160)
     return Path(path)
+
+
+def height(summary: Summary) -> float:
+    """That suits the picture, in inches."""
+    return 2.6 + 0.3 * min(max(len(summary.class_names), 6), 24)
+
+
+def paint(figure: Figure, summary: Summary) -> None:
+    """The picture on an empty figure: bubbles if it is wide enough for them, else shades."""
+    width, tall = figure.get_size_inches()
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, max(tall - 2.2, 1.5)))
+    room = (width - _MARGIN) / summary.num_clients
+    few = room >= _NARROWEST and len(summary.class_names) <= _FEW_CLASSES
+    order = np.arange(summary.num_clients) if few else _sorted(summary.shares)
+    if few:
+        _bubbles(below, summary, _LARGEST * min(room / _WIDTH, 1.0) ** 2)
+    else:
+        _shades(figure, below, summary.shares[order])
+    _sizes(above, summary, order, few)
+    _explain(above, below, summary, few)
 
 
 def _sorted(shares: np.ndarray) -> np.ndarray:
@@ -56,15 +73,14 @@ def _sorted(shares: np.ndarray) -> np.ndarray:
     return np.lexsort((-shares.max(axis=1), most))
 
 
-def _bubbles(axes: Axes, summary: Summary) -> None:
+def _bubbles(axes: Axes, summary: Summary, largest: float) -> None:
     client, label = np.nonzero(summary.counts)
     counts = summary.counts[client, label]
-    colours = np.where(np.isin(client, summary.unseen), _QUIET, _COLOUR)
-    largest = 340.0
+    colours = np.where(np.isin(client, summary.unseen), QUIET, COLOUR)
     axes.scatter(client, label, s=largest * counts / counts.max(), c=colours.tolist(), linewidths=0)
     steps = sorted({_round(counts.max() * share) for share in (0.1, 0.5, 1.0)})
     for step in steps:
-        axes.scatter([], [], s=largest * step / counts.max(), c=_COLOUR, linewidths=0, label=f"{step:,}")
+        axes.scatter([], [], s=largest * step / counts.max(), c=COLOUR, linewidths=0, label=f"{step:,}")
     axes.legend(
         title="samples", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, labelspacing=1.4, borderpad=1.0
     )
@@ -83,19 +99,19 @@ def _shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
     lengths = np.diff(np.append(starts, len(shares)))[:, None]
     columns = np.add.reduceat(shares, starts, axis=0) / lengths
     extent = (-0.5, len(shares) - 0.5, shares.shape[1] - 0.5, -0.5)
-    image = axes.imshow(columns.T, aspect="auto", cmap=_SCALE, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    image = axes.imshow(columns.T, aspect="auto", cmap=_SHADES, vmin=0, vmax=1, extent=extent, interpolation="nearest")
     bar = figure.colorbar(image, ax=axes, label="share of the client's samples", pad=0.01, fraction=0.03)
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
 
 
-def _sizes(axes: Axes, summary: Summary, order: np.ndarray) -> None:
+def _sizes(axes: Axes, summary: Summary, order: np.ndarray, few: bool) -> None:
     sizes = summary.sizes["train"][order]
-    colours = np.where(np.isin(order, summary.unseen), _QUIET, _COLOUR)
-    if len(order) <= _FEW_CLIENTS:
+    colours = np.where(np.isin(order, summary.unseen), QUIET, COLOUR)
+    if few:
         axes.bar(np.arange(len(order)), sizes, width=0.7, color=colours.tolist())
     else:
-        axes.fill_between(np.arange(len(order)), sizes, step="mid", color=_COLOUR, linewidth=0)
+        axes.fill_between(np.arange(len(order)), sizes, step="mid", color=COLOUR, linewidth=0)
     if sizes.max() > 50 * max(np.median(sizes), 1):
         axes.set_yscale("log")
     else:
@@ -107,7 +123,7 @@ def _sizes(axes: Axes, summary: Summary, order: np.ndarray) -> None:
 
 
 def _explain(above: Axes, below: Axes, summary: Summary, few: bool) -> None:
-    above.set(ylabel="samples", title=f"{summary.name}: what {summary.num_clients:,} clients train on")
+    above.set(ylabel="samples")
     count = len(summary.class_names)
     every = -(-count // _FEW_CLASSES)
     below.set_yticks(range(0, count, every), [_short(name) for name in summary.class_names[::every]])

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.compute as pc
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from raypfl.tracking.contenders import Contender, contenders, labels, over_seeds, setting
 from raypfl.tracking.mlflow import tracking_uri
+from raypfl.tracking.numbers import seconds
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -94,12 +94,9 @@ def _whereabouts(results: Sequence[Result], picture: Path | None) -> list[tuple[
 
 
 def _metrics(contender: Contender, protocol: str, best: bool) -> list[list[float]]:
-    model = contender.deployed(protocol)
-    once = model == "global" and (protocol == "global" or protocol.startswith("ood/"))  # one model, one test
-    spread = [] if once else ["std", "worst_decile"]
-    cells = [("personal", "accuracy"), ("global", "accuracy"), *((model, metric) for metric in spread)]
-    known = [[100 * value for value in contender.scores(protocol, *cell, best)] for cell in cells]
-    return known + [[]] * (4 - len(known))
+    cells = [contender.scores(protocol, model, "accuracy", best) for model in ("personal", "global")]
+    cells += [contender.spread(protocol, metric, best) for metric in ("std", "worst_decile")]
+    return [[100 * value for value in values] for values in cells]
 
 
 def _row(contender: Contender, line: tuple[str, bool], first: bool, rivals: list[list[list[float]]]) -> list[Text]:
@@ -112,12 +109,8 @@ def _row(contender: Contender, line: tuple[str, bool], first: bool, rivals: list
         wins = len(others) > 1 and bool(values) and fmean(values) == best
         cells.append(Text(over_seeds(values), "bold" if wins else ""))
     megabytes = zip(*(result.megabytes for result in contender.results), strict=True)
-    costs = [*map(fmean, megabytes), fmean(_seconds(result) for result in contender.results)]
+    costs = [*map(fmean, megabytes), fmean(map(seconds, contender.results))]
     return cells + [Text(f"{cost:,.1f}" if first else "") for cost in costs]
-
-
-def _seconds(result: Result) -> float:
-    return pc.sum(result.rounds["seconds"]).as_py() or 0.0
 
 
 def _next(results: Sequence[Result], tried: str) -> list[str]:
@@ -149,7 +142,7 @@ def _run_as_json(result: Result) -> dict[str, Any]:
         "best_round": result.best_round,
         "megabytes_up": up,
         "megabytes_down": down,
-        "seconds": _seconds(result),
+        "seconds": seconds(result),
         "summary": result.summary(),
         "summary_of_best_round": [] if result.best_round is None else result.summary(result.best_round),
     }

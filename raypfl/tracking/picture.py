@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -18,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from raypfl.tracking.contenders import Contender, contenders, setting
+from raypfl.tracking.numbers import MODELS, accuracy, clients
 
 if TYPE_CHECKING:
     from raypfl.federation import Result
@@ -39,7 +38,6 @@ STYLE: dict[Any, Any] = {
     "xtick.color": _INK,
     "ytick.color": _INK,
 }
-_MODELS = ("personal", "global")
 _DASH = 3.0
 _STEPS = [1, 2, 5, 10]
 _MANY_CLIENTS = 60  # beyond it, points on the curves would merge
@@ -69,7 +67,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
         dashed = [one.label for one in compared if one.scores(protocol, "global", "accuracy")]
         for contender in compared:
             turn = dashed.index(contender.label) if contender.label in dashed else 0
-            lines = {model: _line(model, turn, len(dashed)) for model in _MODELS}
+            lines = {model: line(model, turn, len(dashed)) for model in MODELS}
             _curves(left, contender, protocol, lines)
             _sorted_clients(right, contender, protocol, lines)
         _explain(left, right, compared, protocol)
@@ -79,7 +77,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     return Path(path)
 
 
-def _line(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
+def line(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
     """Solid or dashed; dashes take turns, so that the equal global models of several methods all show."""
     if model == "personal":
         return {"linestyle": "-", "linewidth": 2.0}
@@ -89,39 +87,19 @@ def _line(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
 
 def _curves(axes: Axes, contender: Contender, protocol: str, lines: dict[str, dict[str, Any]]) -> None:
     for model, line in lines.items():
-        runs = [_by_round(result, protocol, model) for result in contender.results]
-        rounds = sorted(set.intersection(*(set(run) for run in runs)))
-        if not rounds:
-            continue
-        accuracy = np.array([[run[r] for r in rounds] for run in runs])  # [seeds, rounds]
-        if len(runs) > 1:
-            axes.fill_between(rounds, accuracy.min(0), accuracy.max(0), color=contender.colour, alpha=0.15, linewidth=0)
-        marker = "o" if len(rounds) == 1 else None
-        axes.plot(rounds, accuracy.mean(0), color=contender.colour, marker=marker, **line)
-
-
-def _by_round(result: Result, protocol: str, model: str) -> dict[int, float]:
-    rows = _rows(result, protocol, model).group_by("round").aggregate([("accuracy", "mean")]).to_pydict()
-    return dict(zip(rows["round"], (100 * np.array(rows["accuracy_mean"])).tolist(), strict=True))
+        if curve := accuracy(contender, protocol, model):
+            if len(contender.results) > 1:
+                axes.fill_between(curve.x, curve.low, curve.high, color=contender.colour, alpha=0.15, linewidth=0)
+            marker = "o" if len(curve.x) == 1 else None
+            axes.plot(curve.x, curve.mean, color=contender.colour, marker=marker, **line)
 
 
 def _sorted_clients(axes: Axes, contender: Contender, protocol: str, lines: dict[str, dict[str, Any]]) -> None:
     model = contender.deployed(protocol)
-    accuracy = np.sort(np.concatenate([_final(result, protocol, model) for result in contender.results]))
-    share = 100 * (np.arange(len(accuracy)) + 0.5) / len(accuracy)
-    marker = "o" if len(accuracy) <= _MANY_CLIENTS else None
-    axes.plot(share, accuracy, color=contender.colour, marker=marker, markersize=4, **lines[model])
-
-
-def _final(result: Result, protocol: str, model: str) -> np.ndarray:
-    rows = _rows(result, protocol, model)
-    last = rows.filter(pc.field("round") == pc.max(rows["round"]))
-    return 100 * last["accuracy"].to_numpy()
-
-
-def _rows(result: Result, protocol: str, model: str) -> pa.Table:
-    chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
-    return result.evaluations.filter(chosen)
+    reached = np.sort(clients(contender, protocol, model))
+    share = 100 * (np.arange(len(reached)) + 0.5) / len(reached)
+    marker = "o" if len(reached) <= _MANY_CLIENTS else None
+    axes.plot(share, reached, color=contender.colour, marker=marker, markersize=4, **lines[model])
 
 
 def _explain(left: Axes, right: Axes, compared: list[Contender], protocol: str) -> None:
@@ -138,8 +116,8 @@ def _explain(left: Axes, right: Axes, compared: list[Contender], protocol: str) 
         axes.set_axisbelow(True)
         axes.yaxis.set_major_locator(MaxNLocator(9, steps=_STEPS, integer=True))
     left.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=True))
-    models = [model for model in _MODELS if any(one.scores(protocol, model, "accuracy") for one in compared)]
-    keys = [Line2D([], [], color=_INK, label=f"{model} model", **_line(model)) for model in models]
+    models = [model for model in MODELS if any(one.scores(protocol, model, "accuracy") for one in compared)]
+    keys = [Line2D([], [], color=_INK, label=f"{model} model", **line(model)) for model in models]
     left.legend(handles=keys, loc="lower right", frameon=False)
 
 

@@ -1,0 +1,6 @@
+"""Runs as one HTML page that needs nothing beside it: to be shown, printed, sent and kept."""
+
+from raypfl.report.page import write
+from raypfl.report.runs import found
+
+__all__ = ["found", "write"]

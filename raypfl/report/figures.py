@@ -1,0 +1,217 @@
+"""The figures of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from raypfl.data import Summary
+from raypfl.report.svg import FAINT, contender_colour, contender_group, drawn
+from raypfl.report.words import protocol_in_words, signed
+from raypfl.tracking import data_picture
+from raypfl.tracking.contenders import COLOURS, Contender
+from raypfl.tracking.numbers import MODELS, Against, Curve, accuracy, clients, loss, pairs
+from raypfl.tracking.picture import line
+
+NARROW, WIDE, SQUARE = (400, 290), (840, 360), (300, 290)
+"""CSS pixels: of a figure that shares its row or fills a phone, of one with a row to itself, of one among many."""
+
+_MOST_POINTS = 400  # of a curve over clients
+_MOST_PLACES = 800  # of clients in the plane
+_MARKERS = (None, "o", "s", "^", "D", "v")  # for contenders whose colour is another's too
+_STEPS = [1, 2, 2.5, 5, 10]
+_AXIS = {"round": "round", "megabytes": "megabytes sent, up and down", "seconds": "seconds, without evaluation"}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure on the page: `wide` is shown instead of `svg` where there is room for it."""
+
+    title: str
+    svg: Markup
+    caption: str = ""
+    wide: Markup | None = None
+
+
+def curves(compared: Sequence[Contender], protocol: str, against: Against, wide: bool = False) -> Drawing:
+    """Accuracy over rounds, megabytes or seconds, with a band from the worst to the best of the seeds."""
+    found = {
+        (i, model): curve
+        for i, one in enumerate(compared)
+        for model in MODELS
+        if (curve := accuracy(one, protocol, model, against))
+    }
+    free = {key for key, curve in found.items() if against == "megabytes" and not curve.x.any()}
+    dashed = [i for i, model in found if model == "global"]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for (i, model), curve in found.items():
+            turn = dashed.index(i) if model == "global" else 0
+            look = line(model, turn, len(dashed)) | {"marker": _marker(i, curve), "markevery": _every(curve)}
+            if (i, model) in free:
+                axes.axhline(curve.mean[-1], **_owned(i), linestyle=(0, (1, 2)), linewidth=1.6)
+            else:
+                _curve(axes, curve, i, len(compared[i].results) > 1, look)
+        _percent(axes.yaxis)
+        axes.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=against == "round"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axes.set(xlabel=_AXIS[against], ylabel="accuracy (%)")
+
+    tested = protocol_in_words(protocol)
+    ends = [
+        f"{compared[i].label}, {model} model: from {curve.mean[0]:.1f} to {curve.mean[-1]:.1f} %"
+        for (i, model), curve in found.items()
+    ]
+    alt = f"Lines of accuracy on {tested}, against {_AXIS[against]}. {'; '.join(ends)}."
+    caption = ""
+    if free:
+        names = ", ".join(dict.fromkeys(compared[i].label for i, _ in free))
+        caption = f"Dotted, at its final accuracy: {names}, which sends nothing."
+    name = f"curves-{protocol}-{against}"
+    title = {"round": f"On {tested}", "megabytes": "Against megabytes", "seconds": "Against seconds"}[against]
+    large = drawn(f"{name}-wide", alt, *WIDE, draw) if wide else None
+    return Drawing(title, drawn(name, alt, *NARROW, draw), caption, large)
+
+
+def losses(compared: Sequence[Contender]) -> Drawing | None:
+    """Mean training loss of the cohort over rounds; None: nobody trained."""
+    found = {i: curve for i, one in enumerate(compared) if (curve := loss(one))}
+    if not found:
+        return None
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for i, curve in found.items():
+            look = {"linewidth": 2.0, "marker": _marker(i, curve), "markevery": _every(curve)}
+            _curve(axes, curve, i, len(compared[i].results) > 1, look)
+        _rounds(axes)
+        axes.set(ylabel="loss")
+        if min(curve.low.min() for curve in found.values()) > 0:
+            axes.set_ylim(0)
+
+    ends = [f"{compared[i].label}: from {curve.mean[0]:.3g} to {curve.mean[-1]:.3g}" for i, curve in found.items()]
+    alt = f"Lines of training loss by round. {'; '.join(ends)}."
+    return Drawing("Training loss, mean over the cohort", drawn("loss", alt, *NARROW, draw))
+
+
+def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:
+    """Each client's final accuracy with the model that it would use, from the worst client to the best."""
+    found = {i: np.sort(clients(one, protocol, one.deployed(protocol))) for i, one in enumerate(compared)}
+    found = {i: reached for i, reached in found.items() if len(reached)}
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        axes.axvspan(0, 10, color=FAINT, alpha=0.08, linewidth=0)
+        for i, reached in found.items():
+            share = 100 * (np.arange(len(reached)) + 0.5) / len(reached)
+            chosen = np.unique(np.linspace(0, len(reached) - 1, min(len(reached), _MOST_POINTS)).astype(int))
+            look = line(compared[i].deployed(protocol)) | {"marker": _MARKERS[_cycle(i)], "markevery": 0.15}
+            axes.plot(share[chosen], reached[chosen], **_owned(i), markersize=4, **look)
+        _percent(axes.yaxis)
+        axes.set_xlim(0, 100)
+        axes.set(xlabel="clients, from worst to best (%)", ylabel="accuracy (%)")
+        axes.text(1, 0.01, "worst\ndecile", transform=axes.get_xaxis_transform(), va="bottom", fontsize=9)
+
+    ends = [
+        f"{compared[i].label}: worst {reached[0]:.1f}, median {np.median(reached):.1f}, best {reached[-1]:.1f} %"
+        for i, reached in found.items()
+    ]
+    alt = f"Sorted final accuracies of clients on {protocol_in_words(protocol)}. {'; '.join(ends)}."
+    return Drawing("Every client, from worst to best", drawn("sorted", alt, *NARROW, draw))
+
+
+def personal_against_global(compared: Sequence[Contender], protocol: str) -> list[Drawing]:
+    """For each contender that has both models, a disc where clients are: as large as there are many of them."""
+    found = {i: both for i, one in enumerate(compared) if len(both := pairs(one, protocol))}
+    low = min((both.min() for both in found.values()), default=0.0)
+    return [_plane(i, compared[i].label, both, low) for i, both in found.items()]
+
+
+def partition(summary: Summary, name: str) -> Drawing:
+    """Who holds what; `name` is unique on the page."""
+    alt = (
+        f"What {summary.num_clients:,} clients train on: between {summary.sizes['train'].min():,} and "
+        f"{summary.sizes['train'].max():,} samples, of between {summary.classes_held.min()} and "
+        f"{summary.classes_held.max()} of {len(summary.class_names)} classes."
+    )
+    height = round(72 * data_picture.height(summary))
+
+    def of(size: str, width: int) -> Markup:
+        return drawn(f"{name}-{size}", alt, width, height, lambda figure: data_picture.paint(figure, summary))
+
+    return Drawing("", of("narrow", NARROW[0]), wide=of("wide", WIDE[0]))
+
+
+def _plane(i: int, label: str, both: np.ndarray, low: float) -> Drawing:
+    shared, own = both[:, 0], both[:, 1]
+    places, counts = _places(both)
+    span = 100 - low + 1
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        axes.plot([0, 100], [0, 100], color=FAINT, linewidth=1)
+        largest = min(max(16, 2400 / len(places)), 120)
+        sizes = np.maximum(largest * counts / counts.max(), 2)
+        colour = contender_colour(i)
+        axes.scatter(*places.T, s=sizes, color=colour, alpha=0.55, linewidths=0, gid=contender_group(i))
+        for axis in (axes.xaxis, axes.yaxis):
+            _percent(axis, 5)
+        room = 0.04 * span
+        axes.set(xlim=(low - room, 100 + room), ylim=(low - room, 100 + room), aspect="equal")
+        axes.set(xlabel="global model (%)", ylabel="personal model (%)")
+
+    better, worse = int((own > shared).sum()), int((own < shared).sum())
+    gain = signed(float((own - shared).mean()))
+    told = f"Better for {better:,} of {len(both):,} clients, worse for {worse:,}; on average {gain} points."
+    alt = f"{label}: each client's accuracy with its personal model against that with the global one. {told}"
+    return Drawing(label, drawn(f"plane-{i}", alt, *SQUARE, draw), told)
+
+
+def _places(both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where clients are in the plane, and how many: on a grid as fine as keeps the places few."""
+    for step in (0.1, 0.5, 1.0, 2.0):
+        places, counts = np.unique(np.round(both / step), axis=0, return_counts=True)
+        if len(places) <= _MOST_PLACES:
+            break
+    return places * step, counts
+
+
+def _curve(axes: Axes, curve: Curve, i: int, band: bool, look: dict[str, Any]) -> None:
+    if band:
+        fill = {"color": contender_colour(i), "gid": contender_group(i)}
+        axes.fill_between(curve.x, curve.low, curve.high, alpha=0.16, linewidth=0, **fill)
+    axes.plot(curve.x, curve.mean, **_owned(i), markersize=4.5, **look)
+
+
+def _owned(i: int) -> dict[str, str]:
+    return {"color": contender_colour(i), "gid": contender_group(i)}
+
+
+def _cycle(i: int) -> int:
+    return min(i // len(COLOURS), len(_MARKERS) - 1)
+
+
+def _marker(i: int, curve: Curve) -> str | None:
+    return "o" if len(curve.x) == 1 else _MARKERS[_cycle(i)]
+
+
+def _every(curve: Curve) -> int:
+    return max(len(curve.x) // 8, 1)
+
+
+def _rounds(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=True))
+    axes.set_xlabel("round")
+
+
+def _percent(axis: Any, ticks: int = 7) -> None:
+    axis.set_major_locator(MaxNLocator(ticks, steps=_STEPS))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,0 +1,188 @@
+"""The page: what stands where, and what it says where there is nothing to show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib import resources
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+import raypfl
+from raypfl.data import Summary, load_federated, summarised
+from raypfl.errors import RaypflError
+from raypfl.federation import Result
+from raypfl.report import figures, tables
+from raypfl.report.figures import Drawing
+from raypfl.report.shades import on_dark, on_light
+from raypfl.report.words import listed, protocol_in_words, signed
+from raypfl.tracking import data_table
+from raypfl.tracking.contenders import Contender, contenders, over_seeds, setting
+
+_CURVES = 6  # protocols that have a figure of their own
+_PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Who holds what, or why that cannot be shown."""
+
+    title: str
+    why_not: str = ""
+    drawing: Drawing | None = None
+    rows: dict[str, dict[str, float]] | None = None
+
+
+def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()) -> Path:
+    """Write a report on runs that were evaluated at least once.
+
+    Parameters
+    ----------
+    results : at least one; those that differ in their seed alone are one method's repetitions.
+    path : of the HTML file; its folder must exist.
+    notes : sentences for the reader, such as on what is left out.
+
+    Returns
+    -------
+    The path.
+    """
+    compared = contenders(results)
+    folder = resources.files("raypfl.report")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.from_string((folder / "page.html.jinja").read_text("utf-8"))
+    style = Markup((folder / "page.css").read_text("utf-8"))
+    text = page.render(style=style, shades=_shades(compared), **_content(compared, notes))
+    Path(path).write_text(text, "utf-8")
+    return Path(path)
+
+
+def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
+    protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
+    main = next(name for name in (*_PER_CLIENT, *protocols) if name in protocols)
+    headings, blocks = tables.results(compared)
+    differing, shared = tables.differences(compared)
+    facts_differing, facts = tables.environment(compared)
+    runs = [(i, one.label, result) for i, one in enumerate(compared) for result in one.results]
+    drawn = [name for name in protocols if name != "val"][:_CURVES] or protocols
+    sorted_drawing = figures.sorted_clients(compared, main) if main in _PER_CLIENT else None
+    return {
+        "title": listed(list(dict.fromkeys(result.experiment.name for *_, result in runs))),
+        "settings": list(dict.fromkeys(setting(result.experiment) for *_, result in runs)),
+        "lead": _lead(compared, main),
+        "size": _size(compared),
+        "notes": [*notes, *_cautions(compared)],
+        "compared": compared,
+        "several_seeds": any(len(one.results) > 1 for one in compared),
+        "headings": headings,
+        "blocks": blocks,
+        "costs": tables.costs(compared),
+        "tested": protocol_in_words(main),
+        "first_curves": figures.curves(compared, drawn[0], "round", wide=True),
+        "more_curves": [figures.curves(compared, name, "round") for name in drawn[1:]],
+        "undrawn": [name for name in protocols if name != "val"][_CURVES:],
+        "losses": figures.losses(compared),
+        "sorted": sorted_drawing,
+        "planes": figures.personal_against_global(compared, main),
+        "efforts": [figures.curves(compared, main, against) for against in ("megabytes", "seconds")],
+        "holdings": _holdings(compared),
+        "ledger": tables.ledger(compared),
+        "differing": differing,
+        "shared": shared,
+        "facts_differing": facts_differing,
+        "facts": facts,
+        "runs": runs,
+        "version": raypfl.__version__,
+        "today": date.today().isoformat(),
+    }
+
+
+def _shades(compared: Sequence[Contender]) -> list[tuple[str, str]]:
+    return [(on_light(i), on_dark(i)) for i in range(len(compared))]
+
+
+def _lead(compared: Sequence[Contender], protocol: str) -> str:
+    """The result in a sentence."""
+    scores = {one.label: one.scores(protocol, one.deployed(protocol), "accuracy") for one in compared}
+    ranked = sorted(((fmean(values), label) for label, values in scores.items() if values), reverse=True)
+    (best, label), *others = ranked
+    reached = over_seeds([100 * value for value in scores[label]]).replace("±", " ± ")
+    tested = protocol_in_words(protocol)
+    if not others:
+        return f"{label} reaches {reached} % on {tested}."
+    ahead = signed(100 * (best - others[0][0])).removeprefix("+")
+    return f"{label} is best on {tested}: {reached} %, {ahead} points above {others[0][1]}."
+
+
+def _size(compared: Sequence[Contender]) -> str:
+    seeds = sorted({len(one.results) for one in compared})
+    rounds = sorted({result.round for one in compared for result in one.results})
+    parts = [
+        _count(len(compared), "method"),
+        f"{_range(seeds)} seed{'s' if seeds != [1] else ''}{' each' * (len(compared) > 1)}",
+    ]
+    return " · ".join([*parts, f"{_range(rounds)} rounds"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+
+
+def _cautions(compared: Sequence[Contender]) -> list[str]:
+    """What a reader must know before comparing."""
+    cautions = []
+    for one in compared:
+        cut = [result for result in one.results if result.status != "finished"]
+        cautions += [f"{one.label}, seed {run.experiment.seed}, {run.status} after round {run.round}." for run in cut]
+        rounds = {result.round for result in one.results}
+        if len(rounds) > 1:
+            cautions.append(
+                f"The seeds of {one.label} ended after {listed(sorted(map(str, rounds), key=int))} rounds: the tables have "
+                "each at its own end, and its curves the rounds that all of them reached."
+            )
+    if len({tuple(sorted(result.experiment.seed for result in one.results)) for one in compared}) > 1:
+        cautions.append("Methods were run from different seeds, so that they did not all have the same partitions.")
+    return cautions
+
+
+def _holdings(compared: Sequence[Contender]) -> list[Holdings]:
+    """One for each data set and partition, as the first seed deals it."""
+    firsts: dict[str, Result] = {}
+    for one in compared:
+        firsts.setdefault(setting(one.results[0].experiment).rpartition(" · ")[0], one.results[0])
+    return [
+        _held(f"{title}, seed {first.experiment.seed}", first, i) for i, (title, first) in enumerate(firsts.items())
+    ]
+
+
+def _held(title: str, first: Result, i: int) -> Holdings:
+    experiment = first.experiment
+    try:
+        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        if first.facts["data"] != data.fingerprint:
+            return Holdings(title, "The data is not what it was when the run was made, so it is not shown.")
+        summary = summarised(data)
+    except RaypflError as error:
+        return Holdings(title, str(error))
+    return Holdings(title, drawing=figures.partition(summary, f"partition-{i}"), rows=_spreads(summary))
+
+
+def _spreads(summary: Summary) -> dict[str, dict[str, float]]:
+    told = data_table.as_json(summary)
+    samples = {f"{name} samples": spread for name, spread in told["samples"].items() if spread["total"]}
+    rows = samples | {
+        "classes held": told["classes_held"],
+        "label entropy (bits)": told["label_entropy_bits"],
+        "earth mover's distance": told["earth_movers_distance"],
+    }
+    return {name: {what: spread[what] for what in ("min", "median", "mean", "max")} for name, spread in rows.items()}

@@ -1,0 +1,180 @@
+"""The tables of a report: results, costs, messages, settings, runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from raypfl.config.assignments import dotted
+from raypfl.federation import Result
+from raypfl.report.words import plain, protocol_in_words
+from raypfl.tracking.contenders import Contender, over_seeds
+from raypfl.tracking.numbers import Message, messages, seconds
+
+_METRICS = {
+    "accuracy/personal": "personal models",
+    "accuracy/global": "global model",
+    "std": "std over clients",
+    "worst_decile": "worst decile",
+    "weighted": "by samples",
+    "ece": "calibration error",
+    "auc": "AUC",
+}
+_LEAST_IS_BEST = ("std", "ece")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number as it is printed: its mean over the seeds, their standard deviation, and whether it is the best."""
+
+    mean: str
+    spread: str = ""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A contender's row."""
+
+    index: int
+    label: str
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The results of one protocol."""
+
+    title: str
+    lines: list[Line]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting, and each of its values with the labels of the runs that have it."""
+
+    key: str
+    values: list[tuple[str, list[str]]]
+
+
+def results(compared: Sequence[Contender]) -> tuple[list[str], list[Block]]:
+    """Headings, and a block for each protocol in the last round and, where validation chose one, in the best round."""
+    protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
+    wanted = [(name, False) for name in protocols]
+    wanted += [(name, True) for name in protocols if name != "val" and any(one.has_best for one in compared)]
+    values = {
+        (protocol, best, i): _values(one, protocol, best)
+        for protocol, best in wanted
+        for i, one in enumerate(compared)
+        if protocol in one.protocols and (one.has_best or not best)
+    }
+    shown = [metric for metric in _METRICS if any(row[metric] for row in values.values())]
+    blocks = []
+    for protocol, best in wanted:
+        rows = {i: values[protocol, best, i] for i in range(len(compared)) if (protocol, best, i) in values}
+        title = protocol_in_words(protocol) + (", in the round that validation data chose" if best else "")
+        blocks.append(Block(title, _lines(compared, rows, shown)))
+    return [_METRICS[metric] for metric in shown], blocks
+
+
+def costs(compared: Sequence[Contender]) -> list[Line]:
+    """Rounds, megabytes up and down, seconds, seconds a round, over seeds."""
+    return [
+        Line(i, one.label, [_cell(values, digits) for values, digits in _costs(one)]) for i, one in enumerate(compared)
+    ]
+
+
+def ledger(compared: Sequence[Contender]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
+    """For each contender its messages, each with its share of the megabytes of the contender that sends most."""
+    found = [messages(one) for one in compared]
+    most = max((sum(message.megabytes for message in one) for one in found), default=0) or 1
+    return [
+        (i, one.label, [(message, message.megabytes / most) for message in sent])
+        for i, (one, sent) in enumerate(zip(compared, found, strict=True))
+    ]
+
+
+def differences(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
+    """Settings in which runs differ, beside method and seed, and those that all runs share."""
+    runs = _named(compared)
+    return _settled([(label, dotted(result.experiment.to_dict())) for label, result in runs], ("method.name", "seed"))
+
+
+def environment(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
+    """What the runs found out as they began: where that differs, and what they share."""
+    return _settled([(label, dotted(result.facts)) for label, result in _named(compared)], ())
+
+
+def _values(contender: Contender, protocol: str, best: bool) -> dict[str, list[float]]:
+    """Of each metric, one number a seed, in %."""
+    found = {}
+    for metric in _METRICS:
+        name, _, model = metric.partition("/")
+        if model:
+            scores = contender.scores(protocol, model, name, best)
+        elif name in ("ece", "auc"):
+            scores = contender.scores(protocol, contender.deployed(protocol), name, best)
+        else:
+            scores = contender.spread(protocol, name, best)
+        found[metric] = [100 * score for score in scores]
+    return found
+
+
+def _lines(
+    compared: Sequence[Contender], rows: Mapping[int, Mapping[str, list[float]]], shown: Sequence[str]
+) -> list[Line]:
+    best = {metric: _best(metric, [row[metric] for row in rows.values() if row[metric]]) for metric in shown}
+    return [
+        Line(i, compared[i].label, [_cell(row[metric], 1, best[metric]) for metric in shown]) for i, row in rows.items()
+    ]
+
+
+def _best(metric: str, rivals: Sequence[list[float]]) -> str | None:
+    """The best mean as it is printed, so that equals all count; None: there is nothing to win."""
+    if len(rivals) < 2:
+        return None
+    return f"{(min if metric in _LEAST_IS_BEST else max)(map(fmean, rivals)):.1f}"
+
+
+def _cell(values: Sequence[float], digits: int = 1, best: str | None = None) -> Cell:
+    mean, _, spread = over_seeds(values, digits).partition("±")
+    return Cell(f"{fmean(values):,.{digits}f}" if values else mean, spread, bool(values) and mean == best)
+
+
+def _costs(contender: Contender) -> list[tuple[list[float], int]]:
+    runs = contender.results
+    up, down = zip(*(result.megabytes for result in runs), strict=True)
+    took = [seconds(result) for result in runs]
+    each = [spent / max(result.round, 1) for spent, result in zip(took, runs, strict=True)]
+    rounds = [float(result.round) for result in runs]
+    return [(rounds, 0 if len(set(rounds)) == 1 else 1), (list(up), 1), (list(down), 1), (took, 1), (each, 3)]
+
+
+def _named(compared: Sequence[Contender]) -> list[tuple[str, Result]]:
+    """Runs with their contender's label, and the seed where there are several."""
+    return [(one.label, result) for one in compared for result in one.results]
+
+
+def _settled(
+    runs: Sequence[tuple[str, Mapping[str, Any]]], hidden: Sequence[str]
+) -> tuple[list[Setting], list[tuple[str, str]]]:
+    differing, shared = [], []
+    for key in dict.fromkeys(key for _, values in runs for key in values if key not in hidden):
+        holders: dict[str, list[str]] = {}
+        for label, values in runs:
+            holders.setdefault(plain(values[key]) if key in values else "", []).append(label)
+        if len(holders) == 1:
+            shared.append((key, *holders))
+        else:
+            kept = [(value, _counted(labels, runs)) for value, labels in holders.items() if value]
+            differing.append(Setting(key, kept))
+    return differing, shared
+
+
+def _counted(labels: Sequence[str], runs: Sequence[tuple[str, Any]]) -> list[str]:
+    """Labels once each, with the number of runs where it is not all of that label."""
+    every = [label for label, _ in runs]
+    counts = {label: (labels.count(label), every.count(label)) for label in labels}
+    return [label if some == all_ else f"{label} ({some} of {all_} runs)" for label, (some, all_) in counts.items()]
