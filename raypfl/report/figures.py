@@ -20,11 +20,12 @@ from raypfl.tracking.contenders import COLOURS, Contender
 from raypfl.tracking.numbers import MODELS, Against, Curve, accuracy, clients, loss, pairs
 from raypfl.tracking.picture import line
 
-NARROW, WIDE, SQUARE = (400, 290), (840, 360), (300, 290)
+NARROW, WIDE, SQUARE = (380, 290), (900, 380), (300, 290)
 """CSS pixels: of a figure that shares its row or fills a phone, of one with a row to itself, of one among many."""
 
 _MOST_POINTS = 400  # of a curve over clients
 _MOST_PLACES = 800  # of clients in the plane
+_DISC, _LARGEST_DISC, _SMALLEST_DISC = 16.0, 300.0, 2.0  # square pixels, for a client
 _MARKERS = (None, "o", "s", "^", "D", "v")  # for contenders whose colour is another's too
 _STEPS = [1, 2, 2.5, 5, 10]
 _AXIS = {"round": "round", "megabytes": "megabytes sent, up and down", "seconds": "seconds, without evaluation"}
@@ -118,7 +119,7 @@ def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:
         _percent(axes.yaxis)
         axes.set_xlim(0, 100)
         axes.set(xlabel="clients, from worst to best (%)", ylabel="accuracy (%)")
-        axes.text(1, 0.01, "worst\ndecile", transform=axes.get_xaxis_transform(), va="bottom", fontsize=9)
+        axes.text(1.5, 0.01, "worst decile", transform=axes.get_xaxis_transform(), va="bottom", fontsize=11)
 
     ends = [
         f"{compared[i].label}: worst {reached[0]:.1f}, median {np.median(reached):.1f}, best {reached[-1]:.1f} %"
@@ -131,8 +132,7 @@ def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:
 def personal_against_global(compared: Sequence[Contender], protocol: str) -> list[Drawing]:
     """For each contender that has both models, a disc where clients are: as large as there are many of them."""
     found = {i: both for i, one in enumerate(compared) if len(both := pairs(one, protocol))}
-    low = min((both.min() for both in found.values()), default=0.0)
-    return [_plane(i, compared[i].label, both, low) for i, both in found.items()]
+    return [_plane(i, compared[i].label, both) for i, both in found.items()]
 
 
 def partition(summary: Summary, name: str) -> Drawing:
@@ -150,21 +150,19 @@ def partition(summary: Summary, name: str) -> Drawing:
     return Drawing("", of("narrow", NARROW[0]), wide=of("wide", WIDE[0]))
 
 
-def _plane(i: int, label: str, both: np.ndarray, low: float) -> Drawing:
+def _plane(i: int, label: str, both: np.ndarray) -> Drawing:
     shared, own = both[:, 0], both[:, 1]
     places, counts = _places(both)
-    span = 100 - low + 1
+    low = float(both.min())
+    room = 0.05 * (100 - low + 1)
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         axes.plot([0, 100], [0, 100], color=FAINT, linewidth=1)
-        largest = min(max(16, 2400 / len(places)), 120)
-        sizes = np.maximum(largest * counts / counts.max(), 2)
-        colour = contender_colour(i)
-        axes.scatter(*places.T, s=sizes, color=colour, alpha=0.55, linewidths=0, gid=contender_group(i))
+        sizes = counts * max(min(_DISC, _LARGEST_DISC / counts.max()), _SMALLEST_DISC)
+        axes.scatter(*places.T, s=sizes, **_owned(i), alpha=0.6, linewidths=0)
         for axis in (axes.xaxis, axes.yaxis):
             _percent(axis, 5)
-        room = 0.04 * span
         axes.set(xlim=(low - room, 100 + room), ylim=(low - room, 100 + room), aspect="equal")
         axes.set(xlabel="global model (%)", ylabel="personal model (%)")
 

@@ -85,6 +85,7 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
         "costs": tables.costs(compared),
         "tested": protocol_in_words(main),
         "first_curves": figures.curves(compared, drawn[0], "round", wide=True),
+        "course": tables.course(compared, drawn[0]),
         "more_curves": [figures.curves(compared, name, "round") for name in drawn[1:]],
         "undrawn": [name for name in protocols if name != "val"][_CURVES:],
         "losses": figures.losses(compared),
@@ -123,19 +124,14 @@ def _lead(compared: Sequence[Contender], protocol: str) -> str:
 def _size(compared: Sequence[Contender]) -> str:
     seeds = sorted({len(one.results) for one in compared})
     rounds = sorted({result.round for one in compared for result in one.results})
-    parts = [
-        _count(len(compared), "method"),
-        f"{_range(seeds)} seed{'s' if seeds != [1] else ''}{' each' * (len(compared) > 1)}",
-    ]
-    return " · ".join([*parts, f"{_range(rounds)} rounds"])
+    counts = {"method": [len(compared)], "seed": seeds, "round": rounds}
+    return " · ".join(_counted(numbers, what) for what, numbers in counts.items())
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _range(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+def _counted(numbers: Sequence[int], what: str) -> str:
+    """``3 seeds``, or ``2 to 3 seeds``."""
+    spread = f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+    return f"{spread} {what}{'s' * (numbers[-1] != 1)}"
 
 
 def _cautions(compared: Sequence[Contender]) -> list[str]:
@@ -147,8 +143,8 @@ def _cautions(compared: Sequence[Contender]) -> list[str]:
         rounds = {result.round for result in one.results}
         if len(rounds) > 1:
             cautions.append(
-                f"The seeds of {one.label} ended after {listed(sorted(map(str, rounds), key=int))} rounds: the tables have "
-                "each at its own end, and its curves the rounds that all of them reached."
+                f"The seeds of {one.label} ended after {listed([str(number) for number in sorted(rounds)])} rounds: "
+                "the tables have each at its own end, the curves the rounds that all of them reached."
             )
     if len({tuple(sorted(result.experiment.seed for result in one.results)) for one in compared}) > 1:
         cautions.append("Methods were run from different seeds, so that they did not all have the same partitions.")
@@ -160,9 +156,8 @@ def _holdings(compared: Sequence[Contender]) -> list[Holdings]:
     firsts: dict[str, Result] = {}
     for one in compared:
         firsts.setdefault(setting(one.results[0].experiment).rpartition(" · ")[0], one.results[0])
-    return [
-        _held(f"{title}, seed {first.experiment.seed}", first, i) for i, (title, first) in enumerate(firsts.items())
-    ]
+    titled = {f"{title}, seed {first.experiment.seed}": first for title, first in firsts.items()}
+    return [_held(title, first, i) for i, (title, first) in enumerate(titled.items())]
 
 
 def _held(title: str, first: Result, i: int) -> Holdings:

@@ -37,7 +37,6 @@ def _parts(hue: str) -> list[int]:
 
 
 def _luminance(hue: str) -> float:
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (p / 255 for p in _parts(hue))
-    ]
+    parts = [part / 255 for part in _parts(hue)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

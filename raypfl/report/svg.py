@@ -1,4 +1,4 @@
-"""Matplotlib's figures as SVG that belongs to the page: its font, its colours in light and dark, its words for a reader."""
+"""Matplotlib's figures as SVG that belongs to the page: in its font, and in its colours on light and dark ground."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.labelcolor": FAINT,
-    "axes.labelsize": 11,
+    "axes.labelsize": 12,
     "axes.linewidth": 0.8,
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.facecolor": "none",
-    "font.size": 11,
+    "font.size": 12,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
-    "legend.title_fontsize": 11,
+    "legend.title_fontsize": 12,
     "path.simplify": False,
     "savefig.facecolor": "none",
     "svg.fonttype": "none",

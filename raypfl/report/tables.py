@@ -11,18 +11,20 @@ from raypfl.config.assignments import dotted
 from raypfl.federation import Result
 from raypfl.report.words import plain, protocol_in_words
 from raypfl.tracking.contenders import Contender, over_seeds
-from raypfl.tracking.numbers import Message, messages, seconds
+from raypfl.tracking.numbers import MODELS, Message, accuracy, messages, seconds
 
 _METRICS = {
-    "accuracy/personal": "personal models",
-    "accuracy/global": "global model",
-    "std": "std over clients",
+    "accuracy/personal": "personal",
+    "accuracy/global": "global",
+    "std": "std",
     "worst_decile": "worst decile",
     "weighted": "by samples",
-    "ece": "calibration error",
+    "ece": "ECE",
     "auc": "AUC",
 }
 _LEAST_IS_BEST = ("std", "ece")
+_ROWS = 20
+_HASH = 12  # digits of a hash, enough to tell two apart
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,10 @@ class Setting:
 def results(compared: Sequence[Contender]) -> tuple[list[str], list[Block]]:
     """Headings, and a block for each protocol in the last round and, where validation chose one, in the best round."""
     protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
-    wanted = [(name, False) for name in protocols]
-    wanted += [(name, True) for name in protocols if name != "val" and any(one.has_best for one in compared)]
+    tests = [name for name in protocols if name != "val"]
+    wanted = [(name, False) for name in tests]
+    wanted += [(name, True) for name in tests if any(one.has_best for one in compared)]
+    wanted += [(name, False) for name in protocols if name not in tests]
     values = {
         (protocol, best, i): _values(one, protocol, best)
         for protocol, best in wanted
@@ -81,9 +85,21 @@ def results(compared: Sequence[Contender]) -> tuple[list[str], list[Block]]:
 
 def costs(compared: Sequence[Contender]) -> list[Line]:
     """Rounds, megabytes up and down, seconds, seconds a round, over seeds."""
-    return [
-        Line(i, one.label, [_cell(values, digits) for values, digits in _costs(one)]) for i, one in enumerate(compared)
-    ]
+    return [Line(i, one.label, [_spent(*cost) for cost in _costs(one)]) for i, one in enumerate(compared)]
+
+
+def course(compared: Sequence[Contender], protocol: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Headings, and the accuracy that curves have, in about twenty rounds."""
+    found = {
+        f"{one.label}, {model}": dict(zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True))
+        for one in compared
+        for model in MODELS
+        if (curve := accuracy(one, protocol, model))
+    }
+    rounds = sorted(set().union(*found.values()))
+    chosen = dict.fromkeys([*rounds[:: max(len(rounds) // _ROWS, 1)], *rounds[-1:]])
+    rows = [(number, [f"{c[number]:.1f}" if number in c else "–" for c in found.values()]) for number in chosen]
+    return list(found), rows
 
 
 def ledger(compared: Sequence[Contender]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
@@ -104,7 +120,8 @@ def differences(compared: Sequence[Contender]) -> tuple[list[Setting], list[tupl
 
 def environment(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
     """What the runs found out as they began: where that differs, and what they share."""
-    return _settled([(label, dotted(result.facts)) for label, result in _named(compared)], ())
+    runs = [(label, dotted(result.facts)) for label, result in _named(compared)]
+    return _settled([(label, facts | {"data": facts["data"][:_HASH]}) for label, facts in runs], ())
 
 
 def _values(contender: Contender, protocol: str, best: bool) -> dict[str, list[float]]:
@@ -141,6 +158,11 @@ def _best(metric: str, rivals: Sequence[list[float]]) -> str | None:
 def _cell(values: Sequence[float], digits: int = 1, best: str | None = None) -> Cell:
     mean, _, spread = over_seeds(values, digits).partition("±")
     return Cell(f"{fmean(values):,.{digits}f}" if values else mean, spread, bool(values) and mean == best)
+
+
+def _spent(values: Sequence[float], digits: int) -> Cell:
+    cell = _cell(values, digits)
+    return Cell(cell.mean) if len(set(values)) == 1 else cell
 
 
 def _costs(contender: Contender) -> list[tuple[list[float], int]]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 _PROTOCOLS = {
-    "local": "each client's own test data",
-    "val": "each client's own validation data",
-    "global": "all clients' test data together",
-    "pm_v": "all clients' test data, only the client's classes counting",
-    "pm_l": "all clients' test data, classes weighted as the client has them",
+    "local": "each client’s own test data",
+    "val": "each client’s own validation data",
+    "global": "all clients’ test data together",
+    "pm_v": "all clients’ test data, only the client’s classes counting",
+    "pm_l": "all clients’ test data, classes weighted as the client has them",
     "unseen": "the own test data of clients that were never trained",
 }
 
@@ -21,7 +21,7 @@ def protocol_in_words(protocol: str) -> str:
     if rest.startswith("corrupt/"):
         name, _, severity = rest.removeprefix("corrupt/").partition("/")
         strength = f"severity {severity}" if severity else "all severities"
-        return f"all clients' test data, corrupted: {name.replace('_', ' ')}, {strength}"
+        return f"all clients’ test data, corrupted: {name.replace('_', ' ')}, {strength}"
     return _PROTOCOLS.get(protocol, f"the pool {rest}" if kind == "ood" else protocol)
 
 
