@@ -140,6 +140,22 @@ def resume(
     _carry_out([job], [RunLine(folder.name)], _alone, "digits", quiet, as_json)
 
 
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN...", help="Folders of runs, or with runs in them.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page's file.")] = Path("report.html"),
+) -> None:
+    """Make one HTML page of runs, to be shown, printed and sent: results, curves, clients, data, bytes, settings."""
+    from raypfl.report import found, write
+
+    results, left_out = found(runs or [])
+    for sentence in left_out:
+        _say_error(sentence, "yellow")
+    print(f"Report: {write(results, out, left_out)}")
+
+
 @app.command(name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)]) -> None:
     """List what an experiment can name, with options and their defaults."""

@@ -25,7 +25,7 @@ NARROW, WIDE, SQUARE = (380, 290), (900, 380), (300, 290)
 
 _MOST_POINTS = 400  # of a curve over clients
 _MOST_PLACES = 800  # of clients in the plane
-_DISC, _LARGEST_DISC, _SMALLEST_DISC = 16.0, 300.0, 2.0  # square pixels, for a client
+_DISC, _LARGEST_DISC, _SMALLEST_DISC = 18.0, 500.0, 2.0  # square pixels, for a client
 _MARKERS = (None, "o", "s", "^", "D", "v")  # for contenders whose colour is another's too
 _STEPS = [1, 2, 2.5, 5, 10]
 _AXIS = {"round": "round", "megabytes": "megabytes sent, up and down", "seconds": "seconds, without evaluation"}
@@ -64,6 +64,7 @@ def curves(compared: Sequence[Contender], protocol: str, against: Against, wide:
         _percent(axes.yaxis)
         axes.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=against == "round"))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axes.set_xlim(0)
         axes.set(xlabel=_AXIS[against], ylabel="accuracy (%)")
 
     tested = protocol_in_words(protocol)
@@ -126,7 +127,8 @@ def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:
         for i, reached in found.items()
     ]
     alt = f"Sorted final accuracies of clients on {protocol_in_words(protocol)}. {'; '.join(ends)}."
-    return Drawing("Every client, from worst to best", drawn("sorted", alt, *NARROW, draw))
+    narrow, wide = drawn("sorted", alt, *NARROW, draw), drawn("sorted-wide", alt, *WIDE, draw)
+    return Drawing("Every client, from worst to best", narrow, wide=wide)
 
 
 def personal_against_global(compared: Sequence[Contender], protocol: str) -> list[Drawing]:
@@ -160,7 +162,7 @@ def _plane(i: int, label: str, both: np.ndarray) -> Drawing:
         axes = figure.subplots()
         axes.plot([0, 100], [0, 100], color=FAINT, linewidth=1)
         sizes = counts * max(min(_DISC, _LARGEST_DISC / counts.max()), _SMALLEST_DISC)
-        axes.scatter(*places.T, s=sizes, **_owned(i), alpha=0.6, linewidths=0)
+        axes.scatter(*places.T, s=sizes, **_owned(i), alpha=0.75, linewidths=0)
         for axis in (axes.xaxis, axes.yaxis):
             _percent(axis, 5)
         axes.set(xlim=(low - room, 100 + room), ylim=(low - room, 100 + room), aspect="equal")

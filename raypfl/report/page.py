@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 import raypfl
 from raypfl.data import Summary, load_federated, summarised
-from raypfl.errors import RaypflError
+from raypfl.errors import ConfigError, RaypflError
 from raypfl.federation import Result
 from raypfl.report import figures, tables
 from raypfl.report.figures import Drawing
@@ -51,6 +51,8 @@ def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()
     -------
     The path.
     """
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}.")
     compared = contenders(results)
     folder = resources.files("raypfl.report")
     environment = jinja2.Environment(

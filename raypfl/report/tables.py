@@ -24,7 +24,6 @@ _METRICS = {
 }
 _LEAST_IS_BEST = ("std", "ece")
 _ROWS = 20
-_HASH = 12  # digits of a hash, enough to tell two apart
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ def differences(compared: Sequence[Contender]) -> tuple[list[Setting], list[tupl
 
 def environment(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
     """What the runs found out as they began: where that differs, and what they share."""
-    runs = [(label, dotted(result.facts)) for label, result in _named(compared)]
-    return _settled([(label, facts | {"data": facts["data"][:_HASH]}) for label, facts in runs], ())
+    return _settled([(label, dotted(result.facts)) for label, result in _named(compared)], ("data",))
 
 
 def _values(contender: Contender, protocol: str, best: bool) -> dict[str, list[float]]:

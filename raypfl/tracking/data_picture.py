@@ -100,6 +100,7 @@ def _shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
     columns = np.add.reduceat(shares, starts, axis=0) / lengths
     extent = (-0.5, len(shares) - 0.5, shares.shape[1] - 0.5, -0.5)
     image = axes.imshow(columns.T, aspect="auto", cmap=_SHADES, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    axes.grid(False)
     bar = figure.colorbar(image, ax=axes, label="share of the client's samples", pad=0.01, fraction=0.03)
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
