@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +27,7 @@ one, tested on a client's own data (local) or on everybody's (global). Spread
 over clients (std, worst decile): of the personal models, if there are any."""
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
 _COLUMNS = ("personal", "global", "std", "worst\ndecile", "MB\nup", "MB\ndown", "seconds")
+_NAMED = 4  # runs; the command on more of them takes the whole folder
 _BEST_IS_HIGHEST = (True, True, False, True)
 
 
@@ -68,7 +70,8 @@ def show(console: Console, results: Sequence[Result], picture: Path | None, trie
     for heading, text in facts:
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), text), soft_wrap=True)
     console.print()
-    for heading, command in zip(["Try next", "", "", ""], _next(results, tried), strict=False):
+    for i, command in enumerate(_next(results, tried)):
+        heading = "" if i else "Try next"
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), command), soft_wrap=True)
 
 
@@ -118,11 +121,18 @@ def _next(results: Sequence[Result], tried: str) -> list[str]:
     if last.status == "stopped":
         return [f"raypfl resume {nearby(last.run_dir)}", "raypfl list methods"]
     return [
+        _report(results),
         *_with_other_option(run, last.experiment),
         f"{run} partition.alpha=0.1 --seeds 3" if hasattr(last.experiment.partition, "alpha") else f"{run} --seeds 3",
         f"raypfl resume {nearby(last.run_dir)} rounds={2 * last.experiment.rounds}",
         "raypfl list methods",
     ]
+
+
+def _report(results: Sequence[Result]) -> str:
+    folders = [nearby(result.run_dir) for result in results]
+    named = [shlex.quote(str(folder)) for folder in folders]
+    return " ".join(["raypfl report", *(named if len(named) <= _NAMED else [str(folders[0].parent)])])
 
 
 def _with_other_option(run: str, experiment: Experiment) -> list[str]:
