@@ -18,13 +18,14 @@ import raypfl
 from raypfl.cli import app
 from raypfl.errors import ConfigError
 from raypfl.report import found, tables, write
+from raypfl.report.figures import curves
 from raypfl.report.shades import contrast, on_dark, on_light
 from raypfl.tracking import numbers
 from raypfl.tracking.contenders import COLOURS, contenders
 from tests.runs import experiment
 
-SMALL = {"rounds": 3, "partition__clients": 8, "evaluation__every": 1, "engine__executor": "vectorised", "data__val_fraction": 0.2}
-SMALL |= {"evaluation__protocols": "[local,global,val]"}
+SMALL = {"rounds": 3, "partition__clients": 8, "evaluation__every": 1, "engine__executor": "vectorised"}
+SMALL |= {"evaluation__protocols": "[local,global,val]", "data__val_fraction": 0.2}
 LARGEST = 1_000_000  # bytes of a page on three methods from three seeds with a thousand clients each
 
 
@@ -211,6 +212,13 @@ def test_seeds_of_different_lengths_are_compared_where_all_were_and_the_reader_i
     assert "fedavg, seed 1, stopped after round 2." in told
     assert "The seeds of fedavg ended after 2 and 3 rounds" in told
     assert numbers.accuracy(contenders([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
+
+
+def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
+    rows = [one.evaluations.filter(pc.field("round") == number) for one, number in zip(results[:2], (1, 2), strict=True)]
+    apart = [replace(one, evaluations=kept) for one, kept in zip(results[:2], rows, strict=True)]
+    drawing = curves(contenders([*apart, *results[2:]]), "local", "round")
+    assert drawing.caption == "Not drawn: fedavg, whose seeds were never evaluated in the same round."
 
 
 def test_data_that_is_gone_is_said_and_the_rest_is_shown(results, tmp_path):

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from raypfl.data import Summary
 from raypfl.report.svg import FAINT, contender_colour, contender_group, drawn
-from raypfl.report.words import protocol_in_words, signed
+from raypfl.report.words import listed, protocol_in_words, signed
 from raypfl.tracking import data_picture
 from raypfl.tracking.contenders import COLOURS, Contender
 from raypfl.tracking.numbers import MODELS, Against, Curve, accuracy, clients, loss, pairs
@@ -73,14 +73,17 @@ def curves(compared: Sequence[Contender], protocol: str, against: Against, wide:
         for (i, model), curve in found.items()
     ]
     alt = f"Lines of accuracy on {tested}, against {_AXIS[against]}. {'; '.join(ends)}."
-    caption = ""
+    captions = []
     if free:
-        names = ", ".join(dict.fromkeys(compared[i].label for i, _ in free))
-        caption = f"Dotted, at its final accuracy: {names}, which sends nothing."
+        names = listed(list(dict.fromkeys(compared[i].label for i, _ in free)))
+        captions.append(f"Dotted, at the final accuracy: {names}, for nothing is sent.")
+    shown = {i for i, _ in found}
+    if apart := [one.label for i, one in enumerate(compared) if i not in shown and protocol in one.protocols]:
+        captions.append(f"Not drawn: {listed(apart)}, whose seeds were never evaluated in the same round.")
     name = f"curves-{protocol}-{against}"
     title = {"round": f"On {tested}", "megabytes": "Against megabytes", "seconds": "Against seconds"}[against]
     large = drawn(f"{name}-wide", alt, *WIDE, draw) if wide else None
-    return Drawing(title, drawn(name, alt, *NARROW, draw), caption, large)
+    return Drawing(title, drawn(name, alt, *NARROW, draw), " ".join(captions), large)
 
 
 def losses(compared: Sequence[Contender]) -> Drawing | None:

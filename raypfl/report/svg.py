@@ -44,6 +44,7 @@ _STYLE: dict[Any, Any] = {
     "savefig.facecolor": "none",
     "svg.fonttype": "none",
     "text.color": FAINT,
+    "text.parse_math": False,
     "xtick.color": FAINT,
     "xtick.major.size": 3,
     "ytick.color": FAINT,
