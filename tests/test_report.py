@@ -188,6 +188,13 @@ def test_colours_stand_out_on_light_ground_and_on_dark():
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
 
 
+def test_a_run_that_was_not_tested_client_by_client_makes_a_page(results, tmp_path):
+    one = replace(results[0], evaluations=results[0].evaluations.filter(pc.field("protocol") == "global"))
+    root = page([one], tmp_path)
+    assert "No protocol tested clients one by one" in text(section(root, "clients"))
+    assert "on all clients’ test data together" in text(root.find("body/header"))
+
+
 def test_one_run_makes_a_page(results, tmp_path):
     told = text(page(results[:1], tmp_path))
     assert "There is one run, so there is nothing that differs." in told
@@ -215,9 +222,11 @@ def test_seeds_of_different_lengths_are_compared_where_all_were_and_the_reader_i
 
 
 def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
-    rows = [one.evaluations.filter(pc.field("round") == number) for one, number in zip(results[:2], (1, 2), strict=True)]
-    apart = [replace(one, evaluations=kept) for one, kept in zip(results[:2], rows, strict=True)]
-    drawing = curves(contenders([*apart, *results[2:]]), "local", "round")
+    first, second = (
+        replace(one, evaluations=one.evaluations.filter(pc.field("round") == number))
+        for one, number in zip(results[:2], (1, 2), strict=True)
+    )
+    drawing = curves(contenders([first, second, *results[2:]]), "local", "round")
     assert drawing.caption == "Not drawn: fedavg, whose seeds were never evaluated in the same round."
 
 

@@ -28,6 +28,7 @@ _MOST_PLACES = 800  # of clients in the plane
 _DISC, _LARGEST_DISC, _SMALLEST_DISC = 18.0, 500.0, 2.0  # square pixels, for a client
 _MARKERS = (None, "o", "s", "^", "D", "v")  # for contenders whose colour is another's too
 _STEPS = [1, 2, 2.5, 5, 10]
+_Curves = dict[tuple[int, str], Curve]  # of a contender's number and a model
 _AXIS = {"round": "round", "megabytes": "megabytes sent, up and down", "seconds": "seconds, without evaluation"}
 
 
@@ -50,40 +51,26 @@ def curves(compared: Sequence[Contender], protocol: str, against: Against, wide:
         if (curve := accuracy(one, protocol, model, against))
     }
     free = {key for key, curve in found.items() if against == "megabytes" and not curve.x.any()}
-    dashed = [i for i, model in found if model == "global"]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        for (i, model), curve in found.items():
-            turn = dashed.index(i) if model == "global" else 0
-            look = line(model, turn, len(dashed)) | {"marker": _marker(i, curve), "markevery": _every(curve)}
-            if (i, model) in free:
-                axes.axhline(curve.mean[-1], **_owned(i), linestyle=(0, (1, 2)), linewidth=1.6)
-            else:
-                _curve(axes, curve, i, len(compared[i].results) > 1, look)
+        _lines(axes, compared, found, free)
         _percent(axes.yaxis)
         axes.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=against == "round"))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
         axes.set_xlim(0)
         axes.set(xlabel=_AXIS[against], ylabel="accuracy (%)")
 
-    tested = protocol_in_words(protocol)
     ends = [
         f"{compared[i].label}, {model} model: from {curve.mean[0]:.1f} to {curve.mean[-1]:.1f} %"
         for (i, model), curve in found.items()
     ]
+    tested = protocol_in_words(protocol)
     alt = f"Lines of accuracy on {tested}, against {_AXIS[against]}. {'; '.join(ends)}."
-    captions = []
-    if free:
-        names = listed(list(dict.fromkeys(compared[i].label for i, _ in free)))
-        captions.append(f"Dotted, at the final accuracy: {names}, for nothing is sent.")
-    shown = {i for i, _ in found}
-    if apart := [one.label for i, one in enumerate(compared) if i not in shown and protocol in one.protocols]:
-        captions.append(f"Not drawn: {listed(apart)}, whose seeds were never evaluated in the same round.")
     name = f"curves-{protocol}-{against}"
     title = {"round": f"On {tested}", "megabytes": "Against megabytes", "seconds": "Against seconds"}[against]
     large = drawn(f"{name}-wide", alt, *WIDE, draw) if wide else None
-    return Drawing(title, drawn(name, alt, *NARROW, draw), " ".join(captions), large)
+    return Drawing(title, drawn(name, alt, *NARROW, draw), _exceptions(compared, protocol, found, free), large)
 
 
 def losses(compared: Sequence[Contender]) -> Drawing | None:
@@ -155,6 +142,29 @@ def partition(summary: Summary, name: str) -> Drawing:
         return drawn(f"{name}-{size}", alt, width, height, lambda figure: data_picture.paint(figure, summary))
 
     return Drawing("", of("narrow", NARROW[0]), wide=of("wide", WIDE[0]))
+
+
+def _lines(axes: Axes, compared: Sequence[Contender], found: _Curves, free: set[tuple[int, str]]) -> None:
+    dashed = [i for i, model in found if model == "global"]
+    for (i, model), curve in found.items():
+        turn = dashed.index(i) if model == "global" else 0
+        look = line(model, turn, len(dashed)) | {"marker": _marker(i, curve), "markevery": _every(curve)}
+        if (i, model) in free:
+            axes.axhline(curve.mean[-1], **_owned(i), linestyle=(0, (1, 2)), linewidth=1.6)
+        else:
+            _curve(axes, curve, i, len(compared[i].results) > 1, look)
+
+
+def _exceptions(compared: Sequence[Contender], protocol: str, found: _Curves, free: set[tuple[int, str]]) -> str:
+    """Who is not drawn as the others are."""
+    said = []
+    if free:
+        names = listed(list(dict.fromkeys(compared[i].label for i, _ in free)))
+        said.append(f"Dotted, at the final accuracy: {names}, for nothing is sent.")
+    shown = {i for i, _ in found}
+    if apart := [one.label for i, one in enumerate(compared) if i not in shown and protocol in one.protocols]:
+        said.append(f"Not drawn: {listed(apart)}, whose seeds were never evaluated in the same round.")
+    return " ".join(said)
 
 
 def _plane(i: int, label: str, both: np.ndarray) -> Drawing:

@@ -67,13 +67,13 @@ def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()
 
 def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
     protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
-    main = next(name for name in (*_PER_CLIENT, *protocols) if name in protocols)
+    tests = sorted((name for name in protocols if name != "val"), key=lambda name: name != "local") or protocols
+    main, drawn = tests[0], tests[:_CURVES]
+    own = next((name for name in _PER_CLIENT if name in protocols), None)
     headings, blocks = tables.results(compared)
     differing, shared = tables.differences(compared)
     facts_differing, facts = tables.environment(compared)
     runs = [(i, one.label, result) for i, one in enumerate(compared) for result in one.results]
-    drawn = [name for name in protocols if name != "val"][:_CURVES] or protocols
-    sorted_drawing = figures.sorted_clients(compared, main) if main in _PER_CLIENT else None
     return {
         "title": listed(list(dict.fromkeys(result.experiment.name for *_, result in runs))),
         "settings": list(dict.fromkeys(setting(result.experiment) for *_, result in runs)),
@@ -86,13 +86,14 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
         "blocks": blocks,
         "costs": tables.costs(compared),
         "tested": protocol_in_words(main),
-        "first_curves": figures.curves(compared, drawn[0], "round", wide=True),
-        "course": tables.course(compared, drawn[0]),
+        "first_curves": figures.curves(compared, main, "round", wide=True),
+        "course": tables.course(compared, main),
         "more_curves": [figures.curves(compared, name, "round") for name in drawn[1:]],
-        "undrawn": [name for name in protocols if name != "val"][_CURVES:],
+        "undrawn": tests[_CURVES:],
         "losses": figures.losses(compared),
-        "sorted": sorted_drawing,
-        "planes": figures.personal_against_global(compared, main),
+        "tested_alone": protocol_in_words(own) if own else "",
+        "sorted": figures.sorted_clients(compared, own) if own else None,
+        "planes": figures.personal_against_global(compared, own) if own else [],
         "efforts": [figures.curves(compared, main, against) for against in ("megabytes", "seconds")],
         "holdings": _holdings(compared),
         "ledger": tables.ledger(compared),
@@ -120,6 +121,8 @@ def _lead(compared: Sequence[Contender], protocol: str) -> str:
     if not others:
         return f"{label} reaches {reached} % on {tested}."
     ahead = signed(100 * (best - others[0][0])).removeprefix("+")
+    if ahead == "0.0":
+        return f"{others[0][1]} and {label} are best on {tested}: {reached} %."
     return f"{label} is best on {tested}: {reached} %, {ahead} points above {others[0][1]}."
 
 
