@@ -26,7 +26,8 @@ NARROW, WIDE, SQUARE = (380, 290), (900, 380), (300, 290)
 _MOST_POINTS = 400  # of a curve over clients
 _MOST_PLACES = 800  # of clients in the plane
 _DISC, _LARGEST_DISC, _SMALLEST_DISC = 18.0, 500.0, 2.0  # square pixels, for a client
-_MARKERS = (None, "o", "s", "^", "D", "v")  # for contenders whose colour is another's too
+_MARKERS = {"": None, "●": "o", "■": "s", "▲": "^", "◆": "D", "▼": "v"}  # for contenders whose colour is another's too
+_FEW = 6  # contenders, whose bands do not yet hide each other
 _STEPS = [1, 2, 2.5, 5, 10]
 _Curves = dict[tuple[int, str], Curve]  # of a contender's number and a model
 _AXIS = {"round": "round", "megabytes": "megabytes sent, up and down", "seconds": "seconds, without evaluation"}
@@ -83,9 +84,9 @@ def losses(compared: Sequence[Contender]) -> Drawing | None:
         axes = figure.subplots()
         for i, curve in found.items():
             hides = any(np.array_equal(curve.mean, other.mean) for j, other in found.items() if j < i)
-            look = {"linewidth": 2.0, "linestyle": (0, (4, 4)) if hides else "-"}
+            look: dict[str, Any] = {"linewidth": 2.0, "linestyle": (0, (4, 4)) if hides else "-"}
             look |= {"marker": _marker(i, curve), "markevery": _every(curve)}
-            _curve(axes, curve, i, len(compared[i].results) > 1, look)
+            _curve(axes, curve, i, _band(compared, i), look)
         _rounds(axes)
         axes.set(ylabel="loss")
         if min(curve.low.min() for curve in found.values()) > 0:
@@ -107,7 +108,7 @@ def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:
         for i, reached in found.items():
             share = 100 * (np.arange(len(reached)) + 0.5) / len(reached)
             chosen = np.unique(np.linspace(0, len(reached) - 1, min(len(reached), _MOST_POINTS)).astype(int))
-            look = line(compared[i].deployed(protocol)) | {"marker": _MARKERS[_cycle(i)], "markevery": 0.15}
+            look = line(compared[i].deployed(protocol)) | {"marker": _MARKERS[mark(i)], "markevery": 0.15}
             axes.plot(share[chosen], reached[chosen], **_owned(i), markersize=4, **look)
         _percent(axes.yaxis)
         axes.set_xlim(0, 100)
@@ -144,6 +145,11 @@ def partition(summary: Summary, name: str) -> Drawing:
     return Drawing("", of("narrow", NARROW[0]), wide=of("wide", WIDE[0]))
 
 
+def mark(i: int) -> str:
+    """The marker of the contender at `i` as a character; empty: its colour is enough."""
+    return list(_MARKERS)[min(i // len(COLOURS), len(_MARKERS) - 1)]
+
+
 def _lines(axes: Axes, compared: Sequence[Contender], found: _Curves, free: set[tuple[int, str]]) -> None:
     dashed = [i for i, model in found if model == "global"]
     for (i, model), curve in found.items():
@@ -152,7 +158,7 @@ def _lines(axes: Axes, compared: Sequence[Contender], found: _Curves, free: set[
         if (i, model) in free:
             axes.axhline(curve.mean[-1], **_owned(i), linestyle=(0, (1, 2)), linewidth=1.6)
         else:
-            _curve(axes, curve, i, len(compared[i].results) > 1, look)
+            _curve(axes, curve, i, _band(compared, i), look)
 
 
 def _exceptions(compared: Sequence[Contender], protocol: str, found: _Curves, free: set[tuple[int, str]]) -> str:
@@ -199,23 +205,24 @@ def _places(both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return places * step, counts
 
 
-def _curve(axes: Axes, curve: Curve, i: int, band: bool, look: dict[str, Any]) -> None:
+def _curve(axes: Axes, curve: Curve, i: int, band: float, look: dict[str, Any]) -> None:
+    """`band` : its opacity, 0 for none."""
     if band:
-        fill = {"color": contender_colour(i), "gid": contender_group(i)}
-        axes.fill_between(curve.x, curve.low, curve.high, alpha=0.16, linewidth=0, **fill)
+        axes.fill_between(curve.x, curve.low, curve.high, alpha=band, linewidth=0, **_owned(i))
     axes.plot(curve.x, curve.mean, **_owned(i), markersize=4.5, **look)
 
 
-def _owned(i: int) -> dict[str, str]:
+def _band(compared: Sequence[Contender], i: int) -> float:
+    alone = len(compared[i].results) == 1
+    return 0.0 if alone else 0.16 if len(compared) <= _FEW else 0.07
+
+
+def _owned(i: int) -> dict[str, Any]:
     return {"color": contender_colour(i), "gid": contender_group(i)}
 
 
-def _cycle(i: int) -> int:
-    return min(i // len(COLOURS), len(_MARKERS) - 1)
-
-
 def _marker(i: int, curve: Curve) -> str | None:
-    return "o" if len(curve.x) == 1 else _MARKERS[_cycle(i)]
+    return "o" if len(curve.x) == 1 else _MARKERS[mark(i)]
 
 
 def _every(curve: Curve) -> int:

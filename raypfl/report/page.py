@@ -60,7 +60,7 @@ def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()
     )
     page = environment.from_string((folder / "page.html.jinja").read_text("utf-8"))
     style = Markup((folder / "page.css").read_text("utf-8"))
-    text = page.render(style=style, shades=_shades(compared), **_content(compared, notes))
+    text = page.render(style=style, shades=_shades(compared), marks=_marks(compared), **_content(compared, notes))
     Path(path).write_text(text, "utf-8")
     return Path(path)
 
@@ -111,6 +111,11 @@ def _shades(compared: Sequence[Contender]) -> list[tuple[str, str]]:
     return [(on_light(i), on_dark(i)) for i in range(len(compared))]
 
 
+def _marks(compared: Sequence[Contender]) -> list[str]:
+    """For each contender what tells it from one of the same colour, if it is not the first of that."""
+    return [figures.mark(i) for i in range(len(compared))]
+
+
 def _lead(compared: Sequence[Contender], protocol: str) -> str:
     """The result in a sentence."""
     scores = {one.label: one.scores(protocol, one.deployed(protocol), "accuracy") for one in compared}
@@ -120,10 +125,15 @@ def _lead(compared: Sequence[Contender], protocol: str) -> str:
     tested = protocol_in_words(protocol)
     if not others:
         return f"{label} reaches {reached} % on {tested}."
+    equals = [name for value, name in others if f"{100 * value:.1f}" == f"{100 * best:.1f}"]
+    if equals:
+        return f"{label} and {_few(equals)} are best on {tested}: {reached} %."
     ahead = signed(100 * (best - others[0][0])).removeprefix("+")
-    if ahead == "0.0":
-        return f"{others[0][1]} and {label} are best on {tested}: {reached} %."
     return f"{label} is best on {tested}: {reached} %, {ahead} points above {others[0][1]}."
+
+
+def _few(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} others"
 
 
 def _size(compared: Sequence[Contender]) -> str:

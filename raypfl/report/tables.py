@@ -180,13 +180,14 @@ def _named(compared: Sequence[Contender]) -> list[tuple[str, Result]]:
 def _settled(
     runs: Sequence[tuple[str, Mapping[str, Any]]], hidden: Sequence[str]
 ) -> tuple[list[Setting], list[tuple[str, str]]]:
-    differing, shared = [], []
+    differing: list[Setting] = []
+    shared: list[tuple[str, str]] = []
     for key in dict.fromkeys(key for _, values in runs for key in values if key not in hidden):
         holders: dict[str, list[str]] = {}
         for label, values in runs:
             holders.setdefault(plain(values[key]) if key in values else "", []).append(label)
         if len(holders) == 1:
-            shared.append((key, *holders))
+            shared.append((key, next(iter(holders))))
         else:
             kept = [(value, _counted(labels, runs)) for value, labels in holders.items() if value]
             differing.append(Setting(key, kept))
