@@ -183,7 +183,7 @@ def _plane(i: int, label: str, both: np.ndarray) -> Drawing:
         axes = figure.subplots()
         axes.plot([0, 100], [0, 100], color=FAINT, linewidth=1)
         sizes = counts * max(min(_DISC, _LARGEST_DISC / counts.max()), _SMALLEST_DISC)
-        axes.scatter(*places.T, s=sizes, **_owned(i), alpha=0.75, linewidths=0)
+        axes.scatter(places[:, 0], places[:, 1], s=sizes, **_owned(i), alpha=0.75, linewidths=0)
         for axis in (axes.xaxis, axes.yaxis):
             _percent(axis, 5)
         axes.set(xlim=(low - room, 100 + room), ylim=(low - room, 100 + room), aspect="equal")
