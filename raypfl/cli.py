@@ -61,6 +61,10 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="RECIPE|FILE.yaml KEY=VALUE", help="What to run, and what to change.", show_default=False),
 ]
+StudyWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="STUDY|FILE.yaml KEY=VALUE", help="Which study, and what to change.", show_default=False),
+]
 Changes = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change.", show_default=False)
 ]
@@ -76,6 +80,7 @@ class Kind(StrEnum):
     models = "models"
     partitions = "partitions"
     recipes = "recipes"
+    studies = "studies"
 
 
 def main() -> None:
@@ -113,7 +118,7 @@ def run(
     from raypfl.config import experiments
     from raypfl.tracking.progress import lines_for
 
-    recipe, changes = _recipe_and_changes(words or [])
+    recipe, changes = _named_and_changes(words or [], "digits")
     changes += [f"methods={json.dumps(method.split(','))}"] if method else []
     changes += [f"seeds={seeds}"] if seeds else []
     planned = experiments(_source(recipe), changes)
@@ -156,6 +161,27 @@ def report(
     print(f"Report: {write(results, out, left_out)}")
 
 
+@app.command()
+def study(
+    words: StudyWords = None,
+    only: Annotated[str, typer.Option(help="Methods and settings to run, by their labels: --only fednh,cifar10")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of each run.", min=0, show_default=False)] = 0,
+    seeds: Annotated[int, typer.Option(help="Seeds of each method and setting.", min=0, show_default=False)] = 0,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a published table and show both: a study by name, or your own YAML file. Without either: digits-personal.
+
+    What is finished is not run again, and what was interrupted goes on. KEY=VALUE changes a setting of all runs.
+    """
+    from raypfl.studies import command
+
+    source, changes = _named_and_changes(words or [], "digits-personal")
+    changes += [f"{key}={count}" for key, count in (("rounds", rounds), ("seeds", seeds)) if count]
+    chosen = [word.strip() for word in only.split(",") if word.strip()]
+    command.carry_out(command.Order(source, chosen, changes), quiet, as_json)
+
+
 @app.command(name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)]) -> None:
     """List what an experiment can name, with options and their defaults."""
@@ -176,7 +202,7 @@ def show(
     from raypfl.data import load_federated, summarised
     from raypfl.tracking import data_picture, data_table
 
-    recipe, changes = _recipe_and_changes(words or [])
+    recipe, changes = _named_and_changes(words or [], "digits")
     experiment = experiments(_source(recipe), changes)[0]
     summary = summarised(load_federated(experiment.data, experiment.partition, seed=experiment.seed))
     drawn = data_picture.draw(summary, picture)
@@ -192,15 +218,15 @@ def _alone(listeners: Sequence[Any]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _recipe_and_changes(words: Sequence[str]) -> tuple[str, list[str]]:
-    first, *rest = words or ["digits"]
-    return ("digits", [first, *rest]) if "=" in first else (first, rest)
+def _named_and_changes(words: Sequence[str], default: str) -> tuple[str, list[str]]:
+    first, *rest = words or [default]
+    return (default, [first, *rest]) if "=" in first else (first, rest)
 
 
 def _source(recipe: str) -> str | Path:
-    from raypfl import recipes
+    from raypfl.recipes import RECIPES
 
-    return Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes.text(recipe)
+    return Path(recipe) if recipe.endswith((".yaml", ".yml")) else RECIPES.text(recipe)
 
 
 def _carry_out(
@@ -257,15 +283,17 @@ def _listing(kind: Kind) -> Table:
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("what it is")
     table.add_column("options", style="dim")
-    for row in _recipe_rows() if kind is Kind.recipes else _registry_rows(kind):
+    for row in _shelf_rows(kind) if kind in (Kind.recipes, Kind.studies) else _registry_rows(kind):
         table.add_row(*(Text(cell) for cell in row))
     return table
 
 
-def _recipe_rows() -> list[tuple[str, str, str]]:
-    from raypfl import recipes
+def _shelf_rows(kind: Kind) -> list[tuple[str, str, str]]:
+    from raypfl.recipes import RECIPES
+    from raypfl.studies import STUDIES
 
-    return [(name, recipes.summary(name), "") for name in recipes.names()]
+    shelf = RECIPES if kind is Kind.recipes else STUDIES
+    return [(name, shelf.summary(name), "") for name in shelf.names()]
 
 
 def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:

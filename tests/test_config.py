@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypfl import recipes
 from raypfl.config import Experiment, experiments
 from raypfl.data import Dirichlet
 from raypfl.errors import ConfigError
 from raypfl.methods import Ditto, FedAvg
+from raypfl.recipes import RECIPES
 
 
 def refusal(**values) -> str:
@@ -218,12 +218,12 @@ def test_a_comparison_that_makes_no_sense_is_refused(text):
 
 
 def test_every_recipe_describes_experiments():
-    assert "digits" in recipes.names()
-    for name in recipes.names():
-        assert experiments(recipes.text(name))
-        assert recipes.summary(name)
+    assert "digits" in RECIPES.names()
+    for name in RECIPES.names():
+        assert experiments(RECIPES.text(name))
+        assert RECIPES.summary(name)
 
 
 def test_a_recipe_that_does_not_exist_is_told_with_the_nearest():
     with pytest.raises(ConfigError, match="no recipe called 'digts'; did you mean 'digits'"):
-        recipes.text("digts")
+        RECIPES.text("digts")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,21 @@ from raypfl.config.yaml_text import read
 from raypfl.errors import ConfigError, did_you_mean
 
 
-def experiments(source: str | Path, assignments: Iterable[str] = ()) -> list[Experiment]:
+def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> list[Experiment]:
     """The experiments of a comparison: each of its methods from each of its seeds, method by method.
 
     Parameters
     ----------
-    source : an `Experiment` as YAML text or file, in which ``methods: [fedavg, {name: ditto, lam: 1}]`` may stand for
-        ``method``, and ``seeds: 3`` asks for as many repetitions, the first of them with ``seed``.
+    source : an `Experiment` as YAML text, file or mapping, in which ``methods: [fedavg, {name: ditto, lam: 1}]`` may
+        stand for ``method``, and ``seeds: 3`` asks for as many repetitions, the first of them with ``seed``.
     assignments : ``dotted.key=value``; ``method.lam=1`` reaches each of the methods that has a `lam`.
 
     Raises
     ------
     ConfigError : as `Experiment` does, before anything is run.
     """
-    values, of_methods = read(source), []
+    values = deepcopy(dict(source)) if isinstance(source, Mapping) else read(source)
+    of_methods = []
     for path, value in parsed(assignments):
         if path[0] == "method" and len(path) > 1:
             of_methods.append((path, value))

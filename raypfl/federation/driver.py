@@ -126,6 +126,11 @@ class _Spare:
 _spare = _Spare()
 
 
+def make_room(ray: Any) -> None:
+    """Give back the actors that a session keeps for its next run, for something else that needs their place."""
+    _spare.release(ray)
+
+
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
     telling = _Audience([partial(_write_description, folder), *listeners])
     with StopRequest().listening() as stop:

@@ -35,6 +35,8 @@ _MARKS = {
     "failed": ("✗", "red"),
 }
 
+_MOST_LINES = 16
+
 
 class View:
     """Shows warnings and nothing else; the views below show more. A context manager, entered before the first run.
@@ -70,7 +72,10 @@ class View:
 
 
 class LiveView(View):
-    """A table of all runs that is redrawn as they go, and what is going on below it."""
+    """A table of the runs that is redrawn as they go, and what is going on below it.
+
+    Of more runs than a terminal shows, it has those that are at work.
+    """
 
     def __init__(self, console: Console, lines: Sequence[RunLine]):
         super().__init__(console, lines)
@@ -104,7 +109,12 @@ class LiveView(View):
         table.add_column("rounds")
         for heading in ("", "loss", "personal / global %", "MB up / down", "time"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for line in self.lines:
+        shown = self.lines
+        if len(self.lines) > _MOST_LINES:
+            shown = [line for line in self.lines if line.status == "running"]
+            ended = sum(line.status not in ("waiting", "running") for line in self.lines)
+            table.title = f"{ended} of {len(self.lines)} runs have ended, {len(shown)} are at work"
+        for line in shown:
             table.add_row(*_cells(line))
         if not self._doing:
             return table
@@ -117,17 +127,18 @@ class PlainView(View):
 
     def __init__(self, console: Console, lines: Sequence[RunLine]):
         super().__init__(console, lines)
-        self._held = ""
+        self._held: dict[RunLine, str] = {}
 
     def tell(self, line: RunLine, event: Event) -> None:
         """Print a line, if the event is worth one; a round's waits for its evaluation."""
+        held = self._held.pop(line, "")
         if isinstance(event, Evaluated):
-            self._held = self._held and _round_text(line)
+            self._held[line] = held and _round_text(line)
             return
-        for text in (self._held, _plain_text(line, event)):
+        for text in (held, _plain_text(line, event)):
             if text:
                 self.console.print(text, soft_wrap=True, highlight=False, markup=False)
-        self._held = _round_text(line) if isinstance(event, RoundFinished) and _ends_a_tenth(line) else ""
+        self._held[line] = _round_text(line) if isinstance(event, RoundFinished) and _ends_a_tenth(line) else ""
 
 
 def view(console: Console, lines: Sequence[RunLine], quiet: bool = False) -> View:

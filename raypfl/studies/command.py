@@ -1,0 +1,145 @@
+"""What `raypfl study` does: plans the cells, runs those that are left, and tells what came of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from raypfl.errors import RaypflError, Stopped
+from raypfl.federation import Result
+from raypfl.federation.events import Event
+from raypfl.studies import layout
+from raypfl.studies.cells import Cell, choose, plan
+from raypfl.studies.description import Study, load
+from raypfl.studies.deviations import deviations
+from raypfl.studies.measured import Entry, as_rows, cell_table, entries, entry_table
+from raypfl.studies.picture import draw
+from raypfl.studies.running import run
+from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Outcome, is_finished
+from raypfl.tracking.console import view
+from raypfl.tracking.contenders import colour
+from raypfl.tracking.mlflow import MLflowListener
+from raypfl.tracking.outcome import nearby
+from raypfl.tracking.progress import RunLine
+
+FILES = ("table.md", "table.parquet", "cells.parquet", "table.png")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a person asked for.
+
+    Attributes
+    ----------
+    source : a study's name or file. only : words for :func:`raypfl.studies.cells.choose`.
+    assignments : ``dotted.key=value``, rounds and seeds among them.
+    """
+
+    source: str
+    only: Sequence[str]
+    assignments: Sequence[str]
+
+    @property
+    def command(self) -> str:
+        """With which one asks for it, again."""
+        only = ["--only", ",".join(self.only)] if self.only else []
+        return shlex.join(["raypfl", "study", self.source, *self.assignments, *only])
+
+
+def carry_out(order: Order, quiet: bool, as_json: bool) -> None:
+    """Run what is left of a study and tell what there is, also if it is stopped or some of it fails.
+
+    Raises
+    ------
+    ConfigError : before anything runs, if something in the order or in the study is wrong.
+    Stopped : if it was interrupted; the text tells how to go on.
+    RaypflError : if cells failed.
+    """
+    study, reference = load(order.source)
+    choice = choose(study, order.only)
+    published = plan(reference, choose(reference))  # before the changes: what is wrong with it, is so in the file
+    cells = plan(study, choice, order.assignments)
+    outcomes = _run(cells, quiet)
+    results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
+    if results:
+        found = entries(study, reference, cells, results)
+        departures = deviations(reference, choice, cells, published, results)
+        _tell(study, reference, found, departures, _kept(study, found, departures, cells, results), as_json)
+    _raise_for(outcomes, cells, order)
+
+
+def _run(cells: Sequence[Cell], quiet: bool) -> list[Outcome]:
+    progress = Console(stderr=True)
+    lines = _run_lines(cells)
+    trackers: dict[int, MLflowListener] = {}
+    try:
+        with view(progress, lines, quiet) as shown:
+            listeners = [shown.listener(i) for i in range(len(cells))]
+
+            def hear(cell: int, event: Event) -> None:
+                listeners[cell](event)
+                if cell not in trackers:
+                    trackers[cell] = MLflowListener(warn=_warning(progress))
+                trackers[cell](event)
+
+            return run(cells, hear)
+    except KeyboardInterrupt:  # between two cells, or a second time
+        return [Outcome(STOPPED)] * len(cells)
+
+
+def _warning(progress: Console) -> Callable[[str], None]:
+    return lambda text: progress.print(f"[yellow]Warning:[/] {escape(text)}")
+
+
+def _run_lines(cells: Sequence[Cell]) -> list[RunLine]:
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    lines = [RunLine(cell.label, cell.experiment.rounds, colour(methods.index(cell.method))) for cell in cells]
+    for line, cell in zip(lines, cells, strict=True):
+        if is_finished(cell.folder):
+            line.status, line.round = FINISHED, line.rounds
+    return lines
+
+
+def _kept(
+    study: Study, found: Sequence[Entry], departures: Sequence[str], cells: Sequence[Cell], results: dict[int, Result]
+) -> Path:
+    """Write the table's files; returns their folder."""
+    folder = Path(cells[0].experiment.output).absolute() / study.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(layout.markdown(study, found, departures))
+    pq.write_table(entry_table(found), folder / "table.parquet")
+    pq.write_table(cell_table(cells, results), folder / "cells.parquet")
+    draw(found, study.name, folder / "table.png")
+    return folder
+
+
+def _tell(
+    study: Study, reference: Study, found: Sequence[Entry], departures: Sequence[str], folder: Path, as_json: bool
+) -> None:
+    if as_json:
+        told = {"study": study.name, "folder": str(folder), "entries": as_rows(found), "deviations": list(departures)}
+        print(json.dumps(told, indent=2))
+        return
+    console = Console()
+    layout.show(console, study, found, departures)
+    console.print()
+    for name in FILES:
+        console.print(Text(str(nearby(folder / name))), soft_wrap=True)
+
+
+def _raise_for(outcomes: Sequence[Outcome], cells: Sequence[Cell], order: Order) -> None:
+    failed = [f"{cells[i].label}: {one.error}" for i, one in enumerate(outcomes) if one.status == FAILED]
+    open_cells = sum(one.status != FINISHED for one in outcomes)
+    go_on = f"{len(outcomes) - open_cells} of {len(outcomes)} cells are finished. To go on: {order.command}"
+    if failed:
+        raise RaypflError("\n".join([*failed, go_on]))
+    if open_cells:
+        raise Stopped(f"Stopped. {go_on}")

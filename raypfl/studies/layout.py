@@ -1,0 +1,138 @@
+"""A study's table as a person reads it: on the terminal, and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raypfl.studies.description import Study
+from raypfl.studies.measured import Entry
+
+NOTHING = "–"
+WANTED = "…"
+"""What is not finished yet."""
+
+_STYLES = {"here": "bold", "published": "dim", "gap": "cyan"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a block: what was measured here, what was published, or the gap between both.
+
+    Attributes
+    ----------
+    method : on the first of a method's lines; else empty. kind : ``here``, ``published`` or ``gap``.
+    """
+
+    method: str
+    kind: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The table of one setting of `study.down`, with headings ``(group, metric)`` over its columns."""
+
+    title: str
+    headings: tuple[tuple[str, str], ...]
+    lines: tuple[Line, ...]
+
+
+def blocks(found: Sequence[Entry]) -> list[Block]:
+    """The table, as the paper has it: a block of methods for each setting down, a column a metric for each across."""
+    laid_out = []
+    for title in dict.fromkeys(one.down for one in found):
+        own = [one for one in found if one.down == title]
+        headings = tuple(dict.fromkeys((one.across, one.metric) for one in own))
+        lines: list[Line] = []
+        for method in dict.fromkeys(one.method for one in own):
+            at = {(one.across, one.metric): one for one in own if one.method == method}
+            lines += _lines(method, [at[heading] for heading in headings])
+        laid_out.append(Block(title, headings, tuple(lines)))
+    return laid_out
+
+
+def show(console: Console, study: Study, found: Sequence[Entry], deviations: Sequence[str]) -> None:
+    """Print the table and what must be known of it."""
+    for block in blocks(found):
+        console.print()
+        if block.title:
+            console.print(Text(block.title, "bold"))
+        console.print(_table(block))
+    for heading, lines in _remarks(study, found, deviations):
+        console.print(Text(heading, "bold yellow" if heading.startswith("Deviat") else "dim"))
+        for line in lines:
+            console.print(Text(f"  {line}", "" if heading.startswith("Deviat") else "dim"))
+
+
+def markdown(study: Study, found: Sequence[Entry], deviations: Sequence[str]) -> str:
+    """The same as a page."""
+    parts = [f"# {study.name}"]
+    for block in blocks(found):
+        parts += [f"## {block.title}"] if block.title else []
+        headings = ["", "", *(" ".join(filter(None, heading)) for heading in block.headings)]
+        rows = [headings, ["---", "---", *["---:"] * len(block.headings)]]
+        rows += [[line.method, line.kind, *line.texts] for line in block.lines]
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    for heading, lines in _remarks(study, found, deviations):
+        parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _lines(method: str, row: Sequence[Entry]) -> list[Line]:
+    """A method's lines; of what was published and the gap only where there is something to say."""
+    kinds = {
+        "here": [_measured(one) for one in row],
+        "published": [_number(*one.published) if one.published else NOTHING for one in row],
+        "gap": [_gap(one) for one in row],
+    }
+    told = [(kind, texts) for kind, texts in kinds.items() if kind == "here" or set(texts) != {NOTHING}]
+    return [Line("" if i else method, kind, tuple(texts)) for i, (kind, texts) in enumerate(told)]
+
+
+def _measured(one: Entry) -> str:
+    if one.mean is None:
+        return WANTED if one.missing else NOTHING
+    return _number(one.mean, one.spread) + (WANTED if one.missing else "")
+
+
+def _number(value: float, spread: float | None) -> str:
+    return f"{value:.2f}" if spread is None else f"{value:.2f}±{spread:.2f}"
+
+
+def _gap(one: Entry) -> str:
+    if one.gap is None:
+        return NOTHING
+    return f"{one.gap:+.2f}" if one.spread_gap is None else f"{one.gap:+.2f} ({one.spread_gap:+.2f})"
+
+
+def _table(block: Block) -> Table:
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    drawn.add_column("method")
+    drawn.add_column("")
+    for group, metric in block.headings:
+        drawn.add_column(f"{group}\n{metric}" if group else metric, justify="right")
+    for i, line in enumerate(block.lines):
+        last = i + 1 == len(block.lines) or bool(block.lines[i + 1].method)
+        style = _STYLES[line.kind]
+        cells = (Text(line.method, "bold"), *(Text(text, style) for text in (line.kind, *line.texts)))
+        drawn.add_row(*cells, end_section=last)
+    return drawn
+
+
+def _remarks(study: Study, found: Sequence[Entry], deviations: Sequence[str]) -> list[tuple[str, list[str]]]:
+    clients = any(one.spread_over == "clients" for one in found)
+    over = "the clients, averaged over the seeds; gap (gap of the ±)" if clients else "the seeds"
+    legend = f"In %. Behind ±: the standard deviation over {over}. {WANTED} marks what is not finished."
+    remarks = [("Numbers", [legend])]
+    if study.published:
+        remarks.append(("Published", [study.published.source, *study.published.notes]))
+        remarks.append(("Chosen where the source leaves it open", study.choices))
+    heading = "Deviations from the published protocol" if study.published else "Deviations"
+    remarks.append((heading, [*deviations] or ["None: everything was run as described."]))
+    return [(heading, lines) for heading, lines in remarks if lines]

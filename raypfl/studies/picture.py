@@ -1,0 +1,76 @@
+"""A study's figure: what was measured beside what was published, method by method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+
+from raypfl.studies.measured import Entry
+from raypfl.tracking.contenders import colour
+from raypfl.tracking.picture import STYLE
+
+_INCHES = (3.6, 0.42)  # a panel's width, a method's height
+_APART = 0.18  # metrics of a method, in methods
+
+
+def draw(found: Sequence[Entry], title: str, path: str | Path) -> Path:
+    """Write a PNG: a panel a setting, a line a method, a colour a metric.
+
+    Full marks, with a bar for the spread, are measured here; hollow ones are published.
+
+    Parameters
+    ----------
+    found : entries, of which at least one has a value. path : of the PNG; its folder must exist.
+    """
+    downs, acrosses = (list(dict.fromkeys(values)) for values in zip(*((e.down, e.across) for e in found), strict=True))
+    metrics = list(dict.fromkeys(one.metric for one in found))
+    methods = list(dict.fromkeys(one.method for one in found))
+    size = (2 + _INCHES[0] * len(acrosses), 1.6 + (0.7 + _INCHES[1] * len(methods)) * len(downs))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+        panels = figure.subplots(len(downs), len(acrosses), squeeze=False, sharey=True)
+        for row, down in zip(panels, downs, strict=True):
+            for axes, across in zip(row, acrosses, strict=True):
+                own = [one for one in found if (one.down, one.across) == (down, across)]
+                _panel(axes, own, methods, metrics)
+                axes.set_title(" · ".join(filter(None, (down, across))))
+        for axes in panels[-1]:
+            axes.set_xlabel("accuracy (%)")
+        for axes in panels[:, 0]:
+            axes.set_ylabel("method")
+        panels[0, 0].invert_yaxis()
+        figure.suptitle(title, fontsize=11, color="#777777")
+        figure.legend(handles=_keys(found, metrics), loc="outside lower center", ncols=5, frameon=False)
+        figure.savefig(path, dpi=160)
+    return Path(path)
+
+
+def _panel(axes: Axes, found: Sequence[Entry], methods: Sequence[str], metrics: Sequence[str]) -> None:
+    for one in found:
+        at = methods.index(one.method) + _APART * (metrics.index(one.metric) - (len(metrics) - 1) / 2)
+        tint = colour(metrics.index(one.metric))
+        if one.published:
+            axes.plot(one.published.value, at, "o", markersize=7, markerfacecolor="none", color=tint)
+        if one.mean is not None:
+            axes.errorbar(one.mean, at, xerr=one.spread or 0, fmt="o", markersize=4, color=tint, elinewidth=1.2)
+    axes.set_yticks(range(len(methods)), methods)
+    axes.set_ylim(-0.6, len(methods) - 0.4)
+    axes.grid(True, axis="x")
+    axes.set_axisbelow(True)
+
+
+def _keys(found: Sequence[Entry], metrics: Sequence[str]) -> list[Line2D]:
+    over = found[0].spread_over
+    keys = [Line2D([], [], linestyle="", marker="s", color=colour(i), label=name) for i, name in enumerate(metrics)]
+    keys.append(Line2D([], [], marker="o", markersize=4, color="#333333", label=f"here, ± over {over}"))
+    if any(one.published for one in found):
+        hollow = Line2D([], [], linestyle="", marker="o", markersize=7, markerfacecolor="none", color="#333333")
+        hollow.set_label("published")
+        keys.append(hollow)
+    return keys
