@@ -72,7 +72,14 @@ def carry_out(order: Order, quiet: bool, as_json: bool) -> None:
     if results:
         found = entries(study, reference, cells, results)
         departures = deviations(reference, choice, cells, published, results)
-        _tell(study, reference, found, departures, _kept(study, found, departures, cells, results), as_json)
+        folder = _kept(study, found, cells, results)
+        page = layout.markdown(study, reference.published, found, departures)
+        (folder / "table.md").write_text(page, encoding="utf-8")
+        if as_json:
+            told = {"study": study.name, "folder": str(folder), "entries": as_rows(found), "deviations": departures}
+            print(json.dumps(told, indent=2))
+        else:
+            _tell(study, reference, found, departures, folder)
     _raise_for(outcomes, cells, order)
 
 
@@ -108,28 +115,19 @@ def _run_lines(cells: Sequence[Cell]) -> list[RunLine]:
     return lines
 
 
-def _kept(
-    study: Study, found: Sequence[Entry], departures: Sequence[str], cells: Sequence[Cell], results: dict[int, Result]
-) -> Path:
-    """Write the table's files; returns their folder."""
+def _kept(study: Study, found: Sequence[Entry], cells: Sequence[Cell], results: dict[int, Result]) -> Path:
+    """Write the tables and the figure; returns their folder."""
     folder = Path(cells[0].experiment.output).absolute() / study.name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text(layout.markdown(study, found, departures))
     pq.write_table(entry_table(found), folder / "table.parquet")
     pq.write_table(cell_table(cells, results), folder / "cells.parquet")
     draw(found, study.name, folder / "table.png")
     return folder
 
 
-def _tell(
-    study: Study, reference: Study, found: Sequence[Entry], departures: Sequence[str], folder: Path, as_json: bool
-) -> None:
-    if as_json:
-        told = {"study": study.name, "folder": str(folder), "entries": as_rows(found), "deviations": list(departures)}
-        print(json.dumps(told, indent=2))
-        return
+def _tell(study: Study, reference: Study, found: Sequence[Entry], departures: Sequence[str], folder: Path) -> None:
     console = Console()
-    layout.show(console, study, found, departures)
+    layout.show(console, study, reference.published, found, departures)
     console.print()
     for name in FILES:
         console.print(Text(str(nearby(folder / name))), soft_wrap=True)

@@ -120,8 +120,8 @@ def load(source: str) -> tuple[Study, Study]:
     if not isinstance(base, str):
         raise ConfigError(f"{source}: extends is {base!r}; it must be the name of a study, or a file.")
     extended, reference = load(base)
-    parent = extended.model_dump(exclude={"name"}, exclude_none=True)
-    study = _made(source, {key: value for key, value in extended_by(parent, given).items() if value is not None})
+    parent = extended.model_dump(exclude={"name", "published"})
+    study = _made(source, _extended(parent, given))
     return study, study if "published" in given else reference
 
 
@@ -134,8 +134,7 @@ def merged(base: Any, change: Any) -> Any:
     return {key: value for key, value in {**under, **over}.items() if value is not None}
 
 
-def extended_by(parent: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The file of a study with what another one, which extends it, gives; see ``docs/studies.md``."""
+def _extended(parent: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     both = merged(parent, {key: value for key, value in given.items() if key not in _WHOLE})
     return both | {key: given[key] for key in _WHOLE if key in given}
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.studies.description import Study
+from raypfl.studies.description import Published, Study
 from raypfl.studies.measured import Entry
 
 NOTHING = "–"
@@ -57,20 +57,22 @@ def blocks(found: Sequence[Entry]) -> list[Block]:
     return laid_out
 
 
-def show(console: Console, study: Study, found: Sequence[Entry], deviations: Sequence[str]) -> None:
+def show(
+    console: Console, study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]
+) -> None:
     """Print the table and what must be known of it."""
     for block in blocks(found):
         console.print()
         if block.title:
             console.print(Text(block.title, "bold"))
         console.print(_table(block))
-    for heading, lines in _remarks(study, found, deviations):
+    for heading, lines in _remarks(study, published, found, deviations):
         console.print(Text(heading, "bold yellow" if heading.startswith("Deviat") else "dim"))
         for line in lines:
             console.print(Text(f"  {line}", "" if heading.startswith("Deviat") else "dim"))
 
 
-def markdown(study: Study, found: Sequence[Entry], deviations: Sequence[str]) -> str:
+def markdown(study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]) -> str:
     """The same as a page."""
     parts = [f"# {study.name}"]
     for block in blocks(found):
@@ -79,7 +81,7 @@ def markdown(study: Study, found: Sequence[Entry], deviations: Sequence[str]) ->
         rows = [headings, ["---", "---", *["---:"] * len(block.headings)]]
         rows += [[line.method, line.kind, *line.texts] for line in block.lines]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    for heading, lines in _remarks(study, found, deviations):
+    for heading, lines in _remarks(study, published, found, deviations):
         parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
     return "\n\n".join(parts) + "\n"
 
@@ -125,14 +127,16 @@ def _table(block: Block) -> Table:
     return drawn
 
 
-def _remarks(study: Study, found: Sequence[Entry], deviations: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _remarks(
+    study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]
+) -> list[tuple[str, list[str]]]:
     clients = any(one.spread_over == "clients" for one in found)
     over = "the clients, averaged over the seeds; gap (gap of the ±)" if clients else "the seeds"
     legend = f"In %. Behind ±: the standard deviation over {over}. {WANTED} marks what is not finished."
     remarks = [("Numbers", [legend])]
-    if study.published:
-        remarks.append(("Published", [study.published.source, *study.published.notes]))
+    if published:
+        remarks.append(("Published", [published.source, *published.notes]))
         remarks.append(("Chosen where the source leaves it open", study.choices))
-    heading = "Deviations from the published protocol" if study.published else "Deviations"
+    heading = "Deviations from the published protocol" if published else "Deviations"
     remarks.append((heading, [*deviations] or ["None: everything was run as described."]))
     return [(heading, lines) for heading, lines in remarks if lines]

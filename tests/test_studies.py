@@ -1,0 +1,446 @@
+"""Studies: their files, which cells they run, what is not run again, and what their tables say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import raypfl
+from raypfl.cli import app
+from raypfl.errors import ConfigError
+from raypfl.federation.events import RoundFinished, RunStarted
+from raypfl.federation.setup import make_model
+from raypfl.studies import STUDIES, running
+from raypfl.studies.cells import choose, identity, plan
+from raypfl.studies.description import Quoted, Study, load
+from raypfl.studies.deviations import deviations
+from raypfl.studies.layout import blocks, markdown
+from raypfl.studies.measured import Entry
+from raypfl.studies.workers import carry_out, is_finished
+
+FEDNH = ("fednh-table1", "fednh-table2", "fednh-table3")
+
+TINY = """\
+seeds: 2
+experiment:
+  rounds: 4
+  data: digits
+  partition: {clients: 4}
+  model: {name: mlp, hidden: [8]}
+  evaluation: {every: 0}
+  checkpoint: {every: 1}
+  engine: {backend: inline}
+  tracking: {mlflow: false}
+methods:
+  FedAvg: fedavg
+  Ditto: {name: ditto, lam: 1.0}
+across:
+  Dir(0.1): {experiment: {partition: {alpha: 0.1}}}
+  Dir(1.0): {experiment: {partition: {alpha: 1.0}}, methods: {Ditto: {lam: 2.0}}}
+metrics:
+  GM: {protocol: global, model: global}
+  PM: {protocol: local}
+published:
+  source: A paper, Table 4
+  rows:
+    FedAvg: [50.00 ± 1.00, –, 60, –]
+"""
+
+
+@pytest.fixture(autouse=True)
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+def cells_of(source: str, *assignments: str, only: tuple[str, ...] = ()) -> list:
+    study, _ = load(source)
+    return plan(study, choose(study, only), assignments)
+
+
+def told(*words: str) -> dict:
+    result = CliRunner().invoke(app, ["study", *words, "--json", "--quiet"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+class Watch:
+    """Hears a study; sends this process a signal when a cell has done so many rounds."""
+
+    def __init__(self, cell: int = -1, round: int = 0, number: int = signal.SIGINT):
+        self.wanted, self.number = (cell, round), number
+        self.begun: dict[int, int] = {}
+
+    def __call__(self, cell: int, event: object) -> None:
+        if isinstance(event, RunStarted):
+            self.begun[cell] = event.first_round
+        if isinstance(event, RoundFinished) and (cell, event.round) == self.wanted:
+            os.kill(os.getpid(), self.number)
+
+
+# The grid
+
+
+def test_cells_are_all_methods_in_all_settings_seed_by_seed():
+    cells = cells_of("tiny.yaml")
+    assert [(c.method, c.across, c.experiment.seed) for c in cells] == [
+        (method, across, seed)
+        for seed in (0, 1)
+        for across in ("Dir(0.1)", "Dir(1.0)")
+        for method in ("FedAvg", "Ditto")
+    ]
+    assert [c.experiment.method.lam for c in cells if c.method == "Ditto"] == [1.0, 2.0, 1.0, 2.0]
+    assert [c.experiment.partition.alpha for c in cells[:4]] == [0.1, 0.1, 1.0, 1.0]
+
+
+def test_only_chooses_by_labels_whatever_their_case_and_punctuation():
+    assert {c.place for c in cells_of("tiny.yaml", only=("ditto", "dir 0.1"))} == {("Ditto", "", "Dir(0.1)")}
+    assert {c.place[0] for c in cells_of("tiny.yaml", only=("DIR(0.1)",))} == {"FedAvg", "Ditto"}
+    table = {c.place for c in cells_of("fednh-table1", only=("FedNH", "fedavg", "cifar10"))}
+    assert {place[:2] for place in table} == {("FedNH", "CIFAR-10"), ("FedAvg", "CIFAR-10")}
+    with pytest.raises(ConfigError, match=r"no setting of fednh-table1; did you mean 'FedNH'\?"):
+        cells_of("fednh-table1", only=("fednhh",))
+
+
+def test_a_cell_is_known_by_what_decides_its_result_and_by_nothing_else():
+    (cell,) = cells_of("tiny.yaml", "seeds=1", only=("FedAvg", "Dir(0.1)"))
+    same = ["ray.actors=2", "checkpoint.every=7", "output=elsewhere", "name=other", "engine.backend=ray"]
+    other = ["training.lr=0.5", "seed=1", "rounds=5", "engine.executor=sequential", "data.root=/elsewhere"]
+    assert {identity(cell.experiment.override([one])) for one in same} == {identity(cell.experiment)}
+    assert len({identity(cell.experiment.override([one])) for one in other} | {identity(cell.experiment)}) == 6
+
+
+def test_a_study_that_extends_another_adds_to_it_takes_away_and_is_held_against_it(tiny: Path):
+    (tiny / "mine.yaml").write_text(
+        "extends: tiny.yaml\nexperiment: {training: {lr: 0.5}}\nmethods: {FedAvg: null, FedPer: fedper}\n"
+        "metrics: {PM: {protocol: local}}\n"
+    )
+    study, reference = load("mine.yaml")
+    assert (study.name, list(study.methods), reference.name) == ("mine", ["Ditto", "FedPer"], "tiny")
+    cells = plan(study, choose(study))
+    lines = deviations(reference, choose(study), cells, plan(reference, choose(reference)), {})
+    assert "training.lr is 0.5, not 0.1." in lines
+    assert "FedPer: not in the published table." in lines and "1 of 2 methods: without FedAvg." in lines
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("metrics:", "metrcs:", "metrcs is not a key of a study; did you mean 'metrics'?"),
+        (
+            "protocol: local}",
+            "protcol: local}",
+            "protcol is not a key of what a study has in metrics; did you mean 'proto",
+        ),
+        ("rounds: 4", "rouns: 4", "rouns is not a setting of an experiment; did you mean 'rounds'?"),
+        ("lam: 1.0", "lamb: 1.0", "lamb is not an option of ditto; did you mean 'lam'?"),
+        ("methods: {Ditto:", "methods: {Dito:", "methods.Dito is none of the study's methods; did you mean 'Ditto'?"),
+        (
+            "60, –]",
+            "60]",
+            "published.rows.FedAvg has 3 entries; it must have one for each column: Dir(0.1) GM, Dir(0.1) PM",
+        ),
+        ("50.00 ± 1.00", "fifty", "published.rows.FedAvg has 'fifty'; an entry is a number"),
+        (
+            "    FedAvg: [",
+            "    FedAvgg: [",
+            "published.rows.FedAvgg is none of the study's methods; did you mean 'FedAvg'?",
+        ),
+        ("Dir(1.0)", "dir-0.1", "'Dir(0.1)' and 'dir-0.1' must differ in letters or digits"),
+        (
+            "protocol: local}",
+            "protocol: pm_v}",
+            "metric PM is of the protocol 'pm_v', but evaluation.protocols is [local,",
+        ),
+    ],
+)
+def test_a_mistake_in_a_study_is_refused_with_the_nearest_before_anything_runs(tiny: Path, old, new, sentence):
+    (tiny / "tiny.yaml").write_text(TINY.replace(old, new))
+    result = CliRunner().invoke(app, ["study", "tiny.yaml"])
+    assert result.exit_code == 2 and sentence in result.stderr, result.output
+    assert not (tiny / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fednh-tabel1"], "There is no study called 'fednh-tabel1'; did you mean 'fednh-table1'?"),
+        (["tiny.yaml", "training.lrr=1"], "lrr is not a setting of training; did you mean 'lr'?"),
+        (["tiny.yaml", "method=ditto"], "cannot be set in a study: it has its methods. Choose among them with --only."),
+        (["tiny.yaml", "--only", "dito"], "--only names 'dito'"),
+    ],
+)
+def test_a_mistake_in_the_command_is_a_sentence(words, sentence):
+    result = CliRunner().invoke(app, ["study", *words])
+    assert result.exit_code == 2 and sentence in result.stderr, result.output
+
+
+# Running, and not running again
+
+
+def test_a_stopped_study_goes_on_without_redoing_what_is_finished_and_to_the_same_bits():
+    cells = cells_of("tiny.yaml", "seeds=1")
+    stopped = running.run(cells, Watch(cell=1, round=2))
+    assert [one.status for one in stopped] == ["finished", "stopped", "stopped", "stopped"]
+    before = {file: file.stat().st_mtime_ns for file in cells[0].folder.rglob("*") if file.is_file()}
+
+    watch = Watch()
+    assert {one.status for one in running.run(cells, watch)} == {"finished"}
+    assert watch.begun == {1: 2, 2: 0, 3: 0}
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+
+    whole = raypfl.run(cells[1].experiment.replace(output="apart"))
+    assert raypfl.Result.load(cells[1].folder).weights_hash == whole.weights_hash
+    again = Watch()
+    running.run(cells, again)
+    assert again.begun == {}
+
+
+def test_a_study_whose_process_is_killed_goes_on_from_the_last_checkpoint(tiny: Path):
+    killed = (
+        "import signal; from tests.test_studies import Watch, cells_of, running;"
+        "running.run(cells_of('tiny.yaml', 'seeds=1'), Watch(cell=1, round=3, number=signal.SIGKILL))"
+    )
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", killed], env=os.environ | {"PYTHONPATH": root}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    cells, watch = cells_of("tiny.yaml", "seeds=1"), Watch()
+    assert [is_finished(cell.folder) for cell in cells] == [True, False, False, False]
+    running.run(cells, watch)
+    assert watch.begun == {1: 2, 2: 0, 3: 0}
+    assert all(is_finished(cell.folder) for cell in cells)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_inline_run():
+    cells = cells_of("tiny.yaml", "seeds=1", "engine.backend=ray", "rounds=60", only=("Dir(0.1)",))
+    stopped = running.run(cells, Watch(cell=0, round=3))
+    assert "finished" not in {one.status for one in stopped} and (cells[0].folder / "checkpoints").exists()
+    watch = Watch()
+    assert {one.status for one in running.run(cells, watch)} == {"finished"}
+    assert watch.begun[0] >= 3 and set(watch.begun) == {0, 1}
+    inline = raypfl.run(cells[0].experiment.override(["engine.backend=inline", "output=apart"]))
+    assert raypfl.Result.load(cells[0].folder).weights_hash == inline.weights_hash
+
+
+def test_a_cell_that_fails_is_told_in_a_sentence_and_leaves_the_others_alone(tiny: Path):
+    (tiny / "tiny.yaml").write_text(TINY.replace("{name: ditto, lam: 1.0}", "{name: ditto, lam: 1e30}"))
+    result = CliRunner().invoke(app, ["study", "tiny.yaml", "seeds=1", "--only", "dir0.1", "--quiet"])
+    assert result.exit_code == 1
+    assert "Ditto · Dir(0.1) · seed 0: " in result.stderr and "1 of 2 cells are finished" in result.stderr
+    assert "To go on: raypfl study tiny.yaml seeds=1 --only dir0.1" in result.stderr
+    assert "FedAvg" in result.stdout and "1 of 2 cells are not finished" in result.stdout
+
+
+def test_ctrl_c_ends_with_130_tells_what_there_is_and_the_command_that_goes_on(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(experiment, folder, listeners):
+        watch = Watch(cell=0, round=1)
+        seen = listeners if experiment.seed == 0 else [*listeners, lambda event: watch(0, event)]
+        return carry_out(experiment, folder, seen)
+
+    monkeypatch.setattr(running, "carry_out", interrupted)
+    words = ["study", "tiny.yaml", "training.lr=0.05", "--only", "FedAvg,Dir(0.1)", "--quiet"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 130
+    go_on = (
+        "Stopped. 1 of 2 cells are finished. To go on: raypfl study tiny.yaml training.lr=0.05 --only 'FedAvg,Dir(0.1)'"
+    )
+    assert go_on in result.stderr
+    assert "…" in result.stdout and "training.lr is 0.05, not 0.1." in result.stdout
+
+
+# What the table says
+
+
+def test_the_command_runs_a_study_and_leaves_its_table_in_four_files(tiny: Path):
+    study = told("tiny.yaml", "--rounds", "1", "--seeds", "1", "--only", "FedAvg,Dir(0.1)")
+    folder = Path(study["folder"])
+    assert folder == tiny / "runs" / "tiny" and (folder / "table.png").stat().st_size > 10_000
+    table = pq.ParquetFile(folder / "table.parquet").read().to_pylist()
+    assert table == study["entries"]
+    gm, pm = table
+    assert (gm["method"], gm["across"], gm["metric"], gm["published"]) == ("FedAvg", "Dir(0.1)", "GM", 50.0)
+    assert gm["gap"] == pytest.approx(gm["measured"] - 50.0) and gm["seeds"] == 1 and gm["std_over_seeds"] is None
+    assert pm["measured"] is None and pm["published"] is None
+    runs = pq.ParquetFile(folder / "cells.parquet").read().to_pylist()
+    shown = [row["accuracy"] for row in runs if (row["protocol"], row["model"]) == ("global", "global")]
+    assert 100 * shown[0] == pytest.approx(gm["measured"]) and {row["rounds"] for row in runs} == {1}
+    assert study["deviations"] == [
+        "1 of 2 methods: without Ditto.",
+        "1 of 2 groups of columns: without Dir(1.0).",
+        "rounds is 1, not 4.",
+        "1 seed, not 2.",
+    ]
+
+
+def entry(method: str, across: str, metric: str, *values: float, **changes) -> Entry:
+    fields = {"within": (8.0,) * len(values), "missing": 0, "published": None, "spread_over": "seeds"} | changes
+    return Entry(method, "Set", across, metric, values, **fields)
+
+
+def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
+    found = [
+        entry("A", "x", "GM", 60.0, 62.0, published=Quoted(66.4, 3.13)),
+        entry("A", "x", "PM", 70.0, 70.0, missing=1, published=Quoted(70.0)),
+        entry("A", "y", "GM", missing=2, published=Quoted(50.0, 1.0)),
+        entry("A", "y", "PM"),
+        *(entry("B", across, metric, 10.0) for across in "xy" for metric in ("GM", "PM")),
+    ]
+    (block,) = blocks(found)
+    assert block.title == "Set" and block.headings == (("x", "GM"), ("x", "PM"), ("y", "GM"), ("y", "PM"))
+    assert [(line.method, line.kind, line.texts) for line in block.lines] == [
+        ("A", "here", ("61.00±1.41", "70.00±0.00…", "…", "–")),
+        ("", "published", ("66.40±3.13", "70.00", "50.00±1.00", "–")),
+        ("", "gap", ("-5.40", "+0.00", "–", "–")),
+        ("B", "here", ("10.00", "10.00", "10.00", "10.00")),
+    ]
+
+
+def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():
+    found = [entry("A", "x", "PM", 70.0, 72.0, spread_over="clients", published=Quoted(70.0, 5.0))]
+    (block,) = blocks(found)
+    assert [line.texts for line in block.lines] == [("71.00±8.00",), ("70.00±5.00",), ("+1.00 (+3.00)",)]
+
+
+def test_deviations_say_where_they_hold_and_are_on_the_page():
+    study, _ = load("fednh-table1")
+    choice = choose(study, ("fedavg", "fednh", "cifar10", "tinyimagenet"))
+    planned = plan(study, choose(study))
+    cells = plan(study, choice, ["training.precision=bf16", "method.rho=0.5", "training.weight_decay=1e-5", "seeds=2"])
+    lines = deviations(study, choice, cells, planned, {})
+    assert lines == [
+        "2 of 10 methods: without Local, FedPer, Ditto, FedRep, FedProto, CReFF, FedBABU, FedROD.",
+        "2 of 3 blocks: without CIFAR-100.",
+        "training.precision is bf16, not fp32.",
+        "method.rho is 0.5, not 0.9 (FedNH).",
+        "training.weight_decay is 1e-05, not 0.001 (TinyImageNet).",
+        "2 seeds, not 3.",
+        "16 of 16 cells are not finished; what they would say is missing from the means.",
+    ]
+    page = markdown(study, study.published, [entry("A", "x", "GM", 1.0)], lines)
+    assert "**Deviations from the published protocol**" in page and all(f"- {line}" in page for line in lines)
+
+
+def test_reading_a_copy_in_another_format_is_said_and_where_it_lies_is_not():
+    study, _ = load("fednh-table1")
+    choice = choose(study, ("cifar10", "fednh", "dir0.3"))
+    planned = plan(study, choose(study))
+    cells = plan(study, choice, ["data.name=parquet", "data.root=/somewhere", "engine.threads=2", "data.label=fine"])
+    assert deviations(study, choice, cells, planned, dict.fromkeys(range(3), finished()))[3:] == [
+        "data.name is parquet, not cifar10."
+    ]
+
+
+def finished() -> raypfl.Result:
+    return raypfl.Result(raypfl.Experiment(rounds=1), Path(), "finished", 1, "", None, *[None] * 3)  # type: ignore[list-item]
+
+
+def test_the_study_of_the_guide_is_one(tiny: Path):
+    guide = (Path(__file__).parents[1] / "docs/studies.md").read_text()
+    own, extending = re.findall(r"^```yaml\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    for name, text in (("own", own), ("extending", extending)):
+        (tiny / f"{name}.yaml").write_text(text)
+    study, _ = load("own.yaml")
+    assert len(plan(study, choose(study))) == 12 and study.quoted("Ditto", "digits", "Dir(0.1)", "PM(L)") == (
+        95.0,
+        None,
+    )
+    study, reference = load("extending.yaml")
+    assert reference.name == "fednh-table1" and len(plan(study, choose(study))) == 180
+
+
+# The studies that come with the package
+
+
+@pytest.mark.parametrize("name", STUDIES.names())
+def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
+    study, reference = load(name)
+    cells = plan(study, choose(study))
+    assert reference is study and STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
+    assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
+
+
+@pytest.mark.parametrize("name", FEDNH)
+def test_every_place_of_the_fednh_tables_has_a_published_number_where_there_is_such_a_model(name):
+    study, _ = load(name)
+    assert "Table " + name[-1] in study.published.source
+    for method in study.methods:
+        for down in study.down or [""]:
+            for across in study.across:
+                for metric in study.metrics:
+                    none = metric == "GM" and method in ("Local", "FedProto")
+                    quoted = study.quoted(method, down, across, metric)
+                    assert (quoted is None) == none and (none or quoted.spread is not None)
+
+
+def published(name: str) -> Study:
+    return load(name)[0]
+
+
+def test_the_fednh_tables_have_the_identities_that_the_printed_ones_have():
+    one, two, three = map(published, FEDNH)
+    for study in (one, three):
+        for place in [(down, across) for down in study.down for across in study.across]:
+            assert study.quoted("Ditto", *place, "GM") == study.quoted("FedAvg", *place, "GM")
+            for metric in ("PM(V)", "PM(L)"):
+                assert study.quoted("CReFF", *place, metric).value == study.quoted("FedAvg", *place, metric).value
+    for method in two.methods:
+        for data in two.across:
+            fairness = two.quoted(method, "", data, "PM(L)")
+            assert fairness.value == one.quoted(method, data, "Dir(0.3)", "PM(L)").value
+    assert [best_of(one).count("FedNH"), best_of(three).count("FedNH")] == [14, 16]
+
+
+def best_of(study: Study) -> list[str]:
+    """The method with the highest published mean in each column of each block."""
+    return [
+        max(study.methods, key=lambda m: ((q := study.quoted(m, d, a, metric)) and q.value) or 0)
+        for d in study.down
+        for a in study.across
+        for metric in study.metrics
+    ]
+
+
+def test_table_2_is_read_from_the_runs_of_table_1_and_table_3_differs_in_participation():
+    one, two, three = ({c.folder: c for c in cells_of(name)} for name in FEDNH)
+    assert set(two) < set(one) and not set(three) & set(one)
+    first, third = (next(c for c in some.values() if c.method == "FedNH") for some in (one, three))
+    assert third.experiment == first.experiment.replace(name=third.experiment.name, cohort={"fraction": 0.3})
+
+
+class Shape:
+    """What a network needs to know of data."""
+
+    def __init__(self, name: str):
+        side = 64 if name == "tiny_imagenet" else 32
+        self.input_shape = (3, side, side)
+        self.num_classes = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200}[name]
+
+
+def test_networks_of_the_fednh_tables_have_the_published_counts():
+    import torch
+
+    bodies = {"cifar10": 796_032, "cifar100": 796_032, "tiny_imagenet": 11_176_512}
+    for data, body in bodies.items():
+        cell = next(c for c in cells_of("fednh-table1") if c.experiment.data.name == data and c.method == "FedAvg")
+        shape = Shape(data)
+        model = make_model(cell.experiment, shape, torch.device("cpu"))
+        head = {"tiny_imagenet": 512}.get(data, 192) * shape.num_classes
+        assert model.num_parameters == body + head
+    methods = {c.method: c for c in cells_of("fednh-table1") if c.experiment.data.name == "cifar10"}
+    for cell in methods.values():
+        assert make_model(cell.experiment, Shape("cifar10"), torch.device("cpu")).num_parameters >= 796_032
