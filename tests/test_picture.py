@@ -197,6 +197,31 @@ def test_on_a_terminal_the_table_shows_every_run():
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_of_more_runs_than_a_terminal_shows_it_has_those_at_work():
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    planned = [Experiment(seed=seed, rounds=2) for seed in range(30)]
+    with view(console, lines_for(planned)) as shown:
+        assert isinstance(shown, LiveView)
+        for event in events(planned[0]):
+            shown.listener(0)(event)
+        shown.listener(7)(next(event for event in events(planned[7]) if isinstance(event, RunStarted)))
+        text = printed(lambda plain: plain.print(shown.render()))
+    assert "1 of 30 runs have ended, 1 are at work" in text and text.count("fedavg · seed") == 1
+    assert "fedavg · seed 7" in text
+
+
+def test_lines_of_runs_at_the_same_time_are_not_told_twice():
+    planned = [Experiment(seed=seed, rounds=1) for seed in range(2)]
+
+    def play(console: Console) -> None:
+        with view(console, lines_for(planned)) as shown:
+            for both in zip(*(events(one) for one in planned), strict=True):
+                for i, event in enumerate(both):
+                    shown.listener(i)(event)
+
+    assert printed(play).count("round 1/1") == 2
+
+
 def test_quietly_only_warnings_are_shown():
     def play(console: Console) -> None:
         with view(console, [RunLine("fedavg")], quiet=True) as shown:

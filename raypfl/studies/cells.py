@@ -87,7 +87,7 @@ def choose(study: Study, words: Iterable[str] = ()) -> Choice:
     named: dict[str, set[str]] = {axis: set() for axis in axes}
     for word in words:
         if plain_label(word) not in known:
-            hint = did_you_mean(word, [label for labels in axes.values() for label in labels])
+            hint = did_you_mean(plain_label(word), known)
             raise ConfigError(f"--only names {word!r}, which is no method and no setting of {study.name}; {hint}")
         axis, label = known[plain_label(word)]
         named[axis].add(label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raypfl import federation
@@ -86,6 +87,10 @@ class _Crowd:
     waiting: list[int]
     running: dict[Any, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # A process that dies costs the rounds since the last checkpoint: its task is run again, and resumes there.
+        self._task = self.ray.remote(max_retries=3)(work)
+
     def followed(self, hear: Hear, stop: StopRequest) -> dict[int, Outcome]:
         """All to their ends or, once that is asked for, to their stops."""
         outcomes: dict[int, Outcome] = {}
@@ -102,7 +107,8 @@ class _Crowd:
             for cell, event in self.ray.get(self.desk.collect.remote()):
                 hear(cell, self.ray.cloudpickle.loads(event))
             for reference in done:
-                outcomes[self.running.pop(reference)] = self._outcome(reference, stop)
+                number = self.running.pop(reference)
+                outcomes[number] = self._outcome(reference, self.cells[number].folder, stop)
             self._begin()
         return outcomes
 
@@ -119,14 +125,18 @@ class _Crowd:
     def _begun(self, cell: Cell, number: int) -> Any:
         """A reference to the outcome of a cell, which begins once there is room for it."""
         settings = cell.experiment.ray
-        # A process that dies costs the rounds since the last checkpoint: its task is run again, and resumes there.
-        options = {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor, "max_retries": 3}
+        task = self._task.options(num_cpus=settings.cpus_per_actor, num_gpus=settings.gpus_per_actor)
         inside = cell.experiment.override(["engine.backend=inline"])
-        return self.ray.remote(work).options(**options).remote(number, inside, cell.folder, os.getcwd(), self.desk)
+        return task.remote(number, inside, cell.folder, os.getcwd(), self.desk)
 
-    def _outcome(self, reference: Any, stop: StopRequest) -> Outcome:
+    def _outcome(self, reference: Any, folder: Path, stop: StopRequest) -> Outcome:
         try:
-            return self.ray.get(reference)
+            outcome: Outcome = self.ray.get(reference)
+            if outcome.status == FINISHED and not is_finished(folder):
+                return Outcome(
+                    FAILED, f"It finished on a node where {folder} is another folder; let output be a shared one."
+                )
+            return outcome
         except self.ray.exceptions.RayError as error:
             if stop.made:
                 return Outcome(STOPPED)
