@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from raypfl.errors import LostState
@@ -24,6 +25,14 @@ class Marked(Ditto):
         except FileExistsError:
             return False
         return True
+
+
+class Slow(Ditto):
+    """Ditto whose rounds take a tenth of a second at least."""
+
+    def round(self, server, cohort):
+        time.sleep(0.1)
+        super().round(server, cohort)
 
 
 class KillsItsActor(Marked):

@@ -161,7 +161,8 @@ def _made(source: str, values: dict[str, Any]) -> Study:
 
 
 def _unknown(path: tuple[int | str, ...]) -> str:
-    key, parts = str(path[-1]), {"metrics": Metric, "down": Setting, "across": Setting, "published": Published}
+    key = str(path[-1])
+    parts: dict[str, type[BaseModel]] = {"metrics": Metric, "down": Setting, "across": Setting, "published": Published}
     part = parts.get(str(path[0]), Study) if len(path) > 1 else Study
     where = "a study" if part is Study else f"what a study has in {path[0]}"
     known = [*part.model_fields, "extends"] if part is Study else part.model_fields
