@@ -147,6 +147,7 @@ def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: p
         ("partitions", ["dirichlet", "alpha = 0.3"]),
         ("datasets", ["digits", "parquet"]),
         ("recipes", ["digits", "handwritten digits"]),
+        ("studies", ["fednh-table1", "digits-personal"]),
     ],
 )
 def test_what_can_be_named_is_listed_with_its_options(kind, parts):
