@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -69,7 +70,7 @@ def show(
     for heading, lines in _remarks(study, published, found, deviations):
         console.print(Text(heading, "bold yellow" if heading.startswith("Deviat") else "dim"))
         for line in lines:
-            console.print(Text(f"  {line}", "" if heading.startswith("Deviat") else "dim"))
+            console.print(Padding(Text(line, "" if heading.startswith("Deviat") else "dim"), (0, 0, 0, 2)))
 
 
 def markdown(study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]) -> str:
@@ -110,7 +111,11 @@ def _number(value: float, spread: float | None) -> str:
 def _gap(one: Entry) -> str:
     if one.gap is None:
         return NOTHING
-    return f"{one.gap:+.2f}" if one.spread_gap is None else f"{one.gap:+.2f} ({one.spread_gap:+.2f})"
+    return _signed(one.gap) if one.spread_gap is None else f"{_signed(one.gap)} ({_signed(one.spread_gap)})"
+
+
+def _signed(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f}"  # never -0.00
 
 
 def _table(block: Block) -> Table:
