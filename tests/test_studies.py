@@ -326,8 +326,8 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
     assert lines == [
         "2 of 10 methods: without Local, FedPer, Ditto, FedRep, FedProto, CReFF, FedBABU, FedROD.",
         "2 of 3 blocks: without CIFAR-100.",
-        "method.rho is 0.5, not 0.9 (FedNH).",
         "training.precision is bf16, not fp32.",
+        "method.rho is 0.5, not 0.9 (FedNH).",
         "training.weight_decay is 1e-05, not 0.001 (TinyImageNet).",
         "2 seeds, not 3.",
         "16 of 16 cells are not finished; what they would say is missing from the means.",

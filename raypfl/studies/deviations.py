@@ -54,8 +54,8 @@ def _extent(study: Study, choice: Choice) -> list[str]:
 
 
 def _settings(cells: Sequence[Cell], planned: Sequence[Cell]) -> list[str]:
-    published = {cell.place: _flat(cell.experiment.to_dict()) for cell in reversed(planned)}
-    here = {cell.place: _flat(cell.experiment.to_dict()) for cell in reversed(cells) if cell.place in published}
+    published = _of_first_seed(planned)
+    here = {place: values for place, values in _of_first_seed(cells).items() if place in published}
     changed: dict[tuple[str, str, str], list[tuple[str, str, str]]] = {}
     for place, values in here.items():
         for path in dict.fromkeys([*values, *published[place]]):
@@ -65,6 +65,14 @@ def _settings(cells: Sequence[Cell], planned: Sequence[Cell]) -> list[str]:
     return [
         f"{path} is {ours}, not {theirs}{_scope(where, list(here))}." for (path, ours, theirs), where in changed.items()
     ]
+
+
+def _of_first_seed(cells: Sequence[Cell]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The settings in each place, in order, by their dotted paths."""
+    first: dict[tuple[str, str, str], Cell] = {}
+    for cell in cells:
+        first.setdefault(cell.place, cell)
+    return {place: _flat(cell.experiment.to_dict()) for place, cell in first.items()}
 
 
 def _scope(places: list[tuple[str, str, str]], all_places: list[tuple[str, str, str]]) -> str:
