@@ -99,7 +99,7 @@ def _run(cells: Sequence[Cell], quiet: bool) -> list[Outcome]:
 
             return run(cells, hear)
     except KeyboardInterrupt:  # between two cells, or a second time
-        return [Outcome(STOPPED)] * len(cells)
+        return [Outcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
 
 
 def _warning(progress: Console) -> Callable[[str], None]:
