@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -340,14 +341,11 @@ def test_reading_a_copy_in_another_format_is_said_and_where_it_lies_is_not():
     study, _ = load("fednh-table1")
     choice = choose(study, ("cifar10", "fednh", "dir0.3"))
     planned = plan(study, choose(study))
+    done = SimpleNamespace(round=1, experiment=raypfl.Experiment(rounds=1))
     cells = plan(study, choice, ["data.name=parquet", "data.root=/somewhere", "engine.threads=2", "data.label=fine"])
-    assert deviations(study, choice, cells, planned, dict.fromkeys(range(3), finished()))[3:] == [
+    assert deviations(study, choice, cells, planned, dict.fromkeys(range(3), done))[3:] == [
         "data.name is parquet, not cifar10."
     ]
-
-
-def finished() -> raypfl.Result:
-    return raypfl.Result(raypfl.Experiment(rounds=1), Path(), "finished", 1, "", None, *[None] * 3)  # type: ignore[list-item]
 
 
 def test_the_study_of_the_guide_is_one(tiny: Path):
