@@ -1,5 +1,5 @@
 # Everything happens in $(VENV), which the first target used creates; nothing is installed outside it.
-#   make run ARGS="rounds=2"      make test ARGS="-k ditto"      make lint      make bench      make peers
+#   make run ARGS="rounds=2"      make test ARGS="-k ditto"      make lint      make bench      make peers      make parity
 # PYTHON and VENV choose the interpreter and the folder: make test PYTHON=python3.12 VENV=/tmp/venv
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := run
-.PHONY: install run test lint format bench peers
+.PHONY: install run test lint format bench peers parity
 
 install: $(INSTALLED)
 
@@ -33,6 +33,9 @@ bench: $(INSTALLED)
 
 peers: $(INSTALLED)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+parity: $(INSTALLED)
+	$(BIN)/python -m benchmarks.parity $(ARGS)
 
 $(INSTALLED): pyproject.toml constraints.txt bootstrap.py
 	@command -v $(PYTHON) >/dev/null || \

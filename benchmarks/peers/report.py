@@ -225,18 +225,18 @@ def _gib(count: float) -> str:
     return f"{count / GIB:.2f} GiB"
 
 
-def insert(document: str, text: str) -> str:
+def insert(document: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     """A document with what stands between its marks replaced.
 
     Raises
     ------
     ValueError : if it has not both marks, in their order.
     """
-    before, begun, rest = document.partition(BEGIN)
-    _, ended, after = rest.partition(END)
+    before, begun, rest = document.partition(begin)
+    _, ended, after = rest.partition(end)
     if not begun or not ended:
-        raise ValueError(f"The page has no place for the table: put {BEGIN} and {END} on lines of their own.")
-    return f"{before}{BEGIN}\n{text}{END}{after}"
+        raise ValueError(f"The page has no place for the table: put {begin} and {end} on lines of their own.")
+    return f"{before}{begin}\n{text}{end}{after}"
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
