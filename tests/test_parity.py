@@ -17,20 +17,25 @@ from benchmarks.parity.__main__ import PAGE, RESULTS
 from benchmarks.parity.data import CLIENTS, SOURCE
 from benchmarks.parity.jobs import JOBS
 from benchmarks.parity.order import judged
-from benchmarks.parity.report import FLUKE, RAYPFL, READING, SAME, Comparison, compared, farthest, page
+from benchmarks.parity.report import FLUKE, RAYPFL, READING, Comparison, compared, farthest, page
 from benchmarks.parity.systems.raypfl import experiment, first_weights
 from raypfl.data import load_federated
 
 
-def a_run(seed: int, system: str, accuracy: float, loss: float = 1.0, method: str = "apfl", model: str = "personal"):
-    about = {"method": method, "seed": seed, "system": system, "model": model}
-    return about | {"accuracies": [accuracy, accuracy], "losses": [loss, 1.0]}
+def a_run(seed: int, system: str, accuracy: float, loss: float = 1.0, **about: Any) -> dict[str, Any]:
+    of = {"method": "apfl", "model": "personal", "same": False, "seed": seed, "system": system} | about
+    return of | {"accuracies": [accuracy, accuracy], "losses": [loss, 1.0]}
 
 
 def runs(ours: list[float], theirs: list[float], **more: Any) -> list[dict[str, Any]]:
-    """Of seeds 0, 1, ...; the reading is fluke's equal, and so is fluke on raypfl's mini-batches."""
-    sides = [(RAYPFL, ours), (READING, theirs), (FLUKE, theirs), (SAME, theirs)]
-    return [a_run(seed, system, value, **more) for system, values in sides for seed, value in enumerate(values)]
+    """Of seeds 0, 1, ..., on mini-batches of their own and on the same. The reading is fluke's equal."""
+    sides = [(RAYPFL, ours), (READING, theirs), (FLUKE, theirs)]
+    return [
+        a_run(seed, system, value, same=same, **more)
+        for same in (False, True)
+        for system, values in sides
+        for seed, value in enumerate(values)
+    ]
 
 
 def test_systems_agree_if_their_means_are_within_two_standard_errors_of_the_difference():
@@ -58,9 +63,10 @@ def test_only_seeds_that_both_systems_have_run_are_compared_and_in_one_order():
     assert (found.ours, found.theirs) == ([0.1, 0.2], [0.5, 0.6])
 
 
-def test_the_farthest_client_of_all_seeds_is_told():
-    some = [a_run(0, RAYPFL, 0.5), a_run(0, SAME, 0.75), a_run(1, RAYPFL, 0.5, loss=2.0), a_run(1, SAME, 0.5, loss=1.5)]
-    assert farthest(some, JOBS["apfl"], "personal", RAYPFL) == (0.25, 0.5)
+def test_the_farthest_client_of_all_seeds_is_told_where_mini_batches_are_the_same():
+    ours = [a_run(0, RAYPFL, 0.5, same=True), a_run(1, RAYPFL, 0.5, loss=2.0, same=True)]
+    theirs = [a_run(0, FLUKE, 0.75, same=True), a_run(1, FLUKE, 0.5, loss=1.5, same=True), a_run(1, FLUKE, 0.0)]
+    assert farthest(ours + theirs, JOBS["apfl"], "personal", RAYPFL) == (0.25, 0.5)
 
 
 def test_a_row_says_whether_a_method_agrees_and_whether_its_reading_does():
@@ -69,8 +75,9 @@ def test_a_row_says_whether_a_method_agrees_and_whether_its_reading_does():
     text = page({"versions": versions, "runs": measured})
     apfl = "| APFL | personal | 85.00 ± 7.07 | 45.00 ± 7.07 | +40.00 | 14.14 | no | +40.00 ± 0.00 | 45.00 ± 7.07, yes |"
     assert apfl in text
+    assert "| APFL | personal | 40.0, below 1e-9 | 0.0, below 1e-9 |" in text
     assert "| FedAvg | global | 85.00 ± 7.07 | 85.50 ± 7.78 | -0.50 | 14.87 | yes |" in text
-    assert "2 seeds" in text and "FedProx" not in text
+    assert "2 seeds in the first table, 2 in the second" in text and "FedProx" not in text
 
 
 def test_every_run_has_the_same_samples_at_the_same_clients(tmp_path: Path):
@@ -89,14 +96,14 @@ def test_every_run_has_the_same_samples_at_the_same_clients(tmp_path: Path):
 @pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.method)
 def test_every_method_and_its_reading_are_experiments_of_raypfl(job):
     for method in (job.method, job.reading or job.method):
-        made = experiment(job, 0, method).method
+        made = experiment(job, 0, method, same=True).method
         assert {name: getattr(made, name) for name in job.options} == job.options
 
 
 def test_the_first_weights_that_are_handed_over_are_those_of_the_network(tmp_path: Path):
-    first_weights(JOBS["fedbn"], 0, tmp_path / "weights")
+    first_weights(JOBS["fedbn"], 0, True, tmp_path / "weights")
     weights = torch.load(tmp_path / "weights", weights_only=True)
-    assert weights["1.running_var"].tolist() == [1.0] * 8 and weights["0.weight"].shape == (8, 1, 3, 3)
+    assert weights["1.running_var"].tolist() == [1.0] * 8 and weights["0.weight"].dtype == torch.float64
 
 
 def test_models_are_judged_on_their_own_clients_samples():

@@ -2,12 +2,13 @@
 
     python -m benchmarks.parity                        # all methods, 10 seeds
     python -m benchmarks.parity --methods apfl pfedme  # these anew; others stay in the results as they are
-    python -m benchmarks.parity --quick                # 2 seeds of 12 rounds, printed: does it run?
+    python -m benchmarks.parity --quick                # 2 seeds and 1, of 12 rounds, printed: does it run?
     python -m benchmarks.parity --redraw               # the tables from the results
 
 fluke gets an environment of its own, made by uv and kept in the user's cache, as for `benchmarks.peers`. Both systems
 have the same samples at the same clients, the same network, first weights and cohorts, and the same hyperparameters.
-fluke runs twice: with mini-batches of its own, for the comparison of accuracies, and with raypfl's, for that of models.
+They run twice: from many seeds, each with mini-batches of its own, to compare accuracies; and from a few, with raypfl's
+mini-batches and in double precision, to compare models.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from benchmarks.peers.report import insert
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "parity.json"
 PAGE = ROOT / "docs" / "parity.md"
+QUICK_ROUNDS = 12
+"""In which every client takes part, as it must for fluke to have a model of it."""
+SAME_SEEDS = 3
 
 
 def main() -> None:
@@ -65,46 +69,49 @@ def _run(given: argparse.Namespace, results: dict[str, Any]) -> None:
     except Unavailable as why:
         sys.exit(f"fluke cannot be compared with: {why}.")
     results["versions"] = {system: each.versions for system, each in found.items()}
-    rounds, seeds = (12, 2) if given.quick else (ROUNDS, given.seeds)
     results["runs"] = [run for run in results["runs"] if run["method"] not in given.methods]
-    with tempfile.TemporaryDirectory() as scratch:
-        write(digits(), Path(scratch) / "samples")
-        orders: list[Order] = []
-        for job in (JOBS[name] for name in given.methods):
-            for seed in range(seeds):
-                scores, cohorts = raypfl.run(job, seed, job.method, rounds)
-                results["runs"] += _records(job, seed, report.RAYPFL, scores)
+    jobs, rounds = [JOBS[name] for name in given.methods], QUICK_ROUNDS if given.quick else ROUNDS
+    for same, seeds in ((False, 2 if given.quick else given.seeds), (True, 1 if given.quick else SAME_SEEDS)):
+        results["runs"] += both(jobs, range(seeds), same, rounds, found["fluke"].python)
+
+
+def both(jobs: Sequence[Job], seeds: Sequence[int], same: bool, rounds: int, python: str) -> list[dict[str, Any]]:
+    """The records of raypfl's runs and readings, and of fluke's, which `python` has; see `Order` for `same`."""
+    records, orders = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        write(digits(), scratch / "samples")
+        for job in jobs:
+            for seed in seeds:
+                scores, cohorts = raypfl.run(job, seed, job.method, same, rounds)
+                records += _records(job, seed, report.RAYPFL, same, scores)
                 if job.reading:
-                    results["runs"] += _records(
-                        job, seed, report.READING, raypfl.run(job, seed, job.reading, rounds)[0]
-                    )
-                orders += _orders(job, seed, cohorts, Path(scratch))
-            print(f"raypfl: {job.title}", flush=True)
-        for order, scores in zip(orders, _ask_fluke(found["fluke"].python, orders, Path(scratch)), strict=True):
-            system = report.SAME if order.same_batches else report.FLUKE
-            results["runs"] += _records(JOBS[order.method], order.seed, system, scores)
+                    read, _ = raypfl.run(job, seed, job.reading, same, rounds)
+                    records += _records(job, seed, report.READING, same, read)
+                orders.append(_order(job, seed, same, cohorts, scratch))
+            print(f"raypfl, {'the same' if same else 'own'} mini-batches: {job.title}", flush=True)
+        for order, scores in zip(orders, _ask_fluke(python, orders, scratch), strict=True):
+            records += _records(JOBS[order.method], order.seed, report.FLUKE, same, scores)
+    return records
 
 
-def _orders(job: Job, seed: int, cohorts: list[list[int]], scratch: Path) -> list[Order]:
+def _order(job: Job, seed: int, same: bool, cohorts: list[list[int]], scratch: Path) -> Order:
     weights = scratch / f"{job.network.replace(':', '-')}-{seed}.pt"
     if not weights.exists():
-        raypfl.first_weights(job, seed, weights)
-    return [
-        Order(
-            method=job.method,
-            options=dict(job.options),
-            network=job.network,
-            seed=seed,
-            same_batches=same_batches,
-            files=str(scratch / "samples"),
-            weights=str(weights),
-            cohorts=cohorts,
-            batch=BATCH,
-            lr=LR,
-            epochs=EPOCHS,
-        )
-        for same_batches in (False, True)
-    ]
+        raypfl.first_weights(job, seed, same, weights)
+    return Order(
+        method=job.method,
+        options=dict(job.options),
+        network=job.network,
+        seed=seed,
+        same=same,
+        files=str(scratch / "samples"),
+        weights=str(weights),
+        cohorts=cohorts,
+        batch=BATCH,
+        lr=LR,
+        epochs=EPOCHS,
+    )
 
 
 def _ask_fluke(python: str, orders: list[Order], scratch: Path) -> list[Mapping[str, Scores]]:
@@ -118,9 +125,9 @@ def _ask_fluke(python: str, orders: list[Order], scratch: Path) -> list[Mapping[
     return json.loads(answer.read_text())
 
 
-def _records(job: Job, seed: int, system: str, scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
+def _records(job: Job, seed: int, system: str, same: bool, scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
     """A record for each model that is judged."""
-    about = {"method": job.method, "seed": seed, "system": system}
+    about = {"method": job.method, "seed": seed, "system": system, "same": same}
     return [about | {"model": m, "accuracies": scores[m]["accuracy"], "losses": scores[m]["loss"]} for m in job.models]
 
 
@@ -134,7 +141,7 @@ def _write(results: Mapping[str, Any], path: Path | None) -> None:
 
 
 def _rounded(run: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(run) | {name: [float(f"{value:.8g}") for value in run[name]] for name in ("accuracies", "losses")}
+    return dict(run) | {name: [float(f"{value:.12g}") for value in run[name]] for name in ("accuracies", "losses")}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     parser.add_argument("--methods", nargs="+", default=list(JOBS), choices=JOBS, help="default: all")
     parser.add_argument("--seeds", type=int, default=10, help="at least 2 (10)")
-    parser.add_argument("--quick", action="store_true", help="2 seeds of 12 rounds; nothing is written down")
+    parser.add_argument("--quick", action="store_true", help="2 seeds and 1, of 12 rounds; nothing is written down")
     parser.add_argument("--redraw", action="store_true", help="run nothing; the tables from the results")
     parser.add_argument("--rebuild", action="store_true", help="install fluke anew, in its newest version")
     parser.add_argument(

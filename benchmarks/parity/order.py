@@ -22,7 +22,8 @@ class Order:
     ----------
     method, options, network : as raypfl has them.
     seed : of the mini-batches.
-    same_batches : whether they are those that raypfl draws from the seed; else the system shuffles for itself.
+    same : whether they are those that raypfl draws from the seed, and all is done in double precision, so that rounding
+        hides nothing. Else the system shuffles for itself, in single precision.
     files : the samples, as `benchmarks.peers.order.Shards` reads them.
     weights : file of the network's first weights.
     cohorts : the clients of each round.
@@ -33,7 +34,7 @@ class Order:
     options: dict[str, Any]
     network: str
     seed: int
-    same_batches: bool
+    same: bool
     files: str
     weights: str
     cohorts: list[list[int]]

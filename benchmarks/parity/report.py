@@ -11,8 +11,7 @@ from typing import Any
 from benchmarks.parity.jobs import JOBS, Job
 
 BEGIN, END = "<!-- parity -->", "<!-- /parity -->"
-RAYPFL, READING, FLUKE, SAME = "raypfl", "reading", "fluke", "fluke, raypfl's mini-batches"
-SYSTEMS = (RAYPFL, READING, FLUKE, SAME)
+RAYPFL, READING, FLUKE = "raypfl", "reading", "fluke"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def compared(runs: Sequence[Mapping[str, Any]], job: Job, model: str, ours: str,
 
 def farthest(runs: Sequence[Mapping[str, Any]], job: Job, model: str, ours: str) -> tuple[float, float]:
     """The largest difference of a client's accuracy and of its test loss to fluke's from the same mini-batches."""
-    mine, yours = (_by_seed(runs, job, model, system) for system in (ours, SAME))
+    mine, yours = (_by_seed(runs, job, model, system, same=True) for system in (ours, FLUKE))
     pairs = [(mine[seed], yours[seed]) for seed in mine.keys() & yours.keys()]
     accuracy, loss = (
         max(abs(x - y) for a, b in pairs for x, y in zip(a[name], b[name], strict=True))
@@ -72,11 +71,12 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def _about(results: Mapping[str, Any]) -> str:
-    seeds = len({run["seed"] for run in results["runs"]})
+    seeds, same = (len({run["seed"] for run in results["runs"] if run["same"] is same}) for same in (False, True))
     versions = results["versions"]
     return (
         f"raypfl {versions['raypfl']['raypfl']} and fluke {versions['fluke']['fluke-fl']}, "
-        f"torch {versions['raypfl']['torch']} and {versions['fluke']['torch']}; {seeds} seeds."
+        f"torch {versions['raypfl']['torch']} and {versions['fluke']['torch']}; "
+        f"{seeds} seeds in the first table, {same} in the second."
     )
 
 
@@ -115,14 +115,16 @@ def _same(runs: Sequence[Mapping[str, Any]]) -> str:
     ]
     for job, model in _rows(runs):
         sides = [farthest(runs, job, model, ours) for ours in (RAYPFL, READING)[: 2 if job.reading else 1]]
-        cells = [f"{100 * accuracy:.1f}, {loss:.1g}" for accuracy, loss in sides] + [""] * (2 - len(sides))
+        cells = [f"{100 * accuracy:.1f}, {_small(loss)}" for accuracy, loss in sides] + [""] * (2 - len(sides))
         lines.append("| " + " | ".join([job.title, model, *cells]) + " |")
     return "\n".join(lines)
 
 
-def _by_seed(runs: Sequence[Mapping[str, Any]], job: Job, model: str, system: str) -> dict[int, Mapping[str, Any]]:
-    wanted = (job.method, model, system)
-    return {run["seed"]: run for run in runs if (run["method"], run["model"], run["system"]) == wanted}
+def _by_seed(
+    runs: Sequence[Mapping[str, Any]], job: Job, model: str, system: str, same: bool = False
+) -> dict[int, Mapping[str, Any]]:
+    wanted = {"method": job.method, "model": model, "system": system, "same": same}
+    return {run["seed"]: run for run in runs if run | wanted == run}
 
 
 def _accuracy(run: Mapping[str, Any]) -> float:
@@ -135,6 +137,10 @@ def _spread(values: Sequence[float]) -> str:
 
 def _signed(value: float) -> str:
     return f"{round(100 * value, 2) + 0.0:+.2f}"  # + 0.0: no "-0.00"
+
+
+def _small(value: float) -> str:
+    return "below 1e-9" if value < 1e-9 else f"{value:.1g}"
 
 
 def _yes(holds: bool) -> str:

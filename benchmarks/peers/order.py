@@ -72,14 +72,15 @@ class Stamps:
 class Shards:
     """Every client's samples, memory-mapped: client k holds rows ``offsets[k]:offsets[k + 1]``."""
 
-    def __init__(self, folder: str, split: str = "train"):
+    def __init__(self, folder: str, split: str = "train", dtype: torch.dtype = torch.float32):
         about = json.loads((Path(folder) / "about.json").read_text())
         self.input_shape: tuple[int, int, int] = tuple(about["input_shape"])
         self.num_classes: int = about["num_classes"]
         self.offsets = np.load(Path(folder) / f"{split}_offsets.npy")
         self._inputs = np.load(Path(folder) / f"{split}_inputs.npy", mmap_mode="r")
         self._labels = torch.from_numpy(np.load(Path(folder) / f"{split}_labels.npy"))
-        mean, std = (torch.tensor(about[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+        self.dtype = dtype
+        mean, std = (torch.tensor(about[name], dtype=dtype).reshape(-1, 1, 1) for name in ("mean", "std"))
         self._gain, self._offset = 1 / (about["scale"] * std), -mean / std
         self._resident = self._normalised(slice(None)) if self._inputs.size <= RESIDENT else None
 
@@ -102,7 +103,7 @@ class Shards:
         return self._normalised(slice(None)) if self._resident is None else self._resident, self._labels
 
     def _normalised(self, rows: slice) -> Tensor:
-        return torch.addcmul(self._offset, torch.from_numpy(np.array(self._inputs[rows])).float(), self._gain)
+        return torch.addcmul(self._offset, torch.from_numpy(np.array(self._inputs[rows])).to(self.dtype), self._gain)
 
 
 def network(order: Order, shards: Shards) -> nn.Module:

@@ -92,7 +92,8 @@ class Watch(ClientObserver, FederationObserver):
 
 def run(order: Order) -> Mapping[str, Scores]:
     """The scores of ``personal`` and ``global`` models, as far as there are such."""
-    trains, tests = Shards(order.files), Shards(order.files, "test")
+    dtype = torch.float64 if order.same else torch.float32
+    trains, tests = (Shards(order.files, split, dtype) for split in ("train", "test"))
     net = _network(order, trains)
     FlukeENV().set_seed(order.seed)
     FlukeENV().set_device("cpu")
@@ -143,7 +144,7 @@ def settings(order: Order, net: EncoderHeadNet) -> DDict:
 
 
 def _network(order: Order, shards: Shards) -> EncoderHeadNet:
-    net = MODELS.get(order.network)(input_shape=shards.input_shape, num_classes=shards.num_classes)
+    net = MODELS.get(order.network)(input_shape=shards.input_shape, num_classes=shards.num_classes).to(shards.dtype)
     net.load_state_dict(torch.load(order.weights, weights_only=True), strict=False)  # it has no count of batches
     return EncoderHeadNet(net[:-1], net[-1])
 
@@ -154,9 +155,8 @@ def _dealt(order: Order, shards: Shards) -> Any:
         loaders = []
         for k in range(clients):
             x, y = shards.client(k)
-            same = order.same_batches
             loaders.append(
-                SameBatches(x, y, k, order, **options) if same else FastDataLoader(x, y, shuffle=True, **options)
+                SameBatches(x, y, k, order, **options) if order.same else FastDataLoader(x, y, shuffle=True, **options)
             )
         return (loaders, [None] * clients), None
 

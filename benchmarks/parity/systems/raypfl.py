@@ -17,8 +17,10 @@ from benchmarks.parity.order import Scores
 from raypfl.federation.setup import make_task
 
 
-def experiment(job: Job, seed: int, method: str, rounds: int = ROUNDS, output: str = "runs") -> raypfl.Experiment:
-    """A job in raypfl's words; `method` is the job's, or its reading."""
+def experiment(
+    job: Job, seed: int, method: str, same: bool, rounds: int = ROUNDS, output: str = "runs"
+) -> raypfl.Experiment:
+    """A job in raypfl's words; `method` is the job's, or its reading. See `Order` for `same`."""
     return raypfl.Experiment(
         **SOURCE,
         name="parity",
@@ -28,25 +30,27 @@ def experiment(job: Job, seed: int, method: str, rounds: int = ROUNDS, output: s
         model=job.network,
         method={"name": method, **job.options},
         cohort={"size": COHORT},
-        training={"lr": LR, "batch_size": BATCH, "epochs": EPOCHS},
+        training={"lr": LR, "batch_size": BATCH, "epochs": EPOCHS, "precision": "fp64" if same else "fp32"},
         evaluation={"every": 0, "protocols": ["local"]},
         checkpoint={"every": 0},
-        engine={"backend": "inline", "executor": job.executor, "threads": 1},
+        engine={"backend": "inline", "executor": "vectorised", "threads": 1},
         tracking={"mlflow": False},
     )
 
 
-def run(job: Job, seed: int, method: str, rounds: int = ROUNDS) -> tuple[Mapping[str, Scores], list[list[int]]]:
+def run(
+    job: Job, seed: int, method: str, same: bool, rounds: int = ROUNDS
+) -> tuple[Mapping[str, Scores], list[list[int]]]:
     """The scores of the models that are judged, and the clients of each round."""
     with tempfile.TemporaryDirectory() as folder:
-        result = raypfl.run(experiment(job, seed, method, rounds, folder))
+        result = raypfl.run(experiment(job, seed, method, same, rounds, folder))
     scores = {model: _scores(result, model) for model in job.models}
     return scores, result.rounds["cohort"].to_pylist()
 
 
-def first_weights(job: Job, seed: int, file: Path) -> None:
+def first_weights(job: Job, seed: int, same: bool, file: Path) -> None:
     """Write down the weights that raypfl's run from this seed begins with, as a state dict."""
-    task = make_task(experiment(job, seed, job.method), digits(), torch.device("cpu"))
+    task = make_task(experiment(job, seed, job.method, same), digits(), torch.device("cpu"))
     theta = task.model.init(task.seed)
     torch.save(
         {name: theta[s.start : s.stop].reshape(s.shape).clone() for name, s in task.model.segments.items()}, file
