@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, Dirichlet, RawData, Traits, load_federated
 from raypfl.data.splits import SPLITS, hold
@@ -182,6 +184,57 @@ def test_a_clients_published_test_samples_have_the_label_mix_that_it_trains_on()
     assert (train.sum(), test.sum()) == (45_000, 10_000)
     assert train.min() >= 2
     assert min(np.corrcoef(a, b)[0, 1] for a, b in zip(train, test, strict=True)) > 0.95
+
+
+@given(st.integers(80, 300), st.integers(1, 4), st.integers(1, 8), st.data(), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_every_sample_has_one_place_among_splits_and_pools_whose_sizes_are_exact(count, classes, clients, data, seed):
+    labels = np.arange(count) % classes
+    published = np.arange(count) >= count - data.draw(st.sampled_from([0, 20]))
+    share, val, test = (data.draw(st.sampled_from([0.0, 0.1, 0.25])) for _ in range(3))
+    config = DataConfig(pools={"auxiliary": share} if share else {}, val_fraction=val, test_fraction=test)
+    reserve = data.draw(st.integers(0, 1))
+    partition = Dirichlet(clients=clients, alpha=0.1, min_samples=1, reserve=reserve, cap=1.0)
+    first, again = (hold(Traits(labels, classes), published, config, partition, seed) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(vars(first).values(), vars(again).values(), strict=True))
+
+    to_train = int((~published).sum())
+    pooled = first.split == len(SPLITS)
+    assert np.array_equal(pooled, first.client < 0) and not (pooled & published).any()
+    assert pooled.sum() == to_train - int((1 - share) * to_train + 1e-9)
+    assert first.split.min() >= 0 and first.split.max() <= len(SPLITS)
+    if published.any():
+        assert np.array_equal(first.split == SPLITS.index("test"), published)
+    own = ~(pooled | published)
+    for client in range(clients):
+        held_here = own & (first.client == client)
+        size = held_here.sum()
+        tests = 0 if published.any() or not test else min(max(int(size * test + 1e-9), 1), size - 1)
+        vals = min(max(int(size * val + 1e-9), 1), size - tests - 1) if val else 0
+        of_split = np.bincount(first.split[held_here], minlength=len(SPLITS))
+        assert of_split.tolist() == [size - tests - vals, vals, tests]
+        if reserve:
+            assert np.bincount(labels[held_here], minlength=classes).min() >= 1
+
+
+def test_peradas_cap_is_a_clients_share_of_the_data_set_before_pools_took_theirs():
+    labels = np.arange(50_000) % 10
+    partition = Dirichlet(clients=100, alpha=0.1, reserve=2, cap=1.0)
+    holdings = held(labels, 10, partition, pools={"validation": 0.1}, test_fraction=0.0)
+    counts = np.zeros((100, 10), np.int64)
+    dealt = holdings.client >= 0
+    np.add.at(counts, (holdings.client[dealt], labels[dealt]), 1)
+    had = 20 + np.cumsum(counts - 2, axis=1) - (counts - 2)  # when the class was dealt
+    assert (counts[had >= 500] == 2).all()
+    assert (counts[(had >= 450) & (had < 500)] > 2).any()
+
+
+@pytest.mark.parametrize(("fraction", "said"), [(0.01, "would be unseen"), (0.99, "would be left to train")])
+def test_a_share_of_unseen_clients_that_is_none_or_all_of_them_is_refused(fraction, said):
+    with pytest.raises(
+        ConfigError, match=f"data.unseen_fraction is {fraction}, but there are 20 clients.*none.*{said}"
+    ):
+        held(np.arange(200) % 10, 10, IID(clients=20), unseen_fraction=fraction)
 
 
 def test_published_test_samples_stay_in_their_domain():

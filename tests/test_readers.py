@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import raypfl
 from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, FederatedData, Partition, load_federated
 from raypfl.errors import ConfigError, DataError
 from tests import datasets
@@ -75,7 +76,11 @@ def damaged_batch(root: Path, **changes) -> Path:
     [
         ({"labels": [0, 1, 10, 3]}, r"Row 2 of .*data_batch_3 has label 10, but there are 10 classes"),
         ({"labels": [0, 1, 2]}, r"data_batch_3 has 4 images, but 3 labels; row 3 has none"),
-        ({"labels": [0, 1, None, 3]}, r"The labels in .*data_batch_3 are object\[4\], not a list of integers"),
+        ({"labels": [0, 1, 2, 3, 4]}, r"data_batch_3 has 4 images, but 5 labels; row 4 has no image"),
+        ({"labels": np.array([0, 1, 2])}, r"data_batch_3 has 4 images, but 3 labels; row 3 has none"),
+        ({"labels": None}, r"data_batch_3 has no list of 'labels'"),
+        ({"labels": [0, 1, None, 3]}, r"Row 2 of .*data_batch_3 has label None, which is not an integer"),
+        ({"labels": [0, 1, 2.5, 3]}, r"Row 2 of .*data_batch_3 has label 2\.5, which is not an integer"),
         ({"data": datasets.pixels(4, 3071)}, r"'data' in .*data_batch_3 is uint8\[4, 3071\], not uint8\[n, 3072\]"),
         ({"data": None}, r"'data' in .*data_batch_3 is NoneType"),
     ],
@@ -302,10 +307,24 @@ def test_a_damaged_tiny_imagenet_is_named(tmp_path, opened, spoil, sentence):
 
 def test_cifar10_c_is_read_by_corruption_and_severity(tmp_path, opened):
     root = datasets.cifar10_c(tmp_path / "data")
-    all_five, fourth = opened("cifar10_c", image="snow.npy"), opened("cifar10_c", image="snow.npy", variant="4")
+    all_five, fourth = opened("cifar10_c", image="snow.npy"), opened("cifar10_c", image="snow.npy", variant=4)
     assert np.array_equal(all_five.inputs, np.load(root / "snow.npy").transpose(0, 3, 1, 2))
     assert np.array_equal(fourth.inputs, all_five.inputs[12:16])
     assert fourth.class_names == CLASSES
+
+
+def test_cifar10_c_that_is_not_five_severities_of_equal_length_is_refused(tmp_path, opened):
+    root = datasets.cifar10_c(tmp_path / "data")
+    for name in ("snow.npy", "labels.npy"):
+        np.save(root / name, np.load(root / name)[:-1])
+    with pytest.raises(DataError, match=r"snow\.npy holds 19 images, which are not 5 severities of equal length"):
+        opened("cifar10_c", image="snow.npy", variant=4)
+
+
+def test_a_variant_may_be_written_as_a_number_or_as_text():
+    severities = [DataConfig(name="cifar10_c", variant=given).variant for given in (4, "4")]
+    severities += [raypfl.Experiment(data={"name": "cifar10_c", "variant": given}).data.variant for given in (4, "4")]
+    assert set(severities) == {"4"}
 
 
 def test_a_pair_of_npy_files_is_read(tmp_path, opened):

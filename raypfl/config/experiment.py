@@ -49,7 +49,14 @@ def _data(value: Any) -> DataConfig:
         return value
     name, options = named(value, "data", DataConfig.name)
     found(DATASETS, name)
+    if isinstance(pools := options.get("pools"), dict):
+        options = {**options, "pools": {called: _pool(called, given) for called, given in pools.items()}}
     return made(DataConfig, "data", {"name": name, **options}, "data")
+
+
+def _pool(called: str, given: Any) -> Any:
+    """A pool's options in the types that they are declared with; a share as it is."""
+    return checked_options(DataConfig, "a pool", given, f"data.pools.{called}") if isinstance(given, dict) else given
 
 
 def _model(value: Any) -> ModelSettings:

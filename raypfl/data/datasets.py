@@ -34,7 +34,7 @@ class DataConfig:
     group : name of the column that holds each sample's domain, writer or the like.
     layout : the levels of a tree of images, from the root down, as in ``group/split/class``.
     files : pattern of the tables to read, such as ``train.csv``; None: all that are there.
-    variant : which of several forms of a published data set; None: the usual one.
+    variant : which of several forms of a published data set, as text or a number; None: the usual one.
     size : height and width to bring images to; None: they must have one size.
     fit : how: ``stretch`` changes their proportions; ``crop`` scales the shorter side and cuts what is beyond it.
     uncertain : what an uncertain label (-1) among several counts as.
@@ -64,7 +64,7 @@ class DataConfig:
     group: str | None = None
     layout: str = "class"
     files: str | None = None
-    variant: str | None = None
+    variant: str | int | None = None
     size: int | None = None
     fit: Literal["stretch", "crop"] = "stretch"
     uncertain: Literal["positive", "negative"] = "positive"
@@ -79,6 +79,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.label, str):
             object.__setattr__(self, "label", tuple(self.label))
+        if self.variant is not None:
+            object.__setattr__(self, "variant", str(self.variant))
         for name in ("test_fraction", "val_fraction", "unseen_fraction"):
             _require_share(f"data.{name}", getattr(self, name))
         for name, choices in _CHOICES.items():

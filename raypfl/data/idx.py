@@ -46,7 +46,7 @@ def _four(folder: str, train: str = "train", test: str = "t10k") -> list[str]:
 
 
 def _variant(config: DataConfig) -> str:
-    variant = config.variant or "balanced"
+    variant = str(config.variant or "balanced")
     if variant not in _EMNIST_CLASSES:
         raise ConfigError(f"data.variant is {variant!r}, but EMNIST's are {', '.join(_EMNIST_CLASSES)}.")
     return variant

@@ -18,6 +18,10 @@ def checked_labels(labels: np.ndarray, num_classes: int, place: str) -> np.ndarr
     ------
     DataError : naming the first row that is not.
     """
+    if labels.dtype.kind in "fO" and labels.ndim == 1:
+        odd = [row for row, label in enumerate(labels.tolist()) if not _whole(label)]
+        if odd:
+            raise DataError(f"Row {odd[0]} of {place} has label {labels[odd[0]]}, which is not an integer.")
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise DataError(f"The labels in {place} are {labels.dtype}{list(labels.shape)}, not a list of integers.")
     strange = np.flatnonzero((labels < 0) | (labels >= num_classes))
@@ -27,3 +31,7 @@ def checked_labels(labels: np.ndarray, num_classes: int, place: str) -> np.ndarr
             f"counted from 0."
         )
     return labels.astype(np.int64)
+
+
+def _whole(label: object) -> bool:
+    return isinstance(label, int) or (isinstance(label, float) and label.is_integer())

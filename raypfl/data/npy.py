@@ -32,8 +32,8 @@ def _cifar10_c_pair(config: DataConfig) -> list[Path]:
         raise ConfigError(f"data.variant is {config.variant!r}, but CIFAR-10-C's severities are 1 to {_SEVERITIES}.")
     if config.image == "image":
         raise ConfigError(
-            "CIFAR-10-C has a file for each corruption: name one in image, as in 'gaussian_noise.npy', or have a pool "
-            "for each with a star in the pool's name, as in 'ood/*'."
+            "CIFAR-10-C has a file for each corruption: name one in data.image (or, of a pool, in its image), as in "
+            "'gaussian_noise.npy', or have a pool for each with a star in the pool's name, as in 'ood/*'."
         )
     return _files(config, config.image, "labels.npy")
 
@@ -70,10 +70,15 @@ def cifar10_c(config: DataConfig) -> RawData:
     return _cifar10(_cifar10_c_pair(config), config.variant)
 
 
-def _cifar10(pair: list[Path], severity: str | None = None) -> RawData:
+def _cifar10(pair: list[Path], severity: str | int | None = None) -> RawData:
     pixels, labels = _opened(pair)
     checked = checked_labels(labels, len(CIFAR10_CLASSES), str(pair[1]))
-    each = len(pixels) // _SEVERITIES
+    each, rest = divmod(len(pixels), _SEVERITIES)
+    if severity is not None and rest:
+        raise DataError(
+            f"{pair[0]} holds {len(pixels)} images, which are not {_SEVERITIES} severities of equal length; "
+            f"get it again."
+        )
     chosen = slice(None) if severity is None else slice((int(severity) - 1) * each, int(severity) * each)
     return RawData(_blocks(pixels[chosen]), checked[chosen], CIFAR10_CLASSES)
 
