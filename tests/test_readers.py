@@ -184,6 +184,14 @@ def test_a_damaged_idx_file_is_named(tmp_path, opened, damage, sentence):
         opened("mnist")
 
 
+def test_a_label_of_emnist_is_told_as_the_file_has_it(tmp_path, opened):
+    folder = tmp_path / "data/EMNIST"
+    datasets.mnist(folder, "emnist-letters-train", "emnist-letters-test", labels=26)
+    datasets.idx(folder / "raw/emnist-letters-train-labels-idx1-ubyte", np.array([1, 2, 0] + 17 * [1]))
+    with pytest.raises(DataError, match=r"Row 2 of .* has label 0, but there are 26 classes, counted from 1"):
+        opened("emnist", variant="letters")
+
+
 def test_a_packed_idx_file_that_is_cut_short_is_named(tmp_path, opened):
     datasets.mnist(tmp_path / "data/MNIST", packed=True)
     cut_short(tmp_path / "data/MNIST/raw/train-images-idx3-ubyte.gz")
@@ -300,6 +308,16 @@ def test_a_damaged_tiny_imagenet_is_named(tmp_path, opened, spoil, sentence):
     spoil(datasets.tiny_imagenet(tmp_path / "data"))
     with pytest.raises(DataError, match=sentence):
         opened("tiny_imagenet")
+
+
+def test_a_changed_list_of_tiny_imagenet_is_read_again(tmp_path, opened):
+    root = datasets.tiny_imagenet(tmp_path / "data")
+    before = opened("tiny_imagenet")
+    listed_there = root / "val/val_annotations.txt"
+    listed_there.write_text(listed_there.read_text().replace("val_0.JPEG\tn02124075", "val_0.JPEG\tn01443537"))
+    assert (before.labels[6], opened("tiny_imagenet").labels[6]) == (0, 1)
+    (root / "words.txt").unlink()
+    assert opened("tiny_imagenet").class_names == ["n02124075", "n01443537"]
 
 
 # --- .npy -------------------------------------------------------------------------------------------------------------
@@ -422,7 +440,7 @@ def test_csv_files_named_test_are_the_published_test_split(tmp_path, opened):
         (["image,label", "images/0.png,0", "images/1.png,"], r"Row 1 of train\.csv has no 'label'"),
         (["image,label", "images/0.png,0", "images/1.png,-1"], r"Row 1 of train\.csv has a negative label"),
         (["image,label", "images/0.png,0", ",1"], r"Row 1 of train\.csv has no 'image'"),
-        (["image,label", "images/0.png,0", "images/1.png"], r"train\.csv is not a readable CSV file"),
+        (["image,label", "images/0.png,0", "images/1.png"], r"Row 1 of train\.csv has 1 columns, but its header 2"),
     ],
 )
 def test_a_bad_row_of_a_csv_file_is_named(tmp_path, opened, lines, sentence):
@@ -440,7 +458,10 @@ def test_a_truncated_image_of_a_csv_file_is_named_with_its_row(tmp_path, opened)
 
 def test_labels_out_of_range_and_missing_columns_of_a_csv_file_are_named(tmp_path, opened):
     listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,2,0"])
-    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 2\.0 for 'edema', which must be 1, 0, -1 or empty"):
+    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 2 for 'edema', which must be 1, 0, -1 or empty"):
+        opened("csv", label=["edema", "cardiomegaly"])
+    listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,maybe,0"])
+    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 'maybe' for 'edema', which must be"):
         opened("csv", label=["edema", "cardiomegaly"])
     with pytest.raises(ConfigError, match=r"data\.label is 'edma', but train\.csv .*did you mean 'edema'"):
         opened("csv", label=["edma", "cardiomegaly"])

@@ -25,6 +25,7 @@ from raypfl.config.limits import contradictions, outside_limits
 from raypfl.config.sentences import joined, sentences
 from raypfl.config.yaml_text import read, write
 from raypfl.data import DATASETS, PARTITIONS, DataConfig, Dirichlet, Partition
+from raypfl.data.datasets import no_pool
 from raypfl.errors import ConfigError, did_you_mean
 from raypfl.methods import METHODS, FedAvg, Method
 from raypfl.models import MODELS
@@ -56,7 +57,11 @@ def _data(value: Any) -> DataConfig:
 
 def _pool(called: str, given: Any) -> Any:
     """A pool's options in the types that they are declared with; a share as it is."""
-    return checked_options(DataConfig, "a pool", given, f"data.pools.{called}") if isinstance(given, dict) else given
+    if isinstance(given, dict):
+        return checked_options(DataConfig, "a pool", given, f"data.pools.{called}")
+    if not isinstance(given, int | float):
+        raise ValueError(no_pool(called, given))
+    return given
 
 
 def _model(value: Any) -> ModelSettings:

@@ -145,15 +145,20 @@ def _pool(name: str, given: Any) -> DataConfig:
     if name in SPLIT_NAMES:
         raise ConfigError(f"data.pools has one called {name!r}, which is the name of a split of the clients' own.")
     if not isinstance(given, dict) or "name" not in given:
-        raise ConfigError(
-            f"data.pools.{name} is {given!r}, but must be a share of the training samples, as 0.1, or a data set, "
-            f"as {{name: cifar100, root: ...}}."
-        )
+        raise ConfigError(no_pool(name, given))
     known = [option.name for option in fields(DataConfig) if option.name not in _NOT_OF_POOLS]
     for option in given:
         if option not in known:
             raise ConfigError(f"data.pools.{name}.{option} is not an option of a pool; {did_you_mean(option, known)}")
     return DataConfig(**given)
+
+
+def no_pool(name: str, given: Any) -> str:
+    """The sentence for what describes no pool."""
+    return (
+        f"data.pools.{name} is {given!r}, but must be a share of the training samples, as 0.1, or a data set, as "
+        f"{{name: cifar100, root: ...}}."
+    )
 
 
 def _require_share(option: str, value: float) -> None:
