@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, Dirichlet, RawData, Traits, load_federated
-from raypfl.data.splits import SPLITS, hold
+from raypfl.data.datasets import SPLITS
+from raypfl.data.splits import hold
 from raypfl.errors import ConfigError, DataError
 from tests import datasets
 
@@ -264,6 +266,29 @@ def test_of_three_processes_that_want_a_store_built_one_builds_it(tmp_path, monk
         fingerprints = set(pool.map(fingerprint, [tmp_path / "cache"] * 3))
     assert len(fingerprints) == 1
     assert (tmp_path / "count").read_text() == "read\n"
+    assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".arrow"}
+
+
+def dying(config: DataConfig) -> RawData:
+    """Kills the first process that reads it."""
+    mark = Path(os.environ["RAYPFL_TEST_COUNT"])
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return counted(config)
+
+
+def build_dying(cache: Path) -> None:
+    load_federated(DataConfig(name="tests.test_pools:dying"), TWO, seed=0, cache=cache)
+
+
+def test_a_process_that_is_killed_while_it_builds_locks_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYPFL_TEST_COUNT", str(tmp_path / "count"))
+    builder = get_context("spawn").Process(target=build_dying, args=[tmp_path / "cache"])
+    builder.start()
+    builder.join()
+    assert builder.exitcode == -signal.SIGKILL
+    build_dying(tmp_path / "cache")
     assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".arrow"}
 
 

@@ -15,7 +15,9 @@ from raypfl.registry import Registry
 
 DATASETS = Registry("data set")
 
-SPLIT_NAMES = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
+"""Of a client, in the order in which their numbers stand in the store; what follows there are pools."""
+
 _READER = TypeVar("_READER", bound=Callable[..., Any])
 
 
@@ -142,7 +144,7 @@ _NOT_OF_POOLS = ("pools", "test_fraction", "val_fraction", "unseen_fraction", "c
 
 
 def _pool(name: str, given: Any) -> DataConfig:
-    if name in SPLIT_NAMES:
+    if name in SPLITS:
         raise ConfigError(f"data.pools has one called {name!r}, which is the name of a split of the clients' own.")
     if not isinstance(given, dict) or "name" not in given:
         raise ConfigError(no_pool(name, given))

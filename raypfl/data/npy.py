@@ -28,7 +28,7 @@ def _cifar10_1_pair(config: DataConfig) -> list[Path]:
 
 
 def _cifar10_c_pair(config: DataConfig) -> list[Path]:
-    if config.variant is not None and config.variant not in map(str, range(1, _SEVERITIES + 1)):
+    if config.variant is not None and str(config.variant) not in map(str, range(1, _SEVERITIES + 1)):
         raise ConfigError(f"data.variant is {config.variant!r}, but CIFAR-10-C's severities are 1 to {_SEVERITIES}.")
     if config.image == "image":
         raise ConfigError(

@@ -19,9 +19,9 @@ import pyarrow as pa
 
 from raypfl.data import pools
 from raypfl.data.arrays import Arrays, alone, writing
-from raypfl.data.datasets import DATASETS, DataConfig, RawData, files_of
+from raypfl.data.datasets import DATASETS, SPLITS, DataConfig, RawData, files_of
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
-from raypfl.data.splits import NOBODY, SPLITS, hold
+from raypfl.data.splits import NOBODY, hold
 from raypfl.errors import ConfigError, DataError
 
 # To be raised when what is written changes in a way that the code of readers and partitions does not show.

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raypfl import rng
-from raypfl.data.datasets import DataConfig
+from raypfl.data.datasets import SPLITS, DataConfig
 from raypfl.data.dealing import deal, nearest, rank_within
 from raypfl.data.partitions import Partition, Traits
 from raypfl.errors import ConfigError, DataError
 
-# A client's splits come first; what follows are pools, which belong to nobody.
-SPLITS = ("train", "val", "test")
 _TRAIN, _VAL, _TEST = range(3)
 NOBODY = -1
 

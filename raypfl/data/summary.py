@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raypfl.data.datasets import SPLITS
 from raypfl.data.population import DescribedData
-from raypfl.data.splits import SPLITS
 from raypfl.data.store import ClientData
 from raypfl.errors import ConfigError
 
