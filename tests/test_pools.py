@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -11,9 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, Dirichlet, RawData, Traits, load_federated
 from raypfl.data.datasets import SPLITS
@@ -326,13 +330,21 @@ used = int(status['VmData'].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * 2**20, resource.RLIM_INFINITY))
 data = load_federated(DataConfig(name='__main__:large'), IID(clients=10), seed=0, cache=sys.argv[1])
 print(data.inputs.shape)
+data = load_federated(DataConfig(name='parquet', root=sys.argv[2]), IID(clients=10), seed=0, cache=sys.argv[1])
+print(data.inputs.shape)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_a_data_set_larger_than_the_memory_allowed_is_built(tmp_path):
-    command = [sys.executable, "-c", LARGE, str(tmp_path)]
+    image = io.BytesIO()
+    Image.fromarray(datasets.pixels(64, 64, 3)).save(image, "BMP")
+    table = pa.table({"image": [image.getvalue()] * 7000, "label": np.arange(7000) % 10})
+    (tmp_path / "parquet").mkdir()
+    options = {"compression": "none", "use_dictionary": False, "write_batch_size": 64}
+    pq.write_table(table, tmp_path / "parquet/86 MB in one row group.parquet", **options)
+    command = [sys.executable, "-c", LARGE, str(tmp_path), str(tmp_path / "parquet")]
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "(25600, 1, 64, 64)\n"
+    assert done.stdout == "(25600, 1, 64, 64)\n(7000, 3, 64, 64)\n"

@@ -12,7 +12,7 @@ from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
 from raypfl.data.labels import checked_labels
 from raypfl.errors import ConfigError, DataError
 
-_BLOCK = 4096
+_BLOCK = 12 << 20  # bytes of images in memory at a time
 _SEVERITIES = 5
 
 
@@ -111,6 +111,7 @@ def _array(path: Path) -> np.ndarray:
 
 
 def _blocks(pixels: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(pixels), _BLOCK):
-        block = pixels[start : start + _BLOCK]
+    step = max(_BLOCK // pixels[0].nbytes, 1)
+    for start in range(0, len(pixels), step):
+        block = pixels[start : start + step]
         yield block[:, None] if block.ndim == 3 else block.transpose(0, 3, 1, 2)
