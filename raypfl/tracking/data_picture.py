@@ -103,7 +103,7 @@ def _shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
     axes.grid(False)
     bar = figure.colorbar(image, ax=axes, label="share of the client's samples", pad=0.01, fraction=0.03)
     bar.outline.set_visible(False)
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g} %"))
 
 
 def _sizes(axes: Axes, summary: Summary, order: np.ndarray, few: bool) -> None:
