@@ -69,6 +69,11 @@ def test_an_experiment_travels_to_other_processes():
     assert pickle.loads(pickle.dumps(experiment)) == experiment
 
 
+def test_a_pattern_that_begins_with_a_star_needs_no_quotes():
+    experiment = Experiment(method="fedalt").override(["method.personal=*conv1.weight"])
+    assert experiment.method.personal == "*conv1.weight"
+
+
 def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_own_method.py").write_text(
         "from raypfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    strength: float = 1.0\n"
@@ -95,6 +100,11 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"model": {"name": "lenet", "hidden": [3]}}, "model.hidden is not an option of lenet, which has none."),
         ({"model": {"name": "mlp", "hidden": 3}}, "model.hidden is 3; it must be a list."),
         ({"method": {"name": "ditto", "lam": "much"}}, "method.lam is 'much'; it must be a number."),
+        ({"data": {"pools": {"auxiliary": "much"}}}, "data.pools.auxiliary is 'much', but must be a share of the"),
+        (
+            {"data": {"pools": {"ood/x": {"name": "npy", "size": "big"}}}},
+            "data.pools.ood/x.size is 'big'; it must be a",
+        ),
         ({"method": "json:JSONDecoder"}, "method is 'json:JSONDecoder', which is not a subclass of Method."),
         ({"method": 5}, "method is 5; it must be a name"),
         ({"rounds": 2.5}, "rounds is 2.5; it must be a whole number."),

@@ -20,7 +20,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from raypfl.data import DATASETS, IID, DataConfig, Dirichlet, FederatedData, RawData, Traits, load_federated
-from raypfl.data.splits import SPLITS, hold
+from raypfl.data.datasets import SPLITS
+from raypfl.data.splits import hold
 from raypfl.errors import ConfigError, DataError
 
 SMALL = IID(clients=2)

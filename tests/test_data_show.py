@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,36 @@ def test_clients_of_one_class_are_drawn_as_a_diagonal(tmp_path):
     made = summary(counts)
     order = data_picture._sorted(made.shares)
     assert counts.argmax(axis=1)[order].tolist() == sorted(counts.argmax(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("largest", "steps"),
+    [(1, [1]), (4, [2]), (9, [1, 5]), (18, [2, 10]), (137, [5, 20, 100]), (5000, [200, 1000, 5000])],
+)
+def test_the_legend_has_round_numbers_that_are_far_apart(largest, steps):
+    assert data_picture._steps(largest) == steps
+
+
+def test_small_shares_of_many_classes_are_drawn_in_dark_shades(tmp_path):
+    counts = np.ones((11, 99), dtype=int) + 7 * (np.arange(99) // 9 == np.arange(11)[:, None])  # 5 % at most
+    pixels = imread(data_picture.draw(summary(counts), tmp_path / "data.png"))[300:, :-300, :3]
+    assert (pixels[..., 0] < 0.2).mean() > 0.03 and (pixels[..., 0] > 0.7).mean() > 0.5
+
+
+@pytest.mark.parametrize("clients", [10, 200])
+def test_clients_that_are_never_trained_are_grey_among_few_and_among_many(tmp_path, clients):
+    def grey_pixels(unseen: tuple[int, ...]) -> int:
+        drawn = imread(data_picture.draw(summary(np.full((clients, 10), 5), unseen), tmp_path / "data.png"))
+        return int((np.abs(drawn[..., :3] - np.array([0xB9, 0xC3, 0xCE]) / 255).max(axis=2) < 0.01).sum())
+
+    assert grey_pixels(()) == 0
+    assert grey_pixels(tuple(range(clients // 2))) > 2000
+
+
+def test_several_labels_a_sample_are_called_labels():
+    console = Console(file=io.StringIO(), width=100)
+    data_table.show(console, replace(summary([[30, 0], [10, 10]]), multi_label=True))
+    assert "2 labels, 2 clients" in console.file.getvalue() and "labels held" in console.file.getvalue()
 
 
 def test_the_command_shows_the_data_of_an_experiment(tmp_path, monkeypatch):

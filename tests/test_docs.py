@@ -116,6 +116,7 @@ def test_the_architecture_has_a_line_for_every_file_and_none_for_others():
     assert not [name for name in named if not (ROOT / name).exists()]
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "raypfl").rglob("*.py") if file.name != "__init__.py"}
     assert not modules - set(named)
+    assert sorted(named) == sorted(set(named))
 
 
 def test_every_test_that_the_documentation_names_exists():

@@ -28,6 +28,9 @@ def count(model: FlatModel, pattern: str) -> int:
     [
         ("mlp", {"shape": (1, 8, 8)}, 9_610, 0),
         ("lenet", {}, 121_182, 0),
+        ("lenet", {"classes": 100}, 128_832, 0),
+        ("lenet", {"shape": (1, 28, 28), "classes": 62}, 90_242, 0),
+        ("lenet", {"shape": (1, 32, 32), "classes": 62}, 124_802, 0),
         ("cnn", {}, 1_626_442, 0),
         ("conv2cifar", {}, 796_032 + 1_920, 0),
         ("conv2cifar", {"classes": 100}, 796_032 + 19_200, 0),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -10,10 +12,16 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
 from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, Dirichlet, RawData, Traits, load_federated
-from raypfl.data.splits import SPLITS, hold
+from raypfl.data.datasets import SPLITS
+from raypfl.data.splits import hold
 from raypfl.errors import ConfigError, DataError
 from tests import datasets
 
@@ -184,6 +192,57 @@ def test_a_clients_published_test_samples_have_the_label_mix_that_it_trains_on()
     assert min(np.corrcoef(a, b)[0, 1] for a, b in zip(train, test, strict=True)) > 0.95
 
 
+@given(st.integers(80, 300), st.integers(1, 4), st.integers(1, 8), st.data(), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_every_sample_has_one_place_among_splits_and_pools_whose_sizes_are_exact(count, classes, clients, data, seed):
+    labels = np.arange(count) % classes
+    published = np.arange(count) >= count - data.draw(st.sampled_from([0, 20]))
+    share, val, test = (data.draw(st.sampled_from([0.0, 0.1, 0.25])) for _ in range(3))
+    config = DataConfig(pools={"auxiliary": share} if share else {}, val_fraction=val, test_fraction=test)
+    reserve = data.draw(st.integers(0, 1))
+    partition = Dirichlet(clients=clients, alpha=0.1, min_samples=1, reserve=reserve, cap=1.0)
+    first, again = (hold(Traits(labels, classes), published, config, partition, seed) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(vars(first).values(), vars(again).values(), strict=True))
+
+    to_train = int((~published).sum())
+    pooled = first.split == len(SPLITS)
+    assert np.array_equal(pooled, first.client < 0) and not (pooled & published).any()
+    assert pooled.sum() == to_train - int((1 - share) * to_train + 1e-9)
+    assert first.split.min() >= 0 and first.split.max() <= len(SPLITS)
+    if published.any():
+        assert np.array_equal(first.split == SPLITS.index("test"), published)
+    own = ~(pooled | published)
+    for client in range(clients):
+        held_here = own & (first.client == client)
+        size = held_here.sum()
+        tests = 0 if published.any() or not test else min(max(int(size * test + 1e-9), 1), size - 1)
+        vals = min(max(int(size * val + 1e-9), 1), size - tests - 1) if val else 0
+        of_split = np.bincount(first.split[held_here], minlength=len(SPLITS))
+        assert of_split.tolist() == [size - tests - vals, vals, tests]
+        if reserve:
+            assert np.bincount(labels[held_here], minlength=classes).min() >= 1
+
+
+def test_peradas_cap_is_a_clients_share_of_the_data_set_before_pools_took_theirs():
+    labels = np.arange(50_000) % 10
+    partition = Dirichlet(clients=100, alpha=0.1, reserve=2, cap=1.0)
+    holdings = held(labels, 10, partition, pools={"validation": 0.1}, test_fraction=0.0)
+    counts = np.zeros((100, 10), np.int64)
+    dealt = holdings.client >= 0
+    np.add.at(counts, (holdings.client[dealt], labels[dealt]), 1)
+    had = 20 + np.cumsum(counts - 2, axis=1) - (counts - 2)  # when the class was dealt
+    assert (counts[had >= 500] == 2).all()
+    assert (counts[(had >= 450) & (had < 500)] > 2).any()
+
+
+@pytest.mark.parametrize(("fraction", "said"), [(0.01, "would be unseen"), (0.99, "would be left to train")])
+def test_a_share_of_unseen_clients_that_is_none_or_all_of_them_is_refused(fraction, said):
+    with pytest.raises(
+        ConfigError, match=f"data.unseen_fraction is {fraction}, but there are 20 clients.*none.*{said}"
+    ):
+        held(np.arange(200) % 10, 10, IID(clients=20), unseen_fraction=fraction)
+
+
 def test_published_test_samples_stay_in_their_domain():
     domain = np.arange(600) % 4
     published = np.arange(600) >= 400
@@ -211,6 +270,29 @@ def test_of_three_processes_that_want_a_store_built_one_builds_it(tmp_path, monk
         fingerprints = set(pool.map(fingerprint, [tmp_path / "cache"] * 3))
     assert len(fingerprints) == 1
     assert (tmp_path / "count").read_text() == "read\n"
+    assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".arrow"}
+
+
+def dying(config: DataConfig) -> RawData:
+    """Kills the first process that reads it."""
+    mark = Path(os.environ["RAYPFL_TEST_COUNT"])
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return counted(config)
+
+
+def build_dying(cache: Path) -> None:
+    load_federated(DataConfig(name="tests.test_pools:dying"), TWO, seed=0, cache=cache)
+
+
+def test_a_process_that_is_killed_while_it_builds_locks_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYPFL_TEST_COUNT", str(tmp_path / "count"))
+    builder = get_context("spawn").Process(target=build_dying, args=[tmp_path / "cache"])
+    builder.start()
+    builder.join()
+    assert builder.exitcode == -signal.SIGKILL
+    build_dying(tmp_path / "cache")
     assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".arrow"}
 
 
@@ -248,13 +330,21 @@ used = int(status['VmData'].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * 2**20, resource.RLIM_INFINITY))
 data = load_federated(DataConfig(name='__main__:large'), IID(clients=10), seed=0, cache=sys.argv[1])
 print(data.inputs.shape)
+data = load_federated(DataConfig(name='parquet', root=sys.argv[2]), IID(clients=10), seed=0, cache=sys.argv[1])
+print(data.inputs.shape)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_a_data_set_larger_than_the_memory_allowed_is_built(tmp_path):
-    command = [sys.executable, "-c", LARGE, str(tmp_path)]
+    image = io.BytesIO()
+    Image.fromarray(datasets.pixels(64, 64, 3)).save(image, "BMP")
+    table = pa.table({"image": [image.getvalue()] * 7000, "label": np.arange(7000) % 10})
+    (tmp_path / "parquet").mkdir()
+    options = {"compression": "none", "use_dictionary": False, "write_batch_size": 64}
+    pq.write_table(table, tmp_path / "parquet/86 MB in one row group.parquet", **options)
+    command = [sys.executable, "-c", LARGE, str(tmp_path), str(tmp_path / "parquet")]
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "(25600, 1, 64, 64)\n"
+    assert done.stdout == "(25600, 1, 64, 64)\n(7000, 3, 64, 64)\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import raypfl
 from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, FederatedData, Partition, load_federated
 from raypfl.errors import ConfigError, DataError
 from tests import datasets
@@ -75,7 +76,11 @@ def damaged_batch(root: Path, **changes) -> Path:
     [
         ({"labels": [0, 1, 10, 3]}, r"Row 2 of .*data_batch_3 has label 10, but there are 10 classes"),
         ({"labels": [0, 1, 2]}, r"data_batch_3 has 4 images, but 3 labels; row 3 has none"),
-        ({"labels": [0, 1, None, 3]}, r"The labels in .*data_batch_3 are object\[4\], not a list of integers"),
+        ({"labels": [0, 1, 2, 3, 4]}, r"data_batch_3 has 4 images, but 5 labels; row 4 has no image"),
+        ({"labels": np.array([0, 1, 2])}, r"data_batch_3 has 4 images, but 3 labels; row 3 has none"),
+        ({"labels": None}, r"data_batch_3 has no list of 'labels'"),
+        ({"labels": [0, 1, None, 3]}, r"Row 2 of .*data_batch_3 has label None, which is not an integer"),
+        ({"labels": [0, 1, 2.5, 3]}, r"Row 2 of .*data_batch_3 has label 2\.5, which is not an integer"),
         ({"data": datasets.pixels(4, 3071)}, r"'data' in .*data_batch_3 is uint8\[4, 3071\], not uint8\[n, 3072\]"),
         ({"data": None}, r"'data' in .*data_batch_3 is NoneType"),
     ],
@@ -177,6 +182,14 @@ def test_a_damaged_idx_file_is_named(tmp_path, opened, damage, sentence):
     damage(tmp_path / "data/MNIST/raw")
     with pytest.raises(DataError, match=sentence):
         opened("mnist")
+
+
+def test_a_label_of_emnist_is_told_as_the_file_has_it(tmp_path, opened):
+    folder = tmp_path / "data/EMNIST"
+    datasets.mnist(folder, "emnist-letters-train", "emnist-letters-test", labels=26)
+    datasets.idx(folder / "raw/emnist-letters-train-labels-idx1-ubyte", np.array([1, 2, 0] + 17 * [1]))
+    with pytest.raises(DataError, match=r"Row 2 of .* has label 0, but there are 26 classes, counted from 1"):
+        opened("emnist", variant="letters")
 
 
 def test_a_packed_idx_file_that_is_cut_short_is_named(tmp_path, opened):
@@ -297,15 +310,39 @@ def test_a_damaged_tiny_imagenet_is_named(tmp_path, opened, spoil, sentence):
         opened("tiny_imagenet")
 
 
+def test_a_changed_list_of_tiny_imagenet_is_read_again(tmp_path, opened):
+    root = datasets.tiny_imagenet(tmp_path / "data")
+    before = opened("tiny_imagenet")
+    listed_there = root / "val/val_annotations.txt"
+    listed_there.write_text(listed_there.read_text().replace("val_0.JPEG\tn02124075", "val_0.JPEG\tn01443537"))
+    assert (before.labels[6], opened("tiny_imagenet").labels[6]) == (0, 1)
+    (root / "words.txt").unlink()
+    assert opened("tiny_imagenet").class_names == ["n02124075", "n01443537"]
+
+
 # --- .npy -------------------------------------------------------------------------------------------------------------
 
 
 def test_cifar10_c_is_read_by_corruption_and_severity(tmp_path, opened):
     root = datasets.cifar10_c(tmp_path / "data")
-    all_five, fourth = opened("cifar10_c", image="snow.npy"), opened("cifar10_c", image="snow.npy", variant="4")
+    all_five, fourth = opened("cifar10_c", image="snow.npy"), opened("cifar10_c", image="snow.npy", variant=4)
     assert np.array_equal(all_five.inputs, np.load(root / "snow.npy").transpose(0, 3, 1, 2))
     assert np.array_equal(fourth.inputs, all_five.inputs[12:16])
     assert fourth.class_names == CLASSES
+
+
+def test_cifar10_c_that_is_not_five_severities_of_equal_length_is_refused(tmp_path, opened):
+    root = datasets.cifar10_c(tmp_path / "data")
+    for name in ("snow.npy", "labels.npy"):
+        np.save(root / name, np.load(root / name)[:-1])
+    with pytest.raises(DataError, match=r"snow\.npy holds 19 images, which are not 5 severities of equal length"):
+        opened("cifar10_c", image="snow.npy", variant=4)
+
+
+def test_a_variant_may_be_written_as_a_number_or_as_text():
+    severities = [DataConfig(name="cifar10_c", variant=given).variant for given in (4, "4")]
+    severities += [raypfl.Experiment(data={"name": "cifar10_c", "variant": given}).data.variant for given in (4, "4")]
+    assert set(severities) == {"4"}
 
 
 def test_a_pair_of_npy_files_is_read(tmp_path, opened):
@@ -403,7 +440,7 @@ def test_csv_files_named_test_are_the_published_test_split(tmp_path, opened):
         (["image,label", "images/0.png,0", "images/1.png,"], r"Row 1 of train\.csv has no 'label'"),
         (["image,label", "images/0.png,0", "images/1.png,-1"], r"Row 1 of train\.csv has a negative label"),
         (["image,label", "images/0.png,0", ",1"], r"Row 1 of train\.csv has no 'image'"),
-        (["image,label", "images/0.png,0", "images/1.png"], r"train\.csv is not a readable CSV file"),
+        (["image,label", "images/0.png,0", "images/1.png"], r"Row 1 of train\.csv has 1 columns, but its header 2"),
     ],
 )
 def test_a_bad_row_of_a_csv_file_is_named(tmp_path, opened, lines, sentence):
@@ -421,7 +458,10 @@ def test_a_truncated_image_of_a_csv_file_is_named_with_its_row(tmp_path, opened)
 
 def test_labels_out_of_range_and_missing_columns_of_a_csv_file_are_named(tmp_path, opened):
     listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,2,0"])
-    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 2\.0 for 'edema', which must be 1, 0, -1 or empty"):
+    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 2 for 'edema', which must be 1, 0, -1 or empty"):
+        opened("csv", label=["edema", "cardiomegaly"])
+    listed(tmp_path / "data", ["image,edema,cardiomegaly", "images/0.png,1,0", "images/1.png,maybe,0"])
+    with pytest.raises(DataError, match=r"Row 1 of train\.csv has 'maybe' for 'edema', which must be"):
         opened("csv", label=["edema", "cardiomegaly"])
     with pytest.raises(ConfigError, match=r"data\.label is 'edma', but train\.csv .*did you mean 'edema'"):
         opened("csv", label=["edma", "cardiomegaly"])

@@ -22,7 +22,9 @@ def parsed(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
         path = key.strip().split(".")
         if not equals or not all(path):
             raise ConfigError(f"{text!r} is not an assignment; write dotted.key=value, such as training.lr=0.05.")
-        pairs.append((path, parse(value, f"The value in {text!r}")))
+        # To YAML a star begins an alias, of which there can be none here; to a person, a pattern such as *.bias.
+        pattern = value.lstrip().startswith("*")
+        pairs.append((path, value.strip() if pattern else parse(value, f"The value in {text!r}")))
     return sorted(pairs, key=lambda pair: len(pair[0]))
 
 

@@ -25,6 +25,7 @@ from raypfl.config.limits import contradictions, outside_limits
 from raypfl.config.sentences import joined, sentences
 from raypfl.config.yaml_text import read, write
 from raypfl.data import DATASETS, PARTITIONS, DataConfig, Dirichlet, Partition
+from raypfl.data.datasets import no_pool
 from raypfl.errors import ConfigError, did_you_mean
 from raypfl.methods import METHODS, FedAvg, Method
 from raypfl.models import MODELS
@@ -49,7 +50,18 @@ def _data(value: Any) -> DataConfig:
         return value
     name, options = named(value, "data", DataConfig.name)
     found(DATASETS, name)
+    if isinstance(pools := options.get("pools"), dict):
+        options = {**options, "pools": {called: _pool(called, given) for called, given in pools.items()}}
     return made(DataConfig, "data", {"name": name, **options}, "data")
+
+
+def _pool(called: str, given: Any) -> Any:
+    """A pool's options in the types that they are declared with; a share as it is."""
+    if isinstance(given, dict):
+        return checked_options(DataConfig, "a pool", given, f"data.pools.{called}")
+    if not isinstance(given, int | float):
+        raise ValueError(no_pool(called, given))
+    return given
 
 
 def _model(value: Any) -> ModelSettings:

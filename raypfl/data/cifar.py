@@ -95,10 +95,12 @@ def _batch(path: Path, label: str, num_classes: int) -> tuple[np.ndarray, np.nda
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != 3072:
         found = f"{pixels.dtype}{list(pixels.shape)}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
         raise DataError(f"'data' in {path} is {found}, not uint8[n, 3072], the pixels of 32x32 colour images.")
-    if not isinstance(labels, list) or len(labels) != len(pixels):
-        raise DataError(
-            f"{path} has {len(pixels)} images, but {len(labels or [])} {label}; row {len(labels or [])} has none."
-        )
+    if not isinstance(labels, list | np.ndarray):
+        raise DataError(f"{path} has no list of {label!r}.")
+    if len(labels) != len(pixels):
+        lacking = "none" if len(labels) < len(pixels) else "no image"
+        row = min(len(labels), len(pixels))
+        raise DataError(f"{path} has {len(pixels)} images, but {len(labels)} {label}; row {row} has {lacking}.")
     return pixels.reshape(-1, 3, 32, 32), checked_labels(np.asarray(labels), num_classes, str(path))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -85,14 +87,29 @@ class _Listing:
     def __init__(self, path: Path, config: DataConfig):
         self.path, self.config, self.root = path, config, path.parent
         self.is_test = not {"test", "valid", "val", "validation"}.isdisjoint(re.split(r"[^a-z]+", path.stem.lower()))
-        options = pa_csv.ConvertOptions(strings_can_be_null=True)
-        try:
-            self.table = pa_csv.read_csv(path, convert_options=options)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} is not a readable CSV file: {error}") from error
+        self.table = self._read()
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+    def _read(self) -> pa.Table:
+        short: list[str] = []
+
+        def note(row: pa_csv.InvalidRow) -> str:
+            # Arrow counts from 1, and the header too.
+            short.append(f"Row {row.number - 2} of {self.path.name} has {row.actual_columns} columns, but its header")
+            short.append(f"{row.expected_columns}.")
+            return "error"
+
+        try:
+            return pa_csv.read_csv(
+                self.path,
+                read_options=pa_csv.ReadOptions(use_threads=False),  # which would lose the numbers of rows
+                parse_options=pa_csv.ParseOptions(invalid_row_handler=note),
+                convert_options=pa_csv.ConvertOptions(strings_can_be_null=True),
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(" ".join(short) or f"{self.path} is not a readable CSV file: {error}") from error
 
     def column(self, name: str, option: str) -> np.ndarray:
         """A column's values ``[n]``, none of which may be missing."""
@@ -120,14 +137,14 @@ class _Listing:
 
     def _marks(self, name: str) -> np.ndarray:
         values = self._values(name, "label")
-        try:
-            marks = values.cast(pa.float64()).fill_null(0.0).to_numpy()
-        except pa.ArrowException as error:
-            raise DataError(f"Column {name!r} of {self.path.name} holds other things than numbers: {error}") from error
-        strange = ~np.isin(marks, (-1.0, 0.0, 1.0))
-        odd = marks[strange][0] if strange.any() else None
-        self.refuse(pa.array(strange), f"has {odd} for {name!r}, which must be 1, 0, -1 or empty")
-        return np.where(marks < 0, self.config.uncertain == "positive", marks > 0).astype(np.int8)
+        given = np.array([0.0 if value is None else _number(value) for value in values.to_pylist()])
+        strange = np.flatnonzero(~np.isin(given, (-1.0, 0.0, 1.0)))
+        if strange.size:
+            odd = values[int(strange[0])].as_py()
+            raise DataError(
+                f"Row {strange[0]} of {self.path.name} has {odd!r} for {name!r}, which must be 1, 0, -1 or empty."
+            )
+        return np.where(given < 0, self.config.uncertain == "positive", given > 0).astype(np.int8)
 
     def _file(self, name: str) -> Path:
         path = self.root / name
@@ -147,6 +164,14 @@ class _Listing:
         rows = np.flatnonzero(np.asarray(where))
         if rows.size:
             raise DataError(f"Row {rows[0]} of {self.path.name} {what}.")
+
+
+def _number(value: Any) -> float:
+    """A label as a number, NaN if it is none."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
 
 
 def _class_names(tables: list[_Listing]) -> list[str]:

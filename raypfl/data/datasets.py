@@ -15,7 +15,9 @@ from raypfl.registry import Registry
 
 DATASETS = Registry("data set")
 
-SPLIT_NAMES = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
+"""Of a client, in the order in which their numbers stand in the store; what follows there are pools."""
+
 _READER = TypeVar("_READER", bound=Callable[..., Any])
 
 
@@ -34,7 +36,7 @@ class DataConfig:
     group : name of the column that holds each sample's domain, writer or the like.
     layout : the levels of a tree of images, from the root down, as in ``group/split/class``.
     files : pattern of the tables to read, such as ``train.csv``; None: all that are there.
-    variant : which of several forms of a published data set; None: the usual one.
+    variant : which of several forms of a published data set, as text or a number; None: the usual one.
     size : height and width to bring images to; None: they must have one size.
     fit : how: ``stretch`` changes their proportions; ``crop`` scales the shorter side and cuts what is beyond it.
     uncertain : what an uncertain label (-1) among several counts as.
@@ -64,7 +66,7 @@ class DataConfig:
     group: str | None = None
     layout: str = "class"
     files: str | None = None
-    variant: str | None = None
+    variant: str | int | None = None
     size: int | None = None
     fit: Literal["stretch", "crop"] = "stretch"
     uncertain: Literal["positive", "negative"] = "positive"
@@ -79,6 +81,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.label, str):
             object.__setattr__(self, "label", tuple(self.label))
+        if self.variant is not None:
+            object.__setattr__(self, "variant", str(self.variant))
         for name in ("test_fraction", "val_fraction", "unseen_fraction"):
             _require_share(f"data.{name}", getattr(self, name))
         for name, choices in _CHOICES.items():
@@ -140,18 +144,23 @@ _NOT_OF_POOLS = ("pools", "test_fraction", "val_fraction", "unseen_fraction", "c
 
 
 def _pool(name: str, given: Any) -> DataConfig:
-    if name in SPLIT_NAMES:
+    if name in SPLITS:
         raise ConfigError(f"data.pools has one called {name!r}, which is the name of a split of the clients' own.")
     if not isinstance(given, dict) or "name" not in given:
-        raise ConfigError(
-            f"data.pools.{name} is {given!r}, but must be a share of the training samples, as 0.1, or a data set, "
-            f"as {{name: cifar100, root: ...}}."
-        )
+        raise ConfigError(no_pool(name, given))
     known = [option.name for option in fields(DataConfig) if option.name not in _NOT_OF_POOLS]
     for option in given:
         if option not in known:
             raise ConfigError(f"data.pools.{name}.{option} is not an option of a pool; {did_you_mean(option, known)}")
     return DataConfig(**given)
+
+
+def no_pool(name: str, given: Any) -> str:
+    """The sentence for what describes no pool."""
+    return (
+        f"data.pools.{name} is {given!r}, but must be a share of the training samples, as 0.1, or a data set, as "
+        f"{{name: cifar100, root: ...}}."
+    )
 
 
 def _require_share(option: str, value: float) -> None:

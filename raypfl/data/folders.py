@@ -14,6 +14,7 @@ from raypfl.data.images import decoded
 from raypfl.errors import ConfigError, DataError, did_you_mean
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+_TINY_IMAGENET = "TinyImageNet: wnids.txt, train/ and val/"
 _LEVELS = ("class", "group", "split")
 _TRAIN, _TEST = {"train", "training"}, {"test", "val", "valid", "validation"}
 
@@ -71,8 +72,13 @@ def _placed(path: Path, root: Path, levels: list[str]) -> _Listed:
     return _Listed(path, at["class"], at.get("group", ""), split in _TEST)
 
 
+def _tiny_imagenet_files(config: DataConfig) -> list[Path]:
+    lists = ("wnids.txt", "words.txt", "val/val_annotations.txt")
+    return [*(config.folder(_TINY_IMAGENET) / name for name in lists), *_images(config)]
+
+
 @DATASETS.register("tiny_imagenet")
-@reads(_images)
+@reads(_tiny_imagenet_files)
 def tiny_imagenet(config: DataConfig) -> RawData:
     """110,000 colour images, 64x64, of 200 classes; data.root is the folder ``tiny-imagenet-200`` as published.
 
@@ -84,7 +90,7 @@ def tiny_imagenet(config: DataConfig) -> RawData:
     ConfigError : if the folder is missing.
     DataError : if a list or an image is missing or damaged; the message names file and row.
     """
-    root = config.folder("TinyImageNet: wnids.txt, train/ and val/")
+    root = config.folder(_TINY_IMAGENET)
     classes = [line.strip() for line in _lines(root / "wnids.txt", root) if line.strip()]
     repeated = [name for name, count in Counter(classes).items() if count > 1]
     if repeated:

@@ -46,7 +46,7 @@ def _four(folder: str, train: str = "train", test: str = "t10k") -> list[str]:
 
 
 def _variant(config: DataConfig) -> str:
-    variant = config.variant or "balanced"
+    variant = str(config.variant or "balanced")
     if variant not in _EMNIST_CLASSES:
         raise ConfigError(f"data.variant is {variant!r}, but EMNIST's are {', '.join(_EMNIST_CLASSES)}.")
     return variant
@@ -104,7 +104,7 @@ def _read(files: list[Path], class_names: list[str], first_label: int = 0, uprig
         if len(pixels) != len(classes):
             raise DataError(f"{images_file} has {len(pixels)} images, but {labels_file} {len(classes)} labels.")
         inputs.append(pixels.transpose(0, 2, 1)[:, None] if upright else pixels[:, None])
-        labels.append(checked_labels(classes.astype(np.int64) - first_label, len(class_names), str(labels_file)))
+        labels.append(checked_labels(classes, len(class_names), str(labels_file), first_label))
     test_mask = np.concatenate([np.full(len(part), number == 1) for number, part in enumerate(labels)])
     return RawData(inputs, np.concatenate(labels), class_names, test_mask=test_mask)
 

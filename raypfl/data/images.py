@@ -12,9 +12,9 @@ from PIL import Image, ImageOps
 from raypfl.data.datasets import DataConfig
 from raypfl.errors import DataError
 
-# Images in memory at a time. One thread decodes them: small ones take longer with several, which wait for each other at
-# every call into Python.
-_BLOCK = 1024
+# Images in memory at a time, and their bytes. One thread decodes them: small ones take longer with several, which wait
+# for each other at every call into Python.
+_IMAGES, _BYTES = 1024, 4 << 20
 _WIDE_MODES = ("I", "F")
 
 
@@ -43,7 +43,7 @@ def decoded(sources: Iterable[tuple[str, bytes | Path | None]], config: DataConf
                 f"all must have one shape, to which data.size=64, say, brings them."
             )
         block.append(image)
-        if len(block) == _BLOCK:
+        if len(block) == _IMAGES or len(block) * image.nbytes >= _BYTES:
             yield np.stack(block)
             block.clear()
     if block:

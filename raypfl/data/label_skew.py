@@ -25,8 +25,8 @@ class Dirichlet(Partition):
     when_short : what happens then. ``move``: the largest clients give samples, taken at random, to those short;
         ``refuse``: an error.
     reserve : samples of every class that every client gets first, whatever is drawn (PerAda: 2).
-    cap : a client that holds `cap` times the mean number of samples gets none of the classes dealt after that
-        (PerAda, FedML: 1); None: no such limit.
+    cap : a client that holds `cap` times the mean number of samples, those that went to pools included, gets none of
+        the classes dealt after that (PerAda, FedML: 1); None: no such limit.
     balanced : equal sizes: the shares drawn are rescaled to them.
     """
 
@@ -54,8 +54,9 @@ class Dirichlet(Partition):
         available = np.bincount(samples.labels, minlength=samples.num_classes)
         self._require_reserve(available)
         draws = rng.generator(seed, "partition")
+        mean = (len(samples) + samples.pooled) / self.clients
         for _ in range(self.tries):
-            counts = self._counts(available, draws)
+            counts = self._counts(available, mean, draws)
             if counts.sum(axis=0).min() >= self.min_samples:
                 break
         else:
@@ -67,7 +68,7 @@ class Dirichlet(Partition):
                 )
         return top_up(deal(samples.labels, counts, draws), self.clients, self.min_samples, draws)
 
-    def _counts(self, available: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    def _counts(self, available: np.ndarray, mean: float, draws: np.random.Generator) -> np.ndarray:
         shares = draws.dirichlet(np.full(self.clients, self.alpha), size=len(available))
         rest = available - self.reserve * self.clients * (available > 0)
         reserved = np.broadcast_to((self.reserve * (available > 0))[:, None], shares.shape)
@@ -75,14 +76,13 @@ class Dirichlet(Partition):
             sizes = equal_sizes(available.sum(), self.clients) - reserved.sum(axis=0)
             return reserved + fit(shares * rest[:, None], rest, sizes)
         if self.cap is not None:
-            return self._capped(shares, rest, reserved)
+            return self._capped(shares, rest, reserved, self.cap * mean)
         return reserved + apportion(rest, shares)
 
-    def _capped(self, shares: np.ndarray, rest: np.ndarray, reserved: np.ndarray) -> np.ndarray:
-        """Class by class, those who hold enough already are left out."""
-        assert self.cap is not None
+    @staticmethod
+    def _capped(shares: np.ndarray, rest: np.ndarray, reserved: np.ndarray, limit: float) -> np.ndarray:
+        """Class by class, those who hold `limit` already are left out."""
         counts = reserved.copy()
-        limit = self.cap * (rest.sum() + reserved.sum()) / self.clients
         for label, share in enumerate(shares):
             open_ones = counts.sum(axis=0) < limit
             share = share * open_ones

@@ -7,8 +7,8 @@ import numpy as np
 from raypfl.errors import DataError
 
 
-def checked_labels(labels: np.ndarray, num_classes: int, place: str) -> np.ndarray:
-    """Labels as ``int64[n]``, all of them in ``range(num_classes)``.
+def checked_labels(labels: np.ndarray, num_classes: int, place: str, first: int = 0) -> np.ndarray:
+    """Labels, counted from `first` where they come from, as ``int64[n]`` in ``range(num_classes)``.
 
     Parameters
     ----------
@@ -18,12 +18,20 @@ def checked_labels(labels: np.ndarray, num_classes: int, place: str) -> np.ndarr
     ------
     DataError : naming the first row that is not.
     """
+    if labels.dtype.kind in "fO" and labels.ndim == 1:
+        odd = [row for row, label in enumerate(labels.tolist()) if not _whole(label)]
+        if odd:
+            raise DataError(f"Row {odd[0]} of {place} has label {labels[odd[0]]}, which is not an integer.")
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise DataError(f"The labels in {place} are {labels.dtype}{list(labels.shape)}, not a list of integers.")
-    strange = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    strange = np.flatnonzero((labels < first) | (labels >= first + num_classes))
     if strange.size:
         raise DataError(
             f"Row {strange[0]} of {place} has label {labels[strange[0]]}, but there are {num_classes} classes, "
-            f"counted from 0."
+            f"counted from {first}."
         )
-    return labels.astype(np.int64)
+    return labels.astype(np.int64) - first
+
+
+def _whole(label: object) -> bool:
+    return isinstance(label, int) or (isinstance(label, float) and label.is_integer())

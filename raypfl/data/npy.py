@@ -12,7 +12,7 @@ from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
 from raypfl.data.labels import checked_labels
 from raypfl.errors import ConfigError, DataError
 
-_BLOCK = 4096
+_BLOCK = 12 << 20  # bytes of images in memory at a time
 _SEVERITIES = 5
 
 
@@ -28,12 +28,12 @@ def _cifar10_1_pair(config: DataConfig) -> list[Path]:
 
 
 def _cifar10_c_pair(config: DataConfig) -> list[Path]:
-    if config.variant is not None and config.variant not in map(str, range(1, _SEVERITIES + 1)):
+    if config.variant is not None and str(config.variant) not in map(str, range(1, _SEVERITIES + 1)):
         raise ConfigError(f"data.variant is {config.variant!r}, but CIFAR-10-C's severities are 1 to {_SEVERITIES}.")
     if config.image == "image":
         raise ConfigError(
-            "CIFAR-10-C has a file for each corruption: name one in image, as in 'gaussian_noise.npy', or have a pool "
-            "for each with a star in the pool's name, as in 'ood/*'."
+            "CIFAR-10-C has a file for each corruption: name one in data.image (or, of a pool, in its image), as in "
+            "'gaussian_noise.npy', or have a pool for each with a star in the pool's name, as in 'ood/*'."
         )
     return _files(config, config.image, "labels.npy")
 
@@ -70,10 +70,15 @@ def cifar10_c(config: DataConfig) -> RawData:
     return _cifar10(_cifar10_c_pair(config), config.variant)
 
 
-def _cifar10(pair: list[Path], severity: str | None = None) -> RawData:
+def _cifar10(pair: list[Path], severity: str | int | None = None) -> RawData:
     pixels, labels = _opened(pair)
     checked = checked_labels(labels, len(CIFAR10_CLASSES), str(pair[1]))
-    each = len(pixels) // _SEVERITIES
+    each, rest = divmod(len(pixels), _SEVERITIES)
+    if severity is not None and rest:
+        raise DataError(
+            f"{pair[0]} holds {len(pixels)} images, which are not {_SEVERITIES} severities of equal length; "
+            f"get it again."
+        )
     chosen = slice(None) if severity is None else slice((int(severity) - 1) * each, int(severity) * each)
     return RawData(_blocks(pixels[chosen]), checked[chosen], CIFAR10_CLASSES)
 
@@ -106,6 +111,7 @@ def _array(path: Path) -> np.ndarray:
 
 
 def _blocks(pixels: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(pixels), _BLOCK):
-        block = pixels[start : start + _BLOCK]
+    step = max(_BLOCK // pixels[0].nbytes, 1)
+    for start in range(0, len(pixels), step):
+        block = pixels[start : start + step]
         yield block[:, None] if block.ndim == 3 else block.transpose(0, 3, 1, 2)

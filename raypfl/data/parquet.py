@@ -16,7 +16,9 @@ from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
 from raypfl.data.images import decoded
 from raypfl.errors import ConfigError, DataError, did_you_mean
 
-_ROWS = 1024  # read at a time
+_ROWS = 256  # read at a time
+# Without a buffer, Arrow reads all images of a row group at once, which may be all there are.
+_BUFFER = 1 << 20
 
 
 def _files(config: DataConfig) -> list[Path]:
@@ -106,11 +108,14 @@ class _Table:
         as_struct = self._images_are_structs()
         row = 0
         try:
-            for batch in pq.ParquetFile(self.path, pre_buffer=False).iter_batches(_ROWS, columns=[self.config.image]):
+            file = pq.ParquetFile(self.path, pre_buffer=False, buffer_size=_BUFFER)
+            for batch in file.iter_batches(_ROWS, columns=[self.config.image]):
                 column = pc.struct_field(batch.column(0), "bytes") if as_struct else batch.column(0)
                 for encoded in column.to_pylist():
                     yield f"Row {row} of {self.shown}", encoded
                     row += 1
+        except pa.ArrowMemoryError as error:
+            raise DataError(f"There is too little memory to read the images of {self.shown}: {error}") from error
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.shown} is damaged after row {row}: {error}") from error
 

@@ -27,6 +27,7 @@ class Traits:
     groups : ``int64[N]``, the place of each sample's domain, writer or the like among `group_names`; None: the data set
         has no such column.
     rows : ``int64[N]``, each sample's number in the data set; None: 0 to N - 1.
+    pooled : how many more samples there were to deal out before pools took their shares.
     """
 
     labels: np.ndarray
@@ -34,6 +35,7 @@ class Traits:
     groups: np.ndarray | None = None
     group_names: tuple[str, ...] = ()
     rows: np.ndarray | None = None
+    pooled: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)

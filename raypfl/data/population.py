@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.data.datasets import DATASETS, DataConfig
+from raypfl.data.datasets import DATASETS, SPLITS, DataConfig
 from raypfl.errors import ConfigError, DataError, did_you_mean
 
-SPLITS = ("train", "val", "test")
 KEPT = 64 << 20
 """Bytes of samples that a process keeps of the clients that it last asked for."""
 

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ import pyarrow as pa
 
 from raypfl.data import pools
 from raypfl.data.arrays import Arrays, alone, writing
-from raypfl.data.datasets import DATASETS, DataConfig, RawData, files_of
+from raypfl.data.datasets import DATASETS, SPLITS, DataConfig, RawData, files_of
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
-from raypfl.data.splits import NOBODY, SPLITS, hold
+from raypfl.data.splits import NOBODY, hold
 from raypfl.errors import ConfigError, DataError
 
 # To be raised when what is written changes in a way that the code of readers and partitions does not show.
 _FORMAT = 2
-# Samples read at a time where all are passed over.
-_BLOCK = 4096
+# Bytes of samples read at a time where all are passed over.
+_BLOCK = 12 << 20
 _OWN = -1
 # What the prepared samples do not depend on.
 _OF_HOLDINGS = {"root", "download", "pools", "test_fraction", "val_fraction", "unseen_fraction", "cache", "split"}
@@ -159,7 +159,7 @@ class _Spool:
                 f"Inputs from {self.count} on are {list(block.shape[1:])}, those before {list(self.shape)}."
             )
         self.shape, self.count = block.shape[1:], self.count + len(block)
-        self.grey = self.grey and bool((block == block[:, :1]).all())
+        self.grey = self.grey and all(np.array_equal(block[:, 0], channel) for channel in block[:, 1:].swapaxes(0, 1))
         with writing(self.folder):
             np.ascontiguousarray(block).tofile(self.file)
 
@@ -182,13 +182,19 @@ def _spooled(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndarray
         raise DataError(f"There are {spool.count} images, but {len(raw.labels)} labels.")
     if spool.grey and spool.shape[0] > 1:
         coloured, spool = spool.mapped(), _Spool(folder)
-        for start in range(0, len(coloured), _BLOCK):
-            spool.add(coloured[start : start + _BLOCK, :1])
+        for span in _spans(coloured, len(coloured)):
+            spool.add(coloured[span, :1])
     shape = spool.shape
     for pool in others:
         for block in pool.blocks(shape):
             spool.add(block)
     return spool.mapped()
+
+
+def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
+    """`count` of such samples, a block of them at a time."""
+    step = max(_BLOCK // samples[0].nbytes, 1)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -197,8 +203,8 @@ def _moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.n
     Sums are of integers, hence exact, whatever the size of the blocks.
     """
     total, squares = np.zeros((2, inputs.shape[1]), dtype=np.int64)
-    for start in range(0, len(chosen), _BLOCK):
-        block = inputs[chosen[start : start + _BLOCK]]
+    for span in _spans(inputs, len(chosen)):
+        block = inputs[chosen[span]]
         total += block.sum(axis=(0, 2, 3), dtype=np.int64)
         squares += np.einsum("nchw,nchw->c", block, block, dtype=np.int64)
     count = len(chosen) * inputs[0, 0].size

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from raypfl import rng
-from raypfl.data.datasets import DataConfig
+from raypfl.data.datasets import SPLITS, DataConfig
 from raypfl.data.dealing import deal, nearest, rank_within
 from raypfl.data.partitions import Partition, Traits
-from raypfl.errors import DataError
+from raypfl.errors import ConfigError, DataError
 
-# A client's splits come first; what follows are pools, which belong to nobody.
-SPLITS = ("train", "val", "test")
 _TRAIN, _VAL, _TEST = range(3)
 NOBODY = -1
 
@@ -64,7 +62,7 @@ def hold(samples: Traits, published_test: np.ndarray, data: DataConfig, partitio
         split[taken] = code
     own = np.sort(rest)
 
-    dealt = samples.at(own)
+    dealt = replace(samples.at(own), pooled=total - len(own))
     client[own] = partition.checked_owners(dealt, seed)
     clients = partition.count(dealt)
     split[own] = _hold_out(dealt, client[own], 0.0 if tests.size else data.test_fraction, data.val_fraction, seed)
@@ -72,8 +70,18 @@ def hold(samples: Traits, published_test: np.ndarray, data: DataConfig, partitio
         kind, kinds = partition.alike(samples)
         client[tests] = _matched(kind[tests], _counts(kind[own], client[own], (kinds, clients)), seed)
         split[tests] = _TEST
-    unseen = rng.generator(seed, "unseen").permutation(clients)[: round(data.unseen_fraction * clients)]
-    return Holdings(client, split, clients, np.sort(unseen))
+    return Holdings(client, split, clients, _unseen(data.unseen_fraction, clients, seed))
+
+
+def _unseen(fraction: float, clients: int, seed: int) -> np.ndarray:
+    count = round(fraction * clients)
+    if fraction and not 0 < count < clients:
+        what = "none of them would be left to train" if count else "none of them would be unseen"
+        raise ConfigError(
+            f"data.unseen_fraction is {fraction}, but there are {clients} clients, so that {what}; change it, or "
+            f"partition.clients."
+        )
+    return np.sort(rng.generator(seed, "unseen").permutation(clients)[:count])
 
 
 def _hold_out(samples: Traits, owner: np.ndarray, test_fraction: float, val_fraction: float, seed: int) -> np.ndarray:

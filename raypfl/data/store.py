@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypfl.data.arrays import Arrays, Unreadable, cached, opened
-from raypfl.data.datasets import DataConfig
+from raypfl.data.datasets import SPLITS, DataConfig
 from raypfl.data.partitions import Partition
 from raypfl.data.population import DescribedData, is_described
 from raypfl.data.prepare import holdings_key, prepared_holdings, prepared_samples, samples_key
-from raypfl.data.splits import SPLITS
 from raypfl.errors import ConfigError, DataError, did_you_mean
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raypfl.data.datasets import SPLITS
 from raypfl.data.population import DescribedData
-from raypfl.data.splits import SPLITS
 from raypfl.data.store import ClientData
 from raypfl.errors import ConfigError
 
@@ -26,6 +26,7 @@ class Summary:
         often each label is 1.
     pools : name -> number of samples.
     unseen : ``int64[U]``, clients that are never trained.
+    multi_label : whether samples have several labels each.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Summary:
     counts: np.ndarray
     pools: dict[str, int]
     unseen: np.ndarray
+    multi_label: bool = False
 
     @property
     def num_clients(self) -> int:
@@ -88,4 +90,5 @@ def summarised(data: ClientData) -> Summary:
         counts=data.label_counts("train"),
         pools={name: len(data.pool(name)) for name in data.pools},
         unseen=data.unseen,
+        multi_label=data.multi_label,
     )

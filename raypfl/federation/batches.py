@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     Attributes
     ----------
     x : ``[b, C, H, W]``, normalised.
-    y : ``int64[b]`` labels.
+    y : ``int64[b]`` labels; or ``int8[b, L]`` of zeros and ones where samples have several each.
     weight : ``[b]``, 1 for a sample and 0 for padding. A loss must weigh its samples with it, as :meth:`mean` does.
     """
 
@@ -43,7 +43,7 @@ class Samples:
     Attributes
     ----------
     inputs : ``uint8[N, C, H, W]``, read-only NumPy (memory-mapped), or a tensor resident on the device.
-    labels : ``int64[N]``.
+    labels : ``int64[N]``, or ``int8[N, L]``.
     gain, offset : ``[C, 1, 1]``: the normalised input is ``uint8 * gain + offset``.
     """
 

@@ -84,9 +84,9 @@ class Clients:
         return per_client(torch.from_numpy(self._samples("train").sizes).to(self.device, self.model.dtype))
 
     def label_counts(self, split: str = "train") -> PerClient:
-        """``[K, num_classes]`` samples of each class."""
-        where = [self._bench.split(client, split) for client in self.ids]
-        rows = [torch.bincount(self._bench.samples.labels_of(mine), minlength=self.num_classes) for mine in where]
+        """``[K, num_classes]`` samples of each class; of several labels a sample: how often each is 1."""
+        labels = [self._bench.samples.labels_of(self._bench.split(client, split)) for client in self.ids]
+        rows = [y.sum(0) if y.dim() > 1 else torch.bincount(y, minlength=self.num_classes) for y in labels]
         return per_client(torch.stack(rows).to(self.model.dtype))
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
@@ -94,9 +94,13 @@ class Clients:
         return self.cross_entropy(self.model(p, batch.x), batch)
 
     def cross_entropy(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Mean cross-entropy of ``logits[b, classes]`` on a batch."""
+        """Mean cross-entropy of ``logits[b, classes]`` on a batch; of several labels a sample: the binary one, over
+        samples and labels."""
+        logits = logits.float() if self._half else logits
+        if batch.y.dim() > 1:
+            return batch.mean((F.softplus(logits) - batch.y.to(logits.dtype) * logits).mean(1))
         # F.cross_entropy is no single operation under vmap, which takes it to pieces in Python.
-        log_probabilities = F.log_softmax(logits.float() if self._half else logits, dim=-1)
+        log_probabilities = F.log_softmax(logits, dim=-1)
         return -batch.mean(log_probabilities.gather(1, batch.y[:, None]).squeeze(1))
 
     def sgd(
@@ -209,7 +213,7 @@ class Clients:
     def class_means(
         self, features: Callable[[Tensor, Tensor], Tensor], at: Tensor, split: str = "train"
     ) -> tuple[PerClient, PerClient]:
-        """Mean feature of each class on each client.
+        """Mean feature of each class on each client; of several labels a sample: of the samples where each is 1.
 
         Parameters
         ----------
@@ -223,7 +227,8 @@ class Clients:
 
         def one(theta: Tensor, batch: Batch) -> Tensor:
             z = features(theta, batch.x)
-            member = F.one_hot(batch.y, classes).to(z.dtype) * batch.weight[:, None].to(z.dtype)
+            member = batch.y if batch.y.dim() > 1 else F.one_hot(batch.y, classes)
+            member = member.to(z.dtype) * batch.weight[:, None].to(z.dtype)
             return member.T @ z / member.sum(0).clamp_min(1)[:, None]
 
         return self.map(one, at, self._whole(split)), self.label_counts(split)

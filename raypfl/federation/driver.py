@@ -131,12 +131,21 @@ def make_room(ray: Any) -> None:
     _spare.release(ray)
 
 
+def _refuse_several_labels(experiment: Experiment, data: ClientData) -> None:
+    if experiment.method.one_class and getattr(data, "multi_label", False):
+        raise ConfigError(
+            f"method is {METHODS.name_of(type(experiment.method))!r}, which needs samples of one class each, but those "
+            f"of {data.name!r} have several labels."
+        )
+
+
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
     telling = _Audience([partial(_write_description, folder), *listeners])
     with StopRequest().listening() as stop:
         telling(Progress("preparing data"))
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         refuse_untestable(experiment.evaluation.protocols, data)
+        _refuse_several_labels(experiment, data)
         job = _job(experiment, folder, data, telling)
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
         finished = backend(job, data, telling, stop)

@@ -370,7 +370,8 @@ class Vectorised:
         with torch.no_grad(), self.model.mode(train), self._inside():
             if not train:
                 return function(at, batch, **mine)
-            with self.model.statistics(self.model.buffers(at)), self._rows(batch, torch.zeros_like(batch.y[0])):
+            key = torch.zeros((), dtype=torch.int64, device=batch.y.device)
+            with self.model.statistics(self.model.buffers(at)), self._rows(batch, key):
                 return function(self.model.parameters(at), batch, **mine)
 
     def _leaves(self, theta: Tensor) -> list[Tensor]:

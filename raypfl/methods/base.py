@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 import numpy as np
 from torch import Tensor, nn
@@ -56,7 +56,13 @@ class Method:
 
     Subclasses become dataclasses by themselves. Nothing is kept on the method object: what the server remembers is in
     `server`, what a client remembers in ``clients.state``.
+
+    Attributes
+    ----------
+    one_class : whether it needs samples of one class each; a run of it on samples of several labels is then refused.
     """
+
+    one_class: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class CReFF(Method):
     head_steps, head_lr : of gradient descent on ``h``, every round.
     weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
     """
+
+    one_class: ClassVar[bool] = True
 
     features: int = 100
     feature_steps: int = 100

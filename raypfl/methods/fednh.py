@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ class FedNH(Method):
     missing : a client without samples of a class counts as a mean of zero, which weakens the pull (``zero``); or the
         mean is over the class's ``owners``; or over its ``samples``.
     """
+
+    one_class: ClassVar[bool] = True
 
     rho: float = 0.9
     scale: float = 30.0

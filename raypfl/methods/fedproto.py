@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class FedProto(Method):
     ----------
     lam : strength of the pull, lambda.
     """
+
+    one_class: ClassVar[bool] = True
 
     lam: float = 0.1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -34,6 +34,8 @@ class FedROD(Method):
     personal_epochs : of the personal head; None: as the experiment's training says.
     weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
     """
+
+    one_class: ClassVar[bool] = True
 
     head: Literal["linear", "hypernetwork"] = "linear"
     hidden: int = 64

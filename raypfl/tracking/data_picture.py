@@ -29,7 +29,8 @@ def draw(summary: Summary, path: str | Path) -> Path:
     """Write a PNG of the training samples.
 
     Up to about 60 clients and 30 classes: a bubble for each client and class, its area in proportion to the samples.
-    Beyond: each client's label mix as a column of shades, clients in the order of the class that they have most of.
+    Beyond: each client's label mix as a column of shades, and of more clients than that in the order of the class that
+    they have most of.
 
     Parameters
     ----------
@@ -57,9 +58,9 @@ def paint(figure: Figure, summary: Summary) -> None:
     width, tall = figure.get_size_inches()
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, max(tall - 2.2, 1.5)))
     room = (width - _MARGIN) / summary.num_clients
-    few = room >= _NARROWEST and len(summary.class_names) <= _FEW_CLASSES
+    few = room >= _NARROWEST
     order = np.arange(summary.num_clients) if few else _sorted(summary.shares)
-    if few:
+    if few and len(summary.class_names) <= _FEW_CLASSES:
         _bubbles(below, summary, _LARGEST * min(room / _WIDTH, 1.0) ** 2)
     else:
         _shades(figure, below, summary.shares[order])
@@ -78,8 +79,7 @@ def _bubbles(axes: Axes, summary: Summary, largest: float) -> None:
     counts = summary.counts[client, label]
     colours = np.where(np.isin(client, summary.unseen), QUIET, COLOUR)
     axes.scatter(client, label, s=largest * counts / counts.max(), c=colours.tolist(), linewidths=0)
-    steps = sorted({_round(counts.max() * share) for share in (0.1, 0.5, 1.0)})
-    for step in steps:
+    for step in _steps(int(counts.max())):
         axes.scatter([], [], s=largest * step / counts.max(), c=COLOUR, linewidths=0, label=f"{step:,}")
     axes.legend(
         title="samples", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, labelspacing=1.4, borderpad=1.0
@@ -88,10 +88,12 @@ def _bubbles(axes: Axes, summary: Summary, largest: float) -> None:
     axes.set_axisbelow(True)
 
 
-def _round(value: float) -> int:
-    """To one digit, for a legend."""
-    power = 10 ** max(int(np.log10(max(value, 1))), 0)
-    return max(int(value / power) * power, 1)
+def _steps(largest: int) -> list[int]:
+    """Up to three numbers for a legend, ascending: the last of 1, 2, 5, 10, 20, ... within `largest`, and every second
+    one before it."""
+    powers = 10 ** np.arange(len(str(largest)))
+    known = np.outer(powers, (1, 2, 5)).ravel()
+    return known[known <= largest][::-1][:5:2][::-1].tolist()
 
 
 def _shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
@@ -99,11 +101,15 @@ def _shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
     lengths = np.diff(np.append(starts, len(shares)))[:, None]
     columns = np.add.reduceat(shares, starts, axis=0) / lengths
     extent = (-0.5, len(shares) - 0.5, shares.shape[1] - 0.5, -0.5)
-    image = axes.imshow(columns.T, aspect="auto", cmap=_SHADES, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    # Up to the largest share there is, since those of many classes are small.
+    most = float(columns.max()) or 1.0
+    image = axes.imshow(
+        columns.T, aspect="auto", cmap=_SHADES, vmin=0, vmax=most, extent=extent, interpolation="nearest"
+    )
     axes.grid(False)
     bar = figure.colorbar(image, ax=axes, label="share of the client's samples", pad=0.01, fraction=0.03)
     bar.outline.set_visible(False)
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g} %"))
 
 
 def _sizes(axes: Axes, summary: Summary, order: np.ndarray, few: bool) -> None:
@@ -112,7 +118,9 @@ def _sizes(axes: Axes, summary: Summary, order: np.ndarray, few: bool) -> None:
     if few:
         axes.bar(np.arange(len(order)), sizes, width=0.7, color=colours.tolist())
     else:
-        axes.fill_between(np.arange(len(order)), sizes, step="mid", color=COLOUR, linewidth=0)
+        trained = ~np.isin(order, summary.unseen)
+        for chosen, colour in ((trained, COLOUR), (~trained, QUIET)):
+            axes.fill_between(np.arange(len(order)), sizes * chosen, step="mid", color=colour, linewidth=0)
     if sizes.max() > 50 * max(np.median(sizes), 1):
         axes.set_yscale("log")
     else:
@@ -132,8 +140,10 @@ def _explain(above: Axes, below: Axes, summary: Summary, few: bool) -> None:
     below.set_xlim(-0.7, summary.num_clients - 0.3)
     below.xaxis.set_major_locator(MaxNLocator(min(summary.num_clients + 1, 13), integer=True, steps=[1, 2, 5, 10]))
     below.xaxis.set_minor_locator(NullLocator())
-    quiet = " (grey: never trained)" if len(summary.unseen) and few else ""
-    below.set(ylabel="class", xlabel=f"client{quiet}" if few else "clients, sorted by the class that they have most of")
+    kind = "label" if summary.multi_label else "class"
+    clients = "client" if few else f"clients, sorted by the {kind} that they have most of"
+    quiet = " (grey: never trained)" if len(summary.unseen) else ""
+    below.set(ylabel=kind, xlabel=clients + quiet)
 
 
 def _short(name: str) -> str:

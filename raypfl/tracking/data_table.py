@@ -21,15 +21,15 @@ def show(console: Console, summary: Summary) -> None:
     """Print what clients hold, split by split, how their labels differ, and the pools."""
     shape = "x".join(map(str, summary.input_shape))
     unseen = f", {len(summary.unseen)} of them never trained" if len(summary.unseen) else ""
-    classes = len(summary.class_names)
+    classes, kind = len(summary.class_names), "labels" if summary.multi_label else "classes"
     console.print(
-        Text.assemble((summary.name, "bold"), f": {shape}, {classes} classes, {summary.num_clients} clients{unseen}")
+        Text.assemble((summary.name, "bold"), f": {shape}, {classes} {kind}, {summary.num_clients} clients{unseen}")
     )
     console.print(
         _table("samples of a client", {name: _spread(sizes) for name, sizes in summary.sizes.items()}, summary)
     )
     labels = {
-        "classes held": _spread(summary.classes_held),
+        f"{kind} held": _spread(summary.classes_held),
         f"label entropy (bits, at most {math.log2(classes):.2f})": _spread(summary.entropy),
         "earth mover's distance to all clients' mix": _spread(summary.distance),
     }
