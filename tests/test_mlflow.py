@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raypfl.federation.events import RunFinished
 from raypfl.tracking.mlflow import MLflowListener
 from tests.mlflow_support import client_of, events, record, runs_of, with_database
 
@@ -177,6 +179,21 @@ def test_runs_are_found_by_what_they_are(folder: Path) -> None:
     ):
         assert len(runs_of(folder, found)) == 2, found
     assert len(runs_of(folder, "tags.kind = 'comparison' and tags.paper = 'ours'")) == 1
+
+
+def test_runs_that_go_at_the_same_time_are_told_apart(folder: Path) -> None:
+    with MLflowListener("together", warn=pytest.fail) as tracked:
+        listeners = [tracked.beside() for _ in range(3)]
+        for together in zip(*(events(folder, name=name) for name in ("a", "b", "c")), strict=True):
+            for listener, event in zip(listeners, together, strict=True):
+                if isinstance(event, RunFinished):
+                    event = replace(event, status="failed")
+                listener(event)
+    (parent,) = runs_of(folder, "tags.kind = 'comparison'")
+    children = runs_of(folder, "tags.kind = 'run'")
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    assert [run.data.metrics["bytes_up_total"] for run in children] == [30, 30, 30]
+    assert parent.info.status == "FAILED"
 
 
 def test_the_machine_is_measured_while_a_run_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

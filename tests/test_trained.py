@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +116,7 @@ def outline(clients: int) -> DataOutline:
     )
 
 
-def snapshot_of(shards: list[StateShard], **server) -> Snapshot:
+def snapshot_of(shards: Iterable[StateShard], **server) -> Snapshot:
     return Snapshot(round=1, server=server, states=shards, tables={}, meta={})
 
 
@@ -141,6 +143,24 @@ def test_the_file_is_an_ordinary_safetensors_file_with_a_row_for_each_client(tmp
     tensors = safetensors.numpy.load_file(tmp_path / "f")
     assert tensors["state/personal/clients"].tolist() == [0, 3, 5]
     assert np.array_equal(tensors["state/personal/rows"], rows[[1, 2, 0]])
+
+
+def test_a_file_is_written_with_no_more_than_two_shards_in_memory(tmp_path: Path):
+    made: list[weakref.ref[StateShard]] = []
+    most = 0
+
+    class Shards:
+        def __iter__(self) -> Iterator[StateShard]:
+            nonlocal most
+            for k in range(20):
+                shard = StateShard(np.array([k]), {"a": np.full((1, 3), k)})
+                made.append(weakref.ref(shard))
+                most = max(most, sum(one() is not None for one in made))
+                yield shard
+
+    models_file.write(tmp_path / "f", raypfl.Experiment(), snapshot_of(Shards()), outline(20))
+    assert most <= 2
+    assert models_file.ModelsFile(tmp_path / "f").state_of(13)["a"].tolist() == [13, 13, 13]
 
 
 def test_states_that_make_no_rows_are_refused_in_a_sentence(tmp_path: Path):

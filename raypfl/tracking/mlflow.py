@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,6 +64,12 @@ class MLflowListener:
             self._records += [self._current] if self._current else []
         elif self._current:
             self._current.put(event)
+
+    def beside(self) -> MLflowListener:
+        """A listener for a run that goes while others do, in the same comparison; each listener hears one at a time."""
+        other = copy.copy(self)  # with the same list of records
+        other._current = None
+        return other
 
     def __enter__(self) -> Self:
         return self

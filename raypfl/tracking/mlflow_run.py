@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 RUN_ID_FILE = "mlflow_run_id"
 PARENT, NOTE = "mlflow.parentRunId", "mlflow.note.content"
+_OPENING = threading.Lock()
+"""Of runs that begin at the same time, one makes their common experiment and parent."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -126,7 +128,8 @@ class RunRecord:
     def attempt(self, action: Callable[..., object], *arguments: object) -> bool:
         """Whether MLflow took it; if not, say so once."""
         try:
-            self.client = self.client or self._open()
+            with _OPENING:
+                self.client = self.client or self._open()
             action(self.client, *arguments)
         except Exception as error:  # whatever a tracking server, a database or a network may come up with
             if not self._warned:
