@@ -175,7 +175,8 @@ def test_runs_are_found_by_what_they_are(folder: Path) -> None:
         "tags.method = 'ditto' and tags.partition = 'dirichlet' and tags.seed = '0'",
         "tags.kind = 'run' and tags.comparison = 'lambdas' and tags.paper = 'ours'",
         "tags.model = 'mlp' and params.`training.lr` = '0.1'",
-        "datasets.name = 'digits'",
+        "datasets.name = 'digits' and attributes.status = 'FINISHED'",
+        "tags.seed = '0' and metrics.`accuracy/local/personal` > 0.4",
     ):
         assert len(runs_of(folder, found)) == 2, found
     assert len(runs_of(folder, "tags.kind = 'comparison' and tags.paper = 'ours'")) == 1
