@@ -117,9 +117,10 @@ class FlatModel:
     def as_module(self, theta: Tensor) -> nn.Module:
         """The network as an ordinary module with a copy of a model vector ``[P+B]``, in evaluation mode."""
         module = copy.deepcopy(self.module)
+        parts = self.unflatten(theta)
         with torch.no_grad():
-            for name, part in self.unflatten(theta).items():
-                self._moving(module)[name].copy_(part)
+            for name, tensor in self._moving(module).items():
+                tensor.copy_(parts[name])
         return module.eval()
 
     def parameters(self, theta: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def quiet_mlflow() -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("mlflow.utils.environment").setLevel(logging.ERROR)  # uv makes environments without pip
+    for name in ("environment", "git_utils"):  # which miss a pip that uv does not install, and a git that need not be
+        logging.getLogger(f"mlflow.utils.{name}").setLevel(logging.ERROR)
     return mlflow
 
 
