@@ -142,6 +142,7 @@ def _save(model: Predictor, images: np.ndarray, path: str, about: Any) -> None:
             signature=ModelSignature(inputs, outputs),
             input_example=images,
             pip_requirements=needed,
+            serialization_format="pt2",
         )
 
 
