@@ -215,9 +215,7 @@ class RunRecord:
         # A server knows where its artifacts go; beside a local database they would land in the current folder.
         local = self._uri.startswith("sqlite:")
         artifacts = (Path(experiment.output).absolute() / "mlartifacts").as_uri() if local else None
-        # Else MLflow's page guesses that somebody traces an agent, and shows what there is to see of those.
-        kind = {"mlflow.experimentKind": "custom_model_development"}
-        return client.create_experiment(experiment.tracking.experiment, artifact_location=artifacts, tags=kind)
+        return client.create_experiment(experiment.tracking.experiment, artifact_location=artifacts)
 
     def _learn_what_is_there(self, client: MlflowClient, metrics: Mapping[str, float]) -> None:
         totals = [client.get_metric_history(self.run_id, f"bytes_{way}_total") for way in ("up", "down")]
