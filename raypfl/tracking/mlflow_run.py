@@ -65,14 +65,14 @@ class Comparison:
         self._tags = tags
         self._place: tuple[str, str] | None = None
 
-    def parent_in(self, client: MlflowClient, place: tuple[str, str]) -> dict[str, str]:
+    def parent_in(self, client: MlflowClient, place: tuple[str, str], began: int) -> dict[str, str]:
         """Tags that put a run below the parent; `place` is the run's tracking URI and experiment id.
 
         A run in another place than the first cannot be below the same parent, and has none.
         """
         if self._place is None:
             tags = {**_context(), **self._tags, "kind": "comparison", "comparison": self.name}
-            self.run_id = client.create_run(place[1], run_name=self.name, tags=tags).info.run_id
+            self.run_id = client.create_run(place[1], began, tags, self.name).info.run_id
             self._place = place
         return {PARENT: self.run_id, "comparison": self.name} if place == self._place else {"comparison": self.name}
 
@@ -106,6 +106,7 @@ class RunRecord:
         self.client: MlflowClient | None = None
         self.run_id = ""
         self._started = started
+        self._began = _now()
         self._comparison = comparison
         self._tags = tags
         self._uri = tracking_uri(started.experiment)
@@ -121,7 +122,7 @@ class RunRecord:
 
     def put(self, event: Event) -> None:
         """Hand an event over; the last one is waited for."""
-        self._events.put(_Heard(event, int(time.time() * 1000)))
+        self._events.put(_Heard(event, _now()))
         if isinstance(event, RunFinished):
             self.status = event.status
             self._thread.join()
@@ -198,9 +199,9 @@ class RunRecord:
     def _new_run(self, client: MlflowClient) -> str:
         experiment = self._started.experiment
         home = self._experiment_id(client)
-        above = self._comparison.parent_in(client, (self._uri, home)) if self._comparison else {}
+        above = self._comparison.parent_in(client, (self._uri, home), self._began) if self._comparison else {}
         tags = {**_context(), **entries.tags_of(self._started), **self._tags, **above}
-        run = client.create_run(home, tags=tags, run_name=entries.name_of(experiment))
+        run = client.create_run(home, self._began, tags, entries.name_of(experiment))
         run_id = run.info.run_id
         Path(self.run_dir, RUN_ID_FILE).write_text(run_id)
         client.set_tag(run_id, NOTE, entries.description_of(self._started, run_id, self._uri))
@@ -271,6 +272,11 @@ def _monitor(run_id: str, uri: str, resumed: bool) -> Any:
         return None
     monitor.start()
     return monitor
+
+
+def _now() -> int:
+    """In milliseconds, as MLflow has times."""
+    return int(time.time() * 1000)
 
 
 def _context() -> dict[str, str]:
