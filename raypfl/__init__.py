@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from raypfl.methods import Task as Task
     from raypfl.models import MODELS as MODELS
     from raypfl.models import FlatModel as FlatModel
+    from raypfl.tracking.mlflow import MLflowListener as MLflowListener
+    from raypfl.tracking.mlflow_models import trained_models as trained_models
 
 __version__ = "0.1.0"
 
@@ -32,6 +34,7 @@ _HOMES = {
     "Experiment": "raypfl.config",
     "FlatModel": "raypfl.models",
     "METHODS": "raypfl.methods",
+    "MLflowListener": "raypfl.tracking.mlflow",
     "MODELS": "raypfl.models",
     "Mean": "raypfl.messages",
     "Method": "raypfl.methods",
@@ -43,6 +46,7 @@ _HOMES = {
     "resume": "raypfl.federation",
     "run": "raypfl.federation",
     "session": "raypfl.federation",
+    "trained_models": "raypfl.tracking.mlflow_models",
 }
 
 __all__ = ["RaypflError", "__version__", *_HOMES]

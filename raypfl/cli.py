@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from functools import partial
@@ -124,7 +124,7 @@ def run(
     planned = experiments(_source(recipe), changes)
     jobs = [partial(federation.run, one) for one in planned]
     together = partial(federation.session, planned[0]) if len(planned) > 1 else _alone
-    _carry_out(jobs, lines_for(planned), together, recipe, quiet, as_json)
+    _carry_out(jobs, lines_for(planned), together, recipe, quiet, as_json, {"recipe": recipe})
 
 
 @app.command()
@@ -182,6 +182,18 @@ def study(
     command.carry_out(command.Order(source, chosen, changes), quiet, as_json)
 
 
+@app.command()
+def track(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The runs' folders.", show_default=False)],
+    uri: Annotated[str | None, typer.Option(help="MLflow's tracking URI; without it, the run's own.")] = None,
+) -> None:
+    """Record runs that are over in MLflow, such as those of a time when the tracking server could not be reached."""
+    from raypfl.tracking import mlflow
+
+    for folder in folders:
+        mlflow.track(folder, uri)
+
+
 @app.command(name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)]) -> None:
     """List what an experiment can name, with options and their defaults."""
@@ -236,6 +248,7 @@ def _carry_out(
     recipe: str,
     quiet: bool,
     as_json: bool,
+    tags: Mapping[str, str] | None = None,
 ) -> None:
     """Run after run, then tell what came of those that came to an end, even if a later one fails."""
     from raypfl.tracking import outcome
@@ -243,17 +256,21 @@ def _carry_out(
     from raypfl.tracking.mlflow import MLflowListener
 
     progress = Console(stderr=True)
-    tracked = MLflowListener(warn=lambda text: progress.print(f"[yellow]Warning:[/] {escape(text)}"))
+
+    def warn(text: str) -> None:
+        progress.print(f"[yellow]Warning:[/] {escape(text)}")
+
     results: list[Result] = []
-    try:
-        with view(progress, lines, quiet) as shown, session(listeners=[shown.listener(0)]):
-            for i, job in enumerate(jobs):
-                results.append(job(listeners=[shown.listener(i), tracked]))
-                if results[-1].status == "stopped":
-                    raise Stopped(f"Stopped. To go on: raypfl resume {outcome.nearby(results[-1].run_dir)}")
-    finally:
-        if results:
-            _report(results, tracked, recipe, as_json)
+    with MLflowListener(recipe if len(jobs) > 1 else None, tags=tags, warn=warn) as tracked:
+        try:
+            with view(progress, lines, quiet) as shown, session(listeners=[shown.listener(0)]):
+                for i, job in enumerate(jobs):
+                    results.append(job(listeners=[shown.listener(i), tracked]))
+                    if results[-1].status == "stopped":
+                        raise Stopped(f"Stopped. To go on: raypfl resume {outcome.nearby(results[-1].run_dir)}")
+        finally:
+            if results:
+                _report(results, tracked, recipe, as_json)
 
 
 def _report(results: Sequence[Result], tracked: MLflowListener, recipe: str, as_json: bool) -> None:

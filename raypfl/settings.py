@@ -162,18 +162,25 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings:
-    """MLflow, to which the command line tracks every run; in Python, pass ``MLflowListener()`` as a listener.
+    """MLflow, to which the command line tracks every run; in Python, with ``listeners=[raypfl.MLflowListener()]``.
 
     Attributes
     ----------
     mlflow : whether to track at all.
-    uri : tracking URI; None: a SQLite store in the output folder.
+    uri : tracking URI; None: $MLFLOW_TRACKING_URI or, without that, a SQLite store in the output folder.
     experiment : MLflow experiment name.
+    system_metrics : whether MLflow measures the machine that the run is started from: processors, memory, disk, network
+        and, if ``nvidia-ml-py`` is installed, GPUs; every ten seconds, or as $MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
+        says.
+    models_mb : megabytes up to which the final models are put into MLflow: the global one, and in one file what the
+        personal ones are made of. 0: neither.
     """
 
     mlflow: bool = True
     uri: str | None = None
     experiment: str = "raypfl"
+    system_metrics: bool = True
+    models_mb: float = 500.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,3 +31,13 @@ def ray_cluster() -> Iterator[None]:
 
     with raypfl.session(raypfl.Experiment()):
         yield
+
+
+@pytest.fixture(scope="session")
+def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty tracking database, for tests to copy: its migrations take seconds."""
+    from raypfl.tracking.mlflow_run import quiet_mlflow
+
+    file = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    quiet_mlflow().MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file

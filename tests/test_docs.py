@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 
 import raypfl
 from raypfl.methods import METHODS, Local
+from tests.mlflow_support import with_database
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,6 +87,23 @@ def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
     exec(compile(snippet, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "local  personal" in printed and "torch.Size([9610])" in printed
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # inside MLflow and torch
+def test_the_guide_to_trackings_python_runs(tmp_path, mlflow_database, monkeypatch, capsys):
+    import mlflow
+
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(with_database(tmp_path / "runs", mlflow_database).parent)
+    code = "".join(blocks("docs/tracking.md", "python"))
+    try:
+        exec(compile(code, "docs/tracking.md", "exec"), {})
+    finally:
+        mlflow.set_tracking_uri(None)  # the page sets it for the whole process
+    printed = capsys.readouterr().out
+    assert printed.count("torch.Size([5, 10])") == 3 and "tags.seed" in printed
 
 
 def test_the_readmes_method_is_the_packages():

@@ -52,6 +52,20 @@ class HalfFrozen(nn.Module):
 
 
 @pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, Scaled, HalfFrozen])
+def test_a_vector_as_a_module_computes_the_same_and_is_a_copy(factory):
+    model = FlatModel(factory)
+    theta = torch.rand(model.size)
+    module = model.as_module(theta)
+    x = torch.randn(2, 2, 4, 4) if factory in (small_mlp, NormalisedConv) else torch.randn(2, 4)
+    with model.mode(train=False):
+        expected = model(theta, x)
+    assert torch.equal(module(x), expected) and not module.training
+    with torch.no_grad():
+        next(module.parameters()).zero_()
+    assert torch.equal(model.as_module(theta)(x), expected) and model.module.training
+
+
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, Tied, Scaled, HalfFrozen])
 def test_a_vector_taken_apart_and_put_together_is_the_same_to_the_bit(factory):
     model = FlatModel(factory)
     theta = torch.randn(model.size)

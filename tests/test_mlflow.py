@@ -6,64 +6,41 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
-from raypfl.config import Experiment
-from raypfl.federation.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
-from raypfl.tracking.mlflow import MLflowListener, tracking_uri
+from raypfl.federation.events import RunFinished
+from raypfl.tracking.mlflow import MLflowListener
+from tests.mlflow_support import client_of, events, record, runs_of, with_database
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")  # inside MLflow
 
 
-def events(folder: Path, rounds: range = range(1, 4), status: str = "finished", **tracking: Any) -> list[Event]:
-    settings: dict[str, Any] = {"method": "ditto", "tracking": tracking}
-    experiment = Experiment(rounds=rounds.stop - 1, output=str(folder), **settings)
-    run_dir = folder / "digits-ditto"
-    run_dir.mkdir(exist_ok=True)
-    score = {"accuracy": 0.5, "std": 0.1, "worst_decile": 0.2, "weighted": 0.6, "loss": 1.5}
-    happened: list[Event] = [
-        RunStarted(
-            "digits-ditto", str(run_dir), experiment, {"actors": 2, "versions": {"raypfl": "1"}}, rounds.start - 1
-        )
-    ]
-    for round in rounds:
-        happened.append(RoundFinished(round, 1.0 / round, 0.1, 10, 20, clients=5, dropped=0, failed=0))
-    happened.append(Evaluated(rounds.stop - 1, [{"protocol": "local", "model": "personal", **score}]))
-    happened.append(Checkpointed(rounds.stop - 1, f"{run_dir}/checkpoints/000001-round-3"))
-    tables = {"rounds": pa.table({"round": [1]})}
-    happened.append(RunFinished(status, rounds.stop - 1, "abc", "a client's loss is NaN", tables))  # type: ignore[arg-type]
-    return happened
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever MLflow there is in the environment or in the working folder is not these tests'."""
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
 
 
-def record(happened: list[Event]) -> list[str]:
-    """Tell a listener what happened; its warnings."""
-    warnings: list[str] = []
-    listener = MLflowListener(warnings.append)
-    for event in happened:
-        listener(event)
-    return warnings
+@pytest.fixture
+def folder(tmp_path: Path, mlflow_database: Path) -> Path:
+    return with_database(tmp_path / "runs", mlflow_database)
 
 
-def client_of(folder: Path) -> Any:
-    import mlflow
-
-    return mlflow.MlflowClient(tracking_uri(Experiment(output=str(folder))))
-
-
-def runs_of(folder: Path) -> list[Any]:
+def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path) -> None:
+    assert record(events(folder)) == []
+    (run,) = runs_of(folder)
     client = client_of(folder)
-    return list(client.search_runs([client.get_experiment_by_name("raypfl").experiment_id]))
-
-
-def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(tmp_path: Path) -> None:
-    assert record(events(tmp_path)) == []
-    (run,) = runs_of(tmp_path)
-    client = client_of(tmp_path)
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "digits-ditto")
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "ditto s0")
+    assert run.info.start_time <= run.info.end_time  # however long MLflow took to be there
     assert run.data.params["method.lam"] == "0.75"
     assert run.data.metrics["accuracy/local/personal"] == 0.5
     assert run.data.metrics["worst_decile/local/personal"] == 0.2
@@ -72,67 +49,74 @@ def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(tmp_path: Pat
     assert [point.step for point in client.get_metric_history(run.info.run_id, "bytes_down_total")] == [1, 2, 3]
     expected = {"method": "ditto", "data": "digits", "seed": "0", "facts.actors": "2", "facts.versions.raypfl": "1"}
     assert expected.items() <= run.data.tags.items()
+    assert "trained_models" in run.data.tags["mlflow.note.content"]
+    (used,) = run.inputs.dataset_inputs
+    assert (used.dataset.name, used.dataset.digest) == ("digits", "f" * 36)
     assert run.data.tags["checkpoint"].endswith("000001-round-3")
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"experiment.yaml", "rounds.parquet"}
-    assert (tmp_path / "mlartifacts" / run.info.run_id).is_dir()
+    assert (folder / "mlartifacts" / run.info.run_id).is_dir()
 
 
 @pytest.mark.parametrize(("status", "recorded"), [("stopped", "KILLED"), ("failed", "FAILED")])
-def test_a_run_that_does_not_finish_says_so(tmp_path: Path, status: str, recorded: str) -> None:
-    record(events(tmp_path, status=status))
-    (run,) = runs_of(tmp_path)
+def test_a_run_that_does_not_finish_says_so(folder: Path, status: str, recorded: str) -> None:
+    record(events(folder, status=status))
+    (run,) = runs_of(folder)
     assert run.info.status == recorded
     assert run.data.tags["error"] == "a client's loss is NaN"
 
 
-def test_a_resumed_run_goes_on_in_its_mlflow_run(tmp_path: Path) -> None:
-    record(events(tmp_path, range(1, 4), status="stopped"))
-    assert record(events(tmp_path, range(3, 6))) == []
-    (run,) = runs_of(tmp_path)
+def test_a_resumed_run_goes_on_in_its_mlflow_run(folder: Path) -> None:
+    record(events(folder, range(1, 4), status="stopped"))
+    assert record(events(folder, range(3, 6))) == []
+    (run,) = runs_of(folder)
     assert run.info.status == "FINISHED"
     assert run.data.metrics["bytes_up_total"] == 50  # round 3, done twice, is counted once
+    for metric in ("loss", "seconds", "bytes_down_total"):
+        history = client_of(folder).get_metric_history(run.info.run_id, metric)
+        assert [point.step for point in history] == [1, 2, 3, 4, 5]
+    judged = client_of(folder).get_metric_history(run.info.run_id, "accuracy/local/personal")
+    assert [point.step for point in judged] == [3, 5]
     assert (run.data.params["rounds"], run.data.tags["resumed.rounds"]) == ("3", "5")
 
 
-def test_a_resumed_run_whose_mlflow_run_is_gone_gets_a_new_one(tmp_path: Path) -> None:
-    happened = events(tmp_path)
-    (tmp_path / "digits-ditto" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef")
+def test_a_resumed_run_whose_mlflow_run_is_gone_gets_a_new_one(folder: Path) -> None:
+    happened = events(folder)
+    (folder / "digits-ditto" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef")
     assert record(happened) == []
-    assert len(runs_of(tmp_path)) == 1
+    assert len(runs_of(folder)) == 1
 
 
-def test_one_listener_records_several_runs_and_attaches_a_file_to_each(tmp_path: Path) -> None:
+def test_one_listener_records_several_runs_and_attaches_a_file_to_each(folder: Path) -> None:
     listener = MLflowListener()
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for event in events(tmp_path / name, uri=f"sqlite:///{tmp_path}/shared.db"):
+        for event in events(folder, name=name):
             listener(event)
-    (tmp_path / "picture.png").write_bytes(b"png")
-    listener.attach(tmp_path / "picture.png")
-    assert len(list(tmp_path.rglob("mlartifacts/*/artifacts/picture.png"))) == 2
+    (folder / "picture.png").write_bytes(b"png")
+    listener.attach(folder / "picture.png")
+    assert len(list(folder.rglob("mlartifacts/*/artifacts/picture.png"))) == 2
 
 
 def test_without_tracking_nothing_is_recorded(tmp_path: Path) -> None:
     assert record(events(tmp_path, mlflow=False)) == []
-    assert [file.name for file in tmp_path.iterdir()] == ["digits-ditto"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["digits-ditto", "elsewhere"]
 
 
 def test_a_server_that_refuses_is_reported_once_without_its_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        warnings = record(events(tmp_path, uri=f"http://me:secret@{address}"))
+        warnings = record(events(folder, uri=f"http://me:secret@{address}"))
     assert len(warnings) == 1
     assert f"MLflow at http://{address} does not record the run" in warnings[0]
-    assert str(tmp_path / "digits-ditto") in warnings[0]
+    assert f"`raypfl track {folder / 'digits-ditto'}` records them later" in warnings[0]
     assert "secret" not in warnings[0]
 
 
 def test_what_mlflow_refuses_at_first_is_recorded_when_it_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
 
@@ -144,17 +128,18 @@ def test_what_mlflow_refuses_at_first_is_recorded_when_it_answers(
         return create_run(self, *args, **options)
 
     monkeypatch.setattr(mlflow.MlflowClient, "create_run", moody)
-    assert len(record(events(tmp_path))) == 1
-    (run,) = runs_of(tmp_path)
+    assert len(record(events(folder))) == 1
+    (run,) = runs_of(folder)
     assert (run.info.status, run.data.metrics["bytes_up_total"]) == ("FINISHED", 30)
 
 
 def test_importing_the_listener_imports_no_mlflow_and_recording_sends_no_telemetry() -> None:
     program = """
 import sys
-import raypfl.tracking.mlflow as ours
+import raypfl.tracking.mlflow
+import raypfl.tracking.mlflow_run as ours
 assert "mlflow" not in sys.modules
-ours._mlflow()
+ours.quiet_mlflow()
 from mlflow.telemetry.utils import is_telemetry_disabled
 assert is_telemetry_disabled()
 """
@@ -163,3 +148,68 @@ assert is_telemetry_disabled()
     bare = {key: value for key, value in os.environ.items() if key not in looks}
     root = str(Path(__file__).parents[1])
     subprocess.run([sys.executable, "-c", program], env={**bare, "PYTHONPATH": root}, check=True)
+
+
+def test_what_mlflow_took_before_it_failed_is_not_recorded_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    log_batch, refusals = mlflow.MlflowClient.log_batch, iter([True])
+
+    def moody(self: Any, run_id: str, metrics: Any = (), **options: Any) -> None:
+        log_batch(self, run_id, metrics=metrics, **options)
+        if metrics and next(refusals, False):
+            raise ConnectionError("the answer was lost")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", moody)
+    assert len(record(events(folder))) == 1
+    (run,) = runs_of(folder)
+    history = client_of(folder).get_metric_history(run.info.run_id, "loss")
+    assert [point.step for point in history] == [1, 2, 3]
+
+
+def test_runs_are_found_by_what_they_are(folder: Path) -> None:
+    listener = MLflowListener("lambdas", tags={"paper": "ours"})
+    for name in ("a", "b"):
+        for event in events(folder, name=name):
+            listener(event)
+    for found in (
+        "tags.method = 'ditto' and tags.partition = 'dirichlet' and tags.seed = '0'",
+        "tags.kind = 'run' and tags.comparison = 'lambdas' and tags.paper = 'ours'",
+        "tags.model = 'mlp' and params.`training.lr` = '0.1'",
+        "datasets.name = 'digits' and attributes.status = 'FINISHED'",
+        "tags.seed = '0' and metrics.`accuracy/local/personal` > 0.4",
+    ):
+        assert len(runs_of(folder, found)) == 2, found
+    assert len(runs_of(folder, "tags.kind = 'comparison' and tags.paper = 'ours'")) == 1
+
+
+def test_runs_that_go_at_the_same_time_are_told_apart(folder: Path) -> None:
+    with MLflowListener("together", warn=pytest.fail) as tracked:
+        listeners = [tracked.beside() for _ in range(3)]
+        for together in zip(*(events(folder, name=name) for name in ("a", "b", "c")), strict=True):
+            for listener, event in zip(listeners, together, strict=True):
+                if isinstance(event, RunFinished):
+                    event = replace(event, status="failed")
+                listener(event)
+    (parent,) = runs_of(folder, "tags.kind = 'comparison'")
+    children = runs_of(folder, "tags.kind = 'run'")
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    assert [run.data.metrics["bytes_up_total"] for run in children] == [30, 30, 30]
+    assert parent.info.status == "FAILED"
+
+
+def test_the_machine_is_measured_while_a_run_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    started, *rest = events(folder, system_metrics=True)
+    listener = MLflowListener(warn=pytest.fail)
+    listener(started)
+    measured: dict[str, float] = {}
+    deadline = time.monotonic() + 60
+    while "system/cpu_utilization_percentage" not in measured and time.monotonic() < deadline:
+        time.sleep(0.1)
+        runs = runs_of(folder) if client_of(folder).get_experiment_by_name("raypfl") else []
+        measured = runs[0].data.metrics if runs else {}
+    for event in rest:
+        listener(event)
+    assert measured["system/system_memory_usage_percentage"] > 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]

@@ -41,7 +41,7 @@ _SETTINGS = {
     "evaluation.batch_size evaluation.patience engine.group_size engine.threads ray.actors ray.clients_per_actor "
     "checkpoint.keep",
     FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every ray.gpus_per_actor "
-    "checkpoint.every failures.retries",
+    "checkpoint.every failures.retries tracking.models_mb",
     POSITIVE: "training.lr training.clip_norm training.gamma ray.cpus_per_actor",
     POSITIVE_OR_INFINITE: "failures.loss_limit",
     SHARE: "cohort.fraction training.decay",

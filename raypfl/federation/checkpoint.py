@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,11 @@ from raypfl.errors import CheckpointError
 from raypfl.federation.columns import Columns
 from raypfl.federation.states import Lot, Pack, StateShard
 from raypfl.federation.tables import Part, Table
+from raypfl.federation.tree import decoded, encoded
 
 FORMAT = 2
 TABLES = "tables"
+STATES = "states-"
 PACK = 64 << 20
 """Bytes of client states from which a file is full: what a save and a load hold in memory at a time."""
 _MANIFEST = "manifest.json"
@@ -70,6 +73,17 @@ class Snapshot:
     tables: dict[str, Table]
     meta: dict[str, Any]
     packs: Sequence[tuple[Pack, list[Lot]]] = ()
+
+    def state_of(self, client: int) -> dict[str, np.ndarray]:
+        """What one client kept, by name, in a snapshot that was loaded; empty if it keeps nothing."""
+        assert isinstance(self.states, StoredShards)
+        return self.states.of(client)
+
+    @property
+    def states_bytes(self) -> int:
+        """Of the files with the clients' states, in a snapshot that was loaded."""
+        assert isinstance(self.states, StoredShards)
+        return sum(size for _, size, _ in self.states.packs)
 
 
 def save(location: str, snapshot: Snapshot, keep: int) -> str:
@@ -111,12 +125,13 @@ def save(location: str, snapshot: Snapshot, keep: int) -> str:
     return path
 
 
-def load(location: str, warn: Callable[[str], None]) -> Snapshot | None:
+def load(location: str, warn: Callable[[str], None], whole: bool = True) -> Snapshot | None:
     """The newest checkpoint that is intact, or None if none was ever completed.
 
     Parameters
     ----------
     warn : is told, in a sentence each, which checkpoints were skipped and why.
+    whole : False: of the files, only those of the server's state must be intact; the others are not read.
 
     Raises
     ------
@@ -136,7 +151,7 @@ def load(location: str, warn: Callable[[str], None]) -> Snapshot | None:
                     f"The checkpoint {path} is skipped: it was never finished, as if the run had been killed meanwhile."
                 )
                 continue
-            return _read(files, root, path)
+            return _read(files, root, path, whole)
         except (OSError, _Damaged) as error:
             damaged.append(f"{path} ({error})")
             warn(f"The checkpoint {path} is skipped: {error}.")
@@ -187,23 +202,41 @@ class _Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class _StoredShards:
+class StoredShards:
     """The shards of a checkpoint, read one file at a time as they are asked for."""
 
     files: pafs.FileSystem
     packs: tuple[tuple[str, int, str], ...]
 
     def __iter__(self) -> Iterator[StateShard]:
-        for path, size, digest in self.packs:
-            try:
-                arrays = safetensors.numpy.load(_bytes(self.files, path))
-            except (OSError, safetensors.SafetensorError) as error:
-                raise CheckpointError(
-                    f"The client states in {path} were intact a moment ago and can no longer be read: {error}."
-                ) from error
-            shards = list(_unpacked(arrays))
-            pack = Pack(path, size, digest, sum(len(shard.clients) for shard in shards))
-            yield from (replace(shard, pack=pack) for shard in shards)
+        for number in range(len(self.packs)):
+            yield from self._shards(number)
+
+    def of(self, client: int) -> dict[str, np.ndarray]:
+        """What one client kept, by name; empty if it keeps nothing. Only the first question reads all files."""
+        if client not in self._last:
+            return {}
+        mine = [shard for shard in self._shards(self._last[client]) if client in shard.clients][-1]
+        row = int((mine.clients == client).argmax())
+        return {name: rows[row] for name, rows in mine.tensors.items()}
+
+    @cached_property
+    def _last(self) -> dict[int, int]:
+        """Client -> the number of the file that counts."""
+        numbers = range(len(self.packs))
+        return {client: n for n in numbers for shard in self._shards(n) for client in shard.clients.tolist()}
+
+    def _shards(self, number: int) -> list[StateShard]:
+        path, size, digest = self.packs[number]
+        try:
+            arrays = safetensors.numpy.load(_bytes(self.files, path))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(
+                f"The client states in {path} were intact a moment ago and can no longer be read: {error}."
+            ) from error
+        shards = list(_unpacked(arrays))
+        pack = Pack(path, size, digest, sum(len(shard.clients) for shard in shards))
+        return [replace(shard, pack=pack) for shard in shards]
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -221,7 +254,7 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> list[tupl
         written[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     tensors: dict[str, torch.Tensor] = {}
-    server = _encode(snapshot.server, "", tensors)
+    server = encoded(snapshot.server, tensors)
     put("server.safetensors", safetensors.torch.save(tensors))
     for old, lots in snapshot.packs:
         name = _pack_name(len(packs))
@@ -246,7 +279,7 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> list[tupl
 
 
 def _pack_name(number: int) -> str:
-    return f"states-{number:05d}.safetensors"
+    return f"{STATES}{number:05d}.safetensors"
 
 
 def _link(files: pafs.FileSystem, old: str, new: str) -> None:
@@ -305,29 +338,6 @@ def _shared(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
     """Files that other checkpoints may list as well -> bytes and sha256; paths from the location."""
     parts = [part for table in snapshot.tables.values() for part in table.parts]
     return {f"{TABLES}/{part.file}": {"bytes": part.bytes, "sha256": part.sha256} for part in parts}
-
-
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
-    """`value` as JSON, each node a pair ``[kind, content]``; its tensors go to `tensors` under their path."""
-    if isinstance(value, torch.Tensor):
-        while path in tensors:  # the keys 3 and "3", or "a/b" and "a" above "b", make one path
-            path += "'"
-        # A copy: safetensors refuses tensors that share memory, as views of one flat vector do.
-        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
-        return ["tensor", path]
-    if isinstance(value, dict):
-        if bad := [key for key in value if not isinstance(key, (str, int))]:
-            raise CheckpointError(f"The server state {path or '/'} has the key {bad[0]!r}; keys must be str or int.")
-        return ["dict", [[key, _encode(item, f"{path}/{key}".lstrip("/"), tensors)] for key, item in value.items()]]
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ["value", value]
-    raise CheckpointError(
-        f"The server state {path!r} is of type {type(value).__name__}, which a checkpoint cannot hold; keep tensors, "
-        f"numbers, strings, and dicts, lists or tuples of them."
-    )
 
 
 def _publish(draft: str, path: str, shared: Iterable[str]) -> None:
@@ -391,14 +401,14 @@ def _is_complete(files: pafs.FileSystem, path: str) -> bool:
     return files.get_file_info(f"{path}/{_MANIFEST}").type == pafs.FileType.File
 
 
-def _read(files: pafs.FileSystem, root: str, path: str) -> Snapshot:
-    manifest = _verify(files, root, path)
+def _read(files: pafs.FileSystem, root: str, path: str, whole: bool) -> Snapshot:
+    manifest = _verify(files, root, path, whole)
     meta = json.loads(_bytes(files, f"{path}/meta.json"))
     tensors = safetensors.torch.load(_bytes(files, f"{path}/server.safetensors"))
     return Snapshot(
         round=meta["round"],
-        server=_decode(meta["server"], tensors),
-        states=_StoredShards(files, _stored_packs(path, meta["packs"], manifest)),
+        server=decoded(meta["server"], tensors),
+        states=StoredShards(files, _stored_packs(path, meta["packs"], manifest)),
         tables={
             name: Table(Columns(table["kinds"]), [Part(**part) for part in table["parts"]])
             for name, table in meta["tables"].items()
@@ -412,11 +422,11 @@ def _stored_packs(path: str, count: int, manifest: dict[str, dict[str, Any]]) ->
     return tuple((f"{path}/{name}", entry["bytes"], entry["sha256"]) for name, entry in entries)
 
 
-def _verify(files: pafs.FileSystem, root: str, path: str) -> dict[str, dict[str, Any]]:
-    """Raise `_Damaged` unless every file is as it was written; returns the checkpoint's own, as :func:`_manifest`."""
+def _verify(files: pafs.FileSystem, root: str, path: str, whole: bool) -> dict[str, dict[str, Any]]:
+    """Raise `_Damaged` unless files are as they were written; returns the checkpoint's own, as :func:`_manifest`."""
     manifest = _manifest(files, path)
-    places = [(path, *file) for file in manifest["files"].items()]
-    places += [(root, *file) for file in manifest["shared"].items()]
+    places = [(path, *file) for file in manifest["files"].items() if whole or not file[0].startswith(STATES)]
+    places += [(root, *file) for file in manifest["shared"].items() if whole]
     for folder, name, expected in places:
         size = files.get_file_info(f"{folder}/{name}").size
         if size is None:
@@ -443,18 +453,6 @@ def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict[str
         raise _Damaged(f"its {_MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise _Damaged(f"its {_MANIFEST} is damaged") from None
-
-
-def _decode(node: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
-    kind, content = node
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _decode(item, tensors) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [_decode(item, tensors) for item in content]
-        return items if kind == "list" else tuple(items)
-    return content
 
 
 def _sha256(files: pafs.FileSystem, path: str) -> str:

@@ -32,7 +32,7 @@ from raypfl.federation.events import (
     RunStarted,
     Warned,
 )
-from raypfl.federation.result import Result, write_facts, write_tables
+from raypfl.federation.result import RECIPE, Result, write_facts, write_tables
 from raypfl.federation.schedule import VECTORISED_GROUP, cohort_size
 from raypfl.federation.server import Job, Server, groups_for
 from raypfl.federation.setup import make_bench, make_model, make_task
@@ -41,7 +41,6 @@ from raypfl.federation.trial import faster
 from raypfl.federation.work import Worker
 from raypfl.methods import METHODS
 
-RECIPE = "experiment.yaml"
 DRIVER_POLL = 0.2
 
 

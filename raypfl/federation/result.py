@@ -23,6 +23,7 @@ from raypfl.federation.tables import read
 TABLES = ("rounds", "evaluations", "ledger")
 SUMMARY = "summary.json"
 FACTS = "facts.json"
+RECIPE = "experiment.yaml"
 
 
 def write_facts(folder: Path, started: RunStarted) -> None:
@@ -105,7 +106,7 @@ class Result:
 
     def server_state(self) -> dict[str, Any]:
         """The server's final state, from the newest checkpoint."""
-        return self._snapshot().server
+        return self._snapshot(whole=False).server
 
     def global_model(self) -> Tensor:
         """The global model ``[P+B]``.
@@ -121,16 +122,11 @@ class Result:
 
     def client_state(self, client: int) -> dict[str, Any]:
         """What one client kept, by name, as NumPy arrays; empty if it never took part or keeps nothing."""
-        state = {}
-        for shard in self._snapshot().states:  # the last one counts
-            if client in shard.clients:
-                k = int((shard.clients == client).argmax())
-                state = {name: rows[k] for name, rows in shard.tensors.items()}
-        return state
+        return self._snapshot().state_of(client)
 
-    def _snapshot(self) -> checkpoint.Snapshot:
+    def _snapshot(self, whole: bool = True) -> checkpoint.Snapshot:
         location = checkpoints_of(self.experiment, str(self.run_dir))
-        snapshot = checkpoint.load(location, lambda text: None)
+        snapshot = checkpoint.load(location, lambda text: None, whole)
         if snapshot is None:
             raise CheckpointError(f"There is no checkpoint in {location}.")
         return snapshot

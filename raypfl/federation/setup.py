@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from raypfl import rng
-from raypfl.data import ClientData, DescribedData
+from raypfl.data import ClientData, DescribedData, FederatedData
 from raypfl.federation.batches import Samples
 from raypfl.federation.bench import Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
+from raypfl.federation.outline import DataOutline
 from raypfl.methods.base import Method, Task
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.weights import Pretrained
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from raypfl.config import Experiment
 
 
-def make_model(experiment: Experiment, data: ClientData, device: torch.device) -> FlatModel:
+def make_model(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
     settings = experiment.model
     entry = MODELS.get(settings.name)
@@ -42,7 +43,7 @@ def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) ->
     return method.network(factory())
 
 
-def make_task(experiment: Experiment, data: ClientData, device: torch.device) -> Task:
+def make_task(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> Task:
     """What the method may know, its own networks built."""
     model = make_model(experiment, data, device)
     task = Task(
@@ -59,7 +60,7 @@ def make_task(experiment: Experiment, data: ClientData, device: torch.device) ->
     return replace(task, networks=experiment.method.networks(task))
 
 
-def make_bench(experiment: Experiment, data: ClientData, task: Task) -> Bench:
+def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Task) -> Bench:
     """What the clients of one process share."""
     precision = Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
     together = experiment.engine.executor == "vectorised"
@@ -73,7 +74,7 @@ def make_bench(experiment: Experiment, data: ClientData, task: Task) -> Bench:
         num_classes=data.num_classes,
         training=experiment.training,
         seed=experiment.seed,
-        pools={name: data.pool(name) for name in data.pools},
+        pools={} if isinstance(data, DataOutline) else {name: data.pool(name) for name in data.pools},
         networks=task.networks,
         loss_limit=experiment.failures.loss_limit,
         evaluation_batch=experiment.evaluation.batch_size,
@@ -90,28 +91,31 @@ def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
     return np.ceil(sizes / training.batch_size) * training.epochs
 
 
-def _samples(data: ClientData, model: FlatModel) -> Samples:
+def normalisation(data: ClientData | DataOutline, model: FlatModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """``gain, offset``, each ``[C, 1, 1]``: a network sees ``inputs * gain + offset``."""
     gain = 1.0 / (data.scale * data.std.astype(np.float64))
     offset = -data.mean.astype(np.float64) / data.std
+    channels = [torch.from_numpy(values).to(model.device, model.dtype).reshape(-1, 1, 1) for values in (gain, offset)]
+    return channels[0], channels[1]
 
-    def channels(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(model.device, model.dtype).reshape(-1, 1, 1)
 
-    if isinstance(data, DescribedData):
+def _samples(data: ClientData | DataOutline, model: FlatModel) -> Samples:
+    gain, offset = normalisation(data, model)
+    if not isinstance(data, FederatedData):
         nothing = np.zeros(0)
-        return _Fetched(nothing, nothing, channels(gain), channels(offset), data)
+        return _Fetched(nothing, nothing, gain, offset, data)
     inputs, labels = data.inputs, data.labels
     if model.device.type == "cpu":
-        return Samples(inputs, labels, channels(gain), channels(offset))
+        return Samples(inputs, labels, gain, offset)
     resident = torch.from_numpy(np.array(inputs)).to(model.device), torch.from_numpy(np.array(labels)).to(model.device)
-    return Samples(*resident, channels(gain), channels(offset))
+    return Samples(*resident, gain, offset)
 
 
 @dataclass(frozen=True)
 class _Fetched(Samples):
     """Samples that are fetched client by client; none are resident."""
 
-    data: DescribedData
+    data: DescribedData | DataOutline
 
     def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = self.data.take(where)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from raypfl.errors import ConfigError
+from raypfl.messages import per_client, plain
 
 if TYPE_CHECKING:
     from raypfl.federation.clients import Clients
@@ -20,6 +21,8 @@ def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) ->
     epochs : 0 leaves the models as they are, bit for bit.
     lr : None: that of the last round.
     """
+    if epochs == 0:  # without asking for samples, which may not be where a model is wanted
+        return per_client(plain(theta).expand(len(clients), -1))
     return clients.sgd(clients.loss, theta, epochs=epochs, lr=lr, stream="finetuning")
 
 

@@ -8,6 +8,7 @@ buffers has B = 0.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,6 +113,15 @@ class FlatModel:
             sizes = sizes[: len(segments)]
         parts = theta.split(sizes, dim=-1)
         return {s.name: part.reshape((*theta.shape[:-1], *s.shape)) for s, part in zip(segments, parts, strict=True)}
+
+    def as_module(self, theta: Tensor) -> nn.Module:
+        """The network as an ordinary module with a copy of a model vector ``[P+B]``, in evaluation mode."""
+        module = copy.deepcopy(self.module)
+        parts = self.unflatten(theta)
+        with torch.no_grad():
+            for name, tensor in self._moving(module).items():
+                tensor.copy_(parts[name])
+        return module.eval()
 
     def parameters(self, theta: Tensor) -> Tensor:
         """The trainable part of model vectors: ``[..., P+B] -> [..., P]``, a view."""

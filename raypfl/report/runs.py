@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raypfl.errors import CheckpointError, ConfigError
 from raypfl.federation import Result
-from raypfl.federation.driver import RECIPE
+from raypfl.federation.result import RECIPE
 from raypfl.tracking.contenders import labels
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.tracking.contenders import Contender, contenders, labels, over_seeds, setting
-from raypfl.tracking.mlflow import tracking_uri
+from raypfl.tracking.mlflow_run import tracking_uri
 from raypfl.tracking.numbers import seconds
 
 if TYPE_CHECKING:

@@ -1,0 +1,146 @@
+"""The models that a run ended with, as ordinary networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.data import load_federated
+from raypfl.errors import CheckpointError, ConfigError
+from raypfl.federation import checkpoint, models_file
+from raypfl.federation.checkpoint import Snapshot
+from raypfl.federation.clients import Clients, learning_rate
+from raypfl.federation.outline import DataOutline
+from raypfl.federation.result import RECIPE
+from raypfl.federation.server import checkpoints_of
+from raypfl.federation.setup import make_bench, make_task, normalisation
+from raypfl.messages import plain
+from raypfl.methods.base import Method
+from raypfl.models.predictor import Predictor
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
+    from raypfl.federation.bench import Bench
+
+
+class TrainedModels:
+    """What a run's global model and its clients' personal models are made of, and those models.
+
+    They are the models that were evaluated after the last round. A method that fine-tunes its models for that does so
+    here too, which takes the clients' data; the others need none.
+
+    Parameters
+    ----------
+    outline : of the run's data.
+    round : rounds finished.
+    server : the server's state.
+    state_of : what a client kept, by name.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        outline: DataOutline,
+        round: int,
+        server: Mapping[str, Any],
+        state_of: Callable[[int], Mapping[str, np.ndarray]],
+    ):
+        self.experiment, self.outline, self.round = experiment, outline, round
+        self.server = dict(server)
+        self._state_of = state_of
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path) -> TrainedModels:
+        """Those of a run's folder, from its newest checkpoint.
+
+        Raises
+        ------
+        CheckpointError : if the folder holds no run, or its checkpoints are damaged or gone.
+        """
+        return cls.of_snapshot(*newest(run_dir))
+
+    @classmethod
+    def of_snapshot(cls, experiment: Experiment, snapshot: Snapshot) -> TrainedModels:
+        """Those of a checkpoint that was loaded."""
+        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        return cls(experiment, DataOutline.of(data), snapshot.round, snapshot.server, snapshot.state_of)
+
+    @classmethod
+    def of_file(cls, path: str | Path) -> TrainedModels:
+        """Those in a file that :func:`raypfl.federation.models_file.write` made."""
+        stored = models_file.ModelsFile(path)
+        return cls(stored.experiment, stored.outline, stored.round, stored.server, stored.state_of)
+
+    @property
+    def num_clients(self) -> int:
+        """Clients are numbered from 0."""
+        return self.outline.num_clients
+
+    def global_model(self) -> Predictor:
+        """The global model, in evaluation mode.
+
+        Raises
+        ------
+        ConfigError : if the method has none.
+        """
+        theta = self.experiment.method.global_model(self.server)
+        if theta is None:
+            raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
+        return self._predictor(theta)
+
+    def personal_model(self, client: int) -> Predictor:
+        """A client's own model, in evaluation mode; of a client that was never trained, what the method gives those.
+
+        Raises
+        ------
+        ConfigError : if there is no such client, or the method makes no personal models.
+        DataError : if making the model takes the client's data, and they are not on this machine.
+        """
+        if not 0 <= client < self.num_clients:
+            raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
+        method, settings = self.experiment.method, self.experiment
+        lr = learning_rate(settings.training, self.round - 1, settings.rounds)
+        clients = Clients(self._bench, (client,), self.round, lr, [self._state_of(client)])
+        unseen = client in self.outline.unseen
+        make = method.unseen_model if unseen else method.personal_model
+        theta = make(clients, method.judged_with(self.server))
+        if theta is None and unseen:
+            return self.global_model()
+        if theta is None:
+            raise ConfigError(f"{type(method).__name__} makes no personal models; its clients share the global one.")
+        return self._predictor(plain(theta).reshape(-1))
+
+    @cached_property
+    def _bench(self) -> Bench:
+        task = make_task(self.experiment, self.outline, torch.device("cpu"))
+        return make_bench(self.experiment, self.outline, task)
+
+    def _predictor(self, theta: Tensor) -> Predictor:
+        model = self._bench.model
+        return Predictor(model.as_module(theta), *normalisation(self.outline, model))
+
+
+def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapshot]:
+    """A run's description and its newest checkpoint; `whole` as of :func:`raypfl.federation.checkpoint.load`."""
+    from raypfl.config import Experiment
+
+    folder = Path(run_dir)
+    if not (folder / RECIPE).exists():
+        raise CheckpointError(f"{folder} is no run's folder: it has no {RECIPE}.")
+    experiment = Experiment.from_yaml(folder / RECIPE)
+    location = checkpoints_of(experiment, str(folder))
+    snapshot = checkpoint.load(location, lambda text: None, whole)
+    if snapshot is None:
+        raise CheckpointError(f"There is no checkpoint in {location}.")
+    return experiment, snapshot
+
+
+def makes_personal_models(method: Method) -> bool:
+    """Whether a method gives its clients models of their own."""
+    return type(method).personal_model is not Method.personal_model

@@ -1,0 +1,110 @@
+"""What of a run goes into MLflow, in MLflow's words: names, tags, parameters, metrics, descriptions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from raypfl.federation.events import Evaluated, RoundFinished, RunStarted
+from raypfl.tracking.contenders import contenders, over_seeds, setting
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
+    from raypfl.federation import Result
+
+LONGEST_VALUE = 5000
+Point = tuple[str, float, int]
+"""Name, value and step of a metric."""
+
+
+def name_of(experiment: Experiment) -> str:
+    """What a run is called: its method, those of the options that are not the method's defaults, and its seed."""
+    method: Any = experiment.method
+    options = experiment.to_dict()["method"]
+    defaults = {field.name: field.default for field in fields(method)}
+    told = [f"{key}={value}" for key, value in options.items() if key != "name" and value != defaults[key]]
+    return " ".join([options["name"].rpartition(":")[2], *told, f"s{experiment.seed}"])
+
+
+def tags_of(started: RunStarted) -> dict[str, str]:
+    """By which runs are searched for."""
+    experiment = started.experiment.to_dict()
+    return {
+        "kind": "run",
+        "name": experiment["name"],
+        **{part: experiment[part]["name"] for part in ("method", "data", "partition", "model")},
+        "seed": str(experiment["seed"]),
+        "run_dir": started.run_dir,
+        **flat(started.facts, "facts."),
+    }
+
+
+def params_of(experiment: Experiment) -> dict[str, str]:
+    """All settings."""
+    return {key: without_password(value) for key, value in flat(experiment.to_dict()).items()}
+
+
+def description_of(started: RunStarted, run_id: str, uri: str) -> str:
+    """What is read beside a run: what it is, and how one gets at its models."""
+    return (
+        f"{setting(started.experiment)}\n\n"
+        "Its models, as networks that take images as they are stored:\n\n"
+        "```python\n"
+        "import raypfl\n\n"
+        f'models = raypfl.trained_models("{run_id}", uri="{without_password(uri)}")\n'
+        "models.personal_model(0), models.global_model()\n"
+        "```\n"
+    )
+
+
+def comparison_of(results: Sequence[Result]) -> str:
+    """What is read beside a comparison: the accuracies that its runs ended with, mean ± deviation over seeds."""
+    compared = contenders(results)
+    lines = [setting(results[0].experiment), "", "| method | tested on | personal % | global % | worst decile % |"]
+    lines.append("|:--|:--|--:|--:|--:|")
+    for one in compared:
+        for protocol in one.protocols:
+            worst = one.scores(protocol, one.deployed(protocol), "worst_decile")
+            accuracies = [one.scores(protocol, model, "accuracy") for model in ("personal", "global")]
+            cells = [over_seeds([100 * value for value in values]) for values in (*accuracies, worst)]
+            lines.append(" | ".join(["", one.label, protocol, *cells, ""]).strip())
+    return "\n".join(lines)
+
+
+def round_points(event: RoundFinished, up: int, down: int) -> Iterator[Point]:
+    """A round's metrics; `up`, `down` : bytes of all rounds so far."""
+    values = {key: value for key, value in vars(event).items() if key != "round"}
+    for key, value in {**values, "bytes_up_total": up, "bytes_down_total": down}.items():
+        yield key, value, event.round
+
+
+def evaluation_points(event: Evaluated) -> Iterator[Point]:
+    """An evaluation's metrics: ``accuracy/local/personal`` and so on."""
+    for row in event.summary:
+        for key, value in row.items():
+            if key not in ("protocol", "model"):
+                yield f"{key}/{row['protocol']}/{row['model']}", value, event.round
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested dicts as dotted keys and texts."""
+    told: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            told |= flat(value, f"{prefix}{key}.")
+        else:
+            told[f"{prefix}{key}"] = str(value)[:LONGEST_VALUE]
+    return told
+
+
+def without_password(uri: str) -> str:
+    """A URI without what stands before an @ in it."""
+    return re.sub(r"//[^/@\s]*@", "//", uri)
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error's text, as a sentence without passwords."""
+    line = without_password(str(error).partition("\n")[0].strip()) or type(error).__name__
+    return line if line.endswith(".") else line + "."

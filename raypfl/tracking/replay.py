@@ -1,0 +1,38 @@
+"""The events of a run that is over, from what it left in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pyarrow.compute as pc
+
+from raypfl.federation.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
+from raypfl.federation.result import SUMMARY, TABLES
+
+if TYPE_CHECKING:
+    from raypfl.federation import Result
+
+
+def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
+    """What a tracked run told its listeners, but for checkpoints and warnings.
+
+    `uri` : where it is to be tracked now; None: where it was to be.
+    """
+    changes = ["tracking.mlflow=true", *([f"tracking.uri={json.dumps(uri)}"] if uri else [])]
+    yield RunStarted(
+        result.run_dir.name,
+        str(result.run_dir.resolve()),
+        result.experiment.override(changes),
+        result.facts,
+        0,
+    )
+    judged = set(pc.unique(result.evaluations["round"]).to_pylist())
+    for row in result.rounds.to_pylist():
+        del row["cohort"]
+        yield RoundFinished(**row)
+        if row["round"] in judged:
+            yield Evaluated(row["round"], result.summary(row["round"]))
+    end = json.loads((result.run_dir / SUMMARY).read_text())
+    yield RunFinished(**end, tables={name: getattr(result, name) for name in TABLES})
