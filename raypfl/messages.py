@@ -29,13 +29,15 @@ class Mean:
     rows : one row a client of the group.
     weight : ``[K]``, not negative; None: every client counts the same. The server knows it beforehand (the clients'
         sample counts), so it is not charged to the wire.
-    charged : False for what the server itself could compute from messages already counted, and which is reduced on the
-        actors only because that is where the models are (a teacher ensemble's logits on a public pool).
+    charged : how many numbers of its row each client sends, ``[K]``, where that is not all of them (rows of zeros for
+        classes that it lacks). False for what the server itself could compute from messages already counted, and which
+        is reduced on the actors only because that is where the models are (a teacher ensemble's logits on a public
+        pool).
     """
 
     rows: Tensor
     weight: Tensor | None = None
-    charged: bool = True
+    charged: bool | Tensor = True
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Sum:
     """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are; `charged` as for `Mean`."""
 
     rows: Tensor
-    charged: bool = True
+    charged: bool | Tensor = True
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Each:
     """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. `charged` as for `Mean`."""
 
     rows: Tensor
-    charged: bool = True
+    charged: bool | Tensor = True
 
 
 class PerClient(torch.Tensor):

@@ -30,7 +30,7 @@ class CohortSettings:
     Attributes
     ----------
     size : clients drawn a round, uniformly without replacement; None: `fraction` of all.
-    fraction : share of the clients drawn a round, if `size` is None; at least one.
+    fraction : share of the clients drawn a round, if `size` is None, rounded up.
     dropout : chance that a drawn client receives the round's first message and then vanishes.
     availability : None, or ``{"low": p, "high": q}``: every client has a fixed chance in [p, q] to be reachable in a
         round.

@@ -157,6 +157,31 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
     assert fed.ledger.entries == expected[:3]
 
 
+def test_what_clients_send_of_their_rows_is_counted_by_size():
+    def answer(clients):
+        return {"rows": Sum(rows_of(clients, 7), charged=ids_of(clients) % 3 * 2)}
+
+    fed = federation(answer, group_size=2)
+    reply = exchange(fed)
+    plainly = exchange(federation(lambda clients: {"rows": Sum(rows_of(clients, 7))}, group_size=2))
+    assert torch.equal(reply["rows"], plainly["rows"])
+    size = fed.ledger.entries[0].bytes // fed.ledger.entries[0].numbers
+    # clients 0 and 3 send nothing, 1 and 4 two numbers, 2 four
+    assert fed.ledger.entries == [
+        Entry(0, 0, "up", "rows", 1, 4, 4 * size),
+        Entry(0, 0, "up", "rows", 2, 2, 2 * size),
+    ]
+    assert fed.ledger.per_client(0) == {("up", "rows"): 8 / 3}
+    assert fed.ledger.total("up", 0) == 8 * size
+
+
+@pytest.mark.parametrize("charged", [torch.tensor([1, 8]), torch.tensor([-1, 1]), torch.tensor([1])])
+def test_nobody_is_charged_for_more_than_a_row(charged):
+    fed = federation(lambda clients: {"rows": Sum(rows_of(clients, 7), charged=charged)}, group_size=2)
+    with pytest.raises(MethodError, match=r"What 'rows' is charged must be a whole number between 0 and 7"):
+        exchange(fed, ids=[0, 1])
+
+
 def test_what_is_only_sent_down_is_counted_too():
     fed = federation(lambda clients, theta: None)
     assert exchange(fed, theta=torch.zeros(4)) == {}

@@ -114,16 +114,19 @@ def test_the_head_is_trained_by_plain_descent_on_the_features_of_known_classes()
     torch.testing.assert_close(trained, torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach())
 
 
-def test_it_sends_a_model_and_gradients_up_and_a_model_and_a_head_down():
-    fed = played(QUICK, factory=without_bias)
+def test_a_model_and_the_gradients_of_a_clients_classes_go_up_and_a_model_and_a_head_down():
+    fed = Federation(without_bias, method=QUICK, group_size=2)
+    fed.labels[fed.split[1]], fed.labels[fed.split[2]] = 0, torch.arange(11) % CLASSES
+    fed.play([1, 2])
     model, head = fed.model.size, 5 * CLASSES
-    sent = {
-        ("down", "theta"): model,
-        ("down", "head"): head,
-        ("up", "theta"): model,
-        ("up", "gradients"): head * CLASSES,
-    }
-    assert fed.ledger.per_client(1) == sent
+    sent = [(e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
+    assert sent == [
+        ("down", "theta", 2, model),
+        ("down", "head", 2, head),
+        ("up", "theta", 2, model),
+        ("up", "gradients", 1, CLASSES * head),
+        ("up", "gradients", 1, head),
+    ]
 
 
 def test_options_out_of_range_are_refused_with_the_experiment():

@@ -95,14 +95,27 @@ def test_gradients_through_the_head_are_those_derived_for_it():
 
 @pytest.mark.parametrize(
     ("classes", "scale", "floor"),
-    [(10, 1, 1.376935), (10, 10, 1.34499e-4), (100, 1, 3.612377), (100, 20, 1.66728e-7), (200, 10, 8.55511e-3)],
+    [
+        (10, 1, 1.376935),
+        (10, 10, 1.34499e-4),
+        (10, 20, 2.01027e-9),
+        (10, 30, 3.00441e-14),
+        (100, 1, 3.612377),
+        (100, 10, 4.05454e-3),
+        (100, 20, 1.66728e-7),
+        (100, 30, 6.84221e-12),
+        (200, 1, 4.301915),
+        (200, 10, 8.55511e-3),
+        (200, 20, 3.70950e-7),
+        (200, 30, 1.60157e-11),
+    ],
 )
 def test_the_loss_has_the_floor_that_the_scale_sets(classes, scale, floor):
     w = uniform_prototypes(classes, classes + 1, 0)
     head = PrototypeHead(w, scale, trainable=False, normalise=True).double()
     losses = F.cross_entropy(head(w), torch.arange(classes))
-    assert losses.item() == pytest.approx(floor, rel=1e-4)
-    assert floor == pytest.approx(math.log1p((classes - 1) * math.exp(-scale * classes / (classes - 1))), rel=1e-4)
+    assert losses.item() == pytest.approx(floor, rel=1e-4, abs=1e-15)
+    assert floor == pytest.approx(math.log1p((classes - 1) * math.exp(-scale * classes / (classes - 1))), rel=1e-4, abs=0)
 
 
 @both
@@ -234,13 +247,25 @@ def test_the_personal_model_is_the_last_trained_with_the_prototypes_it_was_train
     assert torch.equal(never.as_subclass(Tensor)[0], fed.server["theta"])
 
 
-def test_it_sends_the_body_the_scale_and_a_row_a_class():
+def with_classes(fed: Federation, *owned: tuple[int, ...]) -> Federation:
+    """Give each client samples of these classes alone."""
+    for where, classes in zip(fed.split, owned, strict=True):
+        fed.labels[where] = np.resize(classes, len(where))
+    return fed
+
+
+@pytest.mark.parametrize("missing", ["zero", "owners", "samples"])
+def test_a_client_sends_the_body_the_scale_and_a_row_for_each_class_that_it_has(missing):
     model = Federation(lambda: MODELS.get("conv2cifar")((3, 32, 32), 10), method=FedNH()).model
     assert model.num_parameters == 796_032 + 1 + 10 * 192
-    fed = played(FedNH())
-    body = 32 * 5 + 5 + 1
-    sent = {("down", "body"): body, ("down", "prototypes"): 3 * 5, ("up", "body"): body, ("up", "means"): 3 * 5}
-    assert fed.ledger.per_client(1) == sent
+    fed = Federation(method=FedNH(missing=missing), group_size=2)
+    with_classes(fed, (0, 1, 2), (1,), (0, 2), (0, 1)).play(None)
+    body, d = 32 * 5 + 5 + 1, 5
+    sent = [("down", "body", 4, body), ("down", "prototypes", 4, 3 * d), ("up", "body", 4, body)]
+    sent += [("up", "means", clients, classes * d) for classes, clients in ((3, 1), (2, 2), (1, 1))]
+    if missing == "samples":
+        sent += [("up", "weights", clients, classes) for classes, clients in ((3, 1), (2, 2), (1, 1))]
+    assert [(e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries] == sent
 
 
 @pytest.mark.parametrize("missing", ["zero", "owners", "samples"])

@@ -89,9 +89,12 @@ def test_a_class_that_nobody_brings_keeps_the_mean_that_it_had():
     assert torch.equal(after[2], before[2]) and before[2].any() and not before[:2].any() and after[:2].any()
 
 
-def test_fedproto_sends_a_row_a_class_and_no_model():
-    fed = played(FedProto())
-    assert fed.ledger.per_client(1) == {("down", "means"): 15, ("up", "means"): 15}
+def test_fedproto_sends_a_row_for_each_class_and_no_model():
+    fed = Federation(method=FedProto(), group_size=2)
+    fed.labels[fed.split[1]], fed.labels[fed.split[2]] = 0, np.arange(11) % 2
+    fed.play([1, 2])
+    sent = [(e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
+    assert sent == [("down", "means", 2, 15), ("up", "means", 1, 10), ("up", "means", 1, 5)]
     assert fed.method.global_model(fed.server) is None
     never = FedProto().personal_model(fed.clients([3]), fed.server)
     assert never.shape == (1, fed.model.size)

@@ -75,6 +75,8 @@ def test_cohorts_are_drawn_without_replacement_uniformly_and_by_seed():
 def test_a_fraction_of_the_clients_is_drawn_if_no_size_is_given():
     assert len(draw(CohortSettings(fraction=0.25), 40, 0, 0).clients) == 10
     assert len(draw(CohortSettings(fraction=1e-9), 40, 0, 0).clients) == 1
+    assert len(draw(CohortSettings(fraction=0.1), 25, 0, 0).clients) == 3
+    assert len(draw(CohortSettings(fraction=0.1), 30, 0, 0).clients) == 3
 
 
 def test_a_cohort_of_reachable_clients_is_uniform_over_them_and_takes_all_if_they_are_few():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -313,9 +314,10 @@ class Cohort:
                 self._charge("down", name, receivers, numbers, numbers * tensor.element_size())
 
     def _charge_up(self, total: Total) -> None:
-        for name, value in total.sample.items():
-            if value.numbers:
-                self._charge("up", name, total.senders[name], value.numbers, value.bytes)
+        for name, senders in total.senders.items():
+            for numbers, clients in sorted(senders.items(), reverse=True):
+                if numbers:
+                    self._charge("up", name, clients, numbers, numbers * total.sample[name].array.itemsize)
 
     def _charge(self, direction: Any, name: str, clients: int, numbers: int, size: int) -> None:
         entry = Entry(self.round, self._exchanges, direction, name, clients, numbers, size)
@@ -323,11 +325,16 @@ class Cohort:
 
 
 class Total:
-    """The cohort's reply, put together group by group."""
+    """The cohort's reply, put together group by group.
+
+    Attributes
+    ----------
+    senders : name -> how many clients sent so many numbers.
+    """
 
     def __init__(self, clients: int, device: torch.device):
         self.sample: dict[str, Value] = {}
-        self.senders: dict[str, int] = {}
+        self.senders: dict[str, Counter[int]] = {}
         self._clients = clients
         self._device = device
         self._sums: dict[str, np.ndarray] = {}
@@ -336,7 +343,7 @@ class Total:
     def add(self, group: Group, values: Mapping[str, Value]) -> None:
         for name, value in values.items():
             self.sample.setdefault(name, value)
-            self.senders[name] = self.senders.get(name, 0) + len(group.clients)
+            self.senders.setdefault(name, Counter()).update(value.numbers.tolist())
             if value.kind == "each":
                 rows = self._sums.setdefault(name, np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype))
                 rows[group.positions] = value.array

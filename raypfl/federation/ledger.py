@@ -22,6 +22,8 @@ LEDGER = {
 class Entry:
     """One named message of one exchange, the same size for each of the clients that it went to or came from.
 
+    Where clients sent different amounts, there is an entry for each size.
+
     Attributes
     ----------
     round : from 1. exchange : within the round, from 0; one is one ``cohort.run``.
@@ -69,12 +71,20 @@ class Ledger:
         """Bytes over all clients in one direction in a round."""
         return sum(e.clients * e.bytes for e in self._of(round) if e.direction == direction)
 
-    def per_client(self, round: int) -> dict[tuple[str, str], int]:
-        """Numbers (not bytes) per client in a round: ``{(direction, name): numbers}``, summed over its exchanges."""
-        numbers: dict[tuple[str, str], int] = {}
+    def per_client(self, round: int) -> dict[tuple[str, str], float]:
+        """Numbers (not bytes) per client in a round: ``{(direction, name): numbers}``, summed over its exchanges.
+
+        Where clients sent different amounts: the mean over those that sent any.
+        """
+        sent: dict[tuple[str, str], dict[int, list[Entry]]] = {}
         for e in self._of(round):
-            numbers[e.direction, e.name] = numbers.get((e.direction, e.name), 0) + e.numbers
-        return numbers
+            sent.setdefault((e.direction, e.name), {}).setdefault(e.exchange, []).append(e)
+        return {message: sum(_mean(entries) for entries in of.values()) for message, of in sent.items()}
 
     def _of(self, round: int) -> list[Entry]:
         return [Entry(*row) for row in self.rows.rows(*self.rows.span("round", round))]
+
+
+def _mean(entries: list[Entry]) -> float:
+    """Numbers a client of one message."""
+    return sum(e.clients * e.numbers for e in entries) / sum(e.clients for e in entries)

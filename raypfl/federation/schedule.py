@@ -6,6 +6,7 @@ The cut depends on the cohort, the model and the clients' sizes, never on the ac
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +42,10 @@ class Draw:
 
 def cohort_size(settings: CohortSettings, num_clients: int) -> int:
     """Clients drawn a round."""
-    return settings.size if settings.size is not None else max(1, round(settings.fraction * num_clients))
+    if settings.size is not None:
+        return settings.size
+    # 0.1 * 30 is a little more than 3, and no fourth client is meant.
+    return max(1, math.ceil(settings.fraction * num_clients - 1e-9))
 
 
 def draw(settings: CohortSettings, num_clients: int, seed: int, round: int) -> Draw:

@@ -70,14 +70,13 @@ class Value:
     Attributes
     ----------
     kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
-    numbers, bytes : what one client sends; 0 if it is not charged.
+    numbers : ``int64[K]``, how many each client sends; zeros if it is not charged.
     """
 
     kind: Literal["each", "sum", "mean"]
     array: np.ndarray
     weight: float
-    numbers: int
-    bytes: int
+    numbers: np.ndarray
 
 
 @dataclass
@@ -174,12 +173,11 @@ def _reduced(name: str, value: object, clients: int) -> Value:
             f"A client function returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
             "its first axis must run over them."
         )
-    numbers = rows[0].numel() if value.charged else 0
-    size = numbers * rows.element_size()
+    numbers = _numbers(name, value.charged, rows)
     if isinstance(value, Each):
-        return Value("each", rows.cpu().numpy(), 0.0, numbers, size)
+        return Value("each", rows.cpu().numpy(), 0.0, numbers)
     if isinstance(value, Sum):
-        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers, size)
+        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers)
     weight = torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else plain(value.weight)
     if weight.shape != (clients,) or bool((weight < 0).any()):
         raise MethodError(
@@ -187,4 +185,18 @@ def _reduced(name: str, value: object, clients: int) -> Value:
             f"it is {weight.tolist()}."
         )
     partial = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
-    return Value("mean", partial.cpu().numpy(), float(weight.double().sum()), numbers, size)
+    return Value("mean", partial.cpu().numpy(), float(weight.double().sum()), numbers)
+
+
+def _numbers(name: str, charged: bool | Tensor, rows: Tensor) -> np.ndarray:
+    """How many numbers of its row each client sends, ``int64[K]``."""
+    clients, whole = len(rows), rows[0].numel()
+    if isinstance(charged, bool):
+        return np.full(clients, whole * charged, dtype=np.int64)
+    numbers = plain(charged).detach().cpu().numpy()
+    if numbers.shape != (clients,) or (numbers < 0).any() or (numbers > whole).any():
+        raise MethodError(
+            f"What {name!r} is charged must be a whole number between 0 and {whole}, the numbers of a row, for each of "
+            f"the group's {clients} clients; it is {numbers.tolist()}."
+        )
+    return numbers.astype(np.int64)

@@ -28,8 +28,8 @@ class CReFF(Method):
     Clients run FedAvg. Beside, each reports for each of its classes the mean gradient, with respect to the re-trained
     head ``h``, of the loss on the features that the received body gives. The server moves its own features of each
     class until their gradients point where the owners' mean does, row by row, and trains ``h`` on them. Down: model
-    and ``h``. Up: model, and ``C * |h|`` numbers of gradients, of zeros for a class that a client lacks. The global
-    model is the averaged body with ``h``; kept is the last trained model, which is the personal one.
+    and ``h``. Up: model, and ``|h|`` numbers of gradients for each class that the client has. The global model is the
+    averaged body with ``h``; kept is the last trained model, which is the personal one.
 
     Attributes
     ----------
@@ -91,8 +91,10 @@ class CReFF(Method):
         own = clients.map(gradients, theta, head=head)
         clients.state["model"] = trained = clients.sgd(clients.loss, theta)
         weight = clients.num_samples if self.weighting == "samples" else None
-        owned = (clients.label_counts() > 0).to(own.dtype)
-        return {"theta": Mean(trained, weight), "gradients": Sum(own), "owners": Sum(owned, charged=False)}
+        owned = clients.label_counts() > 0
+        sent = owned.sum(1) * own[0, 0].numel()
+        owners = Sum(owned.to(own.dtype), charged=False)
+        return {"theta": Mean(trained, weight), "gradients": Sum(own, charged=sent), "owners": owners}
 
     def matched(self, head: Tensor, start: Tensor, gradients: Tensor, owned: Tensor) -> Tensor:
         """Features ``[C, n, d]``, from `start` on, whose gradients at the head match ``gradients[C, C, d+1]``."""

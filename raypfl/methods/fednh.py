@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.errors import ConfigError
-from raypfl.messages import Mean, Sum
+from raypfl.messages import Mean, Sum, per_client, plain
 from raypfl.methods.base import METHODS, Method, Server, Task
 from raypfl.models.heads import PrototypeHead, features, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
@@ -32,16 +32,18 @@ class FedNH(Method):
     The output layer is a matrix W of unit rows, at first as far apart as possible. Clients train the body, on features
     of length one, against the W that they received. Then they send the mean feature of each of their classes, and
     ``W_c <- rho W_c + (1 - rho) mean_k mu_kc`` (Eq. 4), brought to length one again. Down: body, scale and W. Up: body
-    and scale, and a mean feature for each class, of zeros for a class that the client lacks. Kept: the model as
-    trained, which is the personal one. The global model is the averaged body with the new W.
+    and scale, and a mean feature for each class that the client has: ``|body| + 1 + |C_k| d`` numbers. Kept: the model
+    as trained, which is the personal one. The global model is the averaged body with the new W.
 
     Attributes
     ----------
     rho : smoothing of the prototypes; 1 leaves them as they were at first.
     scale : what cosines are multiplied by, s, at first.
-    train_scale : whether it is trained, without weight decay, and averaged.
+    train_scale : whether it is trained, without weight decay.
+    share_scale : whether it is averaged, as the body is; otherwise each client keeps its own.
     head : at first ``uniform`` prototypes, ``random`` unit rows, or the rows with which torch begins (``default``).
     normalise : whether features are brought to length one.
+    unit_means : whether the mean features that are sent are, too, so that scattered classes pull as much as others.
     missing : a client without samples of a class counts as a mean of zero, which weakens the pull (``zero``); or the
         mean is over the class's ``owners``; or over its ``samples``.
     """
@@ -51,8 +53,10 @@ class FedNH(Method):
     rho: float = 0.9
     scale: float = 30.0
     train_scale: bool = True
+    share_scale: bool = True
     head: Literal["uniform", "random", "default"] = "uniform"
     normalise: bool = True
+    unit_means: bool = False
     missing: Literal["zero", "owners", "samples"] = "zero"
 
     def __post_init__(self) -> None:
@@ -71,11 +75,11 @@ class FedNH(Method):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         model = cohort.task.model
-        head = model.mask(_weight(model))
+        head, body = model.mask(_weight(model)), self._averaged(model)
         old = model.segment(server["theta"], _weight(model))
-        reply = cohort.run(self.train, body=server["theta"][~head], prototypes=old)
+        reply = cohort.run(self.train, body=server["theta"][body], prototypes=old)
         divisor = float(cohort.present.sum()) if self.missing == "zero" else reply["weights"][:, None]
-        theta = server["theta"].masked_scatter(~head, reply["body"])
+        theta = server["theta"].masked_scatter(body, reply["body"])
         new = self.moved(old, reply["means"], divisor)
         server["theta"] = theta.masked_scatter(head, new)
 
@@ -88,26 +92,38 @@ class FedNH(Method):
 
     def train(self, clients: Clients, body: Tensor, prototypes: Tensor) -> dict[str, Mean | Sum]:
         model, decay = clients.model, clients.training.weight_decay
-        head = model.mask(_weight(model))
-        theta = clients.initial.masked_scatter(head, prototypes).masked_scatter(~head, body)
+        head, averaged = model.mask(_weight(model)), self._averaged(model)
+        theta = plain(clients.state.get("model", default=clients.initial)).clone()
+        theta[:, head], theta[:, averaged] = prototypes.flatten(), body
 
         def undecayed(p: Tensor, batch: Batch) -> Tensor:
             scale = p[model.segments[_scale(model)].start]
             # Zero, but its slope gives the scale back what weight decay takes from it.
             return clients.loss(p, batch) - decay * scale.detach() * (scale - scale.detach())
 
-        trained = clients.sgd(undecayed if decay and self.train_scale else clients.loss, theta, train=~head)
+        loss = undecayed if decay and self.train_scale else clients.loss
+        trained = clients.sgd(loss, per_client(theta), train=~head)
         clients.state["model"] = trained
         means, counts = clients.class_means(partial(self._directions, features(model)), trained)
+        means = F.normalize(means, dim=-1, eps=1e-12) if self.unit_means else means
         weights = counts if self.missing == "samples" else (counts > 0).to(means.dtype)
-        reply: dict[str, Mean | Sum] = {"body": Mean(trained[:, ~head]), "means": Sum(means * weights[:, :, None])}
-        return reply if self.missing == "zero" else reply | {"weights": Sum(weights)}
+        owned = (counts > 0).sum(1)
+        body, sums = Mean(trained[:, averaged]), Sum(means * weights[:, :, None], charged=owned * means.shape[2])
+        if self.missing == "zero":
+            return {"body": body, "means": sums}
+        # Whose means there are tells the owners; how many samples they are of does not.
+        return {"body": body, "means": sums, "weights": Sum(weights, owned if self.missing == "samples" else False)}
 
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]
 
     def personal_model(self, clients: Clients, server: Server) -> Tensor:
         return clients.state.get("model", default=server["theta"])
+
+    def _averaged(self, model: FlatModel) -> Tensor:
+        """``bool[P+B]``: what clients train and the server averages."""
+        kept = model.mask(_weight(model))
+        return ~(kept if self.share_scale or not self.train_scale else kept | model.mask(_scale(model)))
 
     def _directions(self, latent: Latent, theta: Tensor, x: Tensor) -> Tensor:
         z, _ = latent(theta, x)

@@ -24,7 +24,7 @@ class FedProto(Method):
 
     A client minimises ``F_k(w_k) + lam * mean_c ||mean_c(w_k) - P_c||^2`` over the classes of each mini-batch, where
     ``mean_c`` is their mean feature, the input of the output layer, and ``P_c`` that of the server, once it has one.
-    Sent, both ways: a mean feature a class; of zeros for a class that a client lacks. The server takes the mean over a
+    Down: a mean feature of every class. Up: one of each class that the client has. The server takes the mean over a
     class's owners. Kept: the model, which starts as everybody's; ``lam = 0`` is training alone. There is no global
     model.
 
@@ -60,7 +60,9 @@ class FedProto(Method):
         model = clients.state.get("model", default=clients.initial)
         clients.state["model"] = clients.sgd(pulled, model, means=means)
         own, counts = clients.class_means(lambda theta, x: run(theta, x)[0], clients.state["model"])
-        return {"means": Sum(own), "owners": Sum((counts > 0).to(own.dtype), charged=False)}
+        owned = counts > 0
+        sent = owned.sum(1) * own.shape[2]
+        return {"means": Sum(own, charged=sent), "owners": Sum(owned.to(own.dtype), charged=False)}
 
     def personal_model(self, clients: Clients, server: Server) -> Tensor:
         return clients.state.get("model", default=clients.initial)
