@@ -276,23 +276,27 @@ def _carry_out(
 def _report(results: Sequence[Result], tracked: MLflowListener, recipe: str, as_json: bool) -> None:
     from raypfl.tracking import outcome
 
-    picture = _picture(results)
-    if picture:
+    pictures = _pictures(results)
+    for picture in pictures.values():
         tracked.attach(picture)
     if as_json:
-        print(json.dumps(outcome.as_json(results, picture), indent=2))
+        print(json.dumps(outcome.as_json(results, pictures), indent=2))
     else:
-        outcome.show(Console(), results, picture, recipe)
+        outcome.show(Console(), results, pictures, recipe)
 
 
-def _picture(results: Sequence[Result]) -> Path | None:
-    from raypfl.tracking.picture import draw
+def _pictures(results: Sequence[Result]) -> dict[str, Path]:
+    """What was drawn, by its heading."""
+    from raypfl.tracking import latent_picture, picture
 
-    judged = [result for result in results if result.evaluations.num_rows]
-    if not judged:
-        return None
     first = results[0].run_dir
-    return draw(judged, first / "picture.png" if len(results) == 1 else first.with_name(f"{first.name}-compared.png"))
+    stem = first / "picture" if len(results) == 1 else first.with_name(f"{first.name}-compared")
+    pictures = {}
+    if judged := [result for result in results if result.evaluations.num_rows]:
+        pictures["Picture"] = picture.draw(judged, stem.with_name(f"{stem.name}.png"))
+    if latent_picture.shown(results):
+        pictures["Latent space"] = latent_picture.draw(results, stem.with_name(f"{stem.name}-latent.png"))
+    return pictures
 
 
 def _listing(kind: Kind) -> Table:

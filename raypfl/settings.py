@@ -174,6 +174,8 @@ class TrackingSettings:
         says.
     models_mb : megabytes up to which the final models are put into MLflow: the global one, and in one file what the
         personal ones are made of. 0: neither.
+    latent : have the command line draw the latent space too: test samples and prototypes at the start, and after rounds
+        of which checkpoints were kept.
     """
 
     mlflow: bool = True
@@ -181,6 +183,7 @@ class TrackingSettings:
     experiment: str = "raypfl"
     system_metrics: bool = True
     models_mb: float = 500.0
+    latent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,3 +75,16 @@ class Miscounted(Described):
 
     def sizes(self, split: str) -> np.ndarray:
         return super().sizes(split)[:1]
+
+
+def hierarchy(config: DataConfig) -> RawData:
+    """Twelve Gaussian classes in four super-classes of three neighbours, in 20 dimensions, kept as bytes; 200 training
+    and 200 test samples of each. ``variant`` is the seed."""
+    draws = np.random.default_rng(int(config.variant or 0))
+    above = 1.2 * draws.standard_normal((4, 20))
+    centres = np.repeat(above, 3, axis=0) + 0.6 * draws.standard_normal((12, 20))
+    labels = np.tile(np.repeat(np.arange(12), 200), 2)
+    x = centres[labels] + draws.standard_normal((len(labels), 20))
+    inputs = np.rint(128 + x * 16).clip(0, 255).astype(np.uint8)[:, None, :, None]
+    names = [f"{c // 3}.{c % 3}" for c in range(12)]
+    return RawData(inputs=inputs, labels=labels, class_names=names, test_mask=np.arange(len(labels)) >= 2400)

@@ -115,7 +115,9 @@ def test_the_loss_has_the_floor_that_the_scale_sets(classes, scale, floor):
     head = PrototypeHead(w, scale, trainable=False, normalise=True).double()
     losses = F.cross_entropy(head(w), torch.arange(classes))
     assert losses.item() == pytest.approx(floor, rel=1e-4, abs=1e-15)
-    assert floor == pytest.approx(math.log1p((classes - 1) * math.exp(-scale * classes / (classes - 1))), rel=1e-4, abs=0)
+    assert floor == pytest.approx(
+        math.log1p((classes - 1) * math.exp(-scale * classes / (classes - 1))), rel=1e-4, abs=0
+    )
 
 
 @both

@@ -213,6 +213,9 @@ def test_mean_features_may_be_sent_at_length_one():
     scattered, unit = (means_of(federation(method=FedNH(unit_means=u)), 2) for u in (False, True))
     assert (scattered.norm(dim=1) < 0.999).any()
     close(unit, F.normalize(scattered))
+    old = F.normalize(torch.randn(CLASSES, 5, dtype=torch.float64))
+    moved = FedNH(rho=0.8, unit_means=True, missing="samples").moved(old, 7 * scattered, torch.full((CLASSES, 1), 40.0))
+    close(moved, F.normalize(0.8 * old + 0.2 * F.normalize(scattered)))
 
 
 @both

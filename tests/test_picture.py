@@ -113,7 +113,7 @@ def test_the_table_has_a_row_for_each_method_and_protocol_and_fits_eighty_column
 
 def test_runs_whose_best_round_was_chosen_have_a_row_of_it():
     results = [replace(result, best_round=5) for result in comparison(seeds=2)]
-    text = printed(lambda console: outcome.show(console, results, None, "digits"))
+    text = printed(lambda console: outcome.show(console, results, {}, "digits"))
     rows = [line for line in text.splitlines() if "local*" in line]
     means = [one.scores("local", one.deployed("local"), "accuracy", best=True) for one in contenders(results)]
     assert all(over_seeds([100 * value for value in mean]) in row for row, mean in zip(rows, means, strict=True))
@@ -129,7 +129,7 @@ def test_one_model_on_one_test_set_has_no_spread():
 
 
 def test_the_last_words_tell_where_everything_is_and_what_to_try():
-    text = printed(lambda console: outcome.show(console, comparison(), Path("runs/p.png"), "digits"))
+    text = printed(lambda console: outcome.show(console, comparison(), {"Picture": Path("runs/p.png")}, "digits"))
     for part in ("runs/p.png", "3fa2c19d88e0", "mlflow ui", "raypfl resume runs/0 rounds=20", "method.lam=0.075"):
         assert part in text
     assert "raypfl report runs/0 runs/0\n" in text
@@ -137,7 +137,7 @@ def test_the_last_words_tell_where_everything_is_and_what_to_try():
 
 
 def test_the_outcome_as_json_is_plain():
-    told = json.loads(json.dumps(outcome.as_json(comparison(), None)))
+    told = json.loads(json.dumps(outcome.as_json(comparison(), {})))
     assert [run["experiment"]["method"]["name"] for run in told["runs"]] == ["fedavg", "ditto"]
     assert {row["protocol"] for row in told["runs"][0]["summary"]} == {"local", "global"}
 

@@ -163,6 +163,26 @@ def load(location: str, warn: Callable[[str], None], whole: bool = True) -> Snap
     return None
 
 
+def history(location: str) -> list[tuple[int, dict[str, Any]]]:
+    """The server's state in each intact checkpoint that was kept, by round, in their order; see `Snapshot.server`.
+
+    Raises
+    ------
+    CheckpointError : if the location cannot be read.
+    """
+    files, root = resolve(location)
+    kept: dict[int, dict[str, Any]] = {}
+    try:
+        for name in sorted(_list(files, root)):
+            with contextlib.suppress(_Damaged):
+                if _is_complete(files, f"{root}/{name}"):
+                    snapshot = _read(files, root, f"{root}/{name}")
+                    kept[snapshot.round] = snapshot.server
+    except OSError as error:
+        raise CheckpointError(f"The checkpoints in {location} cannot be read: {error}.") from error
+    return sorted(kept.items())
+
+
 def holds(location: str, pack: Pack) -> bool:
     """Whether a file of an earlier checkpoint is still there, and as long as it was."""
     files, _ = resolve(location)

@@ -108,6 +108,10 @@ class Result:
         """The server's final state, from the newest checkpoint."""
         return self._snapshot(whole=False).server
 
+    def server_states(self) -> list[tuple[int, dict[str, Any]]]:
+        """The server's state after each round of which a checkpoint was kept (``checkpoint.every``, ``.keep``)."""
+        return checkpoint.history(checkpoints_of(self.experiment, str(self.run_dir)))
+
     def global_model(self) -> Tensor:
         """The global model ``[P+B]``.
 

@@ -35,6 +35,9 @@ class FedNH(Method):
     and scale, and a mean feature for each class that the client has: ``|body| + 1 + |C_k| d`` numbers. Kept: the model
     as trained, which is the personal one. The global model is the averaged body with the new W.
 
+    Slopes grow with the scale and with short features, so that first steps may be far too long: see ``docs/fednh.md``
+    for what came of it on images, and ``training.clip_norm``.
+
     Attributes
     ----------
     rho : smoothing of the prototypes; 1 leaves them as they were at first.
@@ -43,7 +46,8 @@ class FedNH(Method):
     share_scale : whether it is averaged, as the body is; otherwise each client keeps its own.
     head : at first ``uniform`` prototypes, ``random`` unit rows, or the rows with which torch begins (``default``).
     normalise : whether features are brought to length one.
-    unit_means : whether the mean features that are sent are, too, so that scattered classes pull as much as others.
+    unit_means : whether the mean features that are sent are, too, and their mean over clients, so that scattered and
+        rare classes are pulled as much as others.
     missing : a client without samples of a class counts as a mean of zero, which weakens the pull (``zero``); or the
         mean is over the class's ``owners``; or over its ``samples``.
     """
@@ -85,7 +89,8 @@ class FedNH(Method):
 
     def moved(self, old: Tensor, sums: Tensor, divisor: float | Tensor) -> Tensor:
         """The next prototypes ``[C, d]``, from the sums over clients of weighted class means, and of their weights."""
-        pulled = self.rho * old + (1 - self.rho) * sums / torch.as_tensor(divisor).clamp_min(1e-12)
+        mean = sums / torch.as_tensor(divisor).clamp_min(1e-12)
+        pulled = self.rho * old + (1 - self.rho) * (F.normalize(mean, dim=1, eps=1e-12) if self.unit_means else mean)
         length = pulled.norm(dim=1, keepdim=True)
         kept = (sums == 0).all(1, keepdim=True) | (length < 1e-12) | (self.rho == 1)
         return torch.where(kept, old, pulled / length.clamp_min(1e-12))
@@ -105,14 +110,18 @@ class FedNH(Method):
         trained = clients.sgd(loss, per_client(theta), train=~head)
         clients.state["model"] = trained
         means, counts = clients.class_means(partial(self._directions, features(model)), trained)
-        means = F.normalize(means, dim=-1, eps=1e-12) if self.unit_means else means
+        if self.unit_means:
+            means = per_client(F.normalize(means, dim=-1, eps=1e-12))
         weights = counts if self.missing == "samples" else (counts > 0).to(means.dtype)
         owned = (counts > 0).sum(1)
-        body, sums = Mean(trained[:, averaged]), Sum(means * weights[:, :, None], charged=owned * means.shape[2])
-        if self.missing == "zero":
-            return {"body": body, "means": sums}
-        # Whose means there are tells the owners; how many samples they are of does not.
-        return {"body": body, "means": sums, "weights": Sum(weights, owned if self.missing == "samples" else False)}
+        reply: dict[str, Mean | Sum] = {
+            "body": Mean(trained[:, averaged]),
+            "means": Sum(means * weights[:, :, None], charged=owned * means.shape[2]),
+        }
+        if self.missing != "zero":
+            # Whose means there are tells the owners; how many samples they are of does not.
+            reply["weights"] = Sum(weights, charged=owned if self.missing == "samples" else False)
+        return reply
 
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]

@@ -64,9 +64,16 @@ class Conv2Cifar(nn.Module):
     Parameters
     ----------
     head_bias : whether the head has one.
+    relu_latent : whether the features that go into the head are behind a ReLU, as the paper's are.
     """
 
-    def __init__(self, input_shape: tuple[int, int, int], num_classes: int, head_bias: bool = False):
+    def __init__(
+        self,
+        input_shape: tuple[int, int, int],
+        num_classes: int,
+        head_bias: bool = False,
+        relu_latent: bool = True,
+    ):
         super().__init__()
         channels, height, width = input_shape
         _refuse_small("conv2cifar", input_shape, 16)
@@ -77,11 +84,12 @@ class Conv2Cifar(nn.Module):
         self.linear2 = nn.Linear(384, 192)
         self.head = nn.Linear(192, num_classes, bias=head_bias)
         self.pool = nn.MaxPool2d(2)
+        self.last = nn.ReLU() if relu_latent else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(self.conv1(x).relu())
         x = self.pool(self.conv2(x).relu()).flatten(1)
-        return self.head(self.linear2(self.linear1(x).relu()).relu())
+        return self.head(self.last(self.linear2(self.linear1(x).relu())))
 
 
 def _refuse_small(name: str, input_shape: tuple[int, int, int], least: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -48,12 +48,12 @@ def table(results: Sequence[Result]) -> Table:
     return drawn
 
 
-def show(console: Console, results: Sequence[Result], picture: Path | None, tried: str) -> None:
+def show(console: Console, results: Sequence[Result], pictures: Mapping[str, Path], tried: str) -> None:
     """Print the table, then where things are and what to try next.
 
     Parameters
     ----------
-    picture : of the comparison, if there is one.
+    pictures : of the comparison, by their headings.
     tried : the recipe or file that was run, for the commands that are suggested.
     """
     judged = [result for result in results if result.evaluations.num_rows]
@@ -65,7 +65,7 @@ def show(console: Console, results: Sequence[Result], picture: Path | None, trie
         if any(result.best_round is not None for result in judged):
             console.print(Text(_BEST, "dim"))
     console.print()
-    facts = _whereabouts(results, picture)
+    facts = _whereabouts(results, pictures)
     width = max(len(heading) for heading, _ in facts)
     for heading, text in facts:
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), text), soft_wrap=True)
@@ -75,9 +75,10 @@ def show(console: Console, results: Sequence[Result], picture: Path | None, trie
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), command), soft_wrap=True)
 
 
-def as_json(results: Sequence[Result], picture: Path | None) -> dict[str, Any]:
-    """The same for programs."""
-    return {"picture": str(picture) if picture else None, "runs": [_run_as_json(result) for result in results]}
+def as_json(results: Sequence[Result], pictures: Mapping[str, Path]) -> dict[str, Any]:
+    """The same for programs; of the pictures, ``picture`` is the one of accuracies, if there is one."""
+    files = {heading.lower().replace(" ", "_"): str(path) for heading, path in pictures.items()}
+    return {"picture": None, **files, "runs": [_run_as_json(result) for result in results]}
 
 
 def nearby(path: Path) -> Path:
@@ -85,8 +86,8 @@ def nearby(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _whereabouts(results: Sequence[Result], picture: Path | None) -> list[tuple[str, str]]:
-    facts = [("Picture", str(nearby(picture)))] if picture else []
+def _whereabouts(results: Sequence[Result], pictures: Mapping[str, Path]) -> list[tuple[str, str]]:
+    facts = [(heading, str(nearby(path))) for heading, path in pictures.items()]
     for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
         heading = f"{label}, seed {result.experiment.seed}"
         facts.append((heading, f"{nearby(result.run_dir)}  weights {result.weights_hash[:12]}"))
