@@ -61,7 +61,7 @@ def chance_that_family_is_closer(w: torch.Tensor) -> float:
     cosines = (w @ w.T).numpy()
     within, between = cosines[PAIRS & SAME], cosines[PAIRS & ~SAME]
     apart = within[:, None] - between[None]
-    return float((apart > 1e-9).mean() + (abs(apart) <= 1e-9).mean() / 2)
+    return float((apart > 1e-6).mean() + (abs(apart) <= 1e-6).mean() / 2)
 
 
 def check(fednh: raypfl.Result) -> None:

@@ -216,9 +216,17 @@ def test_fine_tuning_trains_the_whole_network_and_leaves_no_trace(executor):
         ({"personal": "head", "frozen": "*.bias"}, "both select head.bias"),
     ],
 )
-def test_segments_that_are_not_there_are_refused_before_the_first_round(options, said):
+def test_segments_that_are_not_there_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
-        PartialPersonalization(**options).start(Federation(NormalisedConv).task)
+        PartialPersonalization(**options).check(Federation(NormalisedConv).model)
+
+
+def test_segments_that_are_not_there_are_refused_before_anything_is_started(tmp_path):
+    heard: list = []
+    wrong = experiment(tmp_path, method="{name: partial, personal: haed}", engine__backend="ray")
+    with pytest.raises(ConfigError, match=r"method.personal is 'haed'"):
+        raypfl.run(wrong, listeners=[heard.append])
+    assert [event.text for event in heard] == ["preparing data"]
 
 
 def test_epochs_that_cannot_be_meant_are_refused_with_the_experiment():

@@ -133,7 +133,7 @@ def test_the_last_words_tell_where_everything_is_and_what_to_try():
     for part in ("runs/p.png", "3fa2c19d88e0", "mlflow ui", "raypfl resume runs/0 rounds=20", "method.lam=0.075"):
         assert part in text
     assert "raypfl report runs/0 runs/0\n" in text
-    assert "raypfl report runs\n" in printed(lambda console: outcome.show(console, comparison(3), None, "digits"))
+    assert "raypfl report runs\n" in printed(lambda console: outcome.show(console, comparison(3), {}, "digits"))
 
 
 def test_the_outcome_as_json_is_plain():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import raypfl
-from raypfl.errors import ConfigError
+from raypfl.errors import CheckpointError, ConfigError
 from raypfl.federation.events import RunStarted
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.weights import Pretrained, origin
@@ -204,6 +205,18 @@ def test_a_run_begins_with_the_files_weights_and_says_which(tmp_path):
     raypfl.run(base, listeners=[events.append])
     first, second = (e.facts["weights"] for e in events if isinstance(e, RunStarted))
     assert first == f"weights from {path}, all 4 tensors" and second == "random weights"
+
+
+def test_a_run_is_not_resumed_with_a_weights_file_that_has_changed(tmp_path):
+    factory = partial(MODELS.get("mlp"), input_shape=(1, 8, 8), num_classes=10, hidden=[16])
+    path = Path(stored(tmp_path, factory()))
+    before = path.read_bytes()
+    run = raypfl.run(experiment(tmp_path, rounds=1).override([f"model.weights={path}"])).run_dir
+    stored(tmp_path, factory())
+    with pytest.raises(CheckpointError, match=rf"began with other weights than {re.escape(str(path))} holds now"):
+        raypfl.resume(run, overrides=["rounds=2"])
+    path.write_bytes(before)
+    assert raypfl.resume(run, overrides=["rounds=2"]).round == 2
 
 
 def test_a_relative_path_is_made_absolute_since_actors_may_run_elsewhere(tmp_path, monkeypatch):

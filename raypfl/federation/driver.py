@@ -40,6 +40,7 @@ from raypfl.federation.stopping import StopRequest
 from raypfl.federation.trial import faster
 from raypfl.federation.work import Worker
 from raypfl.methods import METHODS
+from raypfl.models.weights import digest
 
 DRIVER_POLL = 0.2
 
@@ -169,17 +170,18 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
             f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
             "at most that many."
         )
+    model = make_model(experiment, data, _device(experiment))
+    experiment.method.check(model)
     why = ""
     if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("trying executors"))
-        model = make_model(experiment, data, _device(experiment))
         of = (data.input_shape, data.num_classes, VECTORISED_GROUP, cache_folder(experiment.data))
         with _threads(engine.threads):
             trial = faster(model, training, engine.executor, *of)
         best, why = trial.best, trial.why
         settled = [f"engine.executor={best.executor}", f"training.channels_last={str(best.channels_last).lower()}"]
         experiment = experiment.override(settled)
-    return Job(folder.name, str(folder), experiment, why, data.fingerprint)
+    return Job(folder.name, str(folder), experiment, why, data.fingerprint, digest(experiment.model.weights))
 
 
 @contextlib.contextmanager

@@ -66,13 +66,19 @@ ROUNDS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a server is asked to do, as it travels to a server actor; `why` it is the executor that it is."""
+    """What a server is asked to do, as it travels to a server actor; `why` it is the executor that it is.
+
+    Attributes
+    ----------
+    fingerprint, weights : of the data and partition, and of the file of weights to begin with, if there is one.
+    """
 
     name: str
     run_dir: str
     experiment: Experiment
     why: str
     fingerprint: str
+    weights: str
 
     @property
     def checkpoints(self) -> str:
@@ -349,6 +355,7 @@ class Server:
                 "evaluated": self._evaluated,
                 "validated": [[round, row] for round, row in self._validated.items()],
                 "data": self.job.fingerprint,
+                "weights": self.job.weights,
                 "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__},
             },
         )
@@ -371,6 +378,11 @@ class Server:
             raise CheckpointError(
                 f"The checkpoint in {self.job.checkpoints} was made with other data or another partition than "
                 f"{self.experiment.data.name} is now; bring back the data it was made with, or start a new run."
+            )
+        if snapshot.meta.get("weights", self.job.weights) != self.job.weights:
+            raise CheckpointError(
+                f"The run in {self.job.run_dir} began with other weights than {self.experiment.model.weights} holds "
+                "now, with which new clients would begin; bring the file back as it was, or start a new run."
             )
         device = self.task.model.device
         skeleton, tensors = taken_apart(snapshot.server)

@@ -72,6 +72,9 @@ class Method:
         """The clients' network as this method needs it, from the one that the experiment names."""
         return network
 
+    def check(self, model: FlatModel) -> None:
+        """Raise a ConfigError if the options do not fit the clients' network; asked before anything is started."""
+
     def networks(self, task: Task) -> dict[str, FlatModel]:
         """Networks beside the clients' model; later they are in ``task.networks`` and ``clients.networks``."""
         return {}

@@ -95,8 +95,10 @@ class PartialPersonalization(Method):
             )
         return Parts(personal, ~(personal | frozen), frozen)
 
+    def check(self, model: FlatModel) -> None:
+        self.parts(model)
+
     def start(self, task: Task) -> Server:
-        self.parts(task.model)
         return {"theta": task.model.init(task.seed)}
 
     def round(self, server: Server, cohort: Cohort) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,14 @@ class Pretrained:
 def origin(network: nn.Module) -> str:
     """Where the initial weights of a network come from, in a few words."""
     return str(getattr(network, "origin", "random weights"))
+
+
+def digest(source: str | None) -> str:
+    """What a run that begins with these weights must find again: the SHA-256 of a file, the name of torchvision's."""
+    if source is None or not is_file(source) or not Path(source).is_file():
+        return source or ""
+    with Path(source).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_file(source: str) -> bool:

@@ -83,7 +83,8 @@ def latent_of(result: Result) -> Latent:
     states = [(0, experiment.method.start(task)), *result.server_states()]
     models = [(round, _global(result, state)) for round, state in states]
     portraits = [_portrait(task.model, round, theta, x) for round, theta in models if theta is not None]
-    return Latent(portraits, y.numpy(), list(data.class_names))
+    names = getattr(data, "class_names", None) or [str(c) for c in range(data.num_classes)]
+    return Latent(portraits, y.numpy(), list(names))
 
 
 def _portrait(model: FlatModel, round: int, theta: Tensor, x: Tensor) -> Portrait:
@@ -198,7 +199,7 @@ def _cosines(figure: Figure, axes: Axes, latent: Latent) -> None:
     if few and max(map(len, latent.class_names)) > 2:
         axes.tick_params(axis="x", rotation=90)
     bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
 
 
 def _square(axes: Axes, centre: np.ndarray, reach: float) -> None:
