@@ -176,7 +176,7 @@ def history(location: str) -> list[tuple[int, dict[str, Any]]]:
         for name in sorted(_list(files, root)):
             with contextlib.suppress(_Damaged):
                 if _is_complete(files, f"{root}/{name}"):
-                    snapshot = _read(files, root, f"{root}/{name}")
+                    snapshot = _read(files, root, f"{root}/{name}", whole=False)
                     kept[snapshot.round] = snapshot.server
     except OSError as error:
         raise CheckpointError(f"The checkpoints in {location} cannot be read: {error}.") from error
