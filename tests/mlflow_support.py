@@ -57,7 +57,8 @@ def client_of(folder: Path) -> Any:
 
 
 def runs_of(folder: Path, filter: str = "") -> list[Any]:
-    """Runs recorded in a folder, the oldest first."""
+    """Runs recorded in a folder, the oldest first, and a parent before the child that began with it."""
     client = client_of(folder)
     home = client.get_experiment_by_name("raypfl").experiment_id
-    return list(client.search_runs([home], filter, order_by=["attributes.start_time ASC"]))
+    runs = client.search_runs([home], filter, order_by=["attributes.start_time ASC"])
+    return sorted(runs, key=lambda run: (run.info.start_time, "mlflow.parentRunId" in run.data.tags))
