@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from torch import nn
 
 import raypfl
@@ -31,6 +32,14 @@ class Peeking(nn.Linear):
         return super().forward(x.flatten(1)) * (2.0 if self.bias.sum().item() > 0 else 1.0)
 
 
+class SlowTogether(nn.Linear):
+    """Takes its time if it is run for several clients at once."""
+
+    def forward(self, x):
+        time.sleep(0.05 * torch._C._functorch.is_batchedtensor(x))
+        return super().forward(x.flatten(1))
+
+
 def tried(network, folder, executor="auto", group=8, **training):
     model = FlatModel(lambda: network(4, 3))
     return trial.faster(model, TrainingSettings(**training), executor, SHAPE, 3, group, folder)
@@ -56,6 +65,15 @@ def test_clients_of_a_network_that_cannot_be_run_together_train_one_by_one(tmp_p
     assert set(tried(Peeking, tmp_path).seconds) == {ONE_BY_ONE, LAID_OUT}
     monkeypatch.setattr(trial, "LARGEST", 20)  # a group of two would have 30 numbers
     assert set(tried(Slow, tmp_path).seconds) == {ONE_BY_ONE, LAID_OUT}
+
+
+def test_whole_groups_are_not_tried_of_what_is_far_slower_for_a_few_clients(tmp_path, monkeypatch):
+    counts, make = [], trial._clients
+    monkeypatch.setattr(trial, "_clients", lambda *of: counts.append(of[-1]) or make(*of))
+    found = tried(SlowTogether, tmp_path)
+    assert max(counts) == trial.GLANCE and found.seconds[TOGETHER] > 0.01
+    tried(Slow, tmp_path)
+    assert max(counts) == 8
 
 
 def test_clients_train_one_by_one_if_that_is_about_as_fast():

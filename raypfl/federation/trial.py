@@ -34,6 +34,12 @@ REPEATS = 3
 CLEARLY = 1.1
 """How many times as fast clients must be together before they are trained so: one by one takes less memory."""
 
+GLANCE = 4
+"""Clients of a first look at training together."""
+
+HOPELESS = 2.0
+"""How many times as long as one by one it may take at that look; if it takes longer, whole groups are not tried."""
+
 LARGEST = 2**26
 """Numbers of a group's models; networks of which not even two would fit are trained one by one."""
 
@@ -133,28 +139,38 @@ def _try(
     num_classes: int,
     group: int,
 ) -> Trial:
-    contenders: dict[Way, Clients] = {}
-    for way in ways:
+    def clients_of(way: Way, count: int) -> Clients:
         precision = Precision(training.precision == "bf16", way.channels_last)
         executor = Vectorised(model, precision) if way.executor == "vectorised" else Sequential(model, precision)
-        count = group if way.executor == "vectorised" else 2
-        clients = _clients(executor, model, training, input_shape, num_classes, count)
+        return _clients(executor, model, training, input_shape, num_classes, count)
+
+    seconds: dict[Way, float] = {}
+    contenders: dict[Way, Clients] = {}
+    for way in sorted(ways, key=lambda way: way.executor):  # one by one first
+        together = way.executor == "vectorised"
         with contextlib.suppress(UserWarning, torch.OutOfMemoryError), warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # a network that cannot be vectorised says so
+            clients = clients_of(way, min(group, GLANCE) if together else 2)
             _train(clients)
+            seconds[way] = _train(clients)
+            if together and seconds[way] > HOPELESS * min(seconds.values()):
+                continue
+            if together and group > GLANCE:
+                clients = clients_of(way, group)
+                seconds[way] = _train(clients)
             contenders[way] = clients
-    seconds = dict.fromkeys(contenders or ways, float("inf"))
     for _ in range(REPEATS):
         for way, clients in contenders.items():
-            seconds[way] = min(seconds[way], _train(clients) / (len(clients) * STEPS))
-    return Trial(seconds)
+            seconds[way] = min(seconds[way], _train(clients))
+    return Trial(seconds or dict.fromkeys(ways, float("inf")))
 
 
 def _train(clients: Clients) -> float:
+    """Seconds of a client's step."""
     begun = time.perf_counter()
     trained = clients.sgd(clients.loss, clients.initial, steps=STEPS)
     trained.sum().item()  # waits for a GPU
-    return time.perf_counter() - begun
+    return (time.perf_counter() - begun) / (len(clients) * STEPS)
 
 
 def _clients(
