@@ -29,7 +29,10 @@ STEPS = 3
 """Steps of each of a trial's trainings."""
 
 REPEATS = 3
-"""Trainings that are timed, by turns; the fastest counts."""
+"""Trainings that are timed at most, by turns; the fastest counts."""
+
+ENOUGH = 1.0
+"""Seconds of such turns, after which none begins: differences of long steps are told from a few."""
 
 CLEARLY = 1.1
 """How many times as fast clients must be together before they are trained so: one by one takes less memory."""
@@ -159,9 +162,11 @@ def _try(
                 clients = clients_of(way, group)
                 seconds[way] = _train(clients)
             contenders[way] = clients
+    begun = time.perf_counter()
     for _ in range(REPEATS):
-        for way, clients in contenders.items():
-            seconds[way] = min(seconds[way], _train(clients))
+        if time.perf_counter() < begun + ENOUGH:
+            for way, clients in contenders.items():
+                seconds[way] = min(seconds[way], _train(clients))
     return Trial(seconds or dict.fromkeys(ways, float("inf")))
 
 
