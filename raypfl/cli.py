@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -252,16 +251,12 @@ def _carry_out(
 ) -> None:
     """Run after run, then tell what came of those that came to an end, even if a later one fails."""
     from raypfl.tracking import outcome
-    from raypfl.tracking.console import view
+    from raypfl.tracking.console import view, warner
     from raypfl.tracking.mlflow import MLflowListener
 
     progress = Console(stderr=True)
-
-    def warn(text: str) -> None:
-        progress.print(f"[yellow]Warning:[/] {escape(text)}")
-
     results: list[Result] = []
-    with MLflowListener(recipe if len(jobs) > 1 else None, tags=tags, warn=warn) as tracked:
+    with MLflowListener(recipe if len(jobs) > 1 else None, tags=tags, warn=warner(progress)) as tracked:
         try:
             with view(progress, lines, quiet) as shown, session(listeners=[shown.listener(0)]):
                 for i, job in enumerate(jobs):

@@ -248,7 +248,7 @@ def test_options_out_of_range_are_refused_with_the_experiment(method, said):
         raypfl.Experiment(method=method)
 
 
-@pytest.mark.parametrize("method", ["apfl", "pfedme"])
+@pytest.mark.parametrize("method", ["apfl", "pfedme", "fedalt", "fedbabu"])
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method):
     whole = raypfl.run(experiment(tmp_path, method=method))
     stopped = raypfl.run(experiment(tmp_path, method=method), listeners=[Interrupt(3)])

@@ -95,6 +95,10 @@ class FederatedData:
             raise ConfigError(f"There is no pool called {name!r}; {known}")
         return self._pools[name]
 
+    def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs ``[n, C, H, W]`` and labels ``[n]``, or ``[n, L]``, of the samples that have these numbers."""
+        return self.inputs[where], self.labels[where]
+
     def sizes(self, split: str = "train") -> np.ndarray:
         """The number of samples in each client's split: ``int64[num_clients]``."""
         return np.diff(self._rows(split).offsets)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from raypfl.data import ClientData, DescribedData
+from raypfl.data import ClientData
 
 
 class DataOutline:
@@ -71,6 +71,4 @@ class DataOutline:
 
     def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Inputs ``[n, C, H, W]`` and labels ``[n]`` of the samples that have these numbers."""
-        if isinstance(self.data, DescribedData):
-            return self.data.take(where)
-        return self.data.inputs[where], self.data.labels[where]
+        return self.data.take(where)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from raypfl.errors import RaypflError, Stopped
@@ -24,7 +23,7 @@ from raypfl.studies.measured import Entry, as_rows, cell_table, entries, entry_t
 from raypfl.studies.picture import draw
 from raypfl.studies.running import run
 from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Outcome, is_finished
-from raypfl.tracking.console import view
+from raypfl.tracking.console import view, warner
 from raypfl.tracking.contenders import colour
 from raypfl.tracking.mlflow import MLflowListener
 from raypfl.tracking.outcome import nearby
@@ -94,16 +93,12 @@ def _run(cells: Sequence[Cell], quiet: bool) -> list[Outcome]:
             def hear(cell: int, event: Event) -> None:
                 listeners[cell](event)
                 if cell not in trackers:
-                    trackers[cell] = MLflowListener(warn=_warning(progress))
+                    trackers[cell] = MLflowListener(warn=warner(progress))
                 trackers[cell](event)
 
             return run(cells, hear)
     except KeyboardInterrupt:  # between two cells, or a second time
         return [Outcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
-
-
-def _warning(progress: Console) -> Callable[[str], None]:
-    return lambda text: progress.print(f"[yellow]Warning:[/] {escape(text)}")
 
 
 def _run_lines(cells: Sequence[Cell]) -> list[RunLine]:

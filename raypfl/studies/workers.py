@@ -36,8 +36,10 @@ class Outcome:
 
 def is_finished(folder: Path) -> bool:
     """Whether a cell's run came to its end."""
+    from raypfl.federation.result import SUMMARY
+
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        return json.loads((folder / "summary.json").read_text())["status"] == FINISHED
+        return json.loads((folder / SUMMARY).read_text())["status"] == FINISHED
     return False
 
 
@@ -49,7 +51,7 @@ def carry_out(experiment: Experiment, folder: Path, listeners: Sequence[Listener
     from raypfl import federation
     from raypfl.data.arrays import alone
     from raypfl.errors import RaypflError
-    from raypfl.federation.driver import RECIPE
+    from raypfl.federation.result import RECIPE
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -36,6 +37,11 @@ _MARKS = {
 }
 
 _MOST_LINES = 16
+
+
+def warner(console: Console) -> Callable[[str], None]:
+    """Shows a sentence as a warning, also while runs are shown."""
+    return lambda text: console.print(f"[yellow]Warning:[/] {escape(text)}")
 
 
 class View:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from raypfl.config.assignments import dotted
 from raypfl.federation.events import Evaluated, RoundFinished, RunStarted
 from raypfl.tracking.contenders import contenders, over_seeds, setting
 
@@ -89,14 +90,8 @@ def evaluation_points(event: Evaluated) -> Iterator[Point]:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested dicts as dotted keys and texts."""
-    told: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            told |= flat(value, f"{prefix}{key}.")
-        else:
-            told[f"{prefix}{key}"] = str(value)[:LONGEST_VALUE]
-    return told
+    """Nested dicts as dotted keys and texts, which MLflow takes up to a length."""
+    return {key: str(value)[:LONGEST_VALUE] for key, value in dotted(values, prefix).items()}
 
 
 def without_password(uri: str) -> str:
