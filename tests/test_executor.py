@@ -6,10 +6,12 @@ Everything is in float64, where they agree to 1e-10; the reference is ``torch.op
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import warnings
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -121,6 +123,57 @@ def test_only_the_named_segment_moves_and_the_rest_stays_to_the_bit(training, ex
     assert (trained != starts)[:, head].any(1).all()
     by_mask = fed.clients().sgd(clients.loss, per_client(starts), train=head)
     assert torch.equal(by_mask.as_subclass(Tensor), trained)
+
+
+class Gate(torch.autograd.Function):
+    """The identity; notes gradients that go back through it."""
+
+    generate_vmap_rule = True
+    passed: ClassVar[list[torch.Size]] = []
+
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        return z.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        Gate.passed.append(gradient.shape)
+        return gradient.clone()
+
+
+class Gated(nn.Module):
+    """A body and a head with a gate between."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(SHAPE), 5), nn.Tanh())
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Gate.apply(self.body(x)))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("train, through", [("head", False), ("body", True), ("head, body.1.bias", True)])
+def test_no_gradient_goes_back_past_what_stands_still(train, through, executor):
+    fed = Federation(Gated, executor=executor, training=replace(FP64, momentum=0.9))
+    clients = fed.clients()
+    Gate.passed.clear()
+    clients.sgd(clients.loss, clients.initial, train=train)
+    assert bool(Gate.passed) == through
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_where_nothing_moves_the_loss_is_all_that_comes_out(executor):
+    fed = Federation(executor=executor, training=FP64)
+    clients, nothing = fed.clients(), torch.zeros(fed.model.size, dtype=torch.bool)
+    trained = clients.sgd(clients.loss, clients.initial, train=nothing)
+    assert torch.equal(trained.as_subclass(Tensor), clients.initial.expand(len(trained), -1))
+    assert (clients.losses > 0).all()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -8,7 +8,7 @@ client.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +45,13 @@ class SGDRule:
     def plain(self) -> bool:
         """Whether a step is ``theta - lr * grad`` and nothing else."""
         return self.momentum == 0 and self.weight_decay == 0 and self.clip_norm is None and self.trained is None
+
+    def still(self, model: FlatModel) -> frozenset[str]:
+        """Segments of which no entry moves. No gradient of theirs is computed, nor of what only they need."""
+        if self.trained is None:
+            return frozenset()
+        parts = model.unflatten(self.trained)
+        return frozenset(name for name in model.parameter_names if not bool(parts[name].any()))
 
     def step_(self, theta: Tensor, grad: Tensor, velocity: Tensor | None) -> None:
         """Move ``theta[..., P]`` in place; `grad` and `velocity` (same shape) are overwritten."""
@@ -132,8 +139,9 @@ class Sequential:
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
         with self.model.bound() as bound, self.model.mode(train=True), _forked(start.device):
             gradient, velocity = _Descent.buffers(rule, self.model.parameters(trained[0]))
+            still = rule.still(self.model)
             for k, steps in enumerate(visits.steps):
-                bound.bind(trained[k])
+                bound.bind(trained[k], still)
                 torch.manual_seed(int(keys[k]))
                 if velocity is not None:
                     velocity.zero_()
@@ -145,8 +153,7 @@ class Sequential:
                     batch = self._batch(own(index))
                     with self._inside(keys[k] + s):
                         value = loss(bound.theta, batch, **mine)
-                    *grads, direct = torch.autograd.grad(value, [*bound.tensors, bound.theta], allow_unused=True)
-                    descent.step(grads, direct)
+                    descent.step(*_gradients(value, bound.tensors, bound.theta))
                     losses[k] += value.detach() / int(steps)
         return trained, losses
 
@@ -199,6 +206,20 @@ def _copied(rows: Tensor) -> Tensor:
 def _forked(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Within: torch's global streams may be seeded; whatever a network draws from them is then keyed, too."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _gradients(
+    value: Tensor, tensors: Sequence[Tensor], theta: Tensor
+) -> tuple[Sequence[Tensor | None], Tensor | None]:
+    """Gradients of `value` for its leaves `tensors` and `theta`: None for what it does not use or what stands still."""
+    if not value.requires_grad:
+        return [None] * len(tensors), None
+    moving = [t for t in tensors if t.requires_grad]
+    *found, direct = torch.autograd.grad(value, [*moving, theta], allow_unused=True)
+    if len(moving) == len(tensors):
+        return found, direct
+    rest = iter(found)
+    return [next(rest) if t.requires_grad else None for t in tensors], direct
 
 
 class _Descent:
@@ -303,14 +324,14 @@ class Vectorised:
         gradient, velocity = _Descent.buffers(rule, theta)
         losses = torch.zeros(len(theta), dtype=start.dtype, device=start.device)
         mine = list(_per_client(extras).values())
-        step = self._step(loss, extras)
+        step, still = self._step(loss, extras), rule.still(self.model)
         descent: _Descent | None = None
         with self.model.mode(train=True), self._inside():
             for s in range(at.shape[1]):
                 k = int((steps > s).sum())
                 if descent is None or len(descent.theta) > k:
                     first = (None if rows is None else rows[:k] for rows in (gradient, velocity))
-                    descent = _Descent(self.model, rule, theta[:k], self._leaves(theta[:k]), *first)
+                    descent = _Descent(self.model, rule, theta[:k], self._leaves(theta[:k], still), *first)
                 batch = samples.group(at[:k, s], weight[:k, s])
                 active = [rows[:k] for rows in mine]
                 grads, direct, value, moved = step(
@@ -374,8 +395,8 @@ class Vectorised:
             with self.model.statistics(self.model.buffers(at)), self._rows(batch, key):
                 return function(self.model.parameters(at), batch, **mine)
 
-    def _leaves(self, theta: Tensor) -> list[Tensor]:
-        return [view.detach().requires_grad_() for view in self.model.unflatten(theta).values()]
+    def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
+        return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]
 
     def _step(self, loss: Loss, extras: Extras) -> Callable[..., Any]:
         names = list(_per_client(extras))
@@ -409,7 +430,7 @@ class Vectorised:
             p = theta.detach().requires_grad_()
             values, moved = rows(p, statistics, keys, *batch, *tensors, *mine)
             # The sum, and not values with a gradient of ones: PyTorch imports sympy to check that one's shape.
-            *grads, direct = torch.autograd.grad(values.sum(), [*tensors, p], allow_unused=True)
+            grads, direct = _gradients(values.sum(), tensors, p)
             return grads, direct, values.detach(), moved.detach()
 
         return step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -287,12 +287,12 @@ class BoundModel:
         self._model = model
         self._template = model._moving(model.module)
 
-    def bind(self, vector: Tensor) -> None:
-        """Compute with the model vector ``[P+B]`` from now on, and let training move it in place."""
+    def bind(self, vector: Tensor, still: Set[str] = frozenset()) -> None:
+        """Compute with the model vector ``[P+B]`` from now on, and let training move it in place, but for `still`."""
         views = self._model.unflatten(vector.detach())
         self.theta = self._model.parameters(vector).detach().requires_grad_()
         self.moving = {name: views[name] for name in list(views)[len(self._model.parameter_names) :]}
-        leaves = {name: nn.Parameter(views[name]) for name in self._model.parameter_names}
+        leaves = {n: nn.Parameter(views[n], requires_grad=n not in still) for n in self._model.parameter_names}
         self.tensors = list(leaves.values())
         self._place(leaves | self.moving)
 
