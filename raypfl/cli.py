@@ -78,6 +78,7 @@ class Kind(StrEnum):
     datasets = "datasets"
     models = "models"
     partitions = "partitions"
+    augmentations = "augmentations"
     recipes = "recipes"
     studies = "studies"
 
@@ -313,11 +314,18 @@ def _shelf_rows(kind: Kind) -> list[tuple[str, str, str]]:
 
 
 def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:
+    from raypfl.augmentation import AUGMENTATIONS
     from raypfl.data import DATASETS, PARTITIONS
     from raypfl.methods import METHODS
     from raypfl.models import MODELS
 
-    registry = {"methods": METHODS, "models": MODELS, "partitions": PARTITIONS, "datasets": DATASETS}[kind.value]
+    registry = {
+        Kind.methods: METHODS,
+        Kind.models: MODELS,
+        Kind.partitions: PARTITIONS,
+        Kind.augmentations: AUGMENTATIONS,
+        Kind.datasets: DATASETS,
+    }[kind]
     return [(name, registry.summary(name), _options(registry, name)) for name in registry]
 
 

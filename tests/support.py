@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl import rng
+from raypfl.augmentation import Augmentation, augmented
 from raypfl.federation.backend import Inline
 from raypfl.federation.batches import Samples, order
 from raypfl.federation.bench import Bench
@@ -79,6 +80,7 @@ class Federation:
     group_size: int | None = None
     loss_limit: float = 1e6
     failures: FailureSettings = NO_RETRIES
+    augmentation: Sequence[Augmentation] = ()
     method: Method | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -115,7 +117,7 @@ class Federation:
         return Bench(
             model=self.model,
             executor={"vectorised": Vectorised, "sequential": Sequential}[self.executor](self.model, precision),
-            samples=Samples(self.inputs, self.labels, gain, offset),
+            samples=Samples(self.inputs, self.labels, gain, offset, self.augmentation),
             split=lambda client, name: self.split[client] if name == "train" else np.zeros(0, dtype=np.int64),
             num_clients=len(self.sizes),
             num_classes=CLASSES,
@@ -177,7 +179,15 @@ class Federation:
         keys = rng.keys(self.seed, "batches" + stream, round, [client])
         visits = order(keys, np.array([self.sizes[client]]), t.batch_size, t.epochs, t.steps)
         pairs = zip(visits.index[0], visits.counts[0], strict=True)
-        return [self.samples(client, index[:count]) for index, count in pairs]
+        batches = [self.samples(client, index[:count]) for index, count in pairs]
+        if not self.augmentation:
+            return batches
+        keys = rng.keys(self.seed, "augmentation" + stream, round, [client])
+        draws = torch.from_numpy(visits.drawn(keys, sum(one.draws for one in self.augmentation)).draws[0])
+        black = torch.from_numpy(-MEAN / STD).to(self.model.dtype).reshape(-1, 1, 1)
+        return [
+            (augmented(x, self.augmentation, u[: len(x)], black), y) for (x, y), u in zip(batches, draws, strict=True)
+        ]
 
 
 def as_module(factory: Callable[[], nn.Module], theta: Tensor) -> nn.Module:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypfl import rng
+from raypfl.augmentation import Crop, Cutout, Flip
 from raypfl.federation.batches import Batch, GroupSamples, Order, Samples, order
 from tests.support import MEAN, STD, Federation
 
@@ -120,18 +121,26 @@ def test_samples_are_a_clients_own_and_normalised(resident):
         assert torch.equal(some.y, batch.y[[3, 0]])
 
 
-def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own():
-    fed = Federation(sizes=(7, 4, 11))
+@pytest.mark.parametrize(
+    "augmentation", [(), (Crop(padding=2), Flip(), Cutout(size=2))], ids=["as they are", "changed"]
+)
+def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augmentation):
+    fed = Federation(sizes=(7, 4, 11), augmentation=augmentation)
     group = GroupSamples(fed.bench.samples, fed.split)
     visits = order(keys_for(3), np.array([7, 4, 11]), 4, epochs=2)
+    if augmentation:
+        visits = visits.drawn(keys_for(3, seed=1), 7)
     chosen = np.array([2, 0, 1])
-    at, weight = group.walk(chosen, visits)
+    walk = group.walk(chosen, visits)
     for s in range(visits.index.shape[1]):
-        together = group.group(at[:, s], weight[:, s])
+        together = walk(3, s)
         for row, k in enumerate(chosen):
             count = int(visits.counts[k, s])
             assert together.weight[row].tolist() == [1.0] * count + [0.0] * (4 - count)
-            alone = group.client(int(k), torch.from_numpy(visits.index[k, s, :count]))
+            own = group.client(int(k), torch.from_numpy(visits.index[k, s, :count]))
+            alone = group.step(int(k), visits, s)
+            assert torch.equal(alone.x, own.x) == (not augmentation or not count)
+            assert torch.equal(alone.x, group.steps(int(k), visits)(s).x)
             assert torch.equal(together.x[row, :count], alone.x)
             assert torch.equal(together.y[row, :count], alone.y)
 

@@ -50,8 +50,12 @@ def named(value: Any, where: str, default: str) -> tuple[str, dict[str, Any]]:
     raise ValueError(f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.")
 
 
-def build(registry: Registry, base: type, default: str, value: Any) -> Any:
+def build(registry: Registry, base: type, default: str, value: Any, where: str = "") -> Any:
     """An instance of `base` from a name, from options with a name or for the `default`, or given as it is.
+
+    Parameters
+    ----------
+    where : the setting, for messages; empty: the registry's kind.
 
     Raises
     ------
@@ -59,11 +63,12 @@ def build(registry: Registry, base: type, default: str, value: Any) -> Any:
     """
     if isinstance(value, base):
         return value
-    name, options = named(value, registry.kind, default)
+    where = where or registry.kind
+    name, options = named(value, where, default)
     entry = found(registry, name)
     if not (isinstance(entry, type) and issubclass(entry, base)):
-        raise ValueError(f"{registry.kind} is {name!r}, which is not a subclass of {base.__name__}.")
-    return made(entry, name, options, registry.kind)
+        raise ValueError(f"{where} is {name!r}, which is not a subclass of {base.__name__}.")
+    return made(entry, name, options, where)
 
 
 def made(entry: Callable[..., Any], called: str, options: dict[str, Any], where: str) -> Any:

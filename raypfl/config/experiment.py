@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from raypfl.augmentation import AUGMENTATIONS, Augmentation
 from raypfl.config.assignments import assign, parsed
 from raypfl.config.components import build, checked_options, described, found, made, named
 from raypfl.config.limits import contradictions, outside_limits
@@ -52,13 +53,24 @@ def _data(value: Any) -> DataConfig:
     found(DATASETS, name)
     if isinstance(pools := options.get("pools"), dict):
         options = {**options, "pools": {called: _pool(called, given) for called, given in pools.items()}}
+    if "augmentation" in options:
+        options = {**options, "augmentation": _augmentation(options["augmentation"])}
     return made(DataConfig, "data", {"name": name, **options}, "data")
+
+
+def _augmentation(given: Any) -> tuple[Augmentation, ...]:
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"data.augmentation is {given!r}; it must be a list, such as [crop, flip].")
+    for one in given:
+        if isinstance(one, dict) and "name" not in one:
+            raise ValueError(f"data.augmentation has {one!r}, without a name; write it as {{name: crop, padding: 4}}.")
+    return tuple(build(AUGMENTATIONS, Augmentation, "", one, "data.augmentation") for one in given)
 
 
 def _pool(called: str, given: Any) -> Any:
     """A pool's options in the types that they are declared with; a share as it is."""
     if isinstance(given, dict):
-        return checked_options(DataConfig, "a pool", given, f"data.pools.{called}")
+        return checked_options(DataConfig, "a pool", given, f"data.pools.{called}", hidden=("augmentation",))
     if not isinstance(given, int | float):
         raise ValueError(no_pool(called, given))
     return given
@@ -177,7 +189,7 @@ def _settings(section: str) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    for registry, base in ((METHODS, Method), (PARTITIONS, Partition)):
+    for registry, base in ((METHODS, Method), (PARTITIONS, Partition), (AUGMENTATIONS, Augmentation)):
         if isinstance(value, base):
             return _plain(described(registry, value))
     if isinstance(value, ModelSettings):

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from raypfl.augmentation import Augmentation
 from raypfl.errors import ConfigError, DataError, did_you_mean
 from raypfl.registry import Registry
 
@@ -52,6 +53,8 @@ class DataConfig:
     split : ``auto``: a published test split, where there is one, is divided over the clients class by class in
         proportion to their training samples; ``merged``: it is merged with the training samples first, and each client
         holds out `test_fraction` of its own.
+    augmentation : how images are changed at random each time that SGD steps on them, in this order; models are judged
+        on images as they are. In YAML a list of names, or of options with a name among them.
 
     Raises
     ------
@@ -77,6 +80,7 @@ class DataConfig:
     unseen_fraction: float = 0.0
     cache: str | None = None
     split: Literal["auto", "merged"] = "auto"
+    augmentation: tuple[Augmentation, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.label, str):
@@ -100,6 +104,12 @@ class DataConfig:
         if taken >= 1:
             raise ConfigError(f"data.pools take {taken:g} of the training samples, which leaves nothing to train on.")
         self.elsewhere()
+        object.__setattr__(self, "augmentation", tuple(self.augmentation))
+        for one in self.augmentation:
+            if not isinstance(one, Augmentation):
+                raise ConfigError(
+                    f"data.augmentation has {one!r}; from Python it must be one such as raypfl.augmentation.Flip()."
+                )
 
     def shares(self) -> dict[str, float]:
         """The pools that take a share of the training samples."""
@@ -140,7 +150,7 @@ _CHOICES = {
     "uncertain": ("positive", "negative"),
 }
 # What a pool from another data set cannot have: nobody holds it, and it has no clients.
-_NOT_OF_POOLS = ("pools", "test_fraction", "val_fraction", "unseen_fraction", "cache", "rare")
+_NOT_OF_POOLS = ("pools", "test_fraction", "val_fraction", "unseen_fraction", "cache", "rare", "augmentation")
 
 
 def _pool(name: str, given: Any) -> DataConfig:

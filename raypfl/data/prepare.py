@@ -30,7 +30,17 @@ _FORMAT = 2
 _BLOCK = 12 << 20
 _OWN = -1
 # What the prepared samples do not depend on.
-_OF_HOLDINGS = {"root", "download", "pools", "test_fraction", "val_fraction", "unseen_fraction", "cache", "split"}
+_OF_HOLDINGS = {
+    "root",
+    "download",
+    "pools",
+    "test_fraction",
+    "val_fraction",
+    "unseen_fraction",
+    "cache",
+    "split",
+    "augmentation",
+}
 
 
 def samples_key(data: DataConfig, cache: Path) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from raypfl import rng
+from raypfl.augmentation import Augmentation, augmented
 
 READY = 2**21
 """Numbers that are normalised once for all batches that they come in; more would not stay in a cache."""
@@ -45,12 +46,14 @@ class Samples:
     inputs : ``uint8[N, C, H, W]``, read-only NumPy (memory-mapped), or a tensor resident on the device.
     labels : ``int64[N]``, or ``int8[N, L]``.
     gain, offset : ``[C, 1, 1]``: the normalised input is ``uint8 * gain + offset``.
+    augmentation : how images are changed where SGD steps on them, and nowhere else.
     """
 
     inputs: np.ndarray | Tensor
     labels: np.ndarray | Tensor
     gain: Tensor
     offset: Tensor
+    augmentation: Sequence[Augmentation] = ()
 
     def take(self, where: np.ndarray) -> tuple[Tensor, Tensor]:
         """``(uint8[n, C, H, W], int64[n])`` of the samples at ``where[n]``, on the device."""
@@ -69,6 +72,10 @@ class Samples:
     def normalise(self, x: Tensor) -> Tensor:
         """``uint8[..., C, H, W]`` to the floating point that networks see."""
         return torch.addcmul(self.offset, x.to(self.gain.dtype), self.gain)
+
+    def augmented(self, batch: Batch, draws: Tensor | None) -> Batch:
+        """A batch with its images changed by ``draws[..., b, D]``; None: as it is."""
+        return batch if draws is None else batch._replace(x=augmented(batch.x, self.augmentation, draws, self.offset))
 
 
 class GroupSamples:
@@ -90,25 +97,37 @@ class GroupSamples:
             x, y = x[index], y[index]
         return Batch(self._source.normalise(x), y, torch.ones(len(y), dtype=self._source.gain.dtype, device=y.device))
 
-    def visited(self, k: int, visits: int) -> Callable[[Tensor], Batch]:
-        """:meth:`client` for `visits` visits to client k's samples: if it pays, they are normalised but once."""
-        if visits < self.sizes[k] or self.sizes[k] * self.x[0].numel() > READY:
-            return lambda index: self.client(k, index)
-        all_of = self.client(k)
-        return lambda index: Batch(all_of.x[index], all_of.y[index], all_of.weight[: len(index)])
+    def step(self, k: int, visits: Order, s: int, ready: Batch | None = None) -> Batch:
+        """Client k's batch in step s, without padding; `ready` are all its samples, if they are normalised already."""
+        count = visits.counts[k, s]
+        index = torch.from_numpy(visits.index[k, s, :count]).to(self.y.device)
+        draws = None if visits.draws is None else torch.from_numpy(visits.draws[k, s, :count]).to(self.y.device)
+        batch = self.client(k, index) if ready is None else Batch(ready.x[index], ready.y[index], ready.weight[:count])
+        return self._source.augmented(batch, draws)
 
-    def walk(self, clients: np.ndarray, visits: Order) -> tuple[Tensor, Tensor]:
-        """Where the batches of ``clients[k]`` lie, and which of their rows are real: ``(int64, float)[k, S, b]``."""
-        at = self._starts[clients][:, None, None] + visits.index[clients]
-        real = np.arange(at.shape[-1]) < visits.counts[clients][:, :, None]
-        return torch.from_numpy(at).to(self.y.device), torch.from_numpy(real).to(self._source.gain)
+    def steps(self, k: int, visits: Order) -> Callable[[int], Batch]:
+        """:meth:`step` of client k, s to be given: if it pays, samples are normalised but once."""
+        few = visits.counts[k].sum() < self.sizes[k] or self.sizes[k] * self.x[0].numel() > READY
+        ready = None if few else self.client(k)
+        return lambda s: self.step(k, visits, s, ready)
 
-    def group(self, at: Tensor, weight: Tensor) -> Batch:
-        """The batch at ``at[k, b]``, as :meth:`walk` gives it."""
+    def walk(self, clients: np.ndarray, visits: Order) -> Callable[[int, int], Batch]:
+        """The padded batch of the first k of `clients` in step s, k and s to be given."""
+        device = self.y.device
+        real = np.arange(visits.index.shape[-1]) < visits.counts[clients][:, :, None]
+        at = torch.from_numpy(self._starts[clients][:, None, None] + visits.index[clients]).to(device)
+        weight = torch.from_numpy(real).to(self._source.gain)
+        draws = None if visits.draws is None else torch.from_numpy(visits.draws[clients]).to(device)
         if self._ready is None and self.x.numel() <= READY:
             self._ready = self._source.normalise(self.x)
-        x = self._source.normalise(self.x[at]) if self._ready is None else self._ready[at]
-        return Batch(x, self.y[at], weight)
+
+        def batch(k: int, s: int) -> Batch:
+            where = at[:k, s]
+            x = self._source.normalise(self.x[where]) if self._ready is None else self._ready[where]
+            mine = None if draws is None else draws[:k, s]
+            return self._source.augmented(Batch(x, self.y[where], weight[:k, s]), mine)
+
+        return batch
 
 
 @dataclass(frozen=True)
@@ -119,10 +138,12 @@ class Order:
     ----------
     index : ``int64[K, S, b]`` positions in each client's own list; padding repeats position 0.
     counts : ``int64[K, S]`` real samples in each batch; 0 once a client has done its steps.
+    draws : ``float64[K, S, b, D]`` in [0, 1), by which the images of each visit are changed; None: they are not.
     """
 
     index: np.ndarray
     counts: np.ndarray
+    draws: np.ndarray | None = None
 
     @property
     def steps(self) -> np.ndarray:
@@ -133,6 +154,16 @@ class Order:
     def unequal(self) -> bool:
         """Whether batches differ in their number of samples, so that some are padded where they are stacked."""
         return bool(((self.counts > 0) & (self.counts != self.counts.max(initial=0))).any())
+
+    def drawn(self, keys: np.ndarray, each: int) -> Order:
+        """With `each` random numbers a visit, which depend on ``keys[k]``, ``uint64[K]``, the step and the place in the
+        batch alone."""
+        _, steps, size = self.index.shape
+        with np.errstate(over="ignore"):
+            of_step = rng.mix(keys[:, None] + np.arange(steps, dtype=np.uint64))
+            of_place = rng.mix(of_step[:, :, None] + np.arange(size, dtype=np.uint64))
+            drawn = rng.uniform(of_place[..., None] + np.arange(each, dtype=np.uint64))
+        return replace(self, draws=drawn)
 
 
 def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> Order:

@@ -339,6 +339,9 @@ class Clients:
         keys, size = self._keys("batches" + stream), batch_size or t.batch_size
         visits = order(keys, samples.sizes, size, 1 if epochs is None else epochs, steps)
         self._refuse_lone_samples(visits.counts)
+        if augmentation := self._bench.samples.augmentation:
+            drawn = self._keys("augmentation" + stream)
+            visits = visits.drawn(drawn, sum(one.draws for one in augmentation))
         return samples, visits
 
     def _rule(self, lr: float | None = None, trained: Tensor | None = None) -> SGDRule:

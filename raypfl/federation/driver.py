@@ -139,6 +139,15 @@ def _refuse_several_labels(experiment: Experiment, data: ClientData) -> None:
         )
 
 
+def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
+    channels, height, width = data.input_shape
+    if experiment.data.augmentation and min(height, width) == 1:
+        raise ConfigError(
+            f"data.augmentation is for images, but the samples of {data.name!r} are {channels}x{height}x{width}, which "
+            f"has no rows and columns to change; leave it out."
+        )
+
+
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
     telling = _Audience([partial(_write_description, folder), *listeners])
     with StopRequest().listening() as stop:
@@ -146,6 +155,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         refuse_untestable(experiment.evaluation.protocols, data)
         _refuse_several_labels(experiment, data)
+        _refuse_to_augment(experiment, data)
         job = _job(experiment, folder, data, telling)
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
         finished = backend(job, data, telling, stop)

@@ -147,10 +147,9 @@ class Sequential:
                     velocity.zero_()
                 descent = _Descent(self.model, rule, bound.theta, bound.tensors, gradient, velocity)
                 mine = _extras_of(self.model, extras, k)
-                own = samples.visited(k, int(visits.counts[k].sum()))
+                own = samples.steps(k, visits)
                 for s in range(steps):
-                    index = torch.from_numpy(visits.index[k, s, : visits.counts[k, s]]).to(start.device)
-                    batch = self._batch(own(index))
+                    batch = self._batch(own(s))
                     with self._inside(keys[k] + s):
                         value = loss(bound.theta, batch, **mine)
                     descent.step(*_gradients(value, bound.tensors, bound.theta))
@@ -298,10 +297,10 @@ class Vectorised:
         rank = np.argsort(-visits.steps, kind="stable")
         walk, steps = samples.walk(rank, visits), visits.steps[rank]
         if bool((rank[1:] > rank[:-1]).all()):
-            return self._longest_first(loss, start, samples, walk, steps, rule, keys, extras)
+            return self._longest_first(loss, start, walk, steps, rule, keys, extras)
         ranked = torch.from_numpy(rank).to(start.device)
         own = {name: per_client(rows[ranked]) for name, rows in _per_client(extras).items()}
-        of = (start[ranked], samples, walk, steps, rule, keys[ranked], {**extras, **own})
+        of = (start[ranked], walk, steps, rule, keys[ranked], {**extras, **own})
         trained, losses = self._longest_first(loss, *of)
         back = ranked.argsort()
         return trained[back], losses[back]
@@ -310,15 +309,13 @@ class Vectorised:
         self,
         loss: Loss,
         start: Tensor,
-        samples: GroupSamples,
-        walk: tuple[Tensor, Tensor],
+        walk: Callable[[int, int], Batch],
         steps: np.ndarray,
         rule: SGDRule,
         keys: Tensor,
         extras: Extras,
     ) -> tuple[Tensor, Tensor]:
         """Train clients in the order of their steps: those still at it are always the first rows."""
-        at, weight = walk
         theta = self.model.parameters(start).clone(memory_format=torch.contiguous_format)
         statistics = self.model.buffers(start).clone(memory_format=torch.contiguous_format)
         gradient, velocity = _Descent.buffers(rule, theta)
@@ -327,13 +324,12 @@ class Vectorised:
         step, still = self._step(loss, extras), rule.still(self.model)
         descent: _Descent | None = None
         with self.model.mode(train=True), self._inside():
-            for s in range(at.shape[1]):
+            for s in range(steps.max(initial=0)):
                 k = int((steps > s).sum())
                 if descent is None or len(descent.theta) > k:
                     first = (None if rows is None else rows[:k] for rows in (gradient, velocity))
                     descent = _Descent(self.model, rule, theta[:k], self._leaves(theta[:k], still), *first)
-                batch = samples.group(at[:k, s], weight[:k, s])
-                active = [rows[:k] for rows in mine]
+                batch, active = walk(k, s), [rows[:k] for rows in mine]
                 grads, direct, value, moved = step(
                     descent.theta, descent.tensors, statistics[:k], keys[:k] + s, batch, active
                 )

@@ -67,12 +67,10 @@ class MiniBatch:
     def __init__(self, walk: Walk, s: int):
         device = walk.keys.device
         here = np.flatnonzero(walk.visits.steps > s)
-        counts, index = walk.visits.counts[here, s], walk.visits.index[here, s]
-        positions = [torch.from_numpy(i[:count]).to(device) for i, count in zip(index, counts, strict=True)]
         self._walk = walk
         self._rows = torch.from_numpy(here).to(device)
         self._keys = walk.keys[self._rows] + s
-        self._batches: list[Batch] = [walk.samples.client(k, p) for k, p in zip(here.tolist(), positions, strict=True)]
+        self._batches: list[Batch] = [walk.samples.step(k, walk.visits, s) for k in here.tolist()]
         self.active = torch.zeros(len(walk.keys), 1, dtype=torch.bool, device=device)
         self.active[self._rows] = True
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from raypfl import rng
+from raypfl.augmentation import Augmentation
 from raypfl.data import ClientData, DescribedData, FederatedData
 from raypfl.federation.batches import Samples
 from raypfl.federation.bench import Bench
@@ -68,7 +69,7 @@ def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Tas
     return Bench(
         model=task.model,
         executor=executor,
-        samples=_samples(data, task.model),
+        samples=_samples(data, task.model, experiment.data.augmentation),
         split=data.indices,
         num_clients=data.num_clients,
         num_classes=data.num_classes,
@@ -99,23 +100,23 @@ def normalisation(data: ClientData | DataOutline, model: FlatModel) -> tuple[tor
     return channels[0], channels[1]
 
 
-def _samples(data: ClientData | DataOutline, model: FlatModel) -> Samples:
+def _samples(data: ClientData | DataOutline, model: FlatModel, augmentation: Sequence[Augmentation]) -> Samples:
     gain, offset = normalisation(data, model)
     if not isinstance(data, FederatedData):
         nothing = np.zeros(0)
-        return _Fetched(nothing, nothing, gain, offset, data)
+        return _Fetched(nothing, nothing, gain, offset, augmentation, data=data)
     inputs, labels = data.inputs, data.labels
     if model.device.type == "cpu":
-        return Samples(inputs, labels, gain, offset)
+        return Samples(inputs, labels, gain, offset, augmentation)
     resident = torch.from_numpy(np.array(inputs)).to(model.device), torch.from_numpy(np.array(labels)).to(model.device)
-    return Samples(*resident, gain, offset)
+    return Samples(*resident, gain, offset, augmentation)
 
 
 @dataclass(frozen=True)
 class _Fetched(Samples):
     """Samples that are fetched client by client; none are resident."""
 
-    data: DescribedData | DataOutline
+    data: DescribedData | DataOutline = field(kw_only=True)
 
     def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = self.data.take(where)
