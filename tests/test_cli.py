@@ -146,6 +146,7 @@ def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: p
         ("models", ["mlp", "hidden = (128,)"]),
         ("partitions", ["dirichlet", "alpha = 0.3"]),
         ("datasets", ["digits", "parquet"]),
+        ("augmentations", ["crop", "padding = 4", "cutout"]),
         ("recipes", ["digits", "handwritten digits"]),
         ("studies", ["fednh-table1", "digits-personal"]),
     ],
