@@ -213,7 +213,8 @@ AUGMENTED = "[{name: crop, padding: 1}, flip]"
 
 def test_a_run_on_changed_images_learns_otherwise_and_is_judged_alike(tmp_path):
     plain_run, changed = (
-        raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, data__augmentation=a)) for a in ("[]", AUGMENTED)
+        raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, data__augmentation=a, engine__executor="sequential"))
+        for a in ("[]", AUGMENTED)
     )
     assert plain_run.weights_hash != changed.weights_hash
     columns = ["client", "protocol", "samples"]
