@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from matplotlib.image import imread
 from rich.console import Console
 
 from raypfl.config import Experiment
 from raypfl.evaluation import summarise
 from raypfl.federation.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.methods import METHODS
 from raypfl.tracking import outcome
 from raypfl.tracking.console import LiveView, PlainView, View, view
 from raypfl.tracking.contenders import contenders, labels, over_seeds
@@ -82,12 +84,25 @@ def test_a_picture_is_drawn_of(results, tmp_path: Path):
     assert draw(results, tmp_path / "picture.png").read_bytes().startswith(PNG)
 
 
+def test_a_setting_of_many_words_stays_on_the_picture(tmp_path: Path):
+    spiral = made_up("fedavg")
+    model = {"name": "mlp", "hidden": [64] * 12, "latent": 2, "head_bias": False}
+    long = replace(spiral, experiment=spiral.experiment.replace(model=model))
+    pixels = imread(draw([long], tmp_path / "picture.png"))[:, :, :3]
+    assert (pixels[:, :4] == 1).all() and (pixels[:, -4:] == 1).all()
+
+
 def test_clients_without_test_data_are_left_out_of_the_picture(tmp_path: Path):
     one = made_up("fedavg")
     holes = one.evaluations.to_pydict()
     holes["samples"][0], holes["accuracy"][0] = 0, float("nan")
     changed = MadeUp(one.experiment, one.run_dir, one.rounds, pa.table(holes))
     assert draw([changed], tmp_path / "picture.png").exists()
+
+
+def test_twelve_methods_have_colours_of_their_own():
+    runs = [made_up({"name": "ditto", "lam": i}) for i in range(12)]
+    assert len({one.colour for one in contenders(runs)}) == 12
 
 
 def test_namesakes_are_told_apart_by_the_options_that_differ():
@@ -134,6 +149,13 @@ def test_the_last_words_tell_where_everything_is_and_what_to_try():
         assert part in text
     assert "raypfl report runs/0 runs/0\n" in text
     assert "raypfl report runs\n" in printed(lambda console: outcome.show(console, comparison(3), {}, "digits"))
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_what_to_try_next_can_be_tried_whatever_the_method(method):
+    text = printed(lambda console: outcome.show(console, [made_up(method)], {}, "digits"))
+    for command in [line.split() for line in text.splitlines() if "raypfl run" in line]:
+        Experiment().override([word for word in command if word.partition("=")[0].startswith(("method", "partition"))])
 
 
 def test_the_outcome_as_json_is_plain():

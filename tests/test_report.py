@@ -274,7 +274,7 @@ def test_a_method_of_many_is_told_from_one_of_the_same_colour(results, tmp_path)
     many = [replace(one, experiment=one.experiment.override([f"method.lam={i}"])) for i in range(len(COLOURS) + 2)]
     first = next(section(page(many, tmp_path), "learning").iter("svg"))
     marked = {g.get("class") for g in first.iter("g") if g.get("class") and list(g.iter("use"))}
-    assert marked == {"of-8", "of-9"}
+    assert marked == {f"of-{len(COLOURS)}", f"of-{len(COLOURS) + 1}"}
 
 
 def test_notes_are_escaped(whole):

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from raypfl.config import Experiment
     from raypfl.federation import Result
 
-COLOURS = ("#3B82C4", "#E0703C", "#2FA37C", "#B565A7", "#D9A125", "#56B4D3", "#8D6E63", "#7F8C8D")
+COLOURS = (
+    *("#3B82C4", "#E0703C", "#2FA37C", "#B565A7", "#D9A125", "#56B4D3", "#8D6E63", "#7F8C8D"),
+    *("#C8364E", "#7A9A2E", "#4F55B5", "#E58FB2"),
+)
 """Told apart on light and dark grounds; a method has the same one everywhere in a comparison."""
 
 # What changes no result, or its rounding alone.

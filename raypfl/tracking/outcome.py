@@ -139,7 +139,7 @@ def _report(results: Sequence[Result]) -> str:
 def _with_other_option(run: str, experiment: Experiment) -> list[str]:
     method = experiment.to_dict()["method"]
     own = vars(type(experiment.method)).get("__annotations__", {})
-    numbers = [key for key in own if isinstance(method[key], float) and method[key] > 0]
+    numbers = [key for key in own if isinstance(method.get(key), float) and method[key] > 0]
     return [f"{run} method={method['name']} method.{key}={method[key] / 10:g}" for key in numbers[:1]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -71,7 +72,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
             _curves(left, contender, protocol, lines)
             _sorted_clients(right, contender, protocol, lines)
         _explain(left, right, compared, protocol)
-        figure.suptitle(setting(results[0].experiment), fontsize=11, color="#777777")
+        figure.suptitle(fill(setting(results[0].experiment), 110), fontsize=11, color="#777777")
         _legend(figure, compared, protocol)
         figure.savefig(path, dpi=160)
     return Path(path)
