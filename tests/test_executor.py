@@ -111,6 +111,20 @@ def test_a_common_start_is_one_for_everybody_and_is_not_changed(executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("train", [None, "1.weight, 3"])
+def test_weight_decay_acts_on_the_named_segments_alone(train, executor):
+    fed = Federation(executor=executor, training=replace(FP64, weight_decay=0.5, clip_norm=0.3, steps=1, batch_size=100))
+    starts, clients = per_client(starts_of(fed)), fed.clients()
+    slopes = clients.grad(clients.loss, starts)
+    moving = fed.model.mask(train or "*").double()
+    slopes = slopes * moving
+    slopes = slopes * (0.3 / (slopes.norm(dim=1, keepdim=True) + 1e-6)).clamp_max(1.0)
+    decayed = starts * fed.model.mask("3.weight, 1.bias") * moving
+    trained = clients.sgd(clients.loss, starts, train=train, decay="3.weight, 1.bias")
+    close(trained, starts - 0.1 * (slopes + 0.5 * decayed))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("training", [FP64, SETTINGS["all of it"]], ids=["plain", "all of it"])
 def test_only_the_named_segment_moves_and_the_rest_stays_to_the_bit(training, executor):
     fed = Federation(NormalisedConv, executor=executor, training=training)

@@ -101,6 +101,7 @@ def by_hand(fed: Federation, rounds: int, rho: float, s: float) -> tuple[dict[st
         for x, y in fed.visits(0, round):
             optimizer.zero_grad()
             F.cross_entropy(scale * F.normalize(body(x)) @ w.T, y).backward()
+            nn.utils.clip_grad_norm_([*body.parameters(), scale], t.clip_norm or math.inf)
             optimizer.step()
         x, y = fed.samples(0)
         with torch.no_grad():
@@ -111,8 +112,9 @@ def by_hand(fed: Federation, rounds: int, rho: float, s: float) -> tuple[dict[st
 
 
 @both
-def test_one_client_alone_is_centralised_training_under_a_head_of_averaged_class_means(executor):
-    training = replace(FP64, momentum=0.9, weight_decay=0.01, lr=0.01)
+@pytest.mark.parametrize("clip_norm", [None, 0.2])
+def test_one_client_alone_is_centralised_training_under_a_head_of_averaged_class_means(executor, clip_norm):
+    training = replace(FP64, momentum=0.9, weight_decay=0.01, lr=0.01, clip_norm=clip_norm)
     fed = federation(sizes=(23,), executor=executor, training=training, method=FedNH(rho=0.8, scale=10.0))
     fed.server = fed.method.start(fed.task)
     body, scale, w = by_hand(fed, rounds=3, rho=0.8, s=10.0)

@@ -113,6 +113,7 @@ class Clients:
         batch_size: int | None = None,
         lr: float | None = None,
         train: str | Tensor | None = None,
+        decay: str | Tensor | None = None,
         stream: str = "",
         **extras: Any,
     ) -> PerClient:
@@ -128,6 +129,7 @@ class Clients:
         epochs, steps, batch_size, lr : instead of the experiment's.
         train : the segments that move (see :meth:`FlatModel.names`), or ``bool[P+B]``; the rest stays bit for bit.
             Batch norm that stays still normalises by the batch.
+        decay : the segments, or ``bool[P+B]``, that the experiment's weight decay acts on, if they move; None: all.
         stream : another name, other batches.
         extras : passed to the loss by name. What came up per client (a state, a scattered row, a result) is passed row
             by row; a model vector among them is cut to its parameters.
@@ -142,7 +144,7 @@ class Clients:
         """
         samples, visits = self._visits(epochs, steps, batch_size, stream)
         moving = self.model.mask(train) if isinstance(train, str) else train
-        rule = self._rule(lr, None if moving is None else self.model.parameters(moving))
+        rule = self._rule(lr, moving, self.model.mask(decay) if isinstance(decay, str) else decay)
         rows, keys, extras = self._rows(start), self._draws(stream), self._checked(extras)
         executor = self._executor(loss, rows[0], samples.client(0), visits.unequal, extras, train=True)
         trained, losses = self._or_one_by_one(
@@ -344,9 +346,15 @@ class Clients:
             visits = visits.drawn(drawn, sum(one.draws for one in augmentation))
         return samples, visits
 
-    def _rule(self, lr: float | None = None, trained: Tensor | None = None) -> SGDRule:
+    def _rule(
+        self, lr: float | None = None, moving: Tensor | None = None, decayed: Tensor | None = None
+    ) -> SGDRule:
         t = self.training
-        return SGDRule(self.lr if lr is None else lr, t.momentum, t.nesterov, t.weight_decay, t.clip_norm, trained)
+        if moving is not None and decayed is not None:
+            decayed = decayed & moving
+        trained, decayed = (mask if mask is None else self.model.parameters(mask) for mask in (moving, decayed))
+        lr = self.lr if lr is None else lr
+        return SGDRule(lr, t.momentum, t.nesterov, t.weight_decay, t.clip_norm, trained, decayed)
 
     def _rows(self, theta: Tensor) -> Tensor:
         theta = plain(theta)

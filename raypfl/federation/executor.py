@@ -32,6 +32,7 @@ class SGDRule:
     Attributes
     ----------
     trained : ``bool[P]`` entries that move, or None: all.
+    decayed : ``bool[P]`` entries that weight decay acts on, or None: all that move.
     """
 
     lr: float
@@ -40,6 +41,7 @@ class SGDRule:
     weight_decay: float = 0.0
     clip_norm: float | None = None
     trained: Tensor | None = None
+    decayed: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -61,7 +63,8 @@ class SGDRule:
             norm = grad.norm(dim=-1, keepdim=True)
             grad.mul_((self.clip_norm / (norm + 1e-6)).clamp_max(1.0))
         if self.weight_decay:
-            grad.add_(theta if self.trained is None else theta * self.trained, alpha=self.weight_decay)
+            acts = self.trained if self.decayed is None else self.decayed
+            grad.add_(theta if acts is None else theta * acts, alpha=self.weight_decay)
         if velocity is not None:
             velocity.mul_(self.momentum).add_(grad)
             grad = grad.add_(velocity, alpha=self.momentum) if self.nesterov else velocity

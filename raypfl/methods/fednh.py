@@ -17,7 +17,6 @@ from raypfl.models.heads import PrototypeHead, features, output_layer, with_outp
 from raypfl.models.prototypes import uniform_prototypes
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
     from raypfl.federation.clients import Clients
     from raypfl.federation.cohort import Cohort
     from raypfl.models.flat import FlatModel
@@ -96,18 +95,11 @@ class FedNH(Method):
         return torch.where(kept, old, pulled / length.clamp_min(1e-12))
 
     def train(self, clients: Clients, body: Tensor, prototypes: Tensor) -> dict[str, Mean | Sum]:
-        model, decay = clients.model, clients.training.weight_decay
+        model = clients.model
         head, averaged = model.mask(_weight(model)), self._averaged(model)
         theta = plain(clients.state.get("model", default=clients.initial)).clone()
         theta[:, head], theta[:, averaged] = prototypes.flatten(), body
-
-        def undecayed(p: Tensor, batch: Batch) -> Tensor:
-            scale = p[model.segments[_scale(model)].start]
-            # Zero, but its slope gives the scale back what weight decay takes from it.
-            return clients.loss(p, batch) - decay * scale.detach() * (scale - scale.detach())
-
-        loss = undecayed if decay and self.train_scale else clients.loss
-        trained = clients.sgd(loss, per_client(theta), train=~head)
+        trained = clients.sgd(clients.loss, per_client(theta), train=~head, decay=~model.mask("output layer"))
         clients.state["model"] = trained
         means, counts = clients.class_means(partial(self._directions, features(model)), trained)
         if self.unit_means:
