@@ -113,7 +113,8 @@ def test_a_common_start_is_one_for_everybody_and_is_not_changed(executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("train", [None, "1.weight, 3"])
 def test_weight_decay_acts_on_the_named_segments_alone(train, executor):
-    fed = Federation(executor=executor, training=replace(FP64, weight_decay=0.5, clip_norm=0.3, steps=1, batch_size=100))
+    once = replace(FP64, weight_decay=0.5, clip_norm=0.3, steps=1, batch_size=100)
+    fed = Federation(executor=executor, training=once)
     starts, clients = per_client(starts_of(fed)), fed.clients()
     slopes = clients.grad(clients.loss, starts)
     moving = fed.model.mask(train or "*").double()
