@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import raypfl
 from raypfl.methods import FedNH, PartialPersonalization
-from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
+from raypfl.models.heads import PrototypeHead, features, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
 from raypfl.settings import TrainingSettings
 from tests.runs import experiment
@@ -218,6 +218,38 @@ def test_mean_features_may_be_sent_at_length_one():
     old = F.normalize(torch.randn(CLASSES, 5, dtype=torch.float64))
     moved = FedNH(rho=0.8, unit_means=True, missing="samples").moved(old, 7 * scattered, torch.full((CLASSES, 1), 40.0))
     close(moved, F.normalize(0.8 * old + 0.2 * F.normalize(scattered)))
+
+
+def test_the_authors_server_step_is_one_of_the_options():
+    """Their release: unit class means, weighted by the clients' samples of the class, at length one, then smoothed."""
+    fed = federation(method=FedNH(scale=1.0, unit_means=True, missing="samples"))
+    fed.labels[fed.split[1]] = 2
+    fed.labels[np.concatenate([fed.split[0], fed.split[3]])] %= 2  # classes have 3, 3 and 2 owners
+    fed.server = fed.method.start(fed.task)
+    for ids in ([0, 1, 3], [0, 3], [2]):
+        old, place = prototypes(fed).numpy().copy(), fed.model.segments["3.scale"].start
+        fed.play(ids)
+        summed, counted, bodies = np.zeros_like(old), np.zeros((CLASSES, 1)), []
+        for client in ids:
+            theta = torch.from_numpy(fed.state_of(client)["model"])
+            bodies.append(theta.numpy())
+            x, y = fed.samples(client)
+            with torch.no_grad():
+                z, _ = features(fed.model)(theta, x)
+            f = z.numpy() / np.linalg.norm(z.numpy(), axis=1, keepdims=True)
+            for c in np.unique(y):
+                mean = f[y.numpy() == c].mean(axis=0)
+                summed[c] += (y.numpy() == c).sum() * mean / np.linalg.norm(mean)
+                counted[c] += (y.numpy() == c).sum()
+        new = old.copy()
+        here = counted[:, 0] > 0
+        mean = summed[here] / counted[here]
+        new[here] = 0.9 * old[here] + 0.1 * mean / np.linalg.norm(mean, axis=1, keepdims=True)
+        new /= np.linalg.norm(new, axis=1, keepdims=True)
+        np.testing.assert_allclose(prototypes(fed), new, rtol=0, atol=1e-12)
+        body = ~fed.model.mask("3.weight").numpy()
+        np.testing.assert_allclose(fed.server["theta"].numpy()[body], np.mean(bodies, axis=0)[body], atol=1e-12)
+        assert fed.server["theta"][place] != 1
 
 
 @both

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import raypfl
 from raypfl.data import DataConfig
 from raypfl.data.spiral import EXTENT, as_bytes, spiral, spirals
 from raypfl.errors import ConfigError
 from raypfl.models import MODELS
+from raypfl.recipes import RECIPES
 from raypfl.tracking import latent_picture
 from tests.runs import experiment
 
@@ -133,3 +135,38 @@ def test_in_many_dimensions_directions_are_projected_and_fedrods_prototypes_are_
     generic = results[0].global_model()[-2 * 170 : -170][:160].reshape(10, 16)
     np.testing.assert_allclose(latent.portraits[-1].prototypes, generic.double())
     assert latent_picture.draw(results, tmp_path / "latent.png").stat().st_size > 20_000
+
+
+def head_of_the_whole_spiral(tmp_path, variant: str, method: str, seed: int) -> torch.Tensor:
+    """The head ``[6, 2]`` of the recipe's network, trained on all points for 15 epochs."""
+    described = yaml.safe_load(RECIPES.text("spiral"))
+    kept = {key: described[key] for key in ("data", "model", "training")}
+    # At the recipe's rate and batches, which suit 100 clients, about half of such trainings collapse.
+    changes = ["training.epochs=1", "training.lr=0.05", "training.batch_size=128"]
+    changes += [f"data.variant={variant}", f"method={method}", "partition={name: iid, clients: 1}"]
+    result = raypfl.run(
+        raypfl.Experiment(
+            **kept,
+            rounds=15,
+            seed=seed,
+            cohort={"fraction": 1.0},
+            evaluation={"every": 0},
+            engine={"backend": "inline"},
+            tracking={"mlflow": False},
+            output=str(tmp_path / "runs"),
+        ).override(changes)
+    )
+    head = result.global_model()[-13 if "fednh" in method else -12 :][:12]  # FedNH's scale comes after it
+    return head.reshape(6, 2).double()
+
+
+@pytest.mark.slow
+def test_a_free_heads_rows_differ_more_in_length_where_classes_do_in_number_and_prototypes_never(tmp_path):
+    ratios = {}
+    for variant in ("balanced", "imbalanced"):
+        lengths = [head_of_the_whole_spiral(tmp_path, variant, "fedavg", seed).norm(dim=1) for seed in range(4)]
+        ratios[variant] = np.mean([float(length.max() / length.min()) for length in lengths])
+        w = head_of_the_whole_spiral(tmp_path, variant, "{name: fednh, rho: 1.0, scale: 20}", seed=0)
+        np.testing.assert_allclose(w.norm(dim=1), 1, atol=1e-6)
+        np.testing.assert_allclose(np.sort(w @ w.T)[:, -2], 0.5, atol=1e-6)  # 60 degrees to either neighbour
+    assert ratios["imbalanced"] > ratios["balanced"] > 1.05

@@ -346,9 +346,7 @@ class Clients:
             visits = visits.drawn(drawn, sum(one.draws for one in augmentation))
         return samples, visits
 
-    def _rule(
-        self, lr: float | None = None, moving: Tensor | None = None, decayed: Tensor | None = None
-    ) -> SGDRule:
+    def _rule(self, lr: float | None = None, moving: Tensor | None = None, decayed: Tensor | None = None) -> SGDRule:
         t = self.training
         if moving is not None and decayed is not None:
             decayed = decayed & moving
