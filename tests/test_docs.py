@@ -80,6 +80,18 @@ def test_the_million_clients_of_the_guide_to_data_are_learnt_from_and_a_thousand
     assert losses[-1] < losses[0] - 0.1 and result.evaluations.num_rows == 1000
 
 
+def test_the_clients_of_the_last_round_are_told_from_the_others_as_the_page_on_fednh_says(capsys):
+    (snippet,) = [code for code in blocks("docs/fednh.md", "python") if "cohort" in code]
+    result = two_rounds(method="fednh")
+    names = {"result": result, "pc": pc}
+    exec(compile(snippet, "docs/fednh.md", "exec"), names)
+    last = [row for row in result.evaluations.to_pylist() if row["round"] == 2 and row["model"] == "personal"]
+    cohort = result.rounds["cohort"].to_pylist()[-1]
+    expected = [row["accuracy"] for row in last if row["client"] in cohort and row["protocol"] == "local"]
+    assert names["active"].filter(pc.field("protocol") == "local")["accuracy"].to_pylist() == expected
+    assert 0 < len(expected) < len({row["client"] for row in last}) and "accuracy_mean" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
     (snippet,) = [code for code in blocks("README.md", "python") if code.startswith("import")]
