@@ -194,6 +194,24 @@ def test_the_prototypes_of_the_worked_example():
     assert torch.equal(theirs[2], old[2])
 
 
+def test_a_prototype_that_means_pull_to_nothing_stays_where_it_was():
+    old = F.normalize(torch.randn(2, 4, dtype=torch.float64))
+    sums = torch.stack([-old[0], old[1]])
+    moved = FedNH(rho=0.5).moved(old, sums, 1.0)
+    assert torch.equal(moved[0], old[0])
+    torch.testing.assert_close(moved[1], old[1])
+
+
+@pytest.mark.parametrize("head", ["random", "default"])
+def test_a_head_may_begin_with_the_rows_that_torch_draws_or_with_their_directions(head):
+    fed = Federation(method=FedNH(head=head), training=FP64)
+    fed.server = fed.method.start(fed.task)
+    drawn = fed.model.segment(fed.model.init(fed.seed), "3.weight")
+    assert torch.equal(prototypes(fed), drawn / drawn.norm(dim=1, keepdim=True) if head == "random" else drawn)
+    fed.play(*ROUNDS)
+    torch.testing.assert_close(prototypes(fed).norm(dim=1), torch.ones(CLASSES, dtype=torch.float64))
+
+
 def test_a_client_without_a_class_weakens_its_pull_and_does_not_turn_it():
     rho, old = 0.9, F.normalize(torch.randn(1, 4, dtype=torch.float64))
     sums = torch.rand(1, 4, dtype=torch.float64)

@@ -145,7 +145,7 @@ class Sequential:
             still = rule.still(self.model)
             for k, steps in enumerate(visits.steps):
                 bound.bind(trained[k], still)
-                torch.manual_seed(int(keys[k]))
+                _seed(start.device, keys[k])
                 if velocity is not None:
                     velocity.zero_()
                 descent = _Descent(self.model, rule, bound.theta, bound.tensors, gradient, velocity)
@@ -165,7 +165,7 @@ class Sequential:
         gradients, losses, statistics = [], [], []
         with self.model.mode(train=True), _forked(at.device):
             for k, batch in enumerate(batches):
-                torch.manual_seed(int(keys[k]))
+                _seed(at.device, keys[k])
                 p = self.model.parameters(at[k]).detach().requires_grad_()
                 with self.model.statistics(self.model.buffers(at[k])) as moved, self._inside(keys[k]):
                     value = loss(p, self._batch(batch), **_extras_of(self.model, extras, k))
@@ -203,6 +203,17 @@ def _copied(rows: Tensor) -> Tensor:
     if rows.device.type != "cpu":
         return rows.clone(memory_format=torch.contiguous_format)
     return torch.from_numpy(np.empty(rows.shape, rows.new_empty(0).numpy().dtype)).copy_(rows)
+
+
+def _seed(device: torch.device, key: Tensor) -> None:
+    """Seed torch's global streams.
+
+    ``torch.manual_seed`` formats its caller's stack for every kind of device, whether there is one or not: a
+    millisecond, which is as long as a small client's step.
+    """
+    torch.default_generator.manual_seed(int(key))
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(int(key))
 
 
 def _forked(device: torch.device) -> contextlib.AbstractContextManager[Any]:
