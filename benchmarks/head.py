@@ -98,7 +98,8 @@ def busy(folder: str, actors: int, patience: float) -> None:
 
 def held(folder: str, rounds: int) -> None:
     """Print what processes hold, as rounds go by."""
-    moments = {WARM, *np.linspace(WARM, rounds, 11).astype(int).tolist()}
+    moments = set(np.linspace(WARM, rounds, 11).astype(int).tolist())
+    last = rounds + 20  # what the end of a run needs is not looked at
 
     def look(event: Event) -> None:
         if isinstance(event, RoundFinished) and event.round in moments:
@@ -106,7 +107,7 @@ def held(folder: str, rounds: int) -> None:
             print(f"{event.round:>7}" + "".join(f"{now[part]:>10.1f}" for part in PARTS), flush=True)
 
     print("  round" + "".join(f"{part:>10}" for part in PARTS) + "   (MB)")
-    parts: dict[str, Any] = {"rounds": rounds, "method": "ditto", "cohort": {"size": 10}}
+    parts: dict[str, Any] = {"rounds": last, "method": "ditto", "cohort": {"size": 10}}
     raypfl.run(experiment(folder, 40, ray={"actors": 2}, **parts), listeners=[look])
 
 

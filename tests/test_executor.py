@@ -478,6 +478,20 @@ def test_both_executors_agree_in_bf16_and_fp32():
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
+def test_class_means_are_taken_in_fp32_over_features_in_bf16(executor):
+    """Half of each feature is 256, half 257: in bf16 their mean would be 256."""
+
+    def features(theta: Tensor, x: Tensor) -> Tensor:
+        return theta[:1].abs() * 0 + torch.arange(len(x), device=x.device)[:, None] % 2 + 256
+
+    fed = Federation(executor=executor, training=TrainingSettings(precision="bf16"), sizes=(40, 40))
+    fed.labels[:] = 1
+    means, _ = fed.clients().class_means(features, fed.model.init(0))
+    assert means.dtype == torch.float32
+    close(means[:, 1], torch.full((2, 1), 256.5))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_channels_last_is_a_layout_and_nothing_else(executor):
     layouts = []
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import raypfl
 from raypfl.errors import ConfigError
 from raypfl.methods import METHODS, Ditto, FedAvg, FedProx, Local, Method
 from raypfl.methods.server_optimizers import ServerOptimizer
 from raypfl.settings import TrainingSettings
+from tests.runs import experiment
 from tests.support import FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp, torch_sgd
 
 EXECUTORS = ["vectorised", "sequential"]
@@ -242,6 +244,13 @@ def test_how_a_cohort_is_cut_changes_rounding_only(method, group_size):
             torch.testing.assert_close(tensor, b.server[name], rtol=1e-10, atol=1e-10)
     if not isinstance(method, FedAvg) or isinstance(method, Ditto):
         np.testing.assert_allclose(personal(a), personal(b), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_method_trains_in_bf16_and_sends_what_its_model_is_made_of(name, tmp_path):
+    settings = {"rounds": 2, "training__precision": "bf16", "partition__clients": 4, "cohort__size": 2}
+    result = raypfl.run(experiment(tmp_path, method=name, **settings))
+    assert np.isfinite(result.rounds["loss"].to_numpy()).all()
 
 
 def test_methods_are_found_by_name_and_frozen():

@@ -64,7 +64,7 @@ def test_nothing_grows_over_two_thousand_rounds(tmp_path):
         "def look(event):\n"
         "    if isinstance(event, RoundFinished) and event.round in (100, 2000):\n"
         "        print('HELD', json.dumps(memory()), flush=True)\n"
-        "parts = {'rounds': 2000, 'method': 'ditto', 'cohort': {'size': 10}, 'ray': {'actors': 2}}\n"
+        "parts = {'rounds': 2020, 'method': 'ditto', 'cohort': {'size': 10}, 'ray': {'actors': 2}}\n"
         "raypfl.run(experiment(sys.argv[1], 40, **parts), listeners=[look])\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)

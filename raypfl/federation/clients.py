@@ -194,7 +194,8 @@ class Clients:
             for network in self.networks.values():
                 modes.enter_context(network.mode(train=False))
             executor = self._executor(function, rows[0], chosen[0], _unequal(chosen), extras, train=False)
-            return per_client(self._or_one_by_one(executor, lambda e: e.map(function, rows, chosen, extras)))
+            values = self._or_one_by_one(executor, lambda e: e.map(function, rows, chosen, extras))
+        return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
     def vjp(
         self, function: Loss, at: Tensor, cotangent: Tensor, batches: list[Batch] | None = None, **extras: Any
@@ -230,8 +231,9 @@ class Clients:
         def one(theta: Tensor, batch: Batch) -> Tensor:
             z = features(theta, batch.x)
             member = batch.y if batch.y.dim() > 1 else F.one_hot(batch.y, classes)
-            member = member.to(z.dtype) * batch.weight[:, None].to(z.dtype)
-            return member.T @ z / member.sum(0).clamp_min(1)[:, None]
+            member = member.to(self.model.dtype) * batch.weight[:, None]
+            with torch.autocast(z.device.type, enabled=False):
+                return member.T @ z.to(self.model.dtype) / member.sum(0).clamp_min(1)[:, None]
 
         return self.map(one, at, self._whole(split)), self.label_counts(split)
 
