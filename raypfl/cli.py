@@ -118,13 +118,13 @@ def run(
     from raypfl.config import experiments
     from raypfl.tracking.progress import lines_for
 
-    recipe, changes = _named_and_changes(words or [], "digits")
-    changes += [f"methods={json.dumps(method.split(','))}"] if method else []
-    changes += [f"seeds={seeds}"] if seeds else []
+    recipe, given = _named_and_changes(words or [], "digits")
+    changes = [*given, f"methods={json.dumps(method.split(','))}"] if method else given
+    changes = [*changes, f"seeds={seeds}"] if seeds else changes
     planned = experiments(_source(recipe), changes)
     jobs = [partial(federation.run, one) for one in planned]
     together = partial(federation.session, planned[0]) if len(planned) > 1 else _alone
-    _carry_out(jobs, lines_for(planned), together, recipe, quiet, as_json, {"recipe": recipe})
+    _carry_out(jobs, lines_for(planned), together, [recipe, *given], quiet, as_json, {"recipe": recipe})
 
 
 @app.command()
@@ -139,10 +139,11 @@ def resume(
     rounds=60 makes a finished run longer.
     """
     from raypfl import federation
+    from raypfl.federation.result import RECIPE
     from raypfl.tracking.progress import RunLine
 
     job = partial(federation.resume, folder, overrides=changes or [])
-    _carry_out([job], [RunLine(folder.name)], _alone, "digits", quiet, as_json)
+    _carry_out([job], [RunLine(folder.name)], _alone, [str(folder / RECIPE)], quiet, as_json)
 
 
 @app.command()
@@ -245,7 +246,7 @@ def _carry_out(
     jobs: Sequence[Callable[..., Result]],
     lines: Sequence[RunLine],
     session: Callable[..., AbstractContextManager[None]],
-    recipe: str,
+    tried: Sequence[str],
     quiet: bool,
     as_json: bool,
     tags: Mapping[str, str] | None = None,
@@ -257,7 +258,7 @@ def _carry_out(
 
     progress = Console(stderr=True)
     results: list[Result] = []
-    with MLflowListener(recipe if len(jobs) > 1 else None, tags=tags, warn=warner(progress)) as tracked:
+    with MLflowListener(tried[0] if len(jobs) > 1 else None, tags=tags, warn=warner(progress)) as tracked:
         try:
             with view(progress, lines, quiet) as shown, session(listeners=[shown.listener(0)]):
                 for i, job in enumerate(jobs):
@@ -266,10 +267,10 @@ def _carry_out(
                         raise Stopped(f"Stopped. To go on: raypfl resume {outcome.nearby(results[-1].run_dir)}")
         finally:
             if results:
-                _report(results, tracked, recipe, as_json)
+                _report(results, tracked, tried, as_json)
 
 
-def _report(results: Sequence[Result], tracked: MLflowListener, recipe: str, as_json: bool) -> None:
+def _report(results: Sequence[Result], tracked: MLflowListener, tried: Sequence[str], as_json: bool) -> None:
     from raypfl.tracking import outcome
 
     pictures = _pictures(results)
@@ -278,7 +279,7 @@ def _report(results: Sequence[Result], tracked: MLflowListener, recipe: str, as_
     if as_json:
         print(json.dumps(outcome.as_json(results, pictures), indent=2))
     else:
-        outcome.show(Console(), results, pictures, recipe)
+        outcome.show(Console(), results, pictures, tried)
 
 
 def _pictures(results: Sequence[Result]) -> dict[str, Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def test_a_finished_run_is_made_longer_by_resuming_it():
     (longer,) = told("resume", short["run_dir"], "rounds=3")["runs"]
     (whole,) = told("run", *SMALL, "rounds=3", "--method", "ditto")["runs"]
     assert longer["weights_hash"] == whole["weights_hash"] != short["weights_hash"]
+
+
+def test_suggested_commands_do_what_was_done_but_for_one_thing():
+    suggested = raypfl("run", *SMALL, "data.cache=my cache").stdout.split("Try next")[1]
+    changed = shlex.join([*SMALL, "data.cache=my cache"])
+    assert f"raypfl run digits {changed} method=ditto method.lam=0.075\n" in suggested
+    (run,) = Path("runs").glob("*-ditto-*")
+    suggested = raypfl("resume", str(run), "rounds=3").stdout.split("Try next")[1]
+    assert f"raypfl run {run}/experiment.yaml method=ditto method.lam=0.075\n" in suggested
+    assert told("run", f"{run}/experiment.yaml", "method=ditto")["runs"][0]["experiment"]["data"]["cache"] == "my cache"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -25,43 +26,91 @@ _NOTE = """\
 Accuracy in %, mean over clients, of their personal models and of the global
 one, tested on a client's own data (local) or on everybody's (global). Spread
 over clients (std, worst decile): of the personal models, if there are any."""
+_CALIBRATION_NOTE = "ECE: expected calibration error in %, of the models that the spread is of."
+_LABELS_NOTE = """\
+Macro AUC in %, mean over clients, of their personal models and of the global
+one, tested on a client's own data (local) or on everybody's (global). Its std
+over clients and the share of right labels: of the personal models, if any."""
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
-_COLUMNS = ("personal", "global", "std", "worst\ndecile", "MB\nup", "MB\ndown", "seconds")
+_COSTS = ("MB\nup", "MB\ndown", "seconds")
+_UNBOUNDED = 10_000  # columns of a terminal
 _NAMED = 4  # runs; the command on more of them takes the whole folder
-_BEST_IS_HIGHEST = (True, True, False, True)
 
 
-def table(results: Sequence[Result]) -> Table:
-    """A row for each method and protocol; the best of several methods is bold, and several seeds give mean ± std."""
+@dataclass(frozen=True)
+class _Column:
+    """A metric under its heading, of one of a contender's models or of the one that clients would use."""
+
+    heading: str
+    metric: str
+    model: str = ""
+    spread: bool = False
+    least_is_best: bool = False
+
+    def values(self, contender: Contender, protocol: str, best: bool) -> list[float]:
+        """In %, one a seed."""
+        if self.spread:
+            values = contender.spread(protocol, self.metric, best)
+        else:
+            values = contender.scores(protocol, self.model or contender.deployed(protocol), self.metric, best)
+        return [100 * value for value in values]
+
+    def wins(self, values: Sequence[float], rivals: Sequence[Sequence[float]]) -> bool:
+        """Whether `values` are the best of several."""
+        means = [fmean(rival) for rival in rivals if rival]
+        return len(means) > 1 and bool(values) and fmean(values) == (min if self.least_is_best else max)(means)
+
+
+_ONE_CLASS = (
+    _Column("personal", "accuracy", "personal"),
+    _Column("global", "accuracy", "global"),
+    _Column("std", "std", spread=True, least_is_best=True),
+    _Column("worst\ndecile", "worst_decile", spread=True),
+)
+_CALIBRATION = _Column("ECE", "ece", least_is_best=True)
+_SEVERAL_LABELS = (
+    _Column("AUC\npersonal", "auc", "personal"),
+    _Column("AUC\nglobal", "auc", "global"),
+    _Column("AUC\nstd", "auc_std", spread=True, least_is_best=True),
+    _Column("right\nlabels", "accuracy"),
+)
+
+
+def table(results: Sequence[Result], calibration: bool = True) -> Table:
+    """A row for each method and protocol; the best of several methods is bold, and several seeds give mean ± std.
+
+    Of samples with several labels each, the macro AUC stands where else the accuracy does. `calibration` : the
+    calibration error too, where it is known.
+    """
     compared = contenders(results)
+    columns = _columns(compared, calibration)
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     drawn.add_column("method")
     drawn.add_column("tested on", no_wrap=True)
-    for heading in _COLUMNS:
+    for heading in (*(column.heading for column in columns), *_COSTS):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for contender in compared:
         lines = [(protocol, False) for protocol in contender.protocols]
         lines += [(protocol, True) for protocol in contender.protocols if contender.has_best and protocol != "val"]
         for i, line in enumerate(lines):
-            rivals = [_metrics(one, *line) for one in compared if one.has_best or not line[1]]
-            drawn.add_row(*_row(contender, line, i == 0, rivals), end_section=i == len(lines) - 1)
+            rivals = [one for one in compared if one.has_best or not line[1]]
+            drawn.add_row(*_row(contender, line, i == 0, rivals, columns), end_section=i == len(lines) - 1)
     return drawn
 
 
-def show(console: Console, results: Sequence[Result], pictures: Mapping[str, Path], tried: str) -> None:
+def show(console: Console, results: Sequence[Result], pictures: Mapping[str, Path], tried: Sequence[str]) -> None:
     """Print the table, then where things are and what to try next.
 
     Parameters
     ----------
     pictures : of the comparison, by their headings.
-    tried : the recipe or file that was run, for the commands that are suggested.
+    tried : the recipe or file that was run, and the assignments that changed it, for the commands that are suggested.
     """
     judged = [result for result in results if result.evaluations.num_rows]
     if judged:
         console.print()
         console.print(Text(setting(judged[0].experiment), "dim"))
-        console.print(table(judged))
-        console.print(Text(_NOTE, "dim"))
+        _show_table(console, judged)
         if any(result.best_round is not None for result in judged):
             console.print(Text(_BEST, "dim"))
     console.print()
@@ -73,6 +122,19 @@ def show(console: Console, results: Sequence[Result], pictures: Mapping[str, Pat
     for i, command in enumerate(_next(results, tried)):
         heading = "" if i else "Try next"
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), command), soft_wrap=True)
+
+
+def _show_table(console: Console, judged: Sequence[Result]) -> None:
+    """The table, with calibration errors if there is room for them, and what its numbers are."""
+    compared = contenders(judged)
+    drawn, columns = table(judged), _columns(compared)
+    unbounded = console.options.update(max_width=_UNBOUNDED)
+    if _CALIBRATION in columns and console.measure(drawn, options=unbounded).maximum > console.width:
+        drawn, columns = table(judged, calibration=False), _columns(compared, calibration=False)
+    console.print(drawn)
+    console.print(Text(_LABELS_NOTE if columns == _SEVERAL_LABELS else _NOTE, "dim"))
+    if _CALIBRATION in columns:
+        console.print(Text(_CALIBRATION_NOTE, "dim"))
 
 
 def as_json(results: Sequence[Result], pictures: Mapping[str, Path]) -> dict[str, Any]:
@@ -97,37 +159,57 @@ def _whereabouts(results: Sequence[Result], pictures: Mapping[str, Path]) -> lis
     return facts
 
 
-def _metrics(contender: Contender, protocol: str, best: bool) -> list[list[float]]:
-    cells = [contender.scores(protocol, model, "accuracy", best) for model in ("personal", "global")]
-    cells += [contender.spread(protocol, metric, best) for metric in ("std", "worst_decile")]
-    return [[100 * value for value in values] for values in cells]
+def _columns(compared: Sequence[Contender], calibration: bool = True) -> tuple[_Column, ...]:
+    def known(metric: str) -> bool:
+        return any(
+            one.scores(protocol, model, metric)
+            for one in compared
+            for protocol in one.protocols
+            for model in ("personal", "global")
+        )
+
+    if known("auc"):
+        return _SEVERAL_LABELS
+    return (*_ONE_CLASS, _CALIBRATION) if calibration and known("ece") else _ONE_CLASS
 
 
-def _row(contender: Contender, line: tuple[str, bool], first: bool, rivals: list[list[list[float]]]) -> list[Text]:
+def _row(
+    contender: Contender, line: tuple[str, bool], first: bool, rivals: Sequence[Contender], columns: Sequence[_Column]
+) -> list[Text]:
     protocol, best_round = line
     tested_on = f"{protocol}*" if best_round else protocol
     cells = [Text(contender.label if first else "", f"bold {contender.colour}"), Text(tested_on)]
-    for i, values in enumerate(_metrics(contender, *line)):
-        others = [fmean(rival[i]) for rival in rivals if rival[i]]
-        best = max(others, default=0.0) if _BEST_IS_HIGHEST[i] else min(others, default=0.0)
-        wins = len(others) > 1 and bool(values) and fmean(values) == best
+    for column in columns:
+        values = column.values(contender, *line)
+        wins = column.wins(values, [column.values(rival, *line) for rival in rivals])
         cells.append(Text(over_seeds(values), "bold" if wins else ""))
     megabytes = zip(*(result.megabytes for result in contender.results), strict=True)
     costs = [*map(fmean, megabytes), fmean(map(seconds, contender.results))]
     return cells + [Text(f"{cost:,.1f}" if first else "") for cost in costs]
 
 
-def _next(results: Sequence[Result], tried: str) -> list[str]:
-    run, last = f"raypfl run {tried}", results[-1]
+def _next(results: Sequence[Result], tried: Sequence[str]) -> list[str]:
+    last = results[-1]
     if last.status == "stopped":
         return [f"raypfl resume {nearby(last.run_dir)}", "raypfl list methods"]
+    skewed = ["partition.alpha=0.1"] if hasattr(last.experiment.partition, "alpha") else []
     return [
         _report(results),
-        *_with_other_option(run, last.experiment),
-        f"{run} partition.alpha=0.1 --seeds 3" if hasattr(last.experiment.partition, "alpha") else f"{run} --seeds 3",
+        *(_again(tried, options) for options in _other_option(last.experiment)),
+        f"{_again(tried, skewed)} --seeds 3",
         f"raypfl resume {nearby(last.run_dir)} rounds={2 * last.experiment.rounds}",
         "raypfl list methods",
     ]
+
+
+def _again(tried: Sequence[str], changes: Sequence[str]) -> str:
+    """The command that was given, without what `changes` set anew: a comparison's methods too, if they name one."""
+    recipe, *before = tried
+    new = {change.partition("=")[0] for change in changes}
+    kept = [one for one in before if one.partition("=")[0] not in new]
+    if "method" in new:
+        kept = [one for one in kept if one.partition("=")[0].partition(".")[0] not in ("method", "methods")]
+    return shlex.join(["raypfl", "run", recipe, *kept, *changes])
 
 
 def _report(results: Sequence[Result]) -> str:
@@ -136,11 +218,12 @@ def _report(results: Sequence[Result]) -> str:
     return " ".join(["raypfl report", *(named if len(named) <= _NAMED else [str(folders[0].parent)])])
 
 
-def _with_other_option(run: str, experiment: Experiment) -> list[str]:
+def _other_option(experiment: Experiment) -> list[list[str]]:
+    """Assignments that give a method a tenth of its first number, if it has one."""
     method = experiment.to_dict()["method"]
     own = vars(type(experiment.method)).get("__annotations__", {})
     numbers = [key for key in own if isinstance(method.get(key), float) and method[key] > 0]
-    return [f"{run} method={method['name']} method.{key}={method[key] / 10:g}" for key in numbers[:1]]
+    return [[f"method={method['name']}", f"method.{key}={method[key] / 10:g}"] for key in numbers[:1]]
 
 
 def _run_as_json(result: Result) -> dict[str, Any]:
