@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from raypfl import __version__
 from raypfl.errors import ConfigError, RaypflError, Stopped
 
 if TYPE_CHECKING:
+    from raypfl.config import Experiment
     from raypfl.federation import Result
     from raypfl.registry import Registry
     from raypfl.tracking.mlflow import MLflowListener
@@ -123,7 +124,7 @@ def run(
     changes = [*changes, f"seeds={seeds}"] if seeds else changes
     planned = experiments(_source(recipe), changes)
     jobs = [partial(federation.run, one) for one in planned]
-    together = partial(federation.session, planned[0]) if len(planned) > 1 else _alone
+    together = partial(_together, planned) if len(planned) > 1 else _alone
     _carry_out(jobs, lines_for(planned), together, [recipe, *given], quiet, as_json, {"recipe": recipe})
 
 
@@ -224,6 +225,16 @@ def show(
     else:
         data_table.show(Console(), summary)
         print(f"Picture: {drawn}")
+
+
+@contextmanager
+def _together(planned: Sequence[Experiment], listeners: Sequence[Any]) -> Iterator[None]:
+    """The session of a comparison, once none of its runs is known to be refused."""
+    from raypfl import federation
+
+    federation.check(planned, listeners=listeners)
+    with federation.session(planned[0], listeners=listeners):
+        yield
 
 
 def _alone(listeners: Sequence[Any]) -> AbstractContextManager[None]:

@@ -94,6 +94,22 @@ def test_a_mistake_is_a_sentence_on_stderr_and_exit_code_two(words, sentence):
     assert sentence in result.stderr and "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--method", "fedavg,partial", "method.personal=haed"], "method.personal is 'haed'"),
+        (
+            ["--method", "fedavg,fednh", "data.name=tests.test_multi_label:marked", "data.rare=1"],
+            "method is 'fednh', which needs samples of one class each",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_later_method_is_told_before_an_earlier_one_is_run(words, sentence):
+    result = raypfl("run", *SMALL, *words)
+    assert result.exit_code == 2 and sentence in result.stderr
+    assert "round 1/2" not in result.stderr and not list(Path(".").glob("runs/*"))
+
+
 def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
     result = raypfl("resume", "nowhere")
     assert result.exit_code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -96,8 +97,10 @@ def test_what_is_not_there_is_refused_in_a_sentence(tmp_path: Path):
         models.personal_model(0)
     with pytest.raises(ConfigError, match="no client 12; clients are numbered from 0 to 11"):
         models.personal_model(12)
-    with pytest.raises(CheckpointError, match="is no run's folder"):
+    with pytest.raises(CheckpointError, match="is no run's folder") as refused:
         TrainedModels.of_run(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(str(refused.value))):
+        raypfl.resume(tmp_path)
     (tmp_path / "torn").write_bytes(b"\x08")
     with pytest.raises(CheckpointError, match="torn is no file of a run's models"):
         TrainedModels.of_file(tmp_path / "torn")

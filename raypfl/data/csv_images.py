@@ -23,7 +23,7 @@ def _tables(config: DataConfig) -> list[Path]:
     root = config.folder("CSV files that list images")
     found = sorted(root.glob(config.files or "*.csv"))
     if not found:
-        raise ConfigError(f"There is no {config.files or '*.csv'} in the folder {root}, which data.root names.")
+        raise DataError(f"There is no {config.files or '*.csv'} in the folder {root}, which data.root names.")
     return found
 
 
@@ -53,8 +53,9 @@ def csv(config: DataConfig) -> RawData:
 
     Raises
     ------
-    ConfigError : if there is no such file or column.
-    DataError : if a label or image is missing, damaged or odd; the message names file and row, counted from 0.
+    ConfigError : if there is no such folder or column.
+    DataError : if there is no file, or a label or image is missing, damaged or odd; the message names file and row,
+        counted from 0.
     """
     tables = [_Listing(path, config) for path in _tables(config)]
     several = isinstance(config.label, tuple)

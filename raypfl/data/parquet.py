@@ -42,7 +42,8 @@ def parquet(config: DataConfig) -> RawData:
     Raises
     ------
     ConfigError : if there is no such folder or column.
-    DataError : if an image or label is missing, damaged or odd; the message names file and row, counted from 0.
+    DataError : if there is no file, or an image or label is missing, damaged or odd; the message names file and row,
+        counted from 0.
     """
     if isinstance(config.label, tuple):
         raise ConfigError(f"data.label is {list(config.label)}, but Parquet files are read with one label column.")

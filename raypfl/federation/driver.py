@@ -17,7 +17,7 @@ import torch
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.data.store import cache_folder
-from raypfl.errors import CheckpointError, ConfigError, RaypflError
+from raypfl.errors import ConfigError, RaypflError
 from raypfl.evaluation import refuse_untestable
 from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
@@ -32,7 +32,7 @@ from raypfl.federation.events import (
     RunStarted,
     Warned,
 )
-from raypfl.federation.result import RECIPE, Result, write_facts, write_tables
+from raypfl.federation.result import RECIPE, Result, description, write_facts, write_tables
 from raypfl.federation.schedule import VECTORISED_GROUP, cohort_size
 from raypfl.federation.server import Job, Server, groups_for
 from raypfl.federation.setup import make_bench, make_model, make_task
@@ -40,6 +40,7 @@ from raypfl.federation.stopping import StopRequest
 from raypfl.federation.trial import faster
 from raypfl.federation.work import Worker
 from raypfl.methods import METHODS
+from raypfl.models import FlatModel
 from raypfl.models.weights import digest
 
 DRIVER_POLL = 0.2
@@ -79,12 +80,26 @@ def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides
     overrides : ``dotted.key=value`` changes to its description, e.g. ``rounds=200`` for a longer run.
     """
     folder = Path(run_dir)
-    if not (folder / RECIPE).exists():
-        raise CheckpointError(
-            f"{folder} is no run's folder: it has no {RECIPE}. Runs are in the folder `output` names."
-        )
-    experiment = Experiment.from_yaml(folder / RECIPE).override(overrides)
-    return _run(experiment, folder.resolve(), listeners)
+    return _run(description(folder).override(overrides), folder.resolve(), listeners)
+
+
+def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
+    """Refuse a comparison of which a run would be refused once its data and network are there: before any is run.
+
+    Parameters
+    ----------
+    experiments : differ in their methods and seeds alone, so their data are looked at once.
+
+    Raises
+    ------
+    ConfigError : as :func:`run` would, of the first that it would refuse.
+    """
+    first = experiments[0]
+    _Audience(listeners)(Progress("preparing data"))
+    data = load_federated(first.data, first.partition, seed=first.seed)
+    for experiment in experiments:
+        if experiment.seed == first.seed:
+            _fitting_model(experiment, data)
 
 
 @contextlib.contextmanager
@@ -131,6 +146,21 @@ def make_room(ray: Any) -> None:
     _spare.release(ray)
 
 
+def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
+    """The clients' network, if settings, data, network and method fit together."""
+    refuse_untestable(experiment.evaluation.protocols, data)
+    _refuse_several_labels(experiment, data)
+    _refuse_to_augment(experiment, data)
+    if experiment.cohort.size and experiment.cohort.size > data.num_clients:
+        raise ConfigError(
+            f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
+            "at most that many."
+        )
+    model = make_model(experiment, data, _device(experiment))
+    experiment.method.check(model)
+    return model
+
+
 def _refuse_several_labels(experiment: Experiment, data: ClientData) -> None:
     if experiment.method.one_class and getattr(data, "multi_label", False):
         raise ConfigError(
@@ -153,9 +183,6 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
     with StopRequest().listening() as stop:
         telling(Progress("preparing data"))
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-        refuse_untestable(experiment.evaluation.protocols, data)
-        _refuse_several_labels(experiment, data)
-        _refuse_to_augment(experiment, data)
         job = _job(experiment, folder, data, telling)
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
         finished = backend(job, data, telling, stop)
@@ -175,13 +202,7 @@ def _write_description(folder: Path, event: Event) -> None:
 def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:
     """What the server is to do; what the settings left open is settled from here on, and in a resume."""
     engine, training = experiment.engine, experiment.training
-    if experiment.cohort.size and experiment.cohort.size > data.num_clients:
-        raise ConfigError(
-            f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
-            "at most that many."
-        )
-    model = make_model(experiment, data, _device(experiment))
-    experiment.method.check(model)
+    model = _fitting_model(experiment, data)
     why = ""
     if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("trying executors"))

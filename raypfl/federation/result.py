@@ -26,6 +26,21 @@ FACTS = "facts.json"
 RECIPE = "experiment.yaml"
 
 
+def description(run_dir: str | Path) -> Experiment:
+    """What a run's folder says is, or was, run.
+
+    Raises
+    ------
+    CheckpointError : if it is no run's folder.
+    """
+    file = Path(run_dir, RECIPE)
+    if not file.exists():
+        raise CheckpointError(
+            f"{run_dir} is no run's folder: it has no {RECIPE}. Runs are in the folder `output` names."
+        )
+    return Experiment.from_yaml(file)
+
+
 def write_facts(folder: Path, started: RunStarted) -> None:
     """Put what a run found out as it began into its folder."""
     (folder / FACTS).write_text(json.dumps(started.facts, indent=1))
@@ -78,7 +93,7 @@ class Result:
             )
         end = json.loads((folder / SUMMARY).read_text())
         return cls(
-            experiment=Experiment.from_yaml(folder / "experiment.yaml"),
+            experiment=description(folder),
             run_dir=folder,
             status=end["status"],
             round=end["round"],

@@ -17,7 +17,7 @@ from raypfl.federation import checkpoint, models_file
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.outline import DataOutline
-from raypfl.federation.result import RECIPE
+from raypfl.federation.result import description
 from raypfl.federation.server import checkpoints_of
 from raypfl.federation.setup import make_bench, make_task, normalisation
 from raypfl.messages import plain
@@ -128,13 +128,8 @@ class TrainedModels:
 
 def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapshot]:
     """A run's description and its newest checkpoint; `whole` as of :func:`raypfl.federation.checkpoint.load`."""
-    from raypfl.config import Experiment
-
-    folder = Path(run_dir)
-    if not (folder / RECIPE).exists():
-        raise CheckpointError(f"{folder} is no run's folder: it has no {RECIPE}.")
-    experiment = Experiment.from_yaml(folder / RECIPE)
-    location = checkpoints_of(experiment, str(folder))
+    experiment = description(run_dir)
+    location = checkpoints_of(experiment, str(run_dir))
     snapshot = checkpoint.load(location, lambda text: None, whole)
     if snapshot is None:
         raise CheckpointError(f"There is no checkpoint in {location}.")
