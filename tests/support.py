@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 FP64 = TrainingSettings(precision="fp64", batch_size=4, lr=0.1)
 NO_RETRIES = FailureSettings(retries=0)
 
+EXECUTORS = ["vectorised", "sequential"]
 CLASSES = 3
 SHAPE = (2, 4, 4)
 MEAN = np.array([3.0, 5.0])
@@ -231,3 +232,25 @@ def torch_sgd(
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual.as_subclass(Tensor), expected, rtol=tolerance, atol=tolerance)
+
+
+def starts_of(fed: Federation) -> Tensor:
+    """A different model for each client, statistics in order."""
+    return torch.stack([fed.model.init(100 + k) for k in range(len(fed.sizes))])
+
+
+def bare_loop(fed: Federation, starts: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """Each client trained by torch's own optimizer: models ``[K, P+B]`` and mean losses ``[K]``."""
+    t = fed.training
+    options = {"lr": t.lr, "clip_norm": t.clip_norm} | options
+    options |= {"momentum": t.momentum, "nesterov": t.nesterov, "weight_decay": t.weight_decay}
+    rows, losses = [], []
+    for k, start in enumerate(starts):
+        net = as_module(fed.factory, start)
+        losses.append(float(np.mean(torch_sgd(net, fed.visits(k), **options))))
+        rows.append(as_vector(net))
+    return torch.stack(rows), torch.tensor(losses, dtype=starts.dtype)

@@ -18,8 +18,7 @@ from raypfl.federation.batches import Samples, order
 from raypfl.messages import plain
 from tests.federated_images import Brighter, Smaller
 from tests.runs import Interrupt, experiment, same_tables
-from tests.support import Federation, NormalisedConv, small_mlp
-from tests.test_executor import EXECUTORS, bare_loop, close, starts_of
+from tests.support import EXECUTORS, Federation, NormalisedConv, bare_loop, close, small_mlp, starts_of
 
 SEVERAL = (Crop(padding=1, p=0.8), Flip(), Cutout(size=2, p=0.5))
 

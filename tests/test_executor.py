@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.errors import ClientError, RaypflError
+from raypfl.errors import ClientError
 from raypfl.evaluation.tally import tally
 from raypfl.federation.clients import learning_rate
 from raypfl.messages import per_client
@@ -28,41 +27,22 @@ from raypfl.models.rowwise import RowWise
 from raypfl.settings import TrainingSettings
 from tests.support import (
     CLASSES,
+    EXECUTORS,
     FP64,
     SHAPE,
     Federation,
     NormalisedConv,
     as_module,
     as_vector,
+    bare_loop,
+    close,
     dropping_mlp,
     small_mlp,
+    starts_of,
     torch_sgd,
 )
 
-EXECUTORS = ["vectorised", "sequential"]
 lenet = partial(MODELS.get("lenet"), input_shape=(2, 16, 16), num_classes=CLASSES)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(actual.as_subclass(Tensor), expected, rtol=tolerance, atol=tolerance)
-
-
-def starts_of(fed: Federation) -> Tensor:
-    """A different model for each client, statistics in order."""
-    return torch.stack([fed.model.init(100 + k) for k in range(len(fed.sizes))])
-
-
-def bare_loop(fed: Federation, starts: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """Each client trained by torch's own optimizer: models ``[K, P+B]`` and mean losses ``[K]``."""
-    t = fed.training
-    options = {"lr": t.lr, "clip_norm": t.clip_norm} | options
-    options |= {"momentum": t.momentum, "nesterov": t.nesterov, "weight_decay": t.weight_decay}
-    rows, losses = [], []
-    for k, start in enumerate(starts):
-        net = as_module(fed.factory, start)
-        losses.append(float(np.mean(torch_sgd(net, fed.visits(k), **options))))
-        rows.append(as_vector(net))
-    return torch.stack(rows), torch.tensor(losses, dtype=starts.dtype)
 
 
 SETTINGS = {
@@ -290,105 +270,6 @@ def test_a_network_with_statistics_may_be_evaluated_elsewhere_than_at_its_parame
     close(clients.sgd(loss, clients.initial), clients.sgd(clients.loss, clients.initial).as_subclass(Tensor))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
-def test_gradients_are_autograds_and_agree_with_finite_differences(factory, executor):
-    fed = Federation(factory, executor=executor)
-    clients = fed.clients()
-    at = starts_of(fed)
-    gradients = clients.grad(clients.loss, per_client(at)).as_subclass(Tensor)
-    size = fed.model.num_parameters
-    direction = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for k in range(4):
-        x, y = fed.samples(k)
-
-        def value(parameters: Tensor, k=k, x=x, y=y) -> Tensor:
-            net = as_module(factory, torch.cat([parameters, at[k, size:]])).train()
-            return F.cross_entropy(net(x), y)
-
-        ahead, behind = (value(at[k, :size] + step * direction) for step in (1e-6, -1e-6))
-        assert float(gradients[k] @ direction) == pytest.approx(float((ahead - behind).detach() / 2e-6), rel=1e-5)
-        net = as_module(factory, at[k]).train()
-        F.cross_entropy(net(x), y).backward()
-        close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_gradients_are_taken_on_the_batches_and_with_the_extras_that_are_given(executor):
-    fed = Federation(executor=executor)
-    clients = fed.clients()
-    batches = clients.batches(5, "some")
-    anchors = starts_of(fed)
-
-    def loss(p, batch, anchor):
-        return clients.loss(p, batch) + 0.5 * (p - anchor).square().sum()
-
-    gradients = clients.grad(loss, clients.initial, batches, anchor=per_client(anchors))
-    for k, batch in enumerate(batches):
-        net = as_module(fed.factory, clients.initial)
-        F.cross_entropy(net(batch.x), batch.y).backward()
-        expected = torch.cat([p.grad.reshape(-1) for p in net.parameters()]) + clients.initial - anchors[k]
-        close(gradients[k], expected)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_gradients_leave_model_vectors_as_they_are(executor):
-    fed = Federation(NormalisedConv, executor=executor)
-    clients = fed.clients()
-    at = starts_of(fed)
-    before = at.clone()
-    clients.grad(clients.loss, per_client(at))
-    assert torch.equal(at, before)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_map_sees_each_clients_row_samples_and_extras_in_evaluation_mode(executor):
-    fed = Federation(NormalisedConv, executor=executor)
-    clients = fed.clients()
-    at = starts_of(fed)
-    at[:, fed.model.num_parameters :] += 0.5
-    scales = torch.arange(1.0, 5.0, dtype=torch.float64)
-
-    def describe(theta, batch, scale):
-        return scale * batch.mean(fed.model(theta, batch.x))
-
-    rows = clients.map(describe, per_client(at), scale=per_client(scales))
-    for k in range(4):
-        net = as_module(fed.factory, at[k]).eval()
-        close(rows[k], scales[k] * net(fed.samples(k)[0]).mean(0).detach())
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("shared", [True, False])
-def test_pulling_a_cotangent_back_is_autograd_through_the_map(shared, executor):
-    fed = Federation(executor=executor)
-    clients = fed.clients()
-    at = fed.model.init(1) if shared else starts_of(fed)
-    cotangent = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-    def describe(theta, batch):
-        return batch.mean(fed.model(theta, batch.x))
-
-    pulled = clients.vjp(describe, at if shared else per_client(at), per_client(cotangent))
-    for k in range(4):
-        net = as_module(fed.factory, at if shared else at[k])
-        (net(fed.samples(k)[0]).mean(0) @ cotangent[k]).backward()
-        close(pulled[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_class_means_are_those_of_each_clients_own_samples(executor):
-    fed = Federation(executor=executor, sizes=(7, 1, 11))
-    clients = fed.clients()
-    means, counts = clients.class_means(lambda theta, x: x.flatten(1)[:, :6], clients.initial)
-    for k in range(3):
-        x, y = fed.samples(k)
-        for c in range(CLASSES):
-            mine = x.flatten(1)[y == c, :6]
-            assert counts[k, c] == len(mine)
-            close(means[k, c], mine.mean(0) if len(mine) else torch.zeros(6, dtype=torch.float64))
-
-
 def test_both_executors_draw_the_same_dropout_and_torchs_stream_has_no_part_in_it():
     trained = []
     for seed, executor in enumerate([*EXECUTORS, *EXECUTORS]):
@@ -505,151 +386,6 @@ def test_channels_last_is_a_layout_and_nothing_else(executor):
     trained = clients.sgd(clients.loss, clients.initial)
     assert all(layouts)
     close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
-
-
-def ignoring(fed: Federation, p: Tensor, batch) -> Tensor:
-    return F.cross_entropy(fed.model(p, batch.x), batch.y)
-
-
-def wrongly_divided(fed: Federation, p: Tensor, batch) -> Tensor:
-    return (F.cross_entropy(fed.model(p, batch.x), batch.y, reduction="none") * batch.weight).mean()
-
-
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
-@pytest.mark.parametrize("careless", [ignoring, wrongly_divided])
-def test_a_loss_that_padding_would_change_is_trained_one_by_one_with_a_warning(careless, factory):
-    fed = Federation(factory)
-    clients = fed.clients()
-    with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
-        trained = clients.sgd(partial(careless, fed), clients.initial)
-    close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
-
-
-def test_a_loss_without_weights_is_trained_together_where_nothing_is_padded():
-    fed = Federation(sizes=(8, 4, 8))
-    clients = fed.clients()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained = clients.sgd(partial(ignoring, fed), clients.initial)
-    close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_gradients_and_maps_of_a_function_without_weights_are_right_on_unequal_batches():
-    fed = Federation()
-    clients = fed.clients()
-    gradients = clients.grad(partial(ignoring, fed), clients.initial)
-    means = clients.map(lambda p, batch: fed.model(p, batch.x).mean(0), clients.initial)
-    for k in range(4):
-        x, y = fed.samples(k)
-        net = as_module(fed.factory, clients.initial)
-        close(means[k], net(x).mean(0).detach())
-        F.cross_entropy(net(x), y).backward()
-        close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
-
-
-def with_item(loss: Tensor) -> Tensor:
-    return loss * (1.0 if loss.item() >= 0 else 0.0)
-
-
-def with_if(loss: Tensor) -> Tensor:
-    return loss if loss >= 0 else -loss
-
-
-def with_tolist(loss: Tensor) -> Tensor:
-    return loss * (1.0 if loss.tolist() >= 0 else 0.0)
-
-
-@pytest.mark.parametrize("peek", [with_item, with_if, with_tolist])
-def test_a_loss_that_looks_at_numbers_is_trained_one_by_one_with_a_warning(peek):
-    fed = Federation(NormalisedConv)
-    clients = fed.clients()
-
-    def loss(p, batch):
-        return peek(clients.loss(p, batch))
-
-    start = clients.initial.clone()
-    with pytest.warns(UserWarning, match="cannot be vectorised, so clients run one by one"):
-        trained = clients.sgd(loss, clients.initial)
-    close(trained, bare_loop(fed, start.expand(4, -1))[0])
-    with pytest.warns(UserWarning, match="one by one"):
-        close(clients.grad(loss, start), clients.grad(clients.loss, start).as_subclass(Tensor))
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("work", ["sgd", "grad", "map"])
-def test_a_loss_that_closes_over_rows_of_all_clients_is_refused(work, executor):
-    fed = Federation(executor=executor)
-    clients = fed.clients(personal=starts_of(fed))
-    personal = clients.state["personal"]
-
-    def pulled(p, batch):
-        return clients.loss(p, batch) + (p - personal).square().sum()
-
-    with pytest.raises(ValueError, match=re.escape("by name instead: clients.sgd(loss, start, anchor=personal)")):
-        getattr(clients, work)(pulled, clients.initial)
-    assert torch.isfinite(personal + 1).all()
-    clients.sgd(clients.loss, clients.initial)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_is_computed_from_rows_of_all_clients_may_not_be_closed_over_either(executor):
-    clients = Federation(executor=executor).clients()
-    derived = (clients.sgd(clients.loss, clients.initial) * 2)[1] + clients.num_samples[1]
-    with pytest.raises(ValueError, match="holds a row for every client"):
-        clients.sgd(lambda p, batch: clients.loss(p, batch) + (p - derived).sum(), clients.initial)
-
-
-def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
-    fed = Federation()
-    clients = fed.clients()
-    rows = torch.zeros(4, fed.model.size, dtype=torch.float64)
-
-    def loss(p, batch, table):
-        return clients.loss(p, batch) + 0 * table.sum()
-
-    for work in (clients.sgd, clients.grad, clients.map):
-        with pytest.raises(ValueError, match=re.escape("pass raypfl.per_client(table)")):
-            work(loss, clients.initial, table=rows)
-    clients.received({"sent": rows})
-    clients.sgd(loss, clients.initial, table=rows)
-    clients.sgd(loss, clients.initial, table=per_client(rows))
-    clients.sgd(loss, clients.initial, table=torch.zeros(5, 4))
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_loss_that_is_not_a_number_names_its_clients_and_the_round(executor):
-    fed = Federation(executor=executor)
-    starts = starts_of(fed)
-    starts[[1, 3]] = float("nan")
-    clients = fed.clients(ids=[3, 2, 1, 0], round=6)
-    with pytest.raises(ClientError, match=r"diverged on client 2 in round 6: mean loss nan.*training\.lr") as caught:
-        clients.sgd(clients.loss, per_client(starts))
-    assert caught.value.clients == (2, 0)
-    assert caught.value.repeatable
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_client_without_training_samples_is_named_in_a_sentence(executor):
-    clients = Federation(sizes=(5, 0, 3), executor=executor).clients()
-    with pytest.raises(RaypflError, match="client 1"):
-        clients.sgd(clients.loss, clients.initial)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_loss_above_the_limit_and_a_model_that_overflows_are_refused(executor):
-    fed = Federation(executor=executor, loss_limit=10.0)
-    clients = fed.clients()
-
-    def steep(p, batch, slope):
-        return clients.loss(p, batch) + slope
-
-    slopes = per_client(torch.tensor([0.0, 0.0, 100.0, 0.0], dtype=torch.float64))
-    with pytest.raises(ClientError, match=r"client 2 in round 0: mean loss 10\d, limit 10\.") as caught:
-        clients.sgd(steep, clients.initial, slope=slopes)
-    assert caught.value.clients == (2,)
-    with pytest.raises(ClientError, match="diverged"):
-        clients.sgd(clients.loss, clients.initial, steps=1, lr=float("inf"))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

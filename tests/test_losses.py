@@ -1,0 +1,170 @@
+"""A loss that clients cannot share as it is written is trained one by one, or refused in a sentence."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.errors import ClientError, RaypflError
+from raypfl.messages import per_client
+from tests.support import (
+    EXECUTORS,
+    Federation,
+    NormalisedConv,
+    as_module,
+    bare_loop,
+    close,
+    small_mlp,
+    starts_of,
+)
+
+
+def ignoring(fed: Federation, p: Tensor, batch) -> Tensor:
+    return F.cross_entropy(fed.model(p, batch.x), batch.y)
+
+
+def wrongly_divided(fed: Federation, p: Tensor, batch) -> Tensor:
+    return (F.cross_entropy(fed.model(p, batch.x), batch.y, reduction="none") * batch.weight).mean()
+
+
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@pytest.mark.parametrize("careless", [ignoring, wrongly_divided])
+def test_a_loss_that_padding_would_change_is_trained_one_by_one_with_a_warning(careless, factory):
+    fed = Federation(factory)
+    clients = fed.clients()
+    with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
+        trained = clients.sgd(partial(careless, fed), clients.initial)
+    close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
+
+
+def test_a_loss_without_weights_is_trained_together_where_nothing_is_padded():
+    fed = Federation(sizes=(8, 4, 8))
+    clients = fed.clients()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained = clients.sgd(partial(ignoring, fed), clients.initial)
+    close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gradients_and_maps_of_a_function_without_weights_are_right_on_unequal_batches():
+    fed = Federation()
+    clients = fed.clients()
+    gradients = clients.grad(partial(ignoring, fed), clients.initial)
+    means = clients.map(lambda p, batch: fed.model(p, batch.x).mean(0), clients.initial)
+    for k in range(4):
+        x, y = fed.samples(k)
+        net = as_module(fed.factory, clients.initial)
+        close(means[k], net(x).mean(0).detach())
+        F.cross_entropy(net(x), y).backward()
+        close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+
+
+def with_item(loss: Tensor) -> Tensor:
+    return loss * (1.0 if loss.item() >= 0 else 0.0)
+
+
+def with_if(loss: Tensor) -> Tensor:
+    return loss if loss >= 0 else -loss
+
+
+def with_tolist(loss: Tensor) -> Tensor:
+    return loss * (1.0 if loss.tolist() >= 0 else 0.0)
+
+
+@pytest.mark.parametrize("peek", [with_item, with_if, with_tolist])
+def test_a_loss_that_looks_at_numbers_is_trained_one_by_one_with_a_warning(peek):
+    fed = Federation(NormalisedConv)
+    clients = fed.clients()
+
+    def loss(p, batch):
+        return peek(clients.loss(p, batch))
+
+    start = clients.initial.clone()
+    with pytest.warns(UserWarning, match="cannot be vectorised, so clients run one by one"):
+        trained = clients.sgd(loss, clients.initial)
+    close(trained, bare_loop(fed, start.expand(4, -1))[0])
+    with pytest.warns(UserWarning, match="one by one"):
+        close(clients.grad(loss, start), clients.grad(clients.loss, start).as_subclass(Tensor))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("work", ["sgd", "grad", "map"])
+def test_a_loss_that_closes_over_rows_of_all_clients_is_refused(work, executor):
+    fed = Federation(executor=executor)
+    clients = fed.clients(personal=starts_of(fed))
+    personal = clients.state["personal"]
+
+    def pulled(p, batch):
+        return clients.loss(p, batch) + (p - personal).square().sum()
+
+    with pytest.raises(ValueError, match=re.escape("by name instead: clients.sgd(loss, start, anchor=personal)")):
+        getattr(clients, work)(pulled, clients.initial)
+    assert torch.isfinite(personal + 1).all()
+    clients.sgd(clients.loss, clients.initial)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_is_computed_from_rows_of_all_clients_may_not_be_closed_over_either(executor):
+    clients = Federation(executor=executor).clients()
+    derived = (clients.sgd(clients.loss, clients.initial) * 2)[1] + clients.num_samples[1]
+    with pytest.raises(ValueError, match="holds a row for every client"):
+        clients.sgd(lambda p, batch: clients.loss(p, batch) + (p - derived).sum(), clients.initial)
+
+
+def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
+    fed = Federation()
+    clients = fed.clients()
+    rows = torch.zeros(4, fed.model.size, dtype=torch.float64)
+
+    def loss(p, batch, table):
+        return clients.loss(p, batch) + 0 * table.sum()
+
+    for work in (clients.sgd, clients.grad, clients.map):
+        with pytest.raises(ValueError, match=re.escape("pass raypfl.per_client(table)")):
+            work(loss, clients.initial, table=rows)
+    clients.received({"sent": rows})
+    clients.sgd(loss, clients.initial, table=rows)
+    clients.sgd(loss, clients.initial, table=per_client(rows))
+    clients.sgd(loss, clients.initial, table=torch.zeros(5, 4))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_loss_that_is_not_a_number_names_its_clients_and_the_round(executor):
+    fed = Federation(executor=executor)
+    starts = starts_of(fed)
+    starts[[1, 3]] = float("nan")
+    clients = fed.clients(ids=[3, 2, 1, 0], round=6)
+    with pytest.raises(ClientError, match=r"diverged on client 2 in round 6: mean loss nan.*training\.lr") as caught:
+        clients.sgd(clients.loss, per_client(starts))
+    assert caught.value.clients == (2, 0)
+    assert caught.value.repeatable
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_client_without_training_samples_is_named_in_a_sentence(executor):
+    clients = Federation(sizes=(5, 0, 3), executor=executor).clients()
+    with pytest.raises(RaypflError, match="client 1"):
+        clients.sgd(clients.loss, clients.initial)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_loss_above_the_limit_and_a_model_that_overflows_are_refused(executor):
+    fed = Federation(executor=executor, loss_limit=10.0)
+    clients = fed.clients()
+
+    def steep(p, batch, slope):
+        return clients.loss(p, batch) + slope
+
+    slopes = per_client(torch.tensor([0.0, 0.0, 100.0, 0.0], dtype=torch.float64))
+    with pytest.raises(ClientError, match=r"client 2 in round 0: mean loss 10\d, limit 10\.") as caught:
+        clients.sgd(steep, clients.initial, slope=slopes)
+    assert caught.value.clients == (2,)
+    with pytest.raises(ClientError, match="diverged"):
+        clients.sgd(clients.loss, clients.initial, steps=1, lr=float("inf"))
