@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
@@ -66,34 +67,36 @@ def carry_out(order: Order, quiet: bool, as_json: bool) -> None:
     choice = choose(study, order.only)
     published = plan(reference, choose(reference))  # before the changes: what is wrong with it, is so in the file
     cells = plan(study, choice, order.assignments)
-    outcomes = _run(cells, quiet)
-    results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
-    if results:
-        found = entries(study, reference, cells, results)
-        departures = deviations(reference, choice, cells, published, results)
-        folder = _kept(study, found, cells, results)
-        page = layout.markdown(study, reference.published, found, departures)
-        (folder / "table.md").write_text(page, encoding="utf-8")
-        if as_json:
-            told = {"study": study.name, "folder": str(folder), "entries": as_rows(found), "deviations": departures}
-            print(json.dumps(told, indent=2))
-        else:
-            _tell(study, reference, found, departures, folder)
-    _raise_for(outcomes, cells, order)
-
-
-def _run(cells: Sequence[Cell], quiet: bool) -> list[Outcome]:
+    folder = Path(cells[0].experiment.output).absolute() / study.name
     progress = Console(stderr=True)
+    with MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder) as tracked:
+        outcomes = _run(cells, tracked, progress, quiet)
+        results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
+        if results:
+            found = entries(study, reference, cells, results)
+            departures = deviations(reference, choice, cells, published, results)
+            page = layout.markdown(study, reference.published, found, departures)
+            _keep(folder, study.name, page, found, cell_table(cells, results))
+            tracked.describe(page)
+            for name in FILES:
+                tracked.attach(folder / name)
+            if as_json:
+                told = {"study": study.name, "folder": str(folder), "entries": as_rows(found), "deviations": departures}
+                print(json.dumps(told, indent=2))
+            else:
+                _tell(study, reference, found, departures, folder)
+        _raise_for(outcomes, cells, order)
+
+
+def _run(cells: Sequence[Cell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[Outcome]:
     lines = _run_lines(cells)
-    trackers: dict[int, MLflowListener] = {}
+    trackers = [tracked.beside({"cell": cell.label}) for cell in cells]
     try:
         with view(progress, lines, quiet) as shown:
             listeners = [shown.listener(i) for i in range(len(cells))]
 
             def hear(cell: int, event: Event) -> None:
                 listeners[cell](event)
-                if cell not in trackers:
-                    trackers[cell] = MLflowListener(warn=warner(progress))
                 trackers[cell](event)
 
             return run(cells, hear)
@@ -110,14 +113,13 @@ def _run_lines(cells: Sequence[Cell]) -> list[RunLine]:
     return lines
 
 
-def _kept(study: Study, found: Sequence[Entry], cells: Sequence[Cell], results: dict[int, Result]) -> Path:
-    """Write the tables and the figure; returns their folder."""
-    folder = Path(cells[0].experiment.output).absolute() / study.name
+def _keep(folder: Path, name: str, page: str, found: Sequence[Entry], runs: pa.Table) -> None:
+    """Write the tables and the figure."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(page, encoding="utf-8")
     pq.write_table(entry_table(found), folder / "table.parquet")
-    pq.write_table(cell_table(cells, results), folder / "cells.parquet")
-    draw(found, study.name, folder / "table.png")
-    return folder
+    pq.write_table(runs, folder / "cells.parquet")
+    draw(found, name, folder / "table.png")
 
 
 def _tell(study: Study, reference: Study, found: Sequence[Entry], departures: Sequence[str], folder: Path) -> None:

@@ -34,6 +34,7 @@ class MLflowListener:
         The listener is then a context manager: at its end the parent gets the results of all.
     tags : of your own, for every run.
     warn : is told in a sentence when recording fails, from another thread; None: a log message.
+    kept_in : a folder for the parent's id, so that a comparison which was cut off goes on below the same parent.
 
     Examples
     --------
@@ -50,10 +51,13 @@ class MLflowListener:
         *,
         tags: Mapping[str, str] | None = None,
         warn: Callable[[str], None] | None = None,
+        kept_in: str | Path | None = None,
     ):
         self._tags = dict(tags or {})
         self._warn = warn or logging.getLogger("raypfl").warning
-        self._comparison = Comparison(comparison, self._tags) if comparison else None
+        folder = None if kept_in is None else Path(kept_in)
+        self._comparison = Comparison(comparison, self._tags, folder) if comparison else None
+        self._note = ""
         self._records: list[RunRecord] = []
         self._current: RunRecord | None = None
 
@@ -65,10 +69,14 @@ class MLflowListener:
         elif self._current:
             self._current.put(event)
 
-    def beside(self) -> MLflowListener:
-        """A listener for a run that goes while others do, in the same comparison; each listener hears one at a time."""
+    def beside(self, tags: Mapping[str, str] | None = None) -> MLflowListener:
+        """A listener for a run that goes while others do, in the same comparison; each listener hears one at a time.
+
+        `tags` : for that run alone.
+        """
         other = copy.copy(self)  # with the same list of records
         other._current = None
+        other._tags = {**self._tags, **(tags or {})}
         return other
 
     def __enter__(self) -> Self:
@@ -76,6 +84,10 @@ class MLflowListener:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._end_comparison(kind)
+
+    def describe(self, page: str) -> None:
+        """What is to be read beside the comparison at its end, as Markdown, in place of its runs' accuracies."""
+        self._note = page
 
     def attach(self, file: str | Path) -> None:
         """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
@@ -92,14 +104,17 @@ class MLflowListener:
             record.attempt(self._tell_parent, self._comparison.run_id, kind)
 
     def _tell_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
-        over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
-        judged = [result for result in over if result.evaluations.num_rows]
-        if judged:
-            client.set_tag(parent, NOTE, entries.comparison_of(judged))
+        if note := self._note or self._accuracies():
+            client.set_tag(parent, NOTE, entries.shortened(note))
         whole = [record.status for record in self._records]
         stopped = "stopped" in whole or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))
         status = "stopped" if stopped else "failed" if kind or "failed" in whole else "finished"
         client.set_terminated(parent, STATUS[status])
+
+    def _accuracies(self) -> str:
+        over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
+        judged = [result for result in over if result.evaluations.num_rows]
+        return entries.comparison_of(judged) if judged else ""
 
 
 def track(run_dir: str | Path, uri: str | None = None) -> None:

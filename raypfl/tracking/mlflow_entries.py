@@ -74,6 +74,13 @@ def comparison_of(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def shortened(note: str) -> str:
+    """A description by whole lines, no longer than MLflow takes."""
+    if len(note) <= LONGEST_VALUE:
+        return note
+    return note[:LONGEST_VALUE].rpartition("\n")[0] + "\n…"
+
+
 def round_points(event: RoundFinished, up: int, down: int) -> Iterator[Point]:
     """A round's metrics; `up`, `down` : bytes of all rounds so far."""
     values = {key: value for key, value in vars(event).items() if key != "round"}

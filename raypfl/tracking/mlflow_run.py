@@ -57,12 +57,17 @@ class Comparison:
     Attributes
     ----------
     name : of the comparison. run_id : of the parent; empty until there is one.
+
+    Parameters
+    ----------
+    kept_in : a folder for the parent's id, from which a comparison that was cut off goes on in the same parent.
     """
 
-    def __init__(self, name: str, tags: Mapping[str, str]):
+    def __init__(self, name: str, tags: Mapping[str, str], kept_in: Path | None = None):
         self.name = name
         self.run_id = ""
         self._tags = tags
+        self._file = kept_in and kept_in / RUN_ID_FILE
         self._place: tuple[str, str] | None = None
 
     def parent_in(self, client: MlflowClient, place: tuple[str, str], began: int) -> dict[str, str]:
@@ -71,10 +76,38 @@ class Comparison:
         A run in another place than the first cannot be below the same parent, and has none.
         """
         if self._place is None:
-            tags = {**_context(), **self._tags, "kind": "comparison", "comparison": self.name}
-            self.run_id = client.create_run(place[1], began, tags, self.name).info.run_id
+            self.run_id = self._known(client, place[1]) or self._new(client, place[1], began)
             self._place = place
         return {PARENT: self.run_id, "comparison": self.name} if place == self._place else {"comparison": self.name}
+
+    def _known(self, client: MlflowClient, home: str) -> str:
+        """Of the parent that was kept, if it is there."""
+        run = known_run(client, self._file) if self._file else None
+        if run is None or run.info.experiment_id != home:
+            return ""
+        client.update_run(run.info.run_id, status="RUNNING")
+        return str(run.info.run_id)
+
+    def _new(self, client: MlflowClient, home: str, began: int) -> str:
+        tags = {**_context(), **self._tags, "kind": "comparison", "comparison": self.name}
+        run_id: str = client.create_run(home, began, tags, self.name).info.run_id
+        if self._file:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(run_id)
+        return run_id
+
+
+def known_run(client: MlflowClient, file: Path) -> Any:
+    """The MLflow run whose id is in a file; None if there is no file, or no such run (any more)."""
+    if not file.exists():
+        return None
+    try:
+        run = client.get_run(file.read_text().strip())
+    except quiet_mlflow().MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
 
 
 @dataclass(frozen=True)
@@ -168,7 +201,7 @@ class RunRecord:
         """Start the MLflow run or, if the run is resumed, go on with the one it had."""
         mlflow = quiet_mlflow()
         client = mlflow.MlflowClient(self._uri)
-        known = self._known_run(client)
+        known = known_run(client, Path(self.run_dir, RUN_ID_FILE))
         self.run_id = known.info.run_id if known else self._new_run(client)
         client.update_run(self.run_id, status="RUNNING")
         params = entries.params_of(self._started.experiment)
@@ -181,26 +214,15 @@ class RunRecord:
                 client.set_tag(self.run_id, f"resumed.{key}", params[key])
         if known:
             self._learn_what_is_there(client, known.data.metrics)
+            self._put_below(client, known)
         if self._started.experiment.tracking.system_metrics and self._monitor is None:
             self._monitor = _monitor(self.run_id, self._uri, bool(known))
         return client
 
-    def _known_run(self, client: MlflowClient) -> Any:
-        file = Path(self.run_dir, RUN_ID_FILE)
-        if not file.exists():
-            return None
-        try:
-            return client.get_run(file.read_text().strip())
-        except quiet_mlflow().MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
-
     def _new_run(self, client: MlflowClient) -> str:
         experiment = self._started.experiment
         home = self._experiment_id(client)
-        above = self._comparison.parent_in(client, (self._uri, home), self._began) if self._comparison else {}
-        tags = {**_context(), **entries.tags_of(self._started), **self._tags, **above}
+        tags = {**_context(), **entries.tags_of(self._started), **self._tags, **self._above(client, home)}
         run = client.create_run(home, self._began, tags, entries.name_of(experiment))
         run_id = run.info.run_id
         Path(self.run_dir, RUN_ID_FILE).write_text(run_id)
@@ -208,6 +230,16 @@ class RunRecord:
         client.log_text(run_id, entries.without_password(experiment.to_yaml()), "experiment.yaml")
         client.log_inputs(run_id, datasets=[_dataset(self._started)])
         return run_id
+
+    def _above(self, client: MlflowClient, home: str) -> dict[str, str]:
+        return self._comparison.parent_in(client, (self._uri, home), self._began) if self._comparison else {}
+
+    def _put_below(self, client: MlflowClient, known: Any) -> None:
+        """A run that goes on stays below the parent that it has."""
+        above = self._above(client, known.info.experiment_id)
+        if PARENT not in known.data.tags:
+            for key, value in above.items():
+                client.set_tag(self.run_id, key, value)
 
     def _experiment_id(self, client: MlflowClient) -> str:
         experiment = self._started.experiment
