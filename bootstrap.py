@@ -120,7 +120,9 @@ def install(venv: Path) -> None:
         say("Installing uv, which installs the rest")
         attempt([python, "-m", "pip", "install", "--quiet", "uv"])
     say("Installing raypfl and its dependencies: a few GB, mostly PyTorch, that are downloaded once")
-    attempt([str(uv), "pip", "install", "--python", python, "--constraint", "constraints.txt", "--editable", ".[dev]"])
+    # Compiled here, with all cores: else each process of the first run compiles thousands of modules on its own.
+    options = ["--compile-bytecode", "--constraint", "constraints.txt"]
+    attempt([str(uv), "pip", "install", "--python", python, *options, "--editable", ".[dev]"])
 
 
 def attempt(command: "list[str]") -> None:

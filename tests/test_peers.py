@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -303,6 +304,27 @@ def test_an_installation_that_fails_leaves_a_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(environments.Unavailable, match="could not be installed: `uv venv` says: no such package"):
         environments.environment("fluke", tmp_path / "made")
+
+
+def test_modules_are_compiled_before_they_are_timed(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
+    python = str(made / "bin" / "python")
+    packages = next((made / "lib").glob("python*/site-packages"))
+    for folder in (packages, tmp_path):
+        (folder / "module.py").write_text("answer = 42\n")
+    (packages / "template.py").write_text("{{ no Python }}\n")
+    environments.compile_modules(python, tmp_path)
+    for folder in (packages, tmp_path):
+        assert Path(importlib.util.cache_from_source(str(folder / "module.py"))).exists()
+
+
+def test_a_measured_process_keeps_the_bytecode_that_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    command = [sys.executable, "-c", "import sys; print('kept:', not sys.dont_write_bytecode)"]
+    assert "kept: True" in str(measure(command, tmp_path / "report", Patience(limit=30.0)).problem)
 
 
 SCRIPT = """

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.peers import report
 from benchmarks.peers.data import prepare
-from benchmarks.peers.environments import Environment, Unavailable, environment
+from benchmarks.peers.environments import Environment, Unavailable, compile_modules, environment
 from benchmarks.peers.jobs import CONTENDERS, JOBS, Contender, Job
 from benchmarks.peers.measure import ROOT, Patience, Run, measure
 
@@ -138,6 +138,7 @@ def _environments(given: argparse.Namespace, results: dict[str, Any]) -> dict[st
         else:
             results["left_out"].pop(system, None)
             results["versions"][system] = found[system].versions
+            compile_modules(found[system].python, ROOT / "raypfl", ROOT / "benchmarks")
     return found
 
 

@@ -168,8 +168,11 @@ def pss(pid: int) -> int:
 
 
 def _variables(scratch: str) -> dict[str, str]:
-    """One thread a process; Ray's workers on a level with the process that drives them; nothing told to anybody."""
-    dropped = ("VIRTUAL_ENV", "RAY_ADDRESS", "MLFLOW_TRACKING_URI")
+    """One thread a process; Ray's workers on a level with the process that drives them; nothing told to anybody.
+
+    Bytecode is kept, as on a user's machine.
+    """
+    dropped = ("VIRTUAL_ENV", "RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     ray = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": scratch}
