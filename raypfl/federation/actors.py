@@ -1,7 +1,7 @@
 """The actors: clients', and the server's that drives them.
 
-Their processes begin with importing this module, so it imports nothing that takes long: the server asks for its client
-actors first, and all of them import torch at the same time.
+Their processes begin with importing this module, so it imports nothing that takes long. An actor imports the rest when
+it is made, the server once it has asked for its client actors: so all of them import torch at the same time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raypfl.errors import LostState
+from raypfl.federation.imports import importing
 
 if TYPE_CHECKING:
     from raypfl.federation.backend import Failed
@@ -31,6 +32,9 @@ class ClientActor:
     """A process in which virtual clients work, one group at a time."""
 
     def __init__(self) -> None:
+        with importing():
+            import raypfl.federation.setup
+            import raypfl.federation.work  # noqa: F401
         self._worker: Worker | None = None
 
     def prepare(self, order: bytes) -> str:
@@ -114,24 +118,27 @@ class ServerActor:
         self._remote = ray.remote(ClientActor).options(max_restarts=0, **options)
         self._count = actors
         self._actors = self._hired([])
+        with importing():
+            import raypfl.federation.ray_backend
+            import raypfl.federation.server
+            import raypfl.federation.setup  # noqa: F401
         self._stopping = ""
         self._news = _News()
 
     def run(self, run: str, order: bytes) -> RunFinished:
         """The whole run of an order, a pickled (job, data); `run` is its name for :meth:`events`."""
-        self._news = _News(run, uuid.uuid4().hex)
-        from raypfl.federation.ray_backend import RayBackend
+        import torch
 
+        from raypfl.federation.allocator import keep_freed_memory
+        from raypfl.federation.ray_backend import RayBackend
+        from raypfl.federation.server import Server
+        from raypfl.federation.setup import make_task
+
+        self._news = _News(run, uuid.uuid4().hex)
         self._actors = self._hired(self._actors)
         backend = RayBackend(
             self._actors, lambda: self._remote.remote(), order, lambda: self._stopping == run, self._warn
         )
-        import torch
-
-        from raypfl.federation.allocator import keep_freed_memory
-        from raypfl.federation.server import Server
-        from raypfl.federation.setup import make_task
-
         keep_freed_memory()
         job, data = ray.cloudpickle.loads(order)
         torch.set_num_threads(job.experiment.engine.threads)
