@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +91,11 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"method": {"name": "ditto", "lamda": 1}}, "method.lamda is not an option of ditto; did you mean 'lam'?"),
         (
             {"training": {"learning_rate": 1}},
-            "training.learning_rate is not a setting of training; known are: ",
+            "training.learning_rate is not a setting of training; did you mean 'lr'?",
+        ),
+        (
+            {"training": {"xyz": 1}},
+            "training.xyz is not a setting of training; known are: ",
         ),
         ({"trainning": {}}, "trainning is not a setting of an experiment; did you mean 'training'?"),
         ({"lr": 0.1}, "lr is not a setting of an experiment; did you mean 'training.lr'?"),
@@ -220,10 +225,17 @@ def test_naming_one_method_replaces_a_comparison_by_it():
 
 
 @pytest.mark.parametrize(
-    "text", ["methods: ditto\n", "methods: []\n", "seeds: 0\n", "method: ditto\nmethods: [fedavg]\n"]
+    ("text", "sentence"),
+    [
+        ("methods: ditto\n", "methods is 'ditto'; it must be a list, such as"),
+        ("methods: []\n", "methods is []; it must be a list, such as"),
+        ("method: [fedavg, ditto]\n", "method is ['fedavg', 'ditto'], which is several: give them as methods"),
+        ("seeds: 0\n", "seeds is 0; it must be a whole number, at least 1"),
+        ("method: ditto\nmethods: [fedavg]\n", "Both method and methods are given"),
+    ],
 )
-def test_a_comparison_that_makes_no_sense_is_refused(text):
-    with pytest.raises(ConfigError):
+def test_a_comparison_that_makes_no_sense_is_refused(text, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
         experiments(text)
 
 

@@ -26,6 +26,14 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
+def test_the_readmes_experiment_is_two_methods_from_two_seeds():
+    (text,) = blocks("README.md", "yaml")
+    planned = raypfl.config.experiments(text)
+    assert [(type(one.method).__name__, one.seed) for one in planned] == [
+        ("FedAvg", 0), ("FedAvg", 1), ("Ditto", 0), ("Ditto", 1),
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def my_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module that a reader of docs/write_a_method.md has, in a folder that a reader would have it in."""

@@ -19,7 +19,7 @@ from raypfl.federation.events import Evaluated, Progress, RoundFinished, RunFini
 from raypfl.methods import METHODS
 from raypfl.tracking import outcome
 from raypfl.tracking.console import LiveView, PlainView, View, view
-from raypfl.tracking.contenders import contenders, labels, over_seeds
+from raypfl.tracking.contenders import contenders, labels, over_seeds, setting
 from raypfl.tracking.picture import draw
 from raypfl.tracking.progress import RunLine, lines_for, minutes
 
@@ -98,6 +98,12 @@ def test_clients_without_test_data_are_left_out_of_the_picture(tmp_path: Path):
     holes["samples"][0], holes["accuracy"][0] = 0, float("nan")
     changed = MadeUp(one.experiment, one.run_dir, one.rounds, pa.table(holes))
     assert draw([changed], tmp_path / "picture.png").exists()
+
+
+def test_a_setting_names_of_the_partition_what_is_not_by_default_so():
+    usual, patient = ({"name": "dirichlet", "alpha": 0.3, **more} for more in ({}, {"tries": 50}))
+    assert setting(Experiment(partition=usual)) == "digits · 20 clients · dirichlet(alpha=0.3) · mlp"
+    assert "dirichlet(alpha=0.3, tries=50)" in setting(Experiment(partition=patient))
 
 
 def test_twelve_methods_have_colours_of_their_own():

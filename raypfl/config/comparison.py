@@ -43,6 +43,10 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
 def _methods(values: dict[str, Any]) -> list[Any]:
     if "method" in values and "methods" in values:
         raise ConfigError("Both method and methods are given; keep one of them.")
+    if isinstance(values.get("method"), list):
+        raise ConfigError(
+            f"method is {values['method']!r}, which is several: give them as methods, or with --method A,B."
+        )
     methods = values.pop("methods", [values.pop("method", "fedavg")])
     if not isinstance(methods, list) or not methods:
         raise ConfigError(f"methods is {methods!r}; it must be a list, such as [fedavg, ditto].")

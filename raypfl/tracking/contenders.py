@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -104,11 +104,14 @@ def over_seeds(values: Sequence[float], digits: int = 1) -> str:
 
 
 def setting(experiment: Experiment) -> str:
-    """What all contenders share, in one line: data, partition, model."""
+    """What all contenders share, in one line: data, partition, model; of the partition, what is not by default so."""
     values = experiment.to_dict()
     partition = values["partition"]
     clients = partition.pop("clients", None)
     held = [f"{clients} clients"] if clients else []
+    usual = {field.name: field.default for field in fields(experiment.partition)}
+    telling = list(partition)[:2]  # its name and first option, such as alpha
+    partition = {key: value for key, value in partition.items() if key in telling or value != usual[key]}
     return " · ".join([values["data"]["name"], *held, _called(partition), _called(values["model"])])
 
 

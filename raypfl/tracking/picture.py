@@ -86,13 +86,17 @@ def line(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
     return {"linestyle": (-_DASH * (turn % 3), (_DASH, gap)), "linewidth": 1.6}
 
 
+def _dot(model: str) -> dict[str, Any]:
+    """One value's: filled, or for the global model a ring around where equal ones lie."""
+    return {"marker": "o"} if model == "personal" else {"marker": "o", "markersize": 11, "markerfacecolor": "none"}
+
+
 def _curves(axes: Axes, contender: Contender, protocol: str, lines: dict[str, dict[str, Any]]) -> None:
     for model, line in lines.items():
         if curve := accuracy(contender, protocol, model):
             if len(contender.results) > 1:
                 axes.fill_between(curve.x, curve.low, curve.high, color=contender.colour, alpha=0.15, linewidth=0)
-            marker = "o" if len(curve.x) == 1 else None
-            axes.plot(curve.x, curve.mean, color=contender.colour, marker=marker, **line)
+            axes.plot(curve.x, curve.mean, color=contender.colour, **line, **(_dot(model) if len(curve.x) == 1 else {}))
 
 
 def _sorted_clients(axes: Axes, contender: Contender, protocol: str, lines: dict[str, dict[str, Any]]) -> None:
@@ -116,6 +120,9 @@ def _explain(left: Axes, right: Axes, compared: list[Contender], protocol: str) 
         axes.grid(True)
         axes.set_axisbelow(True)
         axes.yaxis.set_major_locator(MaxNLocator(9, steps=_STEPS, integer=True))
+    low, high = left.get_xlim()
+    if high - low < 1:  # a single round, around which fractions of rounds would be marked
+        left.set_xlim(low - 1, high + 1)
     left.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=True))
     models = [model for model in MODELS if any(one.scores(protocol, model, "accuracy") for one in compared)]
     keys = [Line2D([], [], color=_INK, label=f"{model} model", **line(model)) for model in models]
