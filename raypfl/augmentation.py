@@ -26,8 +26,8 @@ Colour = Literal["black", "mean"]
 class Augmentation(ABC):
     """A random change of images.
 
-    One of your own overrides `draws` and `__call__`, and is named as ``my_module:MyAugmentation``; its fields are its
-    options.
+    One of your own overrides `draws` and `__call__` (or, of :class:`ByChance`, `changed`), and is named as
+    ``my_module:MyAugmentation``; its fields are its options.
 
     Attributes
     ----------
@@ -48,9 +48,32 @@ class Augmentation(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class ByChance(Augmentation):
+    """A change that an image's first draw decides on.
+
+    Attributes
+    ----------
+    p : chance that an image is changed.
+    """
+
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p <= 1:
+            raise ConfigError(f"data.augmentation: p is {self.p}, but must be between 0 and 1.")
+
+    def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        return torch.where((u[:, 0] < self.p)[:, None, None, None], self.changed(images, u[:, 1:], black), images)
+
+    @abstractmethod
+    def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        """All images as they are when changed, by the draws that are left: ``u[n, draws - 1]``."""
+
+
 @AUGMENTATIONS.register("crop")
 @dataclass(frozen=True, kw_only=True)
-class Crop(Augmentation):
+class Crop(ByChance):
     """A window of the image's own size, anywhere in the image with a border around it.
 
     As torchvision's ``RandomCrop(size, padding=4)``: all (2 padding + 1)² windows are equally likely.
@@ -58,73 +81,61 @@ class Crop(Augmentation):
     Attributes
     ----------
     padding : pixels on each side.
-    p : chance that an image is changed.
     fill : the border's colour: ``black``, as where ``RandomCrop`` comes before ``Normalize``, or ``mean`` (after it).
     """
 
     padding: int = 4
-    p: float = 1.0
     fill: Colour = "black"
     draws: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_count("padding", self.padding)
-        _require_chance(self.p)
 
-    def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+    def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
         count, channels, height, width = images.shape
         pad = self.padding
         canvas = _coloured(self.fill, black).expand(count, channels, height + 2 * pad, width + 2 * pad).clone()
         canvas[:, :, pad : pad + height, pad : pad + width] = images
         windows = canvas.unfold(2, height, 1).unfold(3, width, 1).permute(0, 2, 3, 1, 4, 5)
-        corner = torch.where(u[:, :1] < self.p, (u[:, 1:] * (2 * pad + 1)).long(), pad)
-        return windows[torch.arange(count, device=u.device), corner[:, 0], corner[:, 1]]
+        top, left = (u * (2 * pad + 1)).long().T
+        return windows[torch.arange(count, device=u.device), top, left]
 
 
 @AUGMENTATIONS.register("flip")
 @dataclass(frozen=True, kw_only=True)
-class Flip(Augmentation):
-    """Left and right exchanged, as by torchvision's ``RandomHorizontalFlip``.
-
-    Attributes
-    ----------
-    p : chance that an image is changed.
-    """
+class Flip(ByChance):
+    """Left and right exchanged, as by torchvision's ``RandomHorizontalFlip``."""
 
     p: float = 0.5
     draws: ClassVar[int] = 1
 
-    def __post_init__(self) -> None:
-        _require_chance(self.p)
-
-    def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
-        return torch.where((u[:, 0] < self.p)[:, None, None, None], images.flip(-1), images)
+    def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        return images.flip(-1)
 
 
 @AUGMENTATIONS.register("cutout")
 @dataclass(frozen=True, kw_only=True)
-class Cutout(Augmentation):
+class Cutout(ByChance):
     """A square of one colour, centred anywhere on the image and cut off at its edge (DeVries and Taylor 2017).
 
     Attributes
     ----------
     size : pixels of a side.
-    p : chance that an image is changed.
     fill : the square's colour: ``mean``, as where it is cut out of normalised images, or ``black``.
     """
 
     size: int = 16
-    p: float = 1.0
     fill: Colour = "mean"
     draws: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_count("size", self.size)
-        _require_chance(self.p)
 
-    def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
-        rows, columns = (self._covered(u[:, 1 + axis], images.shape[2 + axis]) for axis in (0, 1))
-        hole = (rows & (u[:, :1] < self.p))[:, None, :, None] & columns[:, None, None, :]
+    def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        rows, columns = (self._covered(u[:, axis], images.shape[2 + axis]) for axis in (0, 1))
+        hole = rows[:, None, :, None] & columns[:, None, None, :]
         return torch.where(hole, _coloured(self.fill, black), images)
 
     def _covered(self, u: Tensor, length: int) -> Tensor:
@@ -156,8 +167,3 @@ def _coloured(fill: Colour, black: Tensor) -> Tensor:
 def _require_count(option: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"data.augmentation: {option} is {value}, but must be at least 1.")
-
-
-def _require_chance(p: float) -> None:
-    if not 0 <= p <= 1:
-        raise ConfigError(f"data.augmentation: p is {p}, but must be between 0 and 1.")

@@ -67,8 +67,6 @@ def identity(experiment: Experiment) -> str:
     for section, keys in ((data, ("cache", "download")), (engine, ("backend",))):
         for key in keys:
             del section[key]
-    if not data["augmentation"]:  # so that cells from before there was any are found again
-        del data["augmentation"]
     if data["root"]:
         data["root"] = str(Path(data["root"]).expanduser().absolute())
     text = json.dumps(values | {"data": data, "engine": engine}, sort_keys=True, default=str)
