@@ -32,7 +32,8 @@ def events(
     facts = {"actors": 2, "data": "f" * 64, "versions": {"raypfl": "1"}}
     happened: list[Event] = [RunStarted(name, str(run_dir), experiment, facts, rounds.start - 1)]
     for round in rounds:
-        happened.append(RoundFinished(round, 1.0 / round, 0.1, 10, 20, clients=5, dropped=0, failed=0))
+        sent = {"bytes_up_total": 10 * round, "bytes_down_total": 20 * round}
+        happened.append(RoundFinished(round, 1.0 / round, 0.1, 10, 20, clients=5, dropped=0, failed=0, **sent))
     happened.append(Evaluated(rounds.stop - 1, [{"protocol": "local", "model": "personal", **score}]))
     happened.append(Checkpointed(rounds.stop - 1, f"{run_dir}/checkpoints/000001-round-3"))
     tables = {"rounds": pa.table({"round": [1]})}

@@ -90,6 +90,19 @@ def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits
     assert result.weights_hash == whole.weights_hash and same_tables(result, whole)
 
 
+def test_bytes_are_counted_on_from_a_checkpoint_and_in_a_repeated_round_once(tmp_path):
+    said = []
+    whole = raypfl.run(experiment(tmp_path), listeners=[said.append])
+    stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(3)])
+    raypfl.resume(stopped.run_dir, listeners=[said.append])
+    raypfl.run(experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path), listeners=[said.append])
+    for way in ("up", "down"):
+        sent = np.cumsum(whole.rounds[f"bytes_{way}"].to_pylist())
+        told = [(e.round, getattr(e, f"bytes_{way}_total")) for e in said if isinstance(e, RoundFinished)]
+        assert [round for round, _ in told] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 1, 2, 3, 4, 5, 6]
+        assert all(total == sent[round - 1] for round, total in told)
+
+
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_said(tmp_path):
     whole = raypfl.run(experiment(tmp_path))
     stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(4)])

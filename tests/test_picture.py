@@ -212,7 +212,8 @@ def events(experiment: Experiment):
     facts = {"num_clients": 20, "parameters": 9610, "executor": "vectorised", "group_size": 10, "actors": 2}
     yield RunStarted("made-up", "runs/made-up", experiment, facts, first_round=0)
     for r in range(1, experiment.rounds + 1):
-        yield RoundFinished(r, 1 / r, 0.1, 1_000_000, 2_000_000, clients=20, dropped=0, failed=0)
+        sent = {"bytes_up_total": 1_000_000 * r, "bytes_down_total": 2_000_000 * r}
+        yield RoundFinished(r, 1 / r, 0.1, 1_000_000, 2_000_000, clients=20, dropped=0, failed=0, **sent)
     yield Evaluated(experiment.rounds, [{"protocol": "local", "model": "global", "accuracy": 0.5}])
     yield Warned("The cache was damaged.")
     yield RunFinished("finished", experiment.rounds, "3fa2c1")

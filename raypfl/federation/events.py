@@ -43,6 +43,7 @@ class RoundFinished:
     ----------
     loss : mean training loss over the cohort; NaN if nobody trained.
     bytes_up, bytes_down : of this round, all clients together.
+    bytes_up_total, bytes_down_total : of this round and all before it, in a resumed run too.
     clients, dropped, failed : how many took part to the end, vanished by simulation, failed and were skipped.
     """
 
@@ -54,6 +55,8 @@ class RoundFinished:
     clients: int
     dropped: int
     failed: int
+    bytes_up_total: int
+    bytes_down_total: int
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Server:
         self._tables: dict[str, Table] = {}
         self._validated: dict[int, dict[str, Any]] = {}
         self._evaluated = 0
+        self._sent = dict.fromkeys(("up", "down"), 0)  # bytes of all finished rounds
         self._warned: set[str] = set()
         self._saved: int | None = None
         self._exchanger = Exchanger(
@@ -186,6 +187,7 @@ class Server:
         self.states = self._exchanger.states = StateTable()
         if not self._restore():
             self.round, self._evaluated, self.state = 0, 0, self.method.start(self.task)
+            self._sent = dict.fromkeys(("up", "down"), 0)
             self._tables = {"rounds": Table(Columns(ROUNDS)), "evaluations": Table(Columns(EVALUATIONS))}
             self._validated = {}
             self._tables["ledger"] = Table(Columns(LEDGER))
@@ -248,17 +250,22 @@ class Server:
     def _record(self, cohort: Cohort, dropped: int, seconds: float) -> None:
         losses = [cohort.losses[c] for c in cohort.ids if c in cohort.losses]
         self.round += 1
+        sent = {way: self.ledger.total(way, self.round) for way in self._sent}
+        self._sent = {way: before + sent[way] for way, before in self._sent.items()}
         finished = RoundFinished(
             round=self.round,
             loss=float(np.mean(losses)) if losses else math.nan,
             seconds=seconds,
-            bytes_up=self.ledger.total("up", self.round),
-            bytes_down=self.ledger.total("down", self.round),
+            bytes_up=sent["up"],
+            bytes_down=sent["down"],
             clients=int(cohort.present.sum()),
             dropped=dropped,
             failed=len(cohort.failed),
+            bytes_up_total=self._sent["up"],
+            bytes_down_total=self._sent["down"],
         )
-        self._tables["rounds"].waiting.append(**asdict(finished), cohort=cohort.ids)
+        row = {**asdict(finished), "cohort": cohort.ids}
+        self._tables["rounds"].waiting.append(**{name: row[name] for name in ROUNDS})
         self.emit(finished)
 
     def _evaluate(self) -> None:
@@ -391,6 +398,8 @@ class Server:
             self.states.stage(shard.clients.tolist(), self.backend.keep(shard.stack()), pack=shard.pack)
         self.states.commit()
         self._tables = snapshot.tables
+        rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])
+        self._sent = {way: sum(rounds[f"bytes_{way}"].to_pylist()) for way in self._sent}
         self.round = self._saved = snapshot.round
         self._evaluated = snapshot.meta["evaluated"]
         self._validated = dict(snapshot.meta["validated"])

@@ -81,11 +81,11 @@ def shortened(note: str) -> str:
     return note[:LONGEST_VALUE].rpartition("\n")[0] + "\n…"
 
 
-def round_points(event: RoundFinished, up: int, down: int) -> Iterator[Point]:
-    """A round's metrics; `up`, `down` : bytes of all rounds so far."""
-    values = {key: value for key, value in vars(event).items() if key != "round"}
-    for key, value in {**values, "bytes_up_total": up, "bytes_down_total": down}.items():
-        yield key, value, event.round
+def round_points(event: RoundFinished) -> Iterator[Point]:
+    """A round's metrics."""
+    for key, value in vars(event).items():
+        if key != "round":
+            yield key, value, event.round
 
 
 def evaluation_points(event: Evaluated) -> Iterator[Point]:

@@ -145,7 +145,6 @@ class RunRecord:
         self._uri = tracking_uri(started.experiment)
         self._warn = warn
         self._warned = False
-        self._bytes = (0, 0)  # up, down, of all rounds recorded
         self._rounds = self._evaluations = 0  # the last ones recorded before, if the run is resumed
         self._monitor: Any = None
         self._events: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
@@ -251,22 +250,20 @@ class RunRecord:
         return client.create_experiment(experiment.tracking.experiment, artifact_location=artifacts)
 
     def _learn_what_is_there(self, client: MlflowClient, metrics: Mapping[str, float]) -> None:
-        totals = [client.get_metric_history(self.run_id, f"bytes_{way}_total") for way in ("up", "down")]
-        up, down = (max(((point.step, int(point.value)) for point in points), default=(0, 0)) for points in totals)
-        self._rounds, self._bytes = up[0], (up[1], down[1])
+        def last(metric: str) -> int:
+            return max((point.step for point in client.get_metric_history(self.run_id, metric)), default=0)
+
+        self._rounds = last("clients")
         judged = next((key for key in metrics if key.startswith("accuracy/")), None)
-        history = client.get_metric_history(self.run_id, judged) if judged else []
-        self._evaluations = max((point.step for point in history), default=0)
+        self._evaluations = last(judged) if judged else 0
 
     def _record(self, client: MlflowClient, heard: Sequence[_Heard]) -> None:
-        up, down = self._bytes
         points: list[tuple[int, entries.Point]] = []
         for one in heard:
             event = one.event
             # What a killed run had recorded after its last checkpoint comes again, the same.
             if isinstance(event, RoundFinished) and event.round > self._rounds:
-                up, down = up + event.bytes_up, down + event.bytes_down
-                points += [(one.at, point) for point in entries.round_points(event, up, down)]
+                points += [(one.at, point) for point in entries.round_points(event)]
             elif isinstance(event, Evaluated) and event.round > self._evaluations:
                 points += [(one.at, point) for point in entries.evaluation_points(event)]
             elif isinstance(event, Checkpointed):
@@ -274,7 +271,6 @@ class RunRecord:
         metrics = [quiet_mlflow().entities.Metric(key, value, at, step) for at, (key, value, step) in points]
         for some in _slices(metrics, 1000):
             client.log_batch(self.run_id, metrics=some)
-        self._bytes = up, down
 
     def _finish(self, client: MlflowClient, finished: RunFinished, at: int) -> None:
         from raypfl.tracking.mlflow_models import log_models

@@ -46,8 +46,7 @@ class RunLine:
                 self._began = time.monotonic()
             case RoundFinished():
                 self.round, self.loss = event.round, event.loss
-                self.bytes_up += event.bytes_up
-                self.bytes_down += event.bytes_down
+                self.bytes_up, self.bytes_down = event.bytes_up_total, event.bytes_down_total
                 self._ends.append(time.monotonic())
             case Evaluated():
                 self._accuracy = _accuracies(event.summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
@@ -29,9 +30,10 @@ def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
         0,
     )
     judged = set(pc.unique(result.evaluations["round"]).to_pylist())
-    for row in result.rounds.to_pylist():
+    sent = {way: [*accumulate(result.rounds[f"bytes_{way}"].to_pylist())] for way in ("up", "down")}
+    for i, row in enumerate(result.rounds.to_pylist()):
         del row["cohort"]
-        yield RoundFinished(**row)
+        yield RoundFinished(**row, bytes_up_total=sent["up"][i], bytes_down_total=sent["down"][i])
         if row["round"] in judged:
             yield Evaluated(row["round"], result.summary(row["round"]))
     end = json.loads((result.run_dir / SUMMARY).read_text())
