@@ -19,16 +19,13 @@ import raypfl
 from raypfl.cli import app
 from raypfl.errors import ConfigError
 from raypfl.federation.events import RoundFinished, RunStarted
-from raypfl.federation.setup import make_model
 from raypfl.studies import STUDIES, running
 from raypfl.studies.cells import choose, identity, plan
-from raypfl.studies.description import Quoted, Study, load
+from raypfl.studies.description import Quoted, load
 from raypfl.studies.deviations import deviations
 from raypfl.studies.layout import blocks, markdown
 from raypfl.studies.measured import Entry
 from raypfl.studies.workers import carry_out, is_finished
-
-FEDNH = ("fednh-table1", "fednh-table2", "fednh-table3")
 
 TINY = """\
 seeds: 2
@@ -371,75 +368,3 @@ def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     cells = plan(study, choose(study))
     assert reference is study and STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
-
-
-@pytest.mark.parametrize("name", FEDNH)
-def test_every_place_of_the_fednh_tables_has_a_published_number_where_there_is_such_a_model(name):
-    study, _ = load(name)
-    assert "Table " + name[-1] in study.published.source
-    for method in study.methods:
-        for down in study.down or [""]:
-            for across in study.across:
-                for metric in study.metrics:
-                    none = metric == "GM" and method in ("Local", "FedProto")
-                    quoted = study.quoted(method, down, across, metric)
-                    assert (quoted is None) == none and (none or quoted.spread is not None)
-
-
-def published(name: str) -> Study:
-    return load(name)[0]
-
-
-def test_the_fednh_tables_have_the_identities_that_the_printed_ones_have():
-    one, two, three = map(published, FEDNH)
-    for study in (one, three):
-        for place in [(down, across) for down in study.down for across in study.across]:
-            assert study.quoted("Ditto", *place, "GM") == study.quoted("FedAvg", *place, "GM")
-            for metric in ("PM(V)", "PM(L)"):
-                assert study.quoted("CReFF", *place, metric).value == study.quoted("FedAvg", *place, metric).value
-    for method in two.methods:
-        for data in two.across:
-            fairness = two.quoted(method, "", data, "PM(L)")
-            assert fairness.value == one.quoted(method, data, "Dir(0.3)", "PM(L)").value
-    assert [best_of(one).count("FedNH"), best_of(three).count("FedNH")] == [14, 16]
-
-
-def best_of(study: Study) -> list[str]:
-    """The method with the highest published mean in each column of each block."""
-    return [
-        max(study.methods, key=lambda m: ((q := study.quoted(m, d, a, metric)) and q.value) or 0)
-        for d in study.down
-        for a in study.across
-        for metric in study.metrics
-    ]
-
-
-def test_table_2_is_read_from_the_runs_of_table_1_and_table_3_differs_in_participation():
-    one, two, three = ({c.folder: c for c in cells_of(name)} for name in FEDNH)
-    assert set(two) < set(one) and not set(three) & set(one)
-    first, third = (next(c for c in some.values() if c.method == "FedNH") for some in (one, three))
-    assert third.experiment == first.experiment.replace(name=third.experiment.name, cohort={"fraction": 0.3})
-
-
-class Shape:
-    """What a network needs to know of data."""
-
-    def __init__(self, name: str):
-        side = 64 if name == "tiny_imagenet" else 32
-        self.input_shape = (3, side, side)
-        self.num_classes = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200}[name]
-
-
-def test_networks_of_the_fednh_tables_have_the_published_counts():
-    import torch
-
-    bodies = {"cifar10": 796_032, "cifar100": 796_032, "tiny_imagenet": 11_176_512}
-    for data, body in bodies.items():
-        cell = next(c for c in cells_of("fednh-table1") if c.experiment.data.name == data and c.method == "FedAvg")
-        shape = Shape(data)
-        model = make_model(cell.experiment, shape, torch.device("cpu"))
-        head = {"tiny_imagenet": 512}.get(data, 192) * shape.num_classes
-        assert model.num_parameters == body + head
-    methods = {c.method: c for c in cells_of("fednh-table1") if c.experiment.data.name == "cifar10"}
-    for cell in methods.values():
-        assert make_model(cell.experiment, Shape("cifar10"), torch.device("cpu")).num_parameters >= 796_032
