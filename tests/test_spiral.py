@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import yaml
 
 import raypfl
+from raypfl.config import experiments
 from raypfl.data import DataConfig
 from raypfl.data.spiral import EXTENT, as_bytes, spiral, spirals
 from raypfl.errors import ConfigError
@@ -90,6 +92,12 @@ def test_features_of_conv2cifar_may_be_taken_before_the_relu():
         assert bool((seen[0] < 0).any()) != relu
 
 
+@pytest.mark.parametrize("recipe", ["spiral", "fednh-digits"])
+def test_in_fednhs_recipes_all_clients_count_the_same_whatever_the_method(recipe):
+    planned = experiments(RECIPES.text(recipe))
+    assert {getattr(one.method, "weighting", "uniform") for one in planned} == {"uniform"}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> raypfl.Result:
     """A short run of FedNH on the spiral of which every round's checkpoint is kept."""
@@ -135,6 +143,22 @@ def test_in_many_dimensions_directions_are_projected_and_fedrods_prototypes_are_
     generic = results[0].global_model()[-2 * 170 : -170][:160].reshape(10, 16)
     np.testing.assert_allclose(latent.portraits[-1].prototypes, generic.double())
     assert latent_picture.draw(results, tmp_path / "latent.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("kept", "panels"), [([6], ["start", "round 6"]), ([2, 4, 6], ["start", "round 4", "round 6"])]
+)
+def test_the_picture_has_as_many_panels_as_there_are_states_to_show(run, tmp_path, monkeypatch, kept, panels):
+    shown = []
+    monkeypatch.setattr(latent_picture.Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
+    latent = latent_picture.latent_of(run)
+    few = [replace(latent.portraits[0], round=round) for round in (0, *kept)]
+    monkeypatch.setattr(latent_picture, "latent_of", lambda _: replace(latent, portraits=few))
+    latent_picture.draw([run], tmp_path / "latent.png")
+    (figure,) = shown
+    drawn = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+    assert [axes.get_title(loc="left") for axes in drawn] == [*panels, "cosines of prototypes, round 6"]
+    assert all(axes.get_visible() for axes in drawn)
 
 
 def head_of_the_whole_spiral(tmp_path, variant: str, method: str, seed: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 600
 _ROWS = 4
-_SHOWN = 3  # rounds, of which the first is the start and the last the end
+_SHOWN = 3  # rounds at most, of which the first is the start and the last the end
 _SIZE = 2.9
 _FEW_CLASSES = 20
 _COSINES = "RdBu_r"
@@ -102,7 +102,7 @@ def _global(result: Result, server: dict[str, Any]) -> Tensor | None:
 
 def draw(results: Sequence[Result], path: str | Path) -> Path:
     """Write a PNG: a row for each of :func:`shown` (its first seed), and in it the latent space at the start, halfway
-    and at the end, and the cosine of every two prototypes at the end.
+    (if a checkpoint between is kept) and at the end, and the cosine of every two prototypes at the end.
 
     In two dimensions, features are as they are, on a scale of their own, and arrows are prototypes, the longest being
     1. In more, directions are projected onto the plane in which the classes' mean directions differ most at the end;
@@ -118,10 +118,11 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     The path.
     """
     rows = [(one, latent_of(one.results[0])) for one in shown(results)]
+    columns = max(len(_chosen(latent)) for _, latent in rows)
     with matplotlib.rc_context(STYLE):
-        size = ((_SHOWN + 1.35) * _SIZE, len(rows) * (_SIZE + 0.25) + 1.1)
+        size = ((columns + 1.35) * _SIZE, len(rows) * (_SIZE + 0.25) + 1.1)
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-        grid = figure.subplots(len(rows), _SHOWN + 1, squeeze=False)
+        grid = figure.subplots(len(rows), columns + 1, squeeze=False)
         for axes, (contender, latent) in zip(grid, rows, strict=True):
             _row(figure, axes, latent)
             name = {"color": contender.colour, "fontsize": 12, "fontweight": "bold", "rotation": 90}
@@ -133,7 +134,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
 
 
 def _row(figure: Figure, axes: np.ndarray, latent: Latent) -> None:
-    chosen = np.unique(np.linspace(0, len(latent.portraits) - 1, _SHOWN).round().astype(int))
+    chosen = _chosen(latent)
     flat = latent.portraits[-1].features.shape[1] == 2
     plane = None if flat else _plane(latent)
     axes[0].set_ylabel("latent dimension 2" if flat else "direction 2", fontsize=9)
@@ -144,9 +145,14 @@ def _row(figure: Figure, axes: np.ndarray, latent: Latent) -> None:
             _projected(axes[place], latent, at, plane)
         axes[place].set_title("start" if at == 0 else f"round {latent.portraits[at].round}")
         axes[place].set_xlabel("latent dimension 1" if flat else "direction 1", fontsize=9)
-    for place in range(len(chosen), _SHOWN):
+    for place in range(len(chosen), len(axes) - 1):
         axes[place].set_visible(False)
-    _cosines(figure, axes[_SHOWN], latent)
+    _cosines(figure, axes[-1], latent)
+
+
+def _chosen(latent: Latent) -> np.ndarray:
+    """Which portraits are shown: the first, the last and one between, as far as there are any."""
+    return np.unique(np.linspace(0, len(latent.portraits) - 1, _SHOWN).round().astype(int))
 
 
 def _as_it_is(axes: Axes, latent: Latent, at: int) -> None:
