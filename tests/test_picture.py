@@ -201,6 +201,21 @@ def test_what_to_try_next_can_be_tried_whatever_the_method(method):
         Experiment().override([word for word in command if word.partition("=")[0].startswith(("method", "partition"))])
 
 
+@pytest.mark.parametrize(
+    ("method", "tried"),
+    [
+        ("fednh", "method.rho=0.95"),  # a tenth of it would all but forget the prototypes
+        ({"name": "fednh", "rho": 1.0}, "method.scale=3"),
+        ("fedavg", "method.server_lr=0.1"),
+        ({"name": "fedprox", "mu": 0.0}, None),
+    ],
+)
+def test_another_value_of_an_option_is_a_tenth_or_half_as_far_from_one_if_it_smooths(method, tried):
+    text = printed(lambda console: outcome.show(console, [made_up(method)], {}, ["digits"]))
+    told = [word for line in text.splitlines() if "Try next" in line or "raypfl run" in line for word in line.split()]
+    assert [word for word in told if word.startswith("method.")] == ([tried] if tried else [])
+
+
 def test_the_outcome_as_json_is_plain():
     told = json.loads(json.dumps(outcome.as_json(comparison(), {})))
     assert [run["experiment"]["method"]["name"] for run in told["runs"]] == ["fedavg", "ditto"]

@@ -34,6 +34,7 @@ over clients and the share of right labels: of the personal models, if any."""
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _UNBOUNDED = 10_000  # columns of a terminal
+_SMOOTHS = 0.9  # and above: defaults of options for which a tenth would be too little
 _NAMED = 4  # runs; the command on more of them takes the whole folder
 
 
@@ -219,11 +220,19 @@ def _report(results: Sequence[Result]) -> str:
 
 
 def _other_option(experiment: Experiment) -> list[list[str]]:
-    """Assignments that give a method a tenth of its first number, if it has one."""
-    method = experiment.to_dict()["method"]
-    own = vars(type(experiment.method)).get("__annotations__", {})
-    numbers = [key for key in own if isinstance(method.get(key), float) and method[key] > 0]
-    return [[f"method={method['name']}", f"method.{key}={method[key] / 10:g}"] for key in numbers[:1]]
+    """Assignments that give a method another value of its first number, if it has one."""
+    method, kind = experiment.to_dict()["method"], type(experiment.method)
+    for key in vars(kind).get("__annotations__", {}):
+        value = method.get(key)
+        if isinstance(value, float) and value > 0 and (other := _other(value, getattr(kind, key, None))) != value:
+            return [[f"method={method['name']}", f"method.{key}={other:g}"]]
+    return []
+
+
+def _other(value: float, default: Any) -> float:
+    """A tenth; of what smooths, and so is by default just below one, the middle between it and one."""
+    smooths = isinstance(default, float) and _SMOOTHS <= default < 1
+    return (1 + value) / 2 if smooths else value / 10
 
 
 def _run_as_json(result: Result) -> dict[str, Any]:
