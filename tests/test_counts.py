@@ -78,10 +78,13 @@ def millions(count: int) -> tuple[str, str, str]:
         ("ditto", {}, "none", "22.36", "11.18"),
         ("fedbn", {}, "none", "11.18", "11.17"),
         ("fedalt", {"personal": "*conv1.weight"}, "none", "11.18", "6.45"),
+        ("fedsim", {"personal": "*conv1.weight"}, "none", "11.18", "6.45"),
         ("lg-fedavg", {}, "none", "11.18", "0.005"),
         ("fedrep", {"personal_epochs": None}, "none", "11.18", "11.17"),
+        ("fedalt", {}, "none", "11.18", "11.17"),
         ("fedsim", {}, "none", "11.18", "11.17"),
         ("fedalt", {"personal": "adapters"}, "bias", "12.59", "11.18"),
+        ("fedsim", {"personal": "adapters"}, "bias", "12.59", "11.18"),
     ],
 )
 def test_parameters_trained_and_sent_are_the_published_counts(name, options, adapters, trained, sent):

@@ -281,6 +281,24 @@ def test_the_slope_of_the_loss_for_a_prototype_is_no_longer_than_the_scale(s):
         assert (head.weight.grad.norm(dim=1) <= s).all() and head.weight.grad.norm() <= math.sqrt(2) * s
 
 
+@pytest.mark.parametrize("s", [1.0, 30.0])
+def test_the_slope_of_the_loss_for_the_features_is_no_longer_than_twice_the_scale_times_what_is_missing(s):
+    draws = torch.Generator().manual_seed(1)
+    reached = 0.0
+    for _ in range(50):
+        w = F.normalize(torch.randn(6, 4, generator=draws, dtype=torch.float64))
+        f = F.normalize(torch.randn(1, 4, generator=draws, dtype=torch.float64))
+        head = PrototypeHead(w, s, trainable=False, normalise=False).double()  # the slope for f itself
+        y = torch.randint(6, (1,), generator=draws)
+        f.requires_grad_()
+        F.cross_entropy(head(f), y).backward()
+        missing = 1 - head(f).softmax(1)[0, y].item()
+        slope = float(f.grad.norm())
+        assert slope <= 2 * s * missing * (1 + 1e-9)
+        reached = max(reached, slope / (2 * s * missing))
+    assert reached > 0.8  # so the bound is near: half the scale would not do
+
+
 def test_the_loss_changes_no_more_than_the_prototypes_moved():
     fed = federation(method=FedNH(rho=0.7))
     fed.server = fed.method.start(fed.task)
