@@ -236,6 +236,17 @@ def test_cells_on_ray_are_stopped_with_a_checkpoint_and_end_with_the_bits_of_an_
     assert raypfl.Result.load(cells[0].folder).weights_hash == whole.weights_hash
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_cells_on_ray_run_at_the_same_time(tiny: Path):
+    meeting = f"FedAvg: {{name: 'tests.federated_rendezvous:Rendezvous', marks: {tiny}, groups: 2, patience: 20}}"
+    (tiny / "tiny.yaml").write_text(TINY.replace("FedAvg: fedavg", meeting))
+    words = ("engine.backend=ray", "ray.cpus_per_actor=0.25", "rounds=2", "cohort.size=1")
+    cells = cells_of("tiny.yaml", *words, only=("FedAvg", "Dir(0.1)"))
+    assert len(cells) == 2  # each waits for the other, round by round
+    assert [one.error for one in running.run(cells, Watch())] == ["", ""]
+    assert [raypfl.Result.load(cell.folder).server_state() for cell in cells] == [{"met": 2}, {"met": 2}]
+
+
 def test_a_cell_that_fails_is_told_in_a_sentence_and_leaves_the_others_alone(tiny: Path):
     (tiny / "tiny.yaml").write_text(TINY.replace("{name: ditto, lam: 1.0}", "{name: ditto, lam: 1e30}"))
     result = CliRunner().invoke(app, ["study", "tiny.yaml", "seeds=1", "--only", "dir0.1", "--quiet"])
