@@ -14,6 +14,7 @@ import pytest
 
 import raypfl
 from raypfl.methods import METHODS, Local
+from raypfl.recipes import RECIPES
 from tests.mlflow_support import with_database
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +101,16 @@ def test_the_clients_of_the_last_round_are_told_from_the_others_as_the_page_on_f
     assert 0 < len(expected) < len({row["client"] for row in last}) and "accuracy_mean" in capsys.readouterr().out
 
 
+def test_the_scale_of_fednh_is_read_as_the_page_says(capsys):
+    (snippet,) = [code for code in blocks("docs/fednh.md", "python") if "scale" in code]
+    result = two_rounds(method="fednh", checkpoint={"every": 1, "keep": 2})
+    names = {"result": result, "raypfl": raypfl}
+    exec(compile(snippet, "docs/fednh.md", "exec"), names)
+    assert list(names["scale"].values()) == [result.global_model()[-1].item()] and "scale" in capsys.readouterr().out
+    assert [round for round, _ in names["by_round"]] == [1, 2] and names["by_round"][-1][1] in names["scale"].values()
+    assert 0 < abs(names["by_round"][-1][1] - 30) < 5  # it was trained
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
     (snippet,) = [code for code in blocks("README.md", "python") if code.startswith("import")]
@@ -155,6 +166,8 @@ def test_the_architecture_has_a_line_for_every_file_and_none_for_others():
     assert not [name for name in named if not (ROOT / name).exists()]
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "raypfl").rglob("*.py") if file.name != "__init__.py"}
     assert not modules - set(named)
+    recipes = {f"raypfl/recipes/{name}.yaml" for name in RECIPES.names()}
+    assert not recipes - set(named)
     assert sorted(named) == sorted(set(named))
 
 

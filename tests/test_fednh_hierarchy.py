@@ -1,4 +1,7 @@
-"""On classes that come in families, FedNH's prototypes find the families, and its global model gains."""
+"""On classes that come in families, FedNH's prototypes find the families, and its global model gains.
+
+It gains in the mean over seeds: with seed 2, a scale of 1 is ahead of one of 30 after 60 rounds (0.902 and 0.893).
+"""
 
 from __future__ import annotations
 

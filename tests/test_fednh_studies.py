@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from raypfl.config import Experiment
 from raypfl.federation.setup import make_model
 from raypfl.models import FlatModel
 from raypfl.studies.cells import Cell, choose, plan
@@ -113,6 +116,16 @@ TRAINING = {
     "warmup_rounds": 0,
     "precision": "fp32",
 }
+DRAWN = {
+    "name": "dirichlet",
+    "clients": 100,
+    "min_samples": 10,
+    "tries": 10,
+    "when_short": "move",
+    "reserve": 0,
+    "cap": None,
+    "balanced": False,
+}
 WEIGHT_DECAY = {"cifar10": 1e-5, "cifar100": 1e-5, "tiny_imagenet": 1e-3}
 
 UNIFORM = {"weighting": "uniform"}
@@ -198,8 +211,7 @@ def test_all_cells_are_trained_and_judged_as_in_the_paper(name, data):
         assert values["rounds"] == 200
         assert has(values["training"], TRAINING | {"weight_decay": WEIGHT_DECAY[data]}), cell.label
         assert has(values["cohort"], {"size": None, "fraction": SHARE[name], "dropout": 0.0}), cell.label
-        drawn = {"name": "dirichlet", "clients": 100, "min_samples": 10, "reserve": 0, "cap": None, "balanced": False}
-        assert has(values["partition"], drawn), cell.label
+        assert has(values["partition"], DRAWN), cell.label
         assert values["data"]["augmentation"] == []
         assert values["evaluation"]["every"] == 0
         assert sorted(values["evaluation"]["protocols"]) == ["global", "pm_l", "pm_v"]
@@ -260,6 +272,33 @@ def test_table_2_is_read_from_the_runs_of_table_1_and_table_3_differs_in_partici
     assert set(two) < set(one) and not set(three) & set(one)
     first, third = (next(c for c in some.values() if c.method == "FedNH") for some in (one, three))
     assert third.experiment == first.experiment.replace(name=third.experiment.name, cohort={"fraction": 0.3})
+
+
+def written(key: str) -> str:
+    """The YAML of the page on FedNH that has this key."""
+    page = (Path(__file__).parents[1] / "docs/fednh.md").read_text()
+    found = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (text,) = [one for one in found if re.search(f"^{key}:", one, re.MULTILINE)]
+    return text
+
+
+def test_the_protocol_on_the_page_is_that_of_the_study():
+    told = Experiment.from_yaml(written("partition"))
+    cell = next(c for c in cells_on("fednh-table1", "cifar10") if (c.method, c.across) == ("FedNH", "Dir(0.3)"))
+    for part in ("rounds", "partition", "model", "cohort", "training"):
+        assert getattr(told, part) == getattr(cell.experiment, part), part
+    assert set(told.evaluation.protocols) == set(cell.experiment.evaluation.protocols)
+
+
+def test_the_method_of_the_authors_code_joins_the_study_by_the_file_on_the_page(tmp_path):
+    (tmp_path / "release.yaml").write_text(written("extends"))
+    study, reference = load(str(tmp_path / "release.yaml"))
+    assert reference.name == "fednh-table1" and len(study.methods) == 11
+    cells = plan(study, choose(study, ("FedNH (release)", "FedNH", "cifar10", "dir0.3")), ["seeds=1"])
+    paper, release = (cell.experiment for cell in cells)
+    theirs = {"scale": 1.0, "unit_means": True, "missing": "samples"}
+    assert release.to_dict()["method"] == paper.to_dict()["method"] | theirs
+    assert release.replace(method=paper.method) == paper
 
 
 # The numbers
