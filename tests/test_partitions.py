@@ -81,6 +81,26 @@ def test_every_sample_goes_to_one_client_and_none_goes_empty(problem, data, seed
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+def test_four_samples_of_two_classes_are_shared_by_four_clients_however_one_sided_the_draw():
+    partition = Dirichlet(clients=4, alpha=0.001, balanced=True, min_samples=1)
+    shares = partition.assign(Traits(np.array([0, 0, 1, 1]), 2), 0)
+    assert [len(share) for share in shares] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [Dirichlet, DirichletMix])
+@pytest.mark.parametrize("alpha", [1e-4, 1e-3, 0.5])
+def test_small_problems_are_dealt_out_in_equal_sizes_whatever_is_drawn(kind, alpha):
+    draws = np.random.default_rng(5)
+    for seed in range(300):
+        samples = int(draws.integers(1, 20))
+        clients, num_classes = int(draws.integers(1, samples + 1)), int(draws.integers(1, 9))
+        labels = draws.integers(0, num_classes, samples)
+        partition = kind(clients=clients, alpha=alpha, balanced=True, min_samples=samples // clients)
+        shares = partition.assign(Traits(labels, num_classes), seed)
+        assert_dealt_out(shares, clients, samples)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
 @given(st.integers(1, 6), st.integers(1, 12), st.data(), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data, seed):
@@ -129,11 +149,17 @@ def test_classes_per_client_gives_each_client_exactly_that_many_classes_in_balan
 
 
 @given(st.integers(0, 1000), st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=30).filter(any))
-def test_apportioned_parts_add_up_and_differ_from_their_shares_by_less_than_one(total, weights):
+def test_apportioned_parts_add_up_and_are_their_shares_rounded_up_or_down(total, weights):
     parts = apportion(np.array([total]), np.array([weights]))[0]
+    shares = total * np.array(weights) / sum(weights)
     assert parts.sum() == total
-    assert (np.abs(parts - total * np.array(weights) / sum(weights)) < 1 + 1e-6).all()
+    assert (parts >= np.floor(shares - 1e-6)).all() and (parts <= np.ceil(shares + 1e-6)).all()
     assert (parts[np.array(weights) == 0] == 0).all()
+
+
+def test_a_share_that_is_whole_stays_what_it_is_between_two_halves():
+    assert apportion(2, np.array([0.5, 1.0, 0.5]))[1] == 1
+    assert apportion(np.array([6, 6]), np.array([[1.5, 3.0, 1.5], [0.5, 3.0, 2.5]]))[:, 1].tolist() == [3, 3]
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(0, 2**31))
