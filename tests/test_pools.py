@@ -309,6 +309,26 @@ def test_the_store_is_kept_for_the_content_of_files_and_not_for_their_times_or_p
     assert len(list((tmp_path / "cache").rglob("samples.arrow"))) == 1
 
 
+def test_a_file_that_keeps_its_size_and_its_time_of_change_is_read_again_when_its_content_differs(tmp_path):
+    datasets.mnist(tmp_path / "MNIST")
+    mnist = {"name": "mnist", "root": str(tmp_path)}
+    before = opened(tmp_path, **mnist)
+    labels = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
+    state = labels.stat()
+    datasets.idx(labels, np.arange(20)[::-1] % 10)
+    os.utime(labels, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert (labels.stat().st_size, labels.stat().st_mtime_ns) == (state.st_size, state.st_mtime_ns)
+    assert before.labels[:3].tolist() == [0, 1, 2]
+    assert opened(tmp_path, **mnist).labels[:3].tolist() == [9, 8, 7]
+
+
+def test_files_that_stay_as_they_are_are_not_read_again(tmp_path, monkeypatch):
+    datasets.mnist(tmp_path / "MNIST")
+    opened(tmp_path, name="mnist", root=str(tmp_path))
+    monkeypatch.setattr("hashlib.file_digest", None)
+    opened(tmp_path, name="mnist", root=str(tmp_path))
+
+
 LARGE = """
 import resource, sys
 import numpy as np
