@@ -36,7 +36,7 @@ def apportion(total: np.ndarray | int, weights: np.ndarray) -> np.ndarray:
 def nearest(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     """As `apportion`, but the parts that come closest to the next whole number are those rounded up (Hamilton 1792).
 
-    Ties are broken at random. Equal shares of 1 stay 1 each, where `apportion` may give one 2 and another 0.
+    Ties are broken at random. Shares near 1 become 1 each, where `apportion` may give one 2 and another 0.
 
     Parameters
     ----------
