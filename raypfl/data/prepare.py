@@ -25,7 +25,7 @@ from raypfl.data.splits import NOBODY, hold
 from raypfl.errors import ConfigError, DataError
 
 # To be raised when what is written changes in a way that the code of readers and partitions does not show.
-_FORMAT = 2
+_FORMAT = 3
 # Bytes of samples read at a time where all are passed over.
 _BLOCK = 12 << 20
 _OWN = -1
