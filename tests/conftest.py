@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -41,3 +42,15 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("mlflow") / "empty.db"
     quiet_mlflow().MlflowClient(f"sqlite:///{file}").search_experiments()
     return file
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., Any]:
+    """Open the data set of this name that is in the folder ``data``, for two clients unless a partition says."""
+    from raypfl.data import IID, DataConfig, load_federated
+
+    def open_folder(name: str, partition: Any = None, **options: Any) -> Any:
+        config = DataConfig(name=name, **{"root": str(tmp_path / "data"), **options})
+        return load_federated(config, partition or IID(clients=2), seed=0, cache=tmp_path / "cache")
+
+    return open_folder

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
     """``uint8[shape]`` of noise."""
@@ -37,8 +39,7 @@ def cifar10(root: Path, each: int = 4) -> np.ndarray:
         rows = slice(number * each, (number + 1) * each)
         content = {"batch_label": name, "data": images[rows], "labels": [i % 10 for i in range(each)]}
         pickled(root / "cifar-10-batches-py" / name, content)
-    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-    pickled(root / "cifar-10-batches-py" / "batches.meta", {"label_names": names})
+    pickled(root / "cifar-10-batches-py" / "batches.meta", {"label_names": CIFAR10_CLASSES})
     return images
 
 
@@ -70,9 +71,9 @@ def mnist(folder: Path, train: str = "train", test: str = "t10k", packed: bool =
 
 
 def image(path: Path, content: np.ndarray) -> Path:
-    """An image file of the kind that its name says."""
+    """An image file of the kind that its name says; of JPEG, the best there is, which is off by a few levels."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(content).save(path, format="PNG" if path.suffix == ".JPEG" else None)
+    Image.fromarray(content).save(path, **({"quality": 100, "subsampling": 0} if path.suffix == ".JPEG" else {}))
     return path
 
 
@@ -122,3 +123,9 @@ def chexpert(root: Path, labels: list[tuple[str, str, str, str, str]]) -> Path:
         )
     (root / "train.csv").write_text("\n".join(lines) + "\n")
     return root
+
+
+def cut_short(path: Path, by: int = 100) -> Path:
+    """A file without its last bytes."""
+    path.write_bytes(path.read_bytes()[:-by])
+    return path

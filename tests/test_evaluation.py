@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import math
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from scipy.ndimage import gaussian_filter
 from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
@@ -275,6 +279,61 @@ def test_small_grey_images_of_another_scale_can_be_corrupted(name):
     x = torch.from_numpy(np.random.default_rng(0).integers(0, 17, (4, 1, 8, 8), dtype=np.uint8))
     worse = Corruption(name, 5)(x, np.arange(4), 16.0)
     assert worse.shape == x.shape and int(worse.max()) <= 16
+
+
+def gray(x):
+    return (x * torch.tensor([0.299, 0.587, 0.114]).reshape(-1, 1, 1)).sum(1, keepdim=True)  # ITU-R BT.601
+
+
+def blurred(x, sigma):
+    options = {"mode": "mirror", "radius": math.ceil(3 * sigma), "axes": (2, 3)}
+    return torch.from_numpy(gaussian_filter(x.numpy(), sigma, **options))
+
+
+def as_jpeg(x, quality):
+    files = [io.BytesIO() for _ in x]
+    for image, file in zip(x, files, strict=True):
+        pixels = (255 * image).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(file, "JPEG", quality=quality)
+    return torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]) / 255
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+@pytest.mark.parametrize(
+    ("name", "strengths", "theirs"),
+    [
+        ("gaussian_blur", (0.4, 0.6, 0.7, 0.8, 1.0), blurred),
+        ("brightness", (0.05, 0.1, 0.15, 0.2, 0.3), lambda x, added: x + added),
+        ("contrast", (0.75, 0.5, 0.4, 0.3, 0.15), lambda x, f: f * x + (1 - f) * gray(x).mean((1, 2, 3), keepdim=True)),
+        ("saturation", (0.3, 0.1, 1.5, 2.0, 2.5), lambda x, f: f * x + (1 - f) * gray(x)),
+        ("jpeg", (80, 65, 58, 50, 40), as_jpeg),
+    ],
+)
+def test_a_corruption_is_what_others_make_at_its_strength(name, strengths, theirs, severity):
+    x = pictures()
+    expected = 255 * theirs(x / 255, strengths[severity - 1]).clamp(0, 1)
+    torch.testing.assert_close(Corruption(name, severity)(x, np.arange(5), 255.0).float(), expected, atol=1.01, rtol=0)
+
+
+@pytest.mark.parametrize(("severity", "side"), [(1, 30), (2, 28), (3, 27), (4, 24), (5, 20)])
+def test_a_pixelated_picture_has_fewer_rows_and_columns(severity, side):
+    worse = Corruption("pixelate", severity)(pictures(), np.arange(5), 255.0)
+    for image in worse:
+        assert len(image.unique(dim=1)[0]) == len(image.unique(dim=2)[0][0]) == side
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_noise_is_as_strong_as_its_severity_says(severity):
+    x = torch.full((8, 1, 60, 60), 100, dtype=torch.uint8)
+
+    def changed(name):
+        return Corruption(name, severity)(x, np.arange(8), 255.0).float() / 255 - 100 / 255
+
+    gaussian, speckle, impulse = map(changed, ("gaussian_noise", "speckle_noise", "impulse_noise"))
+    assert float(gaussian.std()) == pytest.approx((0.04, 0.06, 0.08, 0.09, 0.10)[severity - 1], rel=0.03)
+    assert float(speckle.std()) == pytest.approx((0.06, 0.1, 0.12, 0.16, 0.2)[severity - 1] * 100 / 255, rel=0.03)
+    assert float((impulse != 0).float().mean()) == pytest.approx((0.01, 0.02, 0.03, 0.05, 0.07)[severity - 1], rel=0.1)
+    assert float((impulse > 0).sum() / (impulse != 0).sum()) == pytest.approx(0.5, abs=0.1)
 
 
 def test_noise_has_the_strength_it_says_and_differs_from_sample_to_sample():

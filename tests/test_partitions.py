@@ -81,6 +81,26 @@ def test_every_sample_goes_to_one_client_and_none_goes_empty(problem, data, seed
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+def test_four_samples_of_two_classes_are_shared_by_four_clients_however_one_sided_the_draw():
+    partition = Dirichlet(clients=4, alpha=0.001, balanced=True, min_samples=1)
+    shares = partition.assign(Traits(np.array([0, 0, 1, 1]), 2), 0)
+    assert [len(share) for share in shares] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [Dirichlet, DirichletMix])
+@pytest.mark.parametrize("alpha", [1e-4, 1e-3, 0.5])
+def test_small_problems_are_dealt_out_in_equal_sizes_whatever_is_drawn(kind, alpha):
+    draws = np.random.default_rng(5)
+    for seed in range(300):
+        samples = int(draws.integers(1, 20))
+        clients, num_classes = int(draws.integers(1, samples + 1)), int(draws.integers(1, 9))
+        labels = draws.integers(0, num_classes, samples)
+        partition = kind(clients=clients, alpha=alpha, balanced=True, min_samples=samples // clients)
+        shares = partition.assign(Traits(labels, num_classes), seed)
+        assert_dealt_out(shares, clients, samples)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
 @given(st.integers(1, 6), st.integers(1, 12), st.data(), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data, seed):
@@ -129,11 +149,17 @@ def test_classes_per_client_gives_each_client_exactly_that_many_classes_in_balan
 
 
 @given(st.integers(0, 1000), st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=30).filter(any))
-def test_apportioned_parts_add_up_and_differ_from_their_shares_by_less_than_one(total, weights):
+def test_apportioned_parts_add_up_and_are_their_shares_rounded_up_or_down(total, weights):
     parts = apportion(np.array([total]), np.array([weights]))[0]
+    shares = total * np.array(weights) / sum(weights)
     assert parts.sum() == total
-    assert (np.abs(parts - total * np.array(weights) / sum(weights)) < 1 + 1e-6).all()
+    assert (parts >= np.floor(shares - 1e-6)).all() and (parts <= np.ceil(shares + 1e-6)).all()
     assert (parts[np.array(weights) == 0] == 0).all()
+
+
+def test_a_share_that_is_whole_stays_what_it_is_between_two_halves():
+    assert apportion(2, np.array([0.5, 1.0, 0.5]))[1] == 1
+    assert apportion(np.array([6, 6]), np.array([[1.5, 3.0, 1.5], [0.5, 3.0, 2.5]]))[:, 1].tolist() == [3, 3]
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(0, 2**31))
@@ -247,6 +273,36 @@ def test_a_clients_samples_follow_the_mix_that_was_drawn_for_it():
     assert np.mean(correlation) > 0.95
 
 
+def test_classes_are_divided_in_proportion_to_what_mixes_say_where_sizes_may_vary():
+    labels = balanced(5000)
+    shares = DirichletMix(clients=20, alpha=0.5, balanced=False).assign(Traits(labels, 10), 0)
+    mixes = rng.generator(0, "partition").dirichlet(np.full(10, 0.5), size=20)
+    counts = class_counts(labels, shares, 10)
+    assert np.abs(counts - 5000 * mixes / mixes.sum(axis=0)).max() <= 1
+    assert counts.sum(axis=1).std() > 100
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "alpha", "per_class", "classes", "largest"),
+    [
+        (10, 0.3, 5000, 8.0, 0.434),
+        (10, 1.0, 5000, 9.9, 0.299),
+        (100, 0.3, 500, 63.8, 0.104),
+        (100, 1.0, 500, 90.6, 0.052),
+        (200, 0.3, 500, 127.7, 0.060),
+        (200, 1.0, 500, 181.9, 0.029),
+    ],
+)
+def test_clients_are_as_one_sided_as_in_fednhs_settings(num_classes, alpha, per_class, classes, largest):
+    """CIFAR-10, CIFAR-100 and TinyImageNet over 100 clients: means of one draw each, computed apart from this code."""
+    labels = balanced(per_class, num_classes)
+    partition = Dirichlet(clients=100, alpha=alpha)
+    counts = [class_counts(labels, partition.assign(Traits(labels, num_classes), s), num_classes) for s in range(4)]
+    held = np.concatenate(counts)
+    assert (held > 0).sum(axis=1).mean() == pytest.approx(classes, rel=0.03)
+    assert (held.max(axis=1) / held.sum(axis=1)).mean() == pytest.approx(largest, rel=0.06)
+
+
 def test_the_largest_shares_of_classes_are_those_of_a_dirichlet_draw():
     # mean over draws of the largest of N shares: 0.94 for N=10 at 0.01, 0.82 at 0.04, as computed for FedPTR's settings
     labels = balanced(1000)
@@ -264,6 +320,19 @@ def test_a_power_law_makes_the_second_half_as_large_as_the_first():
     sizes = sorted((len(s) for s in PowerLaw(clients=8).assign(Traits(balanced(1000), 10), 0)), reverse=True)
     assert sizes[0] / sizes[1] == pytest.approx(2, rel=0.01)
     assert sizes[0] / sizes[7] == pytest.approx(8, rel=0.01)
+
+
+@pytest.mark.parametrize("exponent", [0.5, 2.0])
+def test_sizes_fall_with_the_power_that_is_asked_for(exponent):
+    shares = PowerLaw(clients=8, exponent=exponent).assign(Traits(balanced(2000), 10), 0)
+    sizes = sorted(map(len, shares), reverse=True)
+    np.testing.assert_allclose(sizes[0] / np.array(sizes), np.arange(1, 9) ** exponent, rtol=0.02)
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0, 1.5])
+def test_the_logarithms_of_sizes_spread_as_far_as_is_asked(sigma):
+    shares = LogNormal(clients=2000, sigma=sigma, min_samples=1).assign(Traits(np.zeros(1_000_000, np.int64), 1), 0)
+    assert np.log([len(share) for share in shares]).std() == pytest.approx(sigma, rel=0.05)
 
 
 def test_owners_of_a_class_may_hold_equal_shares_of_it():
@@ -337,6 +406,14 @@ def test_owners_of_a_class_hold_nearly_equal_shares_of_it():
     for per_client in counts.T:
         held = per_client[per_client > 0]
         assert held.max() / held.min() <= 0.6 / 0.4 + 0.01
+
+
+def test_what_owners_of_a_class_hold_of_it_is_drawn_evenly_between_two_fifths_and_three():
+    labels = balanced(50_000)
+    counts = class_counts(labels, ClassesPerClient(clients=200, classes=2).assign(Traits(labels, 10), 0), 10)
+    held = np.concatenate([per_client[per_client > 0] / per_client[per_client > 0].mean() for per_client in counts.T])
+    assert 0.77 < held.min() < 0.82 and 1.18 < held.max() < 1.24  # U(0.4, 0.6) over its mean, 0.5
+    assert held.std() == pytest.approx(0.4 / 12**0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(

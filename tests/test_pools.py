@@ -309,30 +309,96 @@ def test_the_store_is_kept_for_the_content_of_files_and_not_for_their_times_or_p
     assert len(list((tmp_path / "cache").rglob("samples.arrow"))) == 1
 
 
+def test_a_file_that_keeps_its_size_and_its_time_of_change_is_read_again_when_its_content_differs(tmp_path):
+    datasets.mnist(tmp_path / "MNIST")
+    mnist = {"name": "mnist", "root": str(tmp_path)}
+    before = opened(tmp_path, **mnist)
+    labels = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
+    state = labels.stat()
+    datasets.idx(labels, np.arange(20)[::-1] % 10)
+    os.utime(labels, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert (labels.stat().st_size, labels.stat().st_mtime_ns) == (state.st_size, state.st_mtime_ns)
+    assert before.labels[:3].tolist() == [0, 1, 2]
+    assert opened(tmp_path, **mnist).labels[:3].tolist() == [9, 8, 7]
+
+
+def test_files_that_stay_as_they_are_are_not_read_again(tmp_path, monkeypatch):
+    datasets.mnist(tmp_path / "MNIST")
+    opened(tmp_path, name="mnist", root=str(tmp_path))
+    monkeypatch.setattr("hashlib.file_digest", None)
+    opened(tmp_path, name="mnist", root=str(tmp_path))
+
+
 LARGE = """
 import resource, sys
 import numpy as np
 import pyarrow as pa
 from raypfl.data import IID, DataConfig, RawData, load_federated
 
+def images(numbers):
+    '''uint8[n, 1, 64, 64], each of them different from the others.'''
+    return (np.asarray(numbers)[:, None] * np.arange(1, 4097) % 65521 % 251).astype(np.uint8).reshape(-1, 1, 64, 64)
+
 def large(config):
     '''105 MB of grey images in three channels each, in blocks of 3 MB.'''
     def blocks():
-        for number in range(100):
-            yield np.repeat(np.random.default_rng(number).integers(0, 256, (256, 1, 64, 64), np.uint8), 3, axis=1)
-    return RawData(blocks(), np.arange(100 * 256) % 10, [str(c) for c in range(10)])
+        for start in range(0, 25600, 256):
+            yield np.repeat(images(range(start, start + 256)), 3, axis=1)
+    return RawData(blocks(), np.arange(25600) % 10, [str(c) for c in range(10)])
+
+def limit(room):
+    status = dict(line.split(':', 1) for line in open('/proc/self/status'))
+    used = int(status['VmData'].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room * 2**20, resource.RLIM_INFINITY))
 
 pa.set_cpu_count(1)
 pa.set_io_thread_count(1)
 load_federated(DataConfig(), IID(), seed=0, cache=sys.argv[1])
-status = dict(line.split(':', 1) for line in open('/proc/self/status'))
-used = int(status['VmData'].split()[0]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * 2**20, resource.RLIM_INFINITY))
+"""
+
+BUILDING = """
+limit(64)
 data = load_federated(DataConfig(name='__main__:large'), IID(clients=10), seed=0, cache=sys.argv[1])
 print(data.inputs.shape)
 data = load_federated(DataConfig(name='parquet', root=sys.argv[2]), IID(clients=10), seed=0, cache=sys.argv[1])
 print(data.inputs.shape)
 """
+
+TRAINING = """
+import raypfl
+
+def trained(data, clients, cohort):
+    return raypfl.run(raypfl.Experiment(
+        data={'name': data, 'cache': sys.argv[1]}, method='fedavg', rounds=1,
+        partition={'name': 'iid', 'clients': clients}, cohort={'size': cohort}, model={'name': 'mlp', 'hidden': [4]},
+        training={'batch_size': 32}, evaluation={'protocols': ['local']},
+        engine={'backend': 'inline', 'executor': 'sequential'},
+        tracking={'mlflow': False}, output=sys.argv[2]))
+
+trained('digits', 20, 2)  # so that what is loaded but once is loaded
+limit(64)
+data = load_federated(DataConfig(name='__main__:large'), IID(clients=200), seed=0, cache=sys.argv[1])
+where = np.concatenate([data.indices(client) for client in range(3)])
+inputs, labels = data.take(where)
+assert np.array_equal(inputs, images(where))
+assert np.array_equal(labels, where % 10)
+result = trained('__main__:large', 200, 3)
+assert np.isfinite(result.rounds['loss'].to_pylist()).all()
+print('rounds', result.round)
+try:
+    np.array(data.inputs)
+except MemoryError:
+    print('all at once are too many')
+"""
+
+
+def printed(code: str, *arguments: Path) -> str:
+    """What a process of its own prints that runs this code."""
+    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
@@ -343,8 +409,10 @@ def test_a_data_set_larger_than_the_memory_allowed_is_built(tmp_path):
     (tmp_path / "parquet").mkdir()
     options = {"compression": "none", "use_dictionary": False, "write_batch_size": 64}
     pq.write_table(table, tmp_path / "parquet/86 MB in one row group.parquet", **options)
-    command = [sys.executable, "-c", LARGE, str(tmp_path), str(tmp_path / "parquet")]
-    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "(25600, 1, 64, 64)\n(7000, 3, 64, 64)\n"
+    shapes = printed(LARGE + BUILDING, tmp_path, tmp_path / "parquet")
+    assert shapes == "(25600, 1, 64, 64)\n(7000, 3, 64, 64)\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_few_clients_of_a_data_set_larger_than_the_memory_allowed_are_read_and_trained(tmp_path):
+    assert printed(LARGE + TRAINING, tmp_path, tmp_path / "runs").endswith("rounds 1\nall at once are too many\n")

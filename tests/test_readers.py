@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import raypfl
-from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, FederatedData, Partition, load_federated
+from raypfl.data import ByColumn, ClassesPerClient, FederatedData
 from raypfl.errors import ConfigError, DataError
 from tests import datasets
-
-TWO = IID(clients=2)
-CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Callable[..., FederatedData]:
-    """Open what is in the folder ``data``."""
-
-    def open_folder(name: str, partition: Partition = TWO, **options) -> FederatedData:
-        config = DataConfig(name=name, **{"root": str(tmp_path / "data"), **options})
-        return load_federated(config, partition, seed=0, cache=tmp_path / "cache")
-
-    return open_folder
 
 
 def held_for_tests(data: FederatedData) -> np.ndarray:
@@ -42,7 +26,7 @@ def test_cifar10_is_read_to_the_pixel(tmp_path, opened):
     data = opened("cifar10")
     assert np.array_equal(data.inputs, images.reshape(-1, 3, 32, 32))
     assert data.labels.tolist() == [0, 1, 2, 3] * 6
-    assert data.class_names == CLASSES
+    assert data.class_names == datasets.CIFAR10_CLASSES
     assert held_for_tests(data).tolist() == list(range(20, 24))
 
 
@@ -90,6 +74,34 @@ def test_a_damaged_batch_of_cifar_is_named_with_its_row(tmp_path, opened, change
     damaged_batch(tmp_path / "data", **changes)
     with pytest.raises(DataError, match=sentence):
         opened("cifar10")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "sentence"),
+    [
+        ("train", lambda path: datasets.cut_short(path), r"cifar-100-python/train is damaged"),
+        (
+            "meta",
+            lambda path: datasets.pickled(path, {}),
+            r"cifar-100-python/meta has no list called 'fine_label_names'",
+        ),
+        (
+            "test",
+            lambda path: datasets.pickled(path, {"data": datasets.pixels(3, 3072), "fine_labels": [0, 99, 100]}),
+            r"Row 2 of .*cifar-100-python/test has label 100, but there are 100 classes",
+        ),
+        (
+            "test",
+            lambda path: datasets.pickled(path, {"data": datasets.pixels(3, 3072), "coarse_labels": [0, 1, 2]}),
+            r"cifar-100-python/test has no list of 'fine_labels'",
+        ),
+    ],
+)
+def test_a_damaged_cifar100_is_named(tmp_path, opened, name, damage, sentence):
+    datasets.cifar100(tmp_path / "data")
+    damage(tmp_path / "data/cifar-100-python" / name)
+    with pytest.raises(DataError, match=sentence):
+        opened("cifar100")
 
 
 def test_a_batch_of_cifar_that_is_cut_short_or_would_run_code_is_refused(tmp_path, opened):
@@ -148,7 +160,9 @@ def test_the_mnists_are_read_to_the_pixel_packed_or_not(tmp_path, opened, name, 
     assert held_for_tests(data).tolist() == list(range(20, 30))
 
 
-@pytest.mark.parametrize(("variant", "classes"), [(None, 47), ("byclass", 62), ("letters", 26), ("digits", 10)])
+@pytest.mark.parametrize(
+    ("variant", "classes"), [(None, 47), ("bymerge", 47), ("byclass", 62), ("letters", 26), ("digits", 10)]
+)
 def test_emnists_are_upright_and_their_classes_counted_from_zero(tmp_path, opened, variant, classes):
     from torchvision.datasets import EMNIST
 
@@ -162,17 +176,26 @@ def test_emnists_are_upright_and_their_classes_counted_from_zero(tmp_path, opene
     assert (data.num_classes, data.labels[:3].tolist()) == (classes, [0, 1, 2])
 
 
-def cut_short(path: Path, by: int = 100) -> Path:
-    path.write_bytes(path.read_bytes()[:-by])
-    return path
-
-
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda raw: cut_short(raw / "train-images-idx3-ubyte"), "should hold 20 rows, but is cut short.* at row 19"),
+        (
+            lambda raw: datasets.cut_short(raw / "train-images-idx3-ubyte"),
+            "should hold 20 rows, but is cut short.* at row 19",
+        ),
         (lambda raw: datasets.idx(raw / "train-labels-idx1-ubyte", np.arange(20)), "Row 10 of .*label 10.* 10 classes"),
-        (lambda raw: datasets.idx(raw / "train-labels-idx1-ubyte", np.zeros(19)), "20 images, but .* 19 labels"),
+        (
+            lambda raw: datasets.idx(raw / "train-labels-idx1-ubyte", np.zeros(19)),
+            "images-idx3-ubyte holds 20 images, but .*train-labels-idx1-ubyte 19 labels: row 19 has no label",
+        ),
+        (
+            lambda raw: datasets.idx(raw / "t10k-labels-idx1-ubyte", np.zeros(12)),
+            "t10k-images-idx3-ubyte holds 10 images, but .* 12 labels: row 10 has no image. Get .*t10k-images",
+        ),
+        (
+            lambda raw: datasets.idx(raw / "t10k-images-idx3-ubyte", np.zeros((10, 27, 28))),
+            "t10k-images-idx3-ubyte holds images of 27 x 28, but .*train-images-idx3-ubyte of 28 x 28",
+        ),
         (lambda raw: (raw / "t10k-images-idx3-ubyte").write_bytes(b"<html>"), "is not an IDX file of bytes in 3"),
         (lambda raw: datasets.idx(raw / "t10k-images-idx3-ubyte", np.zeros((10, 28))), "not an IDX file of bytes in 3"),
     ],
@@ -194,7 +217,7 @@ def test_a_label_of_emnist_is_told_as_the_file_has_it(tmp_path, opened):
 
 def test_a_packed_idx_file_that_is_cut_short_is_named(tmp_path, opened):
     datasets.mnist(tmp_path / "data/MNIST", packed=True)
-    cut_short(tmp_path / "data/MNIST/raw/train-images-idx3-ubyte.gz")
+    datasets.cut_short(tmp_path / "data/MNIST/raw/train-images-idx3-ubyte.gz")
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz is damaged"):
         opened("mnist")
 
@@ -254,7 +277,11 @@ def test_images_are_cropped_or_stretched_to_size(tmp_path, opened):
 @pytest.mark.parametrize(
     ("spoil", "options", "sentence"),
     [
-        (lambda root: cut_short(root / "Art/Bed/00001.png", 60), {}, "Art/Bed/00001.png holds a damaged image"),
+        (
+            lambda root: datasets.cut_short(root / "Art/Bed/00001.png", 60),
+            {},
+            "Art/Bed/00001.png holds a damaged image",
+        ),
         (lambda root: (root / "Art/Bed/00001.png").write_bytes(b""), {}, "Art/Bed/00001.png holds a damaged image"),
         (
             lambda root: datasets.image(root / "Art/1.png", datasets.pixels(4, 4)),
@@ -283,8 +310,10 @@ def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path, opened):
     data = opened("tiny_imagenet")
     assert data.class_names == ["Egyptian cat", "goldfish"]
     assert data.labels.tolist() == [0, 0, 0, 1, 1, 1, 0, 1, 0, 1]
-    assert np.array_equal(data.inputs[1], datasets.pixels(8, 8, 3, seed=1).transpose(2, 0, 1))
-    assert np.array_equal(data.inputs[8], np.repeat(datasets.pixels(8, 8, seed=2)[None], 3, axis=0))
+    assert (tmp_path / "data/val/images/val_2.JPEG").read_bytes().startswith(b"\xff\xd8\xff")
+    np.testing.assert_allclose(data.inputs[1], datasets.pixels(8, 8, 3, seed=1).transpose(2, 0, 1), atol=5)
+    grey = np.repeat(datasets.pixels(8, 8, seed=2)[None], 3, axis=0)
+    np.testing.assert_allclose(data.inputs[8], grey, atol=5)
     assert held_for_tests(data).tolist() == [6, 7, 8, 9]
 
 
@@ -293,10 +322,29 @@ def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path, opened):
     [
         (lambda root: (root / "wnids.txt").unlink(), r"wnids\.txt of .* cannot be read"),
         (lambda root: (root / "val/images/val_2.JPEG").unlink(), r"val/images/val_2\.JPEG.* no such file"),
-        (lambda root: cut_short(root / "val/images/val_2.JPEG", 30), r"val/images/val_2\.JPEG holds a damaged image"),
+        (
+            lambda root: datasets.cut_short(root / "val/images/val_2.JPEG", 30),
+            r"val/images/val_2\.JPEG holds a damaged image",
+        ),
         (
             lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn02124075\nval_1.JPEG\tn999\n"),
             r"Row 1 of val/val_annotations\.txt has 'n999' for a class",
+        ),
+        (
+            lambda root: (root / "val/val_annotations.txt").write_text(
+                "val_0.JPEG\tn02124075\nval_2.JPEG\tn02124075\n"
+            ),
+            r"val/images/val_1\.JPEG of .* has no line in val/val_annotations\.txt, nor have 1 more",
+        ),
+        (
+            lambda root: datasets.image(root / "val/images/val_9.JPEG", datasets.pixels(8, 8)),
+            r"val/images/val_9\.JPEG of .* has no line in val/val_annotations\.txt; get",
+        ),
+        (
+            lambda root: (root / "val/val_annotations.txt").write_text(
+                "val_0.JPEG\tn02124075\nval_0.JPEG\tn01443537\n"
+            ),
+            r"Row 1 of val/val_annotations\.txt lists val_0\.JPEG, as row 0 does",
         ),
         (
             lambda root: (root / "wnids.txt").write_text("n02124075\nn01443537\nn00000001\n"),
@@ -310,6 +358,15 @@ def test_a_damaged_tiny_imagenet_is_named(tmp_path, opened, spoil, sentence):
         opened("tiny_imagenet")
 
 
+def test_blank_lines_in_the_lists_of_tiny_imagenet_say_nothing(tmp_path, opened):
+    root = datasets.tiny_imagenet(tmp_path / "data")
+    before = opened("tiny_imagenet")
+    for name in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
+        (root / name).write_text(f"\n{(root / name).read_text()}\n  \n")
+    after = opened("tiny_imagenet")
+    assert (after.labels.tolist(), after.class_names) == (before.labels.tolist(), before.class_names)
+
+
 def test_a_changed_list_of_tiny_imagenet_is_read_again(tmp_path, opened):
     root = datasets.tiny_imagenet(tmp_path / "data")
     before = opened("tiny_imagenet")
@@ -318,68 +375,6 @@ def test_a_changed_list_of_tiny_imagenet_is_read_again(tmp_path, opened):
     assert (before.labels[6], opened("tiny_imagenet").labels[6]) == (0, 1)
     (root / "words.txt").unlink()
     assert opened("tiny_imagenet").class_names == ["n02124075", "n01443537"]
-
-
-# --- .npy -------------------------------------------------------------------------------------------------------------
-
-
-def test_cifar10_c_is_read_by_corruption_and_severity(tmp_path, opened):
-    root = datasets.cifar10_c(tmp_path / "data")
-    all_five, fourth = opened("cifar10_c", image="snow.npy"), opened("cifar10_c", image="snow.npy", variant=4)
-    assert np.array_equal(all_five.inputs, np.load(root / "snow.npy").transpose(0, 3, 1, 2))
-    assert np.array_equal(fourth.inputs, all_five.inputs[12:16])
-    assert fourth.class_names == CLASSES
-
-
-def test_cifar10_c_that_is_not_five_severities_of_equal_length_is_refused(tmp_path, opened):
-    root = datasets.cifar10_c(tmp_path / "data")
-    for name in ("snow.npy", "labels.npy"):
-        np.save(root / name, np.load(root / name)[:-1])
-    with pytest.raises(DataError, match=r"snow\.npy holds 19 images, which are not 5 severities of equal length"):
-        opened("cifar10_c", image="snow.npy", variant=4)
-
-
-def test_a_variant_may_be_written_as_a_number_or_as_text():
-    severities = [DataConfig(name="cifar10_c", variant=given).variant for given in (4, "4")]
-    severities += [raypfl.Experiment(data={"name": "cifar10_c", "variant": given}).data.variant for given in (4, "4")]
-    assert set(severities) == {"4"}
-
-
-def test_a_pair_of_npy_files_is_read(tmp_path, opened):
-    (tmp_path / "data").mkdir()
-    np.save(tmp_path / "data/x.npy", datasets.pixels(5, 6, 7))
-    np.save(tmp_path / "data/y.npy", np.array([0, 2, 1, 2, 0], np.uint8))
-    data = opened("npy", image="x.npy", label="y.npy")
-    assert (data.input_shape, data.labels.tolist(), data.num_classes) == ((1, 6, 7), [0, 2, 1, 2, 0], 3)
-
-
-@pytest.mark.parametrize(
-    ("images", "labels", "sentence"),
-    [
-        (datasets.pixels(4, 8, 8, 3), np.array([0, 1, 2]), r"image\.npy holds 4 images, but .*labels\.npy 3 labels"),
-        (datasets.pixels(4, 8, 8, 3), np.array([0, 1, -1, 2]), r"Row 2 of .*labels\.npy has label -1"),
-        (datasets.pixels(4, 8, 8, 3), np.zeros((4, 2), int), r"labels in .*labels\.npy are int64\[4, 2\], not a list"),
-        (datasets.pixels(4, 8, 8, 3) / 255, np.zeros(4, int), r"image\.npy holds float64\[4, 8, 8, 3\], not images"),
-        (datasets.pixels(4, 64), np.zeros(4, int), r"image\.npy holds uint8\[4, 64\], not images"),
-        (np.array([{}, 1]), np.zeros(2, int), r"image\.npy is damaged, or not a \.npy file"),
-    ],
-)
-def test_a_damaged_pair_of_npy_files_is_named(tmp_path, opened, images, labels, sentence):
-    (tmp_path / "data").mkdir()
-    np.save(tmp_path / "data/image.npy", images)
-    np.save(tmp_path / "data/labels.npy", labels)
-    with pytest.raises(DataError, match=sentence):
-        opened("npy")
-
-
-def test_cifar10_1_has_cifar10s_classes_and_no_others(tmp_path, opened):
-    (tmp_path / "data").mkdir()
-    np.save(tmp_path / "data/cifar10.1_v6_data.npy", datasets.pixels(4, 32, 32, 3))
-    np.save(tmp_path / "data/cifar10.1_v6_labels.npy", np.array([0, 9, 3, 10]))
-    with pytest.raises(DataError, match=r"Row 3 of .*cifar10\.1_v6_labels\.npy has label 10, but there are 10 classes"):
-        opened("cifar10_1")
-    with pytest.raises(ConfigError, match=r"no cifar10\.1_v4_data\.npy in .*; there is cifar10\.1_v6_data\.npy"):
-        opened("cifar10_1", variant="v4")
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
@@ -451,7 +446,7 @@ def test_a_bad_row_of_a_csv_file_is_named(tmp_path, opened, lines, sentence):
 
 def test_a_truncated_image_of_a_csv_file_is_named_with_its_row(tmp_path, opened):
     root = listed(tmp_path / "data", ["image,label", "images/0.png,0", "images/1.png,1"])
-    cut_short(root / "images/1.png", 40)
+    datasets.cut_short(root / "images/1.png", 40)
     with pytest.raises(DataError, match=r"Row 1 of train\.csv holds a damaged image"):
         opened("csv")
 

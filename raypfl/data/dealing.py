@@ -7,6 +7,8 @@ import numpy as np
 # What stands for a weight of zero, so that counts with the given margins always exist.
 _TINY = 1e-30
 _FITTINGS = 200
+# How far from a whole number a share may be that is meant to be one.
+_CLOSE = 1e-9
 
 
 def apportion(total: np.ndarray | int, weights: np.ndarray) -> np.ndarray:
@@ -21,15 +23,20 @@ def apportion(total: np.ndarray | int, weights: np.ndarray) -> np.ndarray:
     -------
     ``int64[..., K]``, which adds up to `total` along the last axis.
     """
-    edges = np.cumsum(weights, axis=-1, dtype=np.float64)
-    cuts = np.rint(edges / edges[..., -1:] * np.asarray(total)[..., None]).astype(np.int64)
-    return np.diff(cuts, axis=-1, prepend=0)
+    shares = weights / weights.sum(axis=-1, keepdims=True, dtype=np.float64) * np.asarray(total)[..., None]
+    # Whole parts are set aside: rounding 0.5 and 1.5 to the even number would make a share of 1 between them 2.
+    parts = np.floor(shares + _CLOSE).astype(np.int64)
+    left = shares - parts
+    edges = np.cumsum(np.where(left > _CLOSE, left, 0), axis=-1)
+    missing = np.asarray(total) - parts.sum(axis=-1)
+    cuts = np.rint(_ratio(edges, edges[..., -1:]) * missing[..., None]).astype(np.int64)
+    return parts + np.diff(cuts, axis=-1, prepend=0)
 
 
 def nearest(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     """As `apportion`, but the parts that come closest to the next whole number are those rounded up (Hamilton 1792).
 
-    Ties are broken at random. Equal shares of 1 stay 1 each, where `apportion` may give one 2 and another 0.
+    Ties are broken at random. Shares near 1 become 1 each, where `apportion` may give one 2 and another 0.
 
     Parameters
     ----------
@@ -41,9 +48,9 @@ def nearest(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) 
     ``int64[R, K]``
     """
     shares = weights / weights.sum(axis=1, keepdims=True) * np.asarray(total)[:, None]
-    parts = np.floor(shares + 1e-9).astype(np.int64)
+    parts = np.floor(shares + _CLOSE).astype(np.int64)
     missing = np.asarray(total) - parts.sum(axis=1)
-    closeness = shares - parts + 1e-9 * draws.random(shares.shape)
+    closeness = shares - parts + _CLOSE * draws.random(shares.shape)
     place = np.empty(shares.shape, dtype=np.int64)
     np.put_along_axis(place, np.argsort(-closeness, axis=1), np.arange(shares.shape[1])[None], axis=1)
     return parts + (place < missing[:, None])
@@ -143,7 +150,7 @@ def rank_within(group: np.ndarray, draws: np.random.Generator) -> np.ndarray:
 
 def _ratio(wanted: np.ndarray, there: np.ndarray) -> np.ndarray:
     """``wanted / there``; 0 where there is nothing."""
-    return np.divide(wanted, there, out=np.zeros(there.shape), where=there > 0)
+    return np.divide(wanted, there, out=np.zeros(np.broadcast_shapes(wanted.shape, there.shape)), where=there > 0)
 
 
 def _level(sizes: np.ndarray, needed: int) -> int:

@@ -110,13 +110,24 @@ def _trained(root: Path, classes: list[str]) -> Iterator[_Listed]:
 
 
 def _validated(root: Path, classes: list[str]) -> Iterator[_Listed]:
-    shown = "val/val_annotations.txt"
+    shown, folder, rows = "val/val_annotations.txt", root / "val" / "images", dict[str, int]()
     for row, line in enumerate(_lines(root / shown, root)):
+        if not line.strip():
+            continue
         name, _, rest = line.partition("\t")
         wnid = rest.split("\t")[0]
         if wnid not in classes:
             raise DataError(f"Row {row} of {shown} has {wnid!r} for a class; {did_you_mean(wnid, classes)}")
-        yield _Listed(root / "val" / "images" / name, wnid, "", True)
+        if name in rows:
+            raise DataError(f"Row {row} of {shown} lists {name}, as row {rows[name]} does; remove one of them.")
+        rows[name] = row
+        yield _Listed(folder / name, wnid, "", True)
+    unlisted = sorted(path.name for path in folder.glob("*.JPEG") if path.name not in rows)
+    if unlisted:
+        more = f", nor have {len(unlisted) - 1} more" if len(unlisted) > 1 else ""
+        raise DataError(
+            f"The image val/images/{unlisted[0]} of {root} has no line in {shown}{more}; get the data set again."
+        )
 
 
 def _names(root: Path, classes: list[str]) -> list[str]:

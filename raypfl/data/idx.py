@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
-from raypfl.data.labels import checked_labels
+from raypfl.data.labels import checked_labels, require_partners
 from raypfl.data.published import Published
 from raypfl.errors import ConfigError, DataError
 
@@ -99,10 +99,16 @@ def emnist(config: DataConfig) -> RawData:
 
 def _read(files: list[Path], class_names: list[str], first_label: int = 0, upright: bool = False) -> RawData:
     inputs, labels = [], []
+    sides: tuple[int, ...] = ()
     for images_file, labels_file in (files[:2], files[2:]):
         pixels, classes = _idx(images_file, 3), _idx(labels_file, 1)
-        if len(pixels) != len(classes):
-            raise DataError(f"{images_file} has {len(pixels)} images, but {labels_file} {len(classes)} labels.")
+        require_partners(len(pixels), images_file, len(classes), labels_file)
+        sides = sides or pixels.shape[1:]
+        if pixels.shape[1:] != sides:
+            raise DataError(
+                f"{images_file} holds images of {pixels.shape[1]} x {pixels.shape[2]}, but {files[0]} of {sides[0]} x "
+                f"{sides[1]}; get the one that is wrong again."
+            )
         inputs.append(pixels.transpose(0, 2, 1)[:, None] if upright else pixels[:, None])
         labels.append(checked_labels(classes, len(class_names), str(labels_file), first_label))
     test_mask = np.concatenate([np.full(len(part), number == 1) for number, part in enumerate(labels)])

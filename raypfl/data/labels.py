@@ -33,5 +33,20 @@ def checked_labels(labels: np.ndarray, num_classes: int, place: str, first: int 
     return labels.astype(np.int64) - first
 
 
+def require_partners(images: int, images_file: object, labels: int, labels_file: object) -> None:
+    """Refuse a file of images and one of labels that are not equally long.
+
+    Raises
+    ------
+    DataError : naming both, and the first row of the longer that the other does not have.
+    """
+    if images != labels:
+        lacking, shorter = ("label", labels_file) if labels < images else ("image", images_file)
+        raise DataError(
+            f"{images_file} holds {images} images, but {labels_file} {labels} labels: row {min(images, labels)} has no "
+            f"{lacking}. Get {shorter} again, or write it again if it is yours."
+        )
+
+
 def _whole(label: object) -> bool:
     return isinstance(label, int) or (isinstance(label, float) and label.is_integer())

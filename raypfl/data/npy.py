@@ -9,11 +9,12 @@ import numpy as np
 
 from raypfl.data.cifar import CIFAR10_CLASSES
 from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
-from raypfl.data.labels import checked_labels
+from raypfl.data.labels import checked_labels, require_partners
 from raypfl.errors import ConfigError, DataError
 
 _BLOCK = 12 << 20  # bytes of images in memory at a time
 _SEVERITIES = 5
+_SHAPE = (32, 32, 3)
 
 
 def _pair(config: DataConfig) -> list[Path]:
@@ -49,7 +50,8 @@ def npy(config: DataConfig) -> RawData:
     DataError : if they are damaged or do not fit together.
     """
     pixels, labels = _opened(_pair(config))
-    checked = checked_labels(labels, int(labels.max()) + 1 if labels.size else 0, str(_pair(config)[1]))
+    num_classes = int(labels.max()) + 1 if labels.size and labels.dtype.kind in "iu" else 0
+    checked = checked_labels(labels, num_classes, str(_pair(config)[1]))
     return RawData(_blocks(pixels), checked, [str(label) for label in range(int(checked.max(initial=-1)) + 1)])
 
 
@@ -72,6 +74,11 @@ def cifar10_c(config: DataConfig) -> RawData:
 
 def _cifar10(pair: list[Path], severity: str | int | None = None) -> RawData:
     pixels, labels = _opened(pair)
+    if pixels.shape[1:] != _SHAPE:
+        raise DataError(
+            f"{pair[0]} holds images as uint8{list(pixels.shape)}, but CIFAR-10's are uint8[n, 32, 32, 3]; get the "
+            f"file again, or read it with data.name=npy."
+        )
     checked = checked_labels(labels, len(CIFAR10_CLASSES), str(pair[1]))
     each, rest = divmod(len(pixels), _SEVERITIES)
     if severity is not None and rest:
@@ -98,8 +105,8 @@ def _opened(pair: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     shape = f"{pixels.dtype}{list(pixels.shape)}"
     if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or (pixels.ndim == 4 and pixels.shape[-1] not in (1, 3)):
         raise DataError(f"{pair[0]} holds {shape}, not images as uint8[n, H, W] or uint8[n, H, W, 3].")
-    if len(pixels) != len(labels):
-        raise DataError(f"{pair[0]} holds {len(pixels)} images, but {pair[1]} {len(labels)} labels.")
+    if labels.ndim == 1:  # others are refused as labels
+        require_partners(len(pixels), pair[0], len(labels), pair[1])
     return pixels, labels
 
 

@@ -25,7 +25,7 @@ from raypfl.data.splits import NOBODY, hold
 from raypfl.errors import ConfigError, DataError
 
 # To be raised when what is written changes in a way that the code of readers and partitions does not show.
-_FORMAT = 2
+_FORMAT = 3
 # Bytes of samples read at a time where all are passed over.
 _BLOCK = 12 << 20
 _OWN = -1
@@ -244,13 +244,14 @@ def _files(config: DataConfig, cache: Path) -> list[Path]:
 def _content(files: list[Path], config: DataConfig, cache: Path) -> str:
     """The SHA-256 of files and their places under ``data.root``.
 
-    It is remembered for as long as their sizes and times of change stay, since reading them takes its time.
+    It is remembered for as long as their sizes, times of change and times of status change stay, since reading them
+    takes its time. The last, which the system alone sets, tells of files written over with their time put back.
     """
     root = Path(config.root).expanduser() if config.root else Path()
     there = [path for path in files if path.is_file()]
     if not there:
         return ""
-    states = [(str(path.absolute()), *_size_and_time(path)) for path in there]
+    states = [(str(path.absolute()), *_size_and_times(path)) for path in there]
     known = cache / "contents" / _key(states)
     if known.is_file():
         return known.read_text()
@@ -267,9 +268,9 @@ def _content(files: list[Path], config: DataConfig, cache: Path) -> str:
     return content.hexdigest()
 
 
-def _size_and_time(path: Path) -> tuple[int, int]:
+def _size_and_times(path: Path) -> tuple[int, int, int]:
     state = path.stat()
-    return state.st_size, state.st_mtime_ns
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _code(component: Any) -> str:
