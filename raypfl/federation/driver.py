@@ -32,7 +32,15 @@ from raypfl.federation.events import (
     RunStarted,
     Warned,
 )
-from raypfl.federation.result import RECIPE, Result, description, write_facts, write_tables
+from raypfl.federation.result import (
+    RECIPE,
+    Result,
+    description,
+    forget_unbegun,
+    write_description,
+    write_facts,
+    write_tables,
+)
 from raypfl.federation.schedule import VECTORISED_GROUP, cohort_size
 from raypfl.federation.server import Job, Server, groups_for
 from raypfl.federation.setup import make_bench, make_model, make_task
@@ -62,13 +70,15 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
     ------
     RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
     """
-    if run_dir is None:
-        return _run(experiment, _new_folder(experiment).resolve(), listeners)
-    folder = Path(run_dir)
+    folder = (_new_folder(experiment) if run_dir is None else Path(run_dir)).resolve()
     if (folder / RECIPE).exists() or (folder / "checkpoints").exists():
         raise ConfigError(f"{folder} holds a run already: go on with `raypfl resume {folder}`, or name a new folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    return _run(experiment, folder.resolve(), listeners)
+    write_description(folder, experiment)
+    try:
+        return _run(experiment, folder, listeners)
+    except ConfigError:
+        forget_unbegun(folder)
+        raise
 
 
 def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides: Sequence[str] = ()) -> Result:
@@ -179,7 +189,7 @@ def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
 
 
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
-    telling = _Audience([partial(_write_description, folder), *listeners])
+    telling = _Audience([partial(_write_beginning, folder), *listeners])
     with StopRequest().listening() as stop:
         telling(Progress("preparing data"))
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
@@ -192,10 +202,10 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
     return Result.load(folder)
 
 
-def _write_description(folder: Path, event: Event) -> None:
-    # Once the run has begun, not before: a resume that is refused leaves the run as it was.
+def _write_beginning(folder: Path, event: Event) -> None:
+    # Once the run has begun, not before: a resume with changes that is refused leaves the run as it was.
     if isinstance(event, RunStarted):
-        (folder / RECIPE).write_text(event.experiment.to_yaml())
+        write_description(folder, event.experiment)
         write_facts(folder, event)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,20 @@ def description(run_dir: str | Path) -> Experiment:
             f"{run_dir} is no run's folder: it has no {RECIPE}. Runs are in the folder `output` names."
         )
     return Experiment.from_yaml(file)
+
+
+def write_description(folder: Path, experiment: Experiment) -> None:
+    """Put what is to be run into its folder, which then is a run's: from here on it can be resumed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECIPE).write_text(experiment.to_yaml())
+
+
+def forget_unbegun(folder: Path) -> None:
+    """Take back `write_description`, unless the run has begun since; the folder goes too, if nothing else is in it."""
+    if not (folder / FACTS).exists():
+        (folder / RECIPE).unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def write_facts(folder: Path, started: RunStarted) -> None:
