@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +21,7 @@ from raypfl import __version__
 from raypfl.errors import ConfigError, RaypflError, Stopped
 
 if TYPE_CHECKING:
-    from raypfl.config import Experiment
-    from raypfl.federation import Result
     from raypfl.registry import Registry
-    from raypfl.tracking.mlflow import MLflowListener
-    from raypfl.tracking.progress import RunLine
 
 STOPPED, WRONG, FAILED = 130, 2, 1  # exit codes; 130 is what a shell expects after Ctrl-C
 
@@ -115,42 +109,40 @@ def run(
 
     KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
     """
-    from raypfl import federation
+    from raypfl import running
     from raypfl.config import experiments
-    from raypfl.tracking.progress import lines_for
 
     recipe, given = _named_and_changes(words or [], "digits")
     changes = [*given, f"methods={json.dumps(method.split(','))}"] if method else given
     changes = [*changes, f"seeds={seeds}"] if seeds else changes
     planned = experiments(_source(recipe), changes)
-    jobs = [partial(federation.run, one) for one in planned]
-    together = partial(_together, planned) if len(planned) > 1 else _alone
-    _carry_out(jobs, lines_for(planned), together, [recipe, *given], quiet, as_json, {"recipe": recipe})
+    running.begin(planned, [recipe, *given], running.Shown(quiet, as_json))
 
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of the run, or of the comparison.", show_default=False)
+    ],
     changes: Changes = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run from its newest checkpoint, to the same result as if it had not been interrupted.
 
-    rounds=60 makes a finished run longer.
+    Of a comparison, the run that was cut off goes on, and those that have not begun are begun. rounds=60 makes what is
+    finished longer.
     """
-    from raypfl import federation
-    from raypfl.federation.result import RECIPE
-    from raypfl.tracking.progress import RunLine
+    from raypfl import running
 
-    job = partial(federation.resume, folder, overrides=changes or [])
-    _carry_out([job], [RunLine(folder.name)], _alone, [str(folder / RECIPE)], quiet, as_json)
+    running.go_on(folder, changes or [], running.Shown(quiet, as_json))
 
 
 @app.command()
 def report(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN...", help="Folders of runs, or with runs in them.")
+        list[Path] | None,
+        typer.Argument(metavar="RUN...", help="Folders of runs, of comparisons, or with such in them."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page's file.")] = Path("report.html"),
 ) -> None:
@@ -186,7 +178,9 @@ def study(
 
 @app.command()
 def track(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The runs' folders.", show_default=False)],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or of comparisons.", show_default=False)
+    ],
     uri: Annotated[str | None, typer.Option(help="MLflow's tracking URI; without it, the run's own.")] = None,
 ) -> None:
     """Record runs that are over in MLflow, such as those of a time when the tracking server could not be reached."""
@@ -227,21 +221,6 @@ def show(
         print(f"Picture: {drawn}")
 
 
-@contextmanager
-def _together(planned: Sequence[Experiment], listeners: Sequence[Any]) -> Iterator[None]:
-    """The session of a comparison, once none of its runs is known to be refused."""
-    from raypfl import federation
-
-    federation.check(planned, listeners=listeners)
-    with federation.session(planned[0], listeners=listeners):
-        yield
-
-
-def _alone(listeners: Sequence[Any]) -> AbstractContextManager[None]:
-    """The session of a single run, which needs none."""
-    return nullcontext()
-
-
 def _named_and_changes(words: Sequence[str], default: str) -> tuple[str, list[str]]:
     first, *rest = words or [default]
     return (default, [first, *rest]) if "=" in first else (first, rest)
@@ -251,60 +230,6 @@ def _source(recipe: str) -> str | Path:
     from raypfl.recipes import RECIPES
 
     return Path(recipe) if recipe.endswith((".yaml", ".yml")) else RECIPES.text(recipe)
-
-
-def _carry_out(
-    jobs: Sequence[Callable[..., Result]],
-    lines: Sequence[RunLine],
-    session: Callable[..., AbstractContextManager[None]],
-    tried: Sequence[str],
-    quiet: bool,
-    as_json: bool,
-    tags: Mapping[str, str] | None = None,
-) -> None:
-    """Run after run, then tell what came of those that came to an end, even if a later one fails."""
-    from raypfl.tracking import outcome
-    from raypfl.tracking.console import view, warner
-    from raypfl.tracking.mlflow import MLflowListener
-
-    progress = Console(stderr=True)
-    results: list[Result] = []
-    with MLflowListener(tried[0] if len(jobs) > 1 else None, tags=tags, warn=warner(progress)) as tracked:
-        try:
-            with view(progress, lines, quiet) as shown, session(listeners=[shown.listener(0)]):
-                for i, job in enumerate(jobs):
-                    results.append(job(listeners=[shown.listener(i), tracked]))
-                    if results[-1].status == "stopped":
-                        raise Stopped(f"Stopped. To go on: raypfl resume {outcome.nearby(results[-1].run_dir)}")
-        finally:
-            if results:
-                _report(results, tracked, tried, as_json)
-
-
-def _report(results: Sequence[Result], tracked: MLflowListener, tried: Sequence[str], as_json: bool) -> None:
-    from raypfl.tracking import outcome
-
-    pictures = _pictures(results)
-    for picture in pictures.values():
-        tracked.attach(picture)
-    if as_json:
-        print(json.dumps(outcome.as_json(results, pictures), indent=2))
-    else:
-        outcome.show(Console(), results, pictures, tried)
-
-
-def _pictures(results: Sequence[Result]) -> dict[str, Path]:
-    """What was drawn, by its heading."""
-    from raypfl.tracking import latent_picture, picture
-
-    first = results[0].run_dir
-    stem = first / "picture" if len(results) == 1 else first.with_name(f"{first.name}-compared")
-    pictures = {}
-    if judged := [result for result in results if result.evaluations.num_rows]:
-        pictures["Picture"] = picture.draw(judged, stem.with_name(f"{stem.name}.png"))
-    if latent_picture.shown(results):
-        pictures["Latent space"] = latent_picture.draw(results, stem.with_name(f"{stem.name}-latent.png"))
-    return pictures
 
 
 def _listing(kind: Kind) -> Table:

@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 
 from raypfl import __version__
 from raypfl.cli import app, main
-from raypfl.errors import RaypflError
 from raypfl.federation import driver
 from raypfl.federation.events import RoundFinished
 
@@ -41,10 +40,10 @@ def told(*words: str) -> dict:
 def test_without_arguments_the_digits_are_compared_and_everything_is_told():
     result = raypfl("run", *SMALL)
     assert result.exit_code == 0, result.output
-    for part in ("fedavg", "ditto", "worst", "Picture", "weights", "Try next", "raypfl resume runs/digits-ditto"):
+    for part in ("fedavg", "ditto", "worst", "Picture", "weights", "Try next", "raypfl resume runs/digits-2"):
         assert part in result.stdout
     assert "round 2/2" in result.stderr and "round 2/2" not in result.stdout
-    assert list(Path("runs").glob("*-compared.png"))
+    assert list(Path("runs").glob("digits-*/picture.png"))
 
 
 def test_methods_and_seeds_are_chosen_on_the_command_line():
@@ -72,7 +71,7 @@ def test_suggested_commands_do_what_was_done_but_for_one_thing():
     suggested = raypfl("run", *SMALL, "data.cache=my cache").stdout.split("Try next")[1]
     changed = shlex.join([*SMALL, "data.cache=my cache"])
     assert f"raypfl run digits {changed} method=ditto method.lam=0.075\n" in suggested
-    (run,) = Path("runs").glob("*-ditto-*")
+    (run,) = Path("runs").glob("*/ditto-s0")
     suggested = raypfl("resume", str(run), "rounds=3").stdout.split("Try next")[1]
     assert f"raypfl run {run}/experiment.yaml method=ditto method.lam=0.075\n" in suggested
     assert told("run", f"{run}/experiment.yaml", "method=ditto")["runs"][0]["experiment"]["data"]["cache"] == "my cache"
@@ -119,41 +118,30 @@ def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
 def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):
     real = driver.run
 
-    def interrupted(experiment, *, listeners):
+    def interrupted(experiment, *, listeners, run_dir):
         def press(event):
             if isinstance(event, RoundFinished) and event.round == 1:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        return real(experiment, listeners=[*listeners, press])
+        return real(experiment, listeners=[*listeners, press], run_dir=run_dir)
 
     monkeypatch.setattr(driver, "run", interrupted)
-    result = raypfl("run", *SMALL, "rounds=50")
+    result = raypfl("run", *SMALL, "rounds=50", "--method", "fedavg")
     assert result.exit_code == 130
+    assert result.output.count("raypfl resume") == 1
     assert "To go on: raypfl resume runs/digits-fedavg" in result.stderr
-    assert "ditto" not in result.stderr
 
 
 def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.MonkeyPatch):
-    def interrupted(experiment, *, listeners):
+    def interrupted(*data):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(driver, "run", interrupted)
-    result = raypfl("run", *SMALL)
-    assert result.exit_code == 130 and "Stopped." in result.stderr
-
-
-def test_what_was_finished_is_told_even_if_a_later_run_fails(monkeypatch: pytest.MonkeyPatch):
-    real = driver.run
-
-    def failing(experiment, *, listeners):
-        if experiment.to_dict()["method"]["name"] == "ditto":
-            raise RaypflError("Client 3 lost its mind.")
-        return real(experiment, listeners=listeners)
-
-    monkeypatch.setattr(driver, "run", failing)
-    result = raypfl("run", *SMALL)
-    assert result.exit_code == 1
-    assert "Client 3 lost its mind." in result.stderr and "fedavg" in result.stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "_job", interrupted)
+        result = raypfl("run", *SMALL, "--method", "fedavg")
+    (run,) = Path("runs").iterdir()
+    assert result.exit_code == 130 and f"Stopped. To go on: raypfl resume {run}\n" in result.stderr
+    assert told("resume", str(run))["runs"][0]["status"] == "finished"
 
 
 def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):

@@ -63,6 +63,10 @@ def comparison(seeds: int = 1) -> list[MadeUp]:
     ]
 
 
+def show(console: Console, results: list, pictures: dict, tried: list[str]) -> None:
+    outcome.show(console, results, pictures, tried, Path("runs/2026"))
+
+
 def printed(show, width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO())
     show(console)
@@ -134,7 +138,7 @@ def test_the_table_has_a_row_for_each_method_and_protocol_and_fits_eighty_column
 
 def test_runs_whose_best_round_was_chosen_have_a_row_of_it():
     results = [replace(result, best_round=5) for result in comparison(seeds=2)]
-    text = printed(lambda console: outcome.show(console, results, {}, ["digits"]))
+    text = printed(lambda console: show(console, results, {}, ["digits"]))
     rows = [line for line in text.splitlines() if "local*" in line]
     means = [one.scores("local", one.deployed("local"), "accuracy", best=True) for one in contenders(results)]
     assert all(over_seeds([100 * value for value in mean]) in row for row, mean in zip(rows, means, strict=True))
@@ -161,7 +165,7 @@ def with_columns(results: list[MadeUp], **values: float) -> list[MadeUp]:
 
 def test_samples_of_several_labels_are_told_by_their_auc():
     results = with_columns(comparison(), auc=0.777, left_out=0.0)
-    text = printed(lambda console: outcome.show(console, results, {}, ["digits"]))
+    text = printed(lambda console: show(console, results, {}, ["digits"]))
     told = [line.split()[2:6] for line in text.splitlines() if line.split()[1:2] == ["local"]]
     shared, own = (one.scores("local", one.deployed("local"), "accuracy") for one in contenders(results))
     assert told == [
@@ -173,30 +177,29 @@ def test_samples_of_several_labels_are_told_by_their_auc():
 
 def test_calibration_errors_are_told_where_there_is_room():
     results = with_columns(comparison(), ece=0.0666)
-    wide, narrow = (printed(lambda console: outcome.show(console, results, {}, ["digits"]), w) for w in (80, 64))
+    wide, narrow = (printed(lambda console: show(console, results, {}, ["digits"]), w) for w in (80, 64))
     assert "ECE" in wide and " 6.7 " in wide
     assert "ECE" not in narrow and " 6.7 " not in narrow
 
 
 def test_what_is_suggested_keeps_what_was_changed():
     tried = ["mine.yaml", "data.root=/d/my images", "partition.alpha=1", "methods=[fedavg,ditto]", "method.lam=2"]
-    text = printed(lambda console: outcome.show(console, comparison(), {}, tried))
+    text = printed(lambda console: show(console, comparison(), {}, tried))
     same = "raypfl run mine.yaml 'data.root=/d/my images'"
     assert f"{same} partition.alpha=1 method=ditto method.lam=0.075\n" in text
     assert f"{same} 'methods=[fedavg,ditto]' method.lam=2 partition.alpha=0.1 --seeds 3\n" in text
 
 
 def test_the_last_words_tell_where_everything_is_and_what_to_try():
-    text = printed(lambda console: outcome.show(console, comparison(), {"Picture": Path("runs/p.png")}, ["digits"]))
-    for part in ("runs/p.png", "3fa2c19d88e0", "mlflow ui", "raypfl resume runs/0 rounds=20", "method.lam=0.075"):
+    text = printed(lambda console: show(console, comparison(), {"Picture": Path("runs/p.png")}, ["digits"]))
+    for part in ("runs/p.png", "3fa2c19d88e0", "mlflow ui", "raypfl resume runs/2026 rounds=20", "method.lam=0.075"):
         assert part in text
-    assert "raypfl report runs/0 runs/0\n" in text
-    assert "raypfl report runs\n" in printed(lambda console: outcome.show(console, comparison(3), {}, ["digits"]))
+    assert "raypfl report runs/2026\n" in text
 
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_what_to_try_next_can_be_tried_whatever_the_method(method):
-    text = printed(lambda console: outcome.show(console, [made_up(method)], {}, "digits"))
+    text = printed(lambda console: show(console, [made_up(method)], {}, "digits"))
     for command in [line.split() for line in text.splitlines() if "raypfl run" in line]:
         Experiment().override([word for word in command if word.partition("=")[0].startswith(("method", "partition"))])
 

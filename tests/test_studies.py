@@ -19,13 +19,14 @@ import raypfl
 from raypfl.cli import app
 from raypfl.errors import ConfigError
 from raypfl.federation.events import RoundFinished, RunStarted
+from raypfl.federation.result import is_finished
 from raypfl.studies import STUDIES, running
 from raypfl.studies.cells import choose, identity, plan
 from raypfl.studies.description import Quoted, load
 from raypfl.studies.deviations import deviations
 from raypfl.studies.layout import blocks, markdown
 from raypfl.studies.measured import Entry
-from raypfl.studies.workers import carry_out, is_finished
+from raypfl.studies.workers import carry_out
 
 TINY = """\
 seeds: 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from raypfl.federation.events import (
     RunStarted,
     Warned,
 )
+from raypfl.federation.folders import new_folder
 from raypfl.federation.result import (
     RECIPE,
     Result,
@@ -70,7 +69,7 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
     ------
     RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
     """
-    folder = (_new_folder(experiment) if run_dir is None else Path(run_dir)).resolve()
+    folder = (new_folder(experiment) if run_dir is None else Path(run_dir)).resolve()
     if (folder / RECIPE).exists() or (folder / "checkpoints").exists():
         raise ConfigError(f"{folder} holds a run already: go on with `raypfl resume {folder}`, or name a new folder.")
     write_description(folder, experiment)
@@ -338,17 +337,3 @@ class _Audience:
             news, self._evaluated = event.round > self._evaluated, max(event.round, self._evaluated)
             return news
         return True
-
-
-def _new_folder(experiment: Experiment) -> Path:
-    method = METHODS.name_of(type(experiment.method)).rpartition(":")[2].lower()
-    name = "-".join([experiment.name, method, f"s{experiment.seed}", time.strftime("%Y%m%d-%H%M%S")])
-    name = re.sub(r"[^\w.-]+", "_", name)
-    folder, count = Path(experiment.output) / name, 1
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:  # another run, of this second
-            count += 1
-            folder = Path(experiment.output) / f"{name}-{count}"

@@ -56,6 +56,13 @@ def forget_unbegun(folder: Path) -> None:
             folder.rmdir()
 
 
+def is_finished(run_dir: Path) -> bool:
+    """Whether a run came to its end."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        return bool(json.loads((run_dir / SUMMARY).read_text())["status"] == "finished")
+    return False
+
+
 def write_facts(folder: Path, started: RunStarted) -> None:
     """Put what a run found out as it began into its folder."""
     (folder / FACTS).write_text(json.dumps(started.facts, indent=1))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from raypfl.errors import CheckpointError, ConfigError
 from raypfl.federation import Result
+from raypfl.federation.folders import Comparison
 from raypfl.federation.result import RECIPE
 from raypfl.tracking.contenders import labels
 
 
 def found(paths: Sequence[str | Path]) -> tuple[list[Result], list[str]]:
-    """The runs in folders, each a run's own or one with runs in it, and a sentence for all that is left out.
+    """The runs in folders, each a run's, a comparison's or one with such in it; a sentence for all that is left out.
 
     Left out are files, such as a picture that a shell's ``*`` caught, runs that have not come to an end, runs that were
     never evaluated, and all but the last of several runs of one experiment from one seed, which repeat each other.
@@ -46,10 +47,23 @@ def _folders(path: Path) -> list[Path]:
         raise ConfigError(f"There is no folder {path}. Runs are in the folder that `output` names, else in runs/.")
     if path.is_file():
         return []
-    inside = [path] if (path / RECIPE).exists() else sorted(recipe.parent for recipe in path.glob(f"*/{RECIPE}"))
+    if (path / RECIPE).exists():
+        return [path]
+    inside = _compared(path) or [
+        run for folder in sorted(path.iterdir()) for run in _compared(folder) or _alone(folder)
+    ]
     if not inside:
         raise ConfigError(f"{path} is no run's folder, and there is none in it: a run's folder has an {RECIPE}.")
     return inside
+
+
+def _compared(folder: Path) -> list[Path]:
+    comparison = Comparison.load(folder)
+    return comparison.folders if comparison else []
+
+
+def _alone(folder: Path) -> list[Path]:
+    return [folder] if (folder / RECIPE).exists() else []
 
 
 def _once(results: Sequence[Result]) -> tuple[list[Result], list[str]]:

@@ -16,6 +16,7 @@ from rich.text import Text
 from raypfl.errors import RaypflError, Stopped
 from raypfl.federation import Result
 from raypfl.federation.events import Event
+from raypfl.federation.result import is_finished
 from raypfl.studies import layout
 from raypfl.studies.cells import Cell, choose, plan
 from raypfl.studies.description import Study, load
@@ -23,7 +24,7 @@ from raypfl.studies.deviations import deviations
 from raypfl.studies.measured import Entry, as_rows, cell_table, entries, entry_table
 from raypfl.studies.picture import draw
 from raypfl.studies.running import run
-from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Outcome, is_finished
+from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Outcome
 from raypfl.tracking.console import view, warner
 from raypfl.tracking.contenders import colour
 from raypfl.tracking.mlflow import MLflowListener

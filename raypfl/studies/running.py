@@ -13,9 +13,10 @@ from raypfl.config import Experiment
 from raypfl.federation.cluster import client_actors, connected
 from raypfl.federation.driver import make_room
 from raypfl.federation.events import Event, Progress
+from raypfl.federation.result import is_finished
 from raypfl.federation.stopping import StopRequest
 from raypfl.studies.cells import Cell
-from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Desk, Outcome, carry_out, is_finished, work
+from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Desk, Outcome, carry_out, work
 
 POLL = 0.3
 """Seconds between looks at what cells have told."""

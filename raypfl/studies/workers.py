@@ -34,15 +34,6 @@ class Outcome:
     error: str = ""
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether a cell's run came to its end."""
-    from raypfl.federation.result import SUMMARY
-
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        return json.loads((folder / SUMMARY).read_text())["status"] == FINISHED
-    return False
-
-
 def carry_out(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Outcome:
     """Bring a cell's run to its end: from its beginning, or from its newest checkpoint.
 
@@ -51,7 +42,7 @@ def carry_out(experiment: Experiment, folder: Path, listeners: Sequence[Listener
     from raypfl import federation
     from raypfl.data.arrays import alone
     from raypfl.errors import RaypflError
-    from raypfl.federation.result import RECIPE
+    from raypfl.federation.result import RECIPE, is_finished
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:

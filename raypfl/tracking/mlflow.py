@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from raypfl.errors import RaypflError, Stopped
+from raypfl.federation import folders
 from raypfl.federation.events import Event, RunStarted
 from raypfl.federation.result import Result
 from raypfl.tracking import mlflow_entries as entries
@@ -118,7 +119,7 @@ class MLflowListener:
 
 
 def track(run_dir: str | Path, uri: str | None = None) -> None:
-    """Record a run that is over, from its folder: one that MLflow could not be told of, or was not to be.
+    """Record a run or a comparison that is over, from its folder: MLflow could not be told of it, or was not to be.
 
     What MLflow has of it already is not recorded twice.
 
@@ -131,8 +132,12 @@ def track(run_dir: str | Path, uri: str | None = None) -> None:
     RaypflError : if MLflow does not take all of it, or the folder holds no run that is over.
     """
     problems: list[str] = []
-    listener = MLflowListener(warn=problems.append)
-    for event in events_of(Result.load(run_dir), uri):
-        listener(event)
+    comparison = folders.Comparison.load(run_dir)
+    results = [Result.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
+    name = comparison.words[0] if comparison else None
+    with MLflowListener(name, warn=problems.append, kept_in=run_dir if comparison else None) as listener:
+        for result in results:
+            for event in events_of(result, uri):
+                listener(event)
     if problems:
         raise RaypflError("\n".join(problems))

@@ -35,7 +35,6 @@ _BEST = "*: in the round that is best on the clients' validation data, of each s
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _UNBOUNDED = 10_000  # columns of a terminal
 _SMOOTHS = 0.9  # and above: defaults of options for which a tenth would be too little
-_NAMED = 4  # runs; the command on more of them takes the whole folder
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,16 @@ def table(results: Sequence[Result], calibration: bool = True) -> Table:
     return drawn
 
 
-def show(console: Console, results: Sequence[Result], pictures: Mapping[str, Path], tried: Sequence[str]) -> None:
+def show(
+    console: Console, results: Sequence[Result], pictures: Mapping[str, Path], tried: Sequence[str], folder: Path
+) -> None:
     """Print the table, then where things are and what to try next.
 
     Parameters
     ----------
     pictures : of the comparison, by their headings.
     tried : the recipe or file that was run, and the assignments that changed it, for the commands that are suggested.
+    folder : of the run, or of the comparison.
     """
     judged = [result for result in results if result.evaluations.num_rows]
     if judged:
@@ -119,8 +121,10 @@ def show(console: Console, results: Sequence[Result], pictures: Mapping[str, Pat
     width = max(len(heading) for heading, _ in facts)
     for heading, text in facts:
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), text), soft_wrap=True)
+    if results[-1].status == "stopped":
+        return
     console.print()
-    for i, command in enumerate(_next(results, tried)):
+    for i, command in enumerate(_next(results, tried, nearby(folder))):
         heading = "" if i else "Try next"
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), command), soft_wrap=True)
 
@@ -189,16 +193,14 @@ def _row(
     return cells + [Text(f"{cost:,.1f}" if first else "") for cost in costs]
 
 
-def _next(results: Sequence[Result], tried: Sequence[str]) -> list[str]:
+def _next(results: Sequence[Result], tried: Sequence[str], folder: Path) -> list[str]:
     last = results[-1]
-    if last.status == "stopped":
-        return [f"raypfl resume {nearby(last.run_dir)}", "raypfl list methods"]
     skewed = ["partition.alpha=0.1"] if hasattr(last.experiment.partition, "alpha") else []
     return [
-        _report(results),
+        shlex.join(["raypfl", "report", str(folder)]),
         *(_again(tried, options) for options in _other_option(last.experiment)),
         f"{_again(tried, skewed)} --seeds 3",
-        f"raypfl resume {nearby(last.run_dir)} rounds={2 * last.experiment.rounds}",
+        shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * last.experiment.rounds}"]),
         "raypfl list methods",
     ]
 
@@ -211,12 +213,6 @@ def _again(tried: Sequence[str], changes: Sequence[str]) -> str:
     if "method" in new:
         kept = [one for one in kept if one.partition("=")[0].partition(".")[0] not in ("method", "methods")]
     return shlex.join(["raypfl", "run", recipe, *kept, *changes])
-
-
-def _report(results: Sequence[Result]) -> str:
-    folders = [nearby(result.run_dir) for result in results]
-    named = [shlex.quote(str(folder)) for folder in folders]
-    return " ".join(["raypfl report", *(named if len(named) <= _NAMED else [str(folders[0].parent)])])
 
 
 def _other_option(experiment: Experiment) -> list[list[str]]:
