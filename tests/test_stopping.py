@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import raypfl
 from raypfl.errors import ConfigError
+from raypfl.federation import driver
+from raypfl.federation.events import Progress, RunFinished
+from raypfl.federation.stopping import StopRequest
 from tests.runs import experiment
 
 
@@ -41,3 +46,36 @@ def test_a_refused_run_leaves_a_folder_of_ones_own_as_it_was(tmp_path: Path):
         with pytest.raises(ConfigError, match="haed"):
             raypfl.run(experiment(tmp_path, method="{name: partial, personal: haed}"), run_dir=tmp_path / "mine")
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_request_to_stop_is_acknowledged_while_the_main_thread_is_busy():
+    stop, told = StopRequest(), threading.Event()
+    with stop.acknowledged(told.set), stop.listening():
+        assert not told.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert told.wait(timeout=30)
+
+
+def test_nothing_is_acknowledged_where_nobody_asked():
+    told = []
+    with StopRequest().acknowledged(lambda: told.append(True)):
+        pass
+    assert not told
+
+
+def test_a_run_says_that_it_is_stopping_before_it_has_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said, heard, real = [], threading.Event(), driver._inline
+
+    def hear(event):
+        said.append(event)
+        if isinstance(event, Progress) and event.text.startswith("Stopping"):
+            heard.set()
+
+    def pressed(*work):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert heard.wait(timeout=30)
+        return real(*work)
+
+    monkeypatch.setattr(driver, "_inline", pressed)
+    assert raypfl.run(experiment(tmp_path), listeners=[hear]).status == "stopped"
+    assert isinstance(said[-1], RunFinished)

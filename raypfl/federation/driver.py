@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ from raypfl.models import FlatModel
 from raypfl.models.weights import digest
 
 DRIVER_POLL = 0.2
+STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again stops without that."
 
 
 def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: str | Path | None = None) -> Result:
@@ -189,7 +191,8 @@ def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
 
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
     telling = _Audience([partial(_write_beginning, folder), *listeners])
-    with StopRequest().listening() as stop:
+    stop = StopRequest()
+    with stop.acknowledged(lambda: telling(Progress(STOPPING))), stop.listening():
         telling(Progress("preparing data"))
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         job = _job(experiment, folder, data, telling)
@@ -310,19 +313,23 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
 
 
 class _Audience:
-    """Passes events on to the listeners, each but once: a server that was started again runs some rounds again."""
+    """Passes events on to the listeners, each but once: a server that was started again runs some rounds again.
+
+    One event at a time, from whichever thread it comes.
+    """
 
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
+        self._one_at_a_time = threading.RLock()  # what is news may be a warning more
         self._round = -1
         self._evaluated = -1
         self._started = False
 
     def __call__(self, event: Event) -> None:
-        if not self._is_news(event):
-            return
-        for listener in self._listeners:
-            listener(event)
+        with self._one_at_a_time:
+            if self._is_news(event):
+                for listener in self._listeners:
+                    listener(event)
 
     def _is_news(self, event: Event) -> bool:
         if isinstance(event, RunStarted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 
@@ -15,6 +15,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.made = False
         self._interruptible = False
+        self._noticed = threading.Event()
 
     def __call__(self) -> bool:
         return self.made
@@ -27,6 +28,25 @@ class StopRequest:
             yield
         finally:
             self._interruptible = False
+
+    @contextlib.contextmanager
+    def acknowledged(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Within: `tell` is called as soon as the request is made, from another thread, since this one may be busy."""
+        over = threading.Event()
+
+        def wait() -> None:
+            self._noticed.wait()
+            if not over.is_set():
+                tell()
+
+        watch = threading.Thread(target=wait, name="raypfl-stopping", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            over.set()
+            self._noticed.set()
+            watch.join()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -44,5 +64,7 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         insists = self.made
         self.made = True
+        if not insists:  # the lock in it is not one to enter twice
+            self._noticed.set()
         if insists or self._interruptible:
             raise KeyboardInterrupt
