@@ -266,7 +266,75 @@ def test_without_a_terminal_a_long_run_takes_about_ten_lines():
 
     text = printed(play)
     assert text.count("fedavg: round") == 10
-    assert "starting Ray" in text and "Warning: The cache was damaged." in text and "finished after round 1000" in text
+    assert (
+        "starting Ray" in text
+        and "Warning: The cache was damaged." in text
+        and "fedavg: finished, 1000 rounds in" in text
+    )
+
+
+def played(happened, clock=lambda: 0.0) -> list[str]:
+    """What is printed of one run without a terminal, line by line."""
+
+    def play(console: Console) -> None:
+        with PlainView(console, [RunLine("fedavg", colour="#000000")], clock) as shown:
+            for event in happened:
+                shown.listener(0)(event)
+
+    return printed(play, 200).splitlines()
+
+
+def started(rounds: int, first_round: int = 0) -> RunStarted:
+    return RunStarted("made-up", "runs/made-up", Experiment(rounds=rounds), {}, first_round)
+
+
+def finished(round: int) -> RoundFinished:
+    sent = {"bytes_up_total": 1_000_000 * round, "bytes_down_total": 2_000_000 * round}
+    return RoundFinished(round, 1 / round, 0.1, 1_000_000, 2_000_000, clients=20, dropped=0, failed=0, **sent)
+
+
+def judged(round: int) -> Evaluated:
+    return Evaluated(round, [{"protocol": "local", "model": "global", "accuracy": round / 10}])
+
+
+def test_after_half_a_minute_of_silence_a_round_has_a_line_before_the_next_tenth():
+    now = iter(range(0, 10_000, 4))
+    lines = played([started(2000), *(finished(r) for r in range(1, 41))], lambda: next(now))
+    told = [int(line.split("round ")[1].partition("/")[0]) for line in lines if "fedavg: round" in line]
+    assert len(told) >= 3 and max(told) < 200
+    assert len(played([started(2000), *(finished(r) for r in range(1, 41))])) == 1
+
+
+def test_the_accuracy_of_an_earlier_round_is_said_to_be_of_that_round():
+    happened = [started(3), finished(1), finished(2), judged(2), finished(3), RunFinished("stopped", 3, "3fa2c1")]
+    first, second, third, end = played(happened)[1:]
+    assert "personal / global" not in first
+    assert "personal / global – / 20.0 %, " in second
+    assert "personal / global – / 20.0 % (round 2), " in third and end.endswith("– / 20.0 % (round 2)")
+
+
+def test_the_table_on_a_terminal_marks_the_accuracy_of_an_earlier_round_too():
+    console = Console(width=100, file=io.StringIO(), force_terminal=True, color_system=None)
+    with LiveView(console, [RunLine("fedavg")]) as shown:
+        seen = []
+        for event in (started(3), finished(1), finished(2), judged(2), finished(3)):
+            shown.listener(0)(event)
+            seen.append(printed(lambda plain: plain.print(shown.render()), 100))
+    assert "– / 20.0 (round 2)" in seen[-1] and "– / 20.0" in seen[-2] and "(round 2)" not in seen[-2]
+
+
+def test_a_step_of_the_start_up_is_told_once_a_run():
+    begin = [Progress("preparing data"), Progress("starting Ray"), Progress("preparing data"), started(1), finished(1)]
+    lines = played([*begin, RunFinished("finished", 1, "3fa2c1"), Progress("preparing data")])
+    assert lines[:2] == ["preparing data", "starting Ray"] and lines.count("preparing data") == 2
+    assert lines[-1] == "preparing data"
+
+
+def test_the_end_tells_how_many_rounds_were_run_in_that_time():
+    whole = played([started(2), finished(1), finished(2), RunFinished("finished", 2, "3fa2c1")])
+    assert whole[-1] == "fedavg: finished, 2 rounds in 0:00 minutes"
+    resumed = played([started(3, 2), finished(3), RunFinished("finished", 3, "3fa2c1")])
+    assert resumed[-1] == "fedavg: finished after round 3, 1 round in 0:00 minutes"
 
 
 def test_on_a_terminal_the_table_shows_every_run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ _MARKS = {
 }
 
 _MOST_LINES = 16
+_LONGEST_SILENCE = 30.0  # seconds, as far as rounds end in between
 
 
 def warner(console: Console) -> Callable[[str], None]:
@@ -129,11 +131,19 @@ class LiveView(View):
 
 
 class PlainView(View):
-    """A line of text for about every tenth of a run, for logs and pipes."""
+    """A line of text for about every tenth of a run, and after half a minute without one, for logs and pipes.
 
-    def __init__(self, console: Console, lines: Sequence[RunLine]):
+    Parameters
+    ----------
+    clock : seconds, from any beginning.
+    """
+
+    def __init__(self, console: Console, lines: Sequence[RunLine], clock: Callable[[], float] = time.monotonic):
         super().__init__(console, lines)
         self._held: dict[RunLine, str] = {}
+        self._steps: set[str] = set()
+        self._clock = clock
+        self._printed = clock()
 
     def tell(self, line: RunLine, event: Event) -> None:
         """Print a line, if the event is worth one; a round's waits for its evaluation."""
@@ -141,10 +151,28 @@ class PlainView(View):
         if isinstance(event, Evaluated):
             self._held[line] = held and _round_text(line)
             return
-        for text in (held, _plain_text(line, event)):
+        for text in (held, self._plain_text(line, event)):
             if text:
                 self.console.print(text, soft_wrap=True, highlight=False, markup=False)
-        self._held[line] = _round_text(line) if isinstance(event, RoundFinished) and _ends_a_tenth(line) else ""
+                self._printed = self._clock()
+        if isinstance(event, RoundFinished) and (_ends_a_tenth(line) or self._silent_for_long()):
+            self._held[line] = _round_text(line)
+
+    def _silent_for_long(self) -> bool:
+        return self._clock() - self._printed >= _LONGEST_SILENCE
+
+    def _plain_text(self, line: RunLine, event: Event) -> str:
+        match event:
+            case Progress():  # told once, though a comparison prepares for all of its runs and then for each
+                known = event.text in self._steps
+                self._steps.add(event.text)
+                return "" if known else event.text
+            case RunStarted():
+                return f"{line.label}: {line.facts}, in {nearby(Path(event.run_dir))}"
+            case RunFinished():
+                self._steps.clear()
+                return ", ".join([f"{line.label}: {_end_text(line)}", *_accuracies(line)])
+        return ""
 
 
 def view(console: Console, lines: Sequence[RunLine], quiet: bool = False) -> View:
@@ -159,7 +187,7 @@ def _cells(line: RunLine) -> list[RenderableType]:
     values = (
         f"{line.round}/{line.rounds}",
         "" if line.loss is None else f"{line.loss:.3f}",
-        line.accuracies,
+        f"{line.accuracies} ({line.judged})" if line.judged else line.accuracies,
         line.traffic,
         f"{line.clock:>9}",
     )
@@ -167,16 +195,10 @@ def _cells(line: RunLine) -> list[RenderableType]:
     return [Text(mark, style), Text(line.label, dim or f"bold {line.colour}"), bar, *(Text(one, dim) for one in values)]
 
 
-def _plain_text(line: RunLine, event: Event) -> str:
-    match event:
-        case Progress():
-            return event.text
-        case RunStarted():
-            return f"{line.label}: {line.facts}, in {nearby(Path(event.run_dir))}"
-        case RunFinished():
-            parts = [f"{line.label}: {event.status} after round {event.round} and {minutes(line.seconds)} minutes"]
-            return ", ".join([*parts, *_accuracies(line)])
-    return ""
+def _end_text(line: RunLine) -> str:
+    rounds = line.round - line.first_round
+    where = f" after round {line.round}" if line.first_round else ""
+    return f"{line.status}{where}, {rounds} round{'' if rounds == 1 else 's'} in {minutes(line.seconds)} minutes"
 
 
 def _round_text(line: RunLine) -> str:
@@ -186,7 +208,8 @@ def _round_text(line: RunLine) -> str:
 
 
 def _accuracies(line: RunLine) -> list[str]:
-    return [f"personal / global {line.accuracies} %"] if line.accuracies else []
+    when = f" ({line.judged})" if line.judged else ""
+    return [f"personal / global {line.accuracies} %{when}"] if line.accuracies else []
 
 
 def _ends_a_tenth(line: RunLine) -> bool:

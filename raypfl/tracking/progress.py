@@ -33,6 +33,7 @@ class RunLine:
         self.loss: float | None = None
         self.bytes_up = self.bytes_down = 0
         self._accuracy: dict[str, float] = {}
+        self._judged = 0
         self._facts: dict[str, Any] = {}
         self._began: float | None = None
         self._ended: float | None = None
@@ -49,7 +50,7 @@ class RunLine:
                 self.bytes_up, self.bytes_down = event.bytes_up_total, event.bytes_down_total
                 self._ends.append(time.monotonic())
             case Evaluated():
-                self._accuracy = _accuracies(event.summary)
+                self._accuracy, self._judged = _accuracies(event.summary), event.round
             case RunFinished():
                 self.status, self._ended = event.status, time.monotonic()
 
@@ -77,6 +78,11 @@ class RunLine:
             return ""
         known = [self._accuracy.get(model) for model in ("personal", "global")]
         return " / ".join("–" if one is None else f"{100 * one:.1f}" for one in known)
+
+    @property
+    def judged(self) -> str:
+        """``"round 2"``, if the accuracies are of that round and others have been finished since."""
+        return f"round {self._judged}" if self._accuracy and self._judged < self.round else ""
 
     @property
     def traffic(self) -> str:
