@@ -55,6 +55,10 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="RECIPE|FILE.yaml KEY=VALUE", help="What to run, and what to change.", show_default=False),
 ]
+DataWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="RECIPE|FILE.yaml KEY=VALUE", help="Whose data, and what to change.", show_default=False),
+]
 StudyWords = Annotated[
     list[str] | None,
     typer.Argument(metavar="STUDY|FILE.yaml KEY=VALUE", help="Which study, and what to change.", show_default=False),
@@ -101,7 +105,7 @@ def options(
 def run(
     words: Words = None,
     method: Annotated[str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto")] = "",
-    seeds: Annotated[int, typer.Option(help="Seeds to run each method with.", min=0, show_default=False)] = 0,
+    seeds: Annotated[int | None, typer.Option(help="Seeds to run each method with.", min=1)] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -159,8 +163,8 @@ def report(
 def study(
     words: StudyWords = None,
     only: Annotated[str, typer.Option(help="Methods and settings to run, by their labels: --only fednh,cifar10")] = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of each run.", min=0, show_default=False)] = 0,
-    seeds: Annotated[int, typer.Option(help="Seeds of each method and setting.", min=0, show_default=False)] = 0,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of each run.", min=1)] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of each method and setting.", min=1)] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -198,7 +202,7 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.", show_defaul
 
 @data_app.command()
 def show(
-    words: Words = None,
+    words: DataWords = None,
     picture: Annotated[Path, typer.Option(help="The picture's file.")] = Path("data.png"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -226,10 +230,14 @@ def _named_and_changes(words: Sequence[str], default: str) -> tuple[str, list[st
     return (default, [first, *rest]) if "=" in first else (first, rest)
 
 
-def _source(recipe: str) -> str | Path:
+def _source(recipe: str) -> str | dict[str, Any]:
+    from raypfl.config.yaml_text import read
     from raypfl.recipes import RECIPES
 
-    return Path(recipe) if recipe.endswith((".yaml", ".yml")) else RECIPES.text(recipe)
+    if not recipe.endswith((".yaml", ".yml")):
+        return RECIPES.text(recipe)
+    file = Path(recipe)
+    return {"name": file.stem, **read(file)}
 
 
 def _listing(kind: Kind) -> Table:

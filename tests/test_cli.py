@@ -54,10 +54,29 @@ def test_methods_and_seeds_are_chosen_on_the_command_line():
 
 
 def test_a_file_of_ones_own_is_run(elsewhere: Path):
-    (elsewhere / "mine.yaml").write_text("name: mine\nmethod: ditto\n")
+    (elsewhere / "mine.yaml").write_text("method: ditto\n")
     (run,) = told("run", "mine.yaml", *SMALL, "method.lam=2")["runs"]
+    assert run["experiment"]["name"] == "mine" and Path(run["run_dir"]).name.startswith("mine-ditto-s0-")
     assert run["experiment"]["method"]["lam"] == 2.0
     assert Path(run["run_dir"], "picture.png").exists()
+
+
+def test_a_name_in_a_file_is_the_runs_name_and_a_copied_description_keeps_its_own(elsewhere: Path):
+    (elsewhere / "mine.yaml").write_text("name: ours\n")
+    (run,) = told("run", "mine.yaml", *SMALL)["runs"]
+    (again,) = told("run", f"{run['run_dir']}/experiment.yaml")["runs"]
+    assert again["experiment"]["name"] == run["experiment"]["name"] == "ours"
+
+
+def test_a_resumed_run_is_called_by_its_method():
+    (run,) = told("run", *SMALL, "--method", "ditto")["runs"]
+    said = raypfl("resume", run["run_dir"], "rounds=3").stderr
+    assert "\nditto: round 3/3, " in said and said.count(Path(run["run_dir"]).name) == 1
+
+
+@pytest.mark.parametrize("words", [("run", "--seeds", "0"), ("study", "--seeds", "0"), ("study", "--rounds", "0")])
+def test_nothing_is_run_no_times(words):
+    assert raypfl(*words).exit_code == 2 and not Path("runs").exists()
 
 
 def test_a_finished_run_is_made_longer_by_resuming_it():
