@@ -214,7 +214,7 @@ def test_what_to_try_next_can_be_tried_whatever_the_method(method):
     ],
 )
 def test_another_value_of_an_option_is_a_tenth_or_half_as_far_from_one_if_it_smooths(method, tried):
-    text = printed(lambda console: outcome.show(console, [made_up(method)], {}, ["digits"]))
+    text = printed(lambda console: show(console, [made_up(method)], {}, ["digits"]))
     told = [word for line in text.splitlines() if "Try next" in line or "raypfl run" in line for word in line.split()]
     assert [word for word in told if word.startswith("method.")] == ([tried] if tried else [])
 
