@@ -63,6 +63,11 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
     ------
     RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
     """
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(
+            f"raypfl.run takes an Experiment, not {experiment!r}; of a YAML file or text it is "
+            "raypfl.Experiment.from_yaml(...), of settings raypfl.Experiment(rounds=10, ...)."
+        )
     if run_dir is None:
         return _run(experiment, _new_folder(experiment).resolve(), listeners)
     folder = Path(run_dir)
