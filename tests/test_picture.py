@@ -116,6 +116,24 @@ def test_namesakes_are_told_apart_by_the_options_that_differ():
     assert labels(runs) == ["fedavg", "ditto lam=0.1", "ditto lam=1.0"]
 
 
+def test_runs_of_other_settings_are_told_by_the_one_that_differs_or_by_a_letter():
+    runs = [Experiment(method=m) for m in ("fedavg", {"name": "ditto", "lam": 0.1}, {"name": "ditto", "lam": 1})]
+    faster = runs[1].override(["training.lr=0.5"])
+    names = ["fedavg training.lr=0.1", "ditto lam=0.1 training.lr=0.1", "ditto lam=1.0 training.lr=0.1"]
+    assert labels([*runs, faster]) == [*names, "ditto lam=0.1 training.lr=0.5"]
+    longer = faster.override(["rounds=4"])
+    assert labels([*runs, faster, longer]) == [
+        "fedavg · settings A",
+        "ditto lam=0.1 · settings A",
+        "ditto lam=1.0 · settings A",
+        "ditto lam=0.1 · settings B",
+        "ditto lam=0.1 · settings C",
+    ]
+    assert labels([one.override([f"rounds={n + 1}", f"training.lr={n + 1}"]) for n, one in enumerate([faster] * 28)])[
+        25:
+    ] == ["ditto · settings Z", "ditto · settings AA", "ditto · settings AB"]
+
+
 def test_runs_that_differ_in_their_seed_alone_are_one_contender():
     assert [len(one.results) for one in contenders(comparison(seeds=3))] == [3, 3]
 
@@ -176,6 +194,19 @@ def test_calibration_errors_are_told_where_there_is_room():
     wide, narrow = (printed(lambda console: outcome.show(console, results, {}, ["digits"]), w) for w in (80, 64))
     assert "ECE" in wide and " 6.7 " in wide
     assert "ECE" not in narrow and " 6.7 " not in narrow
+
+
+def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_room_for_them():
+    namesakes = [{"name": "ditto", "lam": lam} for lam in (0.1, 1.0)]
+    runs = [made_up(method, ("personal", "global"), seed=seed) for method in namesakes for seed in range(3)]
+    runs = with_columns(runs, ece=0.0666)
+    for width, gone in ((80, "ECE"), (66, "std"), (60, "seconds")):
+        text = printed(lambda console: outcome.show(console, runs, {}, ["digits"]), width)
+        table = text[text.index("method") - 80 :].partition("Accuracy in %")[0]
+        words = [line.split()[0] for line in table.splitlines() if line.split()]
+        assert {"ditto", "lam=0.1", "lam=1.0"} <= set(words) and "…" not in table, table
+        assert gone not in table and max(map(len, table.splitlines())) <= width
+        assert ("(std, worst decile)" in text) == ("std" in table)
 
 
 def test_what_is_suggested_keeps_what_was_changed():
