@@ -158,13 +158,14 @@ def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results,
 
     close = lead({"global": 94}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 97, "global": 95})
     assert close == (
-        "ditto’s personal models are best on each client’s own test data: 96.5 ± 0.7 %, 1.5 points above fedavg’s "
-        "global model. ditto’s own global model has 95.0 ± 0.0 %."
+        "The personal models of ditto are best on each client’s own test data: 96.5 ± 0.7 %, 1.5 points above the "
+        "global model of fedavg. The global model of ditto has 95.0 ± 0.0 %."
     )
     wide = lead({"global": 90}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 94, "global": 95})
-    assert "2.0 points above fedavg’s global model, which is within the spread over seeds (± 4.2)." in wide
+    assert "2.0 points above the global model of fedavg, which is within the spread over seeds (± 4.2)." in wide
     won = lead({"global": 97}, {"global": 97}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
-    assert won.startswith("fedavg’s global model is best") and won.endswith("7.0 points above ditto’s personal models.")
+    assert won.startswith("The global model of fedavg is best")
+    assert won.endswith("7.0 points above the personal models of ditto.")
 
 
 def test_runs_with_other_settings_are_no_seeds_of_one_method(results):

@@ -123,18 +123,20 @@ def _lead(compared: Sequence[Contender], protocol: str) -> str:
     (best, reached), *others = ranked
     whose, tested, so = _whose(best, protocol), protocol_in_words(protocol), _printed(reached)
     if not others:
-        return f"{whose} reach{'es' * whose.endswith('model')} {so} % on {tested}."
+        return f"{_capital(whose)} {_number(best, protocol, 'reaches', 'reach')} {so} % on {tested}."
     equals = [_whose(one, protocol) for one, values in others if f"{fmean(values):.1f}" == f"{fmean(reached):.1f}"]
     if equals:
-        return f"{whose} and {equals[0] if len(equals) == 1 else f'{len(equals)} others'} are best on {tested}: {so} %."
+        others_too = equals[0] if len(equals) == 1 else f"{len(equals)} others"
+        return f"{_capital(whose)} and {others_too} are best on {tested}: {so} %."
     second, theirs = others[0]
     ahead = fmean(reached) - fmean(theirs)
     lead = f"{signed(ahead).removeprefix('+')} points above {_whose(second, protocol)}"
     spread = max((stdev(values) for values in (reached, theirs) if len(values) > 1), default=0.0)
     within = f", which is within the spread over seeds (± {spread:.1f})" if ahead <= spread else ""
     own = _percent(best, protocol, "global") if best.deployed(protocol) == "personal" else []
-    beside = f" {best.label}’s own global model has {_printed(own)} %." if own else ""
-    return f"{whose} {'is' if whose.endswith('model') else 'are'} best on {tested}: {so} %, {lead}{within}.{beside}"
+    beside = f" The global model of {best.label} has {_printed(own)} %." if own else ""
+    verb = _number(best, protocol, "is", "are")
+    return f"{_capital(whose)} {verb} best on {tested}: {so} %, {lead}{within}.{beside}"
 
 
 def _percent(one: Contender, protocol: str, model: str) -> list[float]:
@@ -146,8 +148,16 @@ def _printed(values: Sequence[float]) -> str:
 
 
 def _whose(one: Contender, protocol: str) -> str:
-    """``ditto’s personal models``, ``fedavg’s global model``."""
-    return f"{one.label}’s " + {"personal": "personal models", "global": "global model"}[one.deployed(protocol)]
+    """``the personal models of ditto``, ``the global model of fedavg``."""
+    return f"the {_number(one, protocol, 'global model', 'personal models')} of {one.label}"
+
+
+def _number(one: Contender, protocol: str, single: str, several: str) -> str:
+    return several if one.deployed(protocol) == "personal" else single
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _size(compared: Sequence[Contender]) -> str:
