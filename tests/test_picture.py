@@ -200,13 +200,13 @@ def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_roo
     namesakes = [{"name": "ditto", "lam": lam} for lam in (0.1, 1.0)]
     runs = [made_up(method, ("personal", "global"), seed=seed) for method in namesakes for seed in range(3)]
     runs = with_columns(runs, ece=0.0666)
-    for width, gone in ((80, "ECE"), (66, "std"), (60, "seconds")):
+    for width, gone in ((80, ["ECE"]), (71, ["ECE", "std"]), (62, ["ECE", "std", "AUC\nstd", "seconds"])):
         text = printed(lambda console: outcome.show(console, runs, {}, ["digits"]), width)
-        table = text[text.index("method") - 80 :].partition("Accuracy in %")[0]
-        words = [line.split()[0] for line in table.splitlines() if line.split()]
-        assert {"ditto", "lam=0.1", "lam=1.0"} <= set(words) and "…" not in table, table
-        assert gone not in table and max(map(len, table.splitlines())) <= width
-        assert ("(std, worst decile)" in text) == ("std" in table)
+        whole = printed(lambda console, gone=gone: console.print(outcome.table(runs, gone)), 200)
+        table = text.partition("Accuracy in %")[0]
+        assert set(whole.split()) - {"─" * 200} <= {*table.split(), *[w for w in whole.split() if "─" in w]}, table
+        assert not {"…", gone[0], gone[-1]} & set(table.split())
+        assert ("(std, worst decile)" in text) == ("std" not in gone)
 
 
 def test_what_is_suggested_keeps_what_was_changed():
@@ -274,6 +274,12 @@ def test_a_line_follows_its_run():
         seen.append(line.status)
     assert (line.round, line.rounds, line.accuracies, line.traffic) == (4, 4, "– / 50.0", "4.0 / 8.0")
     assert list(dict.fromkeys(seen)) == ["waiting", "running", "finished"]
+
+
+def test_a_line_of_a_run_whose_evaluation_found_no_model_has_no_accuracies():
+    line = RunLine("mine", 3)
+    line(Evaluated(1, []))
+    assert line.accuracies == ""
 
 
 def test_runs_with_several_seeds_say_which():

@@ -142,13 +142,15 @@ def _show_table(console: Console, judged: Sequence[Result]) -> None:
 def _with_room(console: Console, judged: Sequence[Result]) -> tuple[Table, Sequence[str]]:
     """The table that fits the console, if need be with methods' names on several lines, and what it is without."""
     unbounded = console.options.update(max_width=_UNBOUNDED)
+    names = {one.label for one in contenders(judged)}
+    folded = max(map(len, names)) - max(len(word) for name in names for word in name.split())
     left_out: Sequence[str] = ()
     drawn = table(judged)
     needed = console.measure(drawn, options=unbounded).maximum
     while needed > console.width and len(left_out) < len(_DISPENSABLE):
         left_out = _DISPENSABLE[: len(left_out) + 1]
         drawn = table(judged, left_out)
-        needed = console.measure(drawn, options=unbounded).minimum
+        needed = console.measure(drawn, options=unbounded).maximum - folded
     return drawn, left_out
 
 
