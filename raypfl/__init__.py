@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from raypfl.errors import RaypflError
 
 if TYPE_CHECKING:
+    from raypfl import report as report
     from raypfl.config import Experiment as Experiment
     from raypfl.federation import Result as Result
     from raypfl.federation import resume as resume
@@ -49,13 +50,17 @@ _HOMES = {
     "trained_models": "raypfl.tracking.mlflow_models",
 }
 
-__all__ = ["RaypflError", "__version__", *_HOMES]
+_MODULES = ("report",)
+
+__all__ = ["RaypflError", "__version__", *_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the core runs with torch and NumPy alone, and `raypfl --help` needs neither.
-    if name in _HOMES:
-        import importlib
+    import importlib
 
+    if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"raypfl.{name}")
     raise AttributeError(f"module 'raypfl' has no attribute {name!r}")

@@ -117,7 +117,7 @@ def run(
     from raypfl.config import experiments
 
     recipe, given = _named_and_changes(words or [], "digits")
-    changes = [*given, f"methods={json.dumps(method.split(','))}"] if method else given
+    changes = [*given, f"methods={json.dumps(_names(method))}"] if method else given
     changes = [*changes, f"seeds={seeds}"] if seeds else changes
     planned = experiments(_source(recipe), changes)
     running.begin(planned, [recipe, *given], running.Shown(quiet, as_json))
@@ -176,8 +176,7 @@ def study(
 
     source, changes = _named_and_changes(words or [], "digits-personal")
     changes += [f"{key}={count}" for key, count in (("rounds", rounds), ("seeds", seeds)) if count]
-    chosen = [word.strip() for word in only.split(",") if word.strip()]
-    command.carry_out(command.Order(source, chosen, changes), quiet, as_json)
+    command.carry_out(command.Order(source, _names(only), changes), quiet, as_json)
 
 
 @app.command()
@@ -226,8 +225,14 @@ def show(
 
 
 def _named_and_changes(words: Sequence[str], default: str) -> tuple[str, list[str]]:
+    from raypfl.config.assignments import last_of_each
+
     first, *rest = words or [default]
-    return (default, [first, *rest]) if "=" in first else (first, rest)
+    return (default, last_of_each(words)) if "=" in first else (first, last_of_each(rest))
+
+
+def _names(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _source(recipe: str) -> str | dict[str, Any]:

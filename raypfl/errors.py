@@ -64,6 +64,6 @@ _ABBREVIATED = {"learning_rate": "lr"}
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``"did you mean 'x'?"`` for the nearest known name, else the list of the known ones."""
     known = sorted(known)
-    same = [other for other in known if other == _ABBREVIATED.get(name)]
-    near = same or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(known)}."
+    meant = {full: short for full, short in _ABBREVIATED.items() if short in known} | {one: one for one in known}
+    near = difflib.get_close_matches(name, meant, n=1, cutoff=0.5)
+    return f"did you mean {meant[near[0]]!r}?" if near else f"known are: {', '.join(known)}."

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from raypfl.authors import told
 from raypfl.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -66,12 +67,18 @@ class Registry:
     def _import(self, path: str) -> Callable[..., Any]:
         module, _, attribute = path.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
-        except ImportError as error:
+            imported = importlib.import_module(module)
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+                raise ConfigError(
+                    f"The {self.kind} {path!r} cannot be imported: {error}. "
+                    f"Is the module's folder on PYTHONPATH, or the current folder?"
+                ) from error
             raise ConfigError(
-                f"The {self.kind} {path!r} cannot be imported: {error}. "
-                f"Is the module's folder on PYTHONPATH, or the current folder?"
+                f"The {self.kind} {path!r} cannot be imported, for its module fails:\n{told(error)}"
             ) from error
+        try:
+            return getattr(imported, attribute)
         except AttributeError as error:
             raise ConfigError(
                 f"The module {module!r} has no {attribute!r}, which {self.kind} {path!r} asks for."

@@ -30,6 +30,9 @@ class Rendezvous(Method):
     def round(self, server, cohort):
         server["met"] += int(cohort.run(self.meet)["met"])
 
+    def global_model(self, server):
+        return None
+
     def meet(self, clients):
         folder = Path(self.marks) / str(clients.round)
         folder.mkdir(exist_ok=True)

@@ -53,6 +53,13 @@ def test_methods_and_seeds_are_chosen_on_the_command_line():
     assert all(run["status"] == "finished" and run["weights_hash"] for run in runs)
 
 
+def test_an_assignment_that_is_given_twice_counts_and_is_suggested_as_it_was_given_last():
+    done = raypfl("run", *SMALL, "rounds=1", "--method", "fedavg,")
+    assert "round 1/1" in done.stderr
+    again = [line for line in done.stdout.split("Try next")[1].splitlines() if "raypfl run" in line]
+    assert again and all("rounds=1 " in line and "rounds=2" not in line for line in again)
+
+
 def test_a_file_of_ones_own_is_run(elsewhere: Path):
     (elsewhere / "mine.yaml").write_text("method: ditto\n")
     (run,) = told("run", "mine.yaml", *SMALL, "method.lam=2")["runs"]
@@ -104,6 +111,7 @@ def test_suggested_commands_do_what_was_done_but_for_one_thing():
         (["run", "--method", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),
         (["run", "digits", "rounds"], "'rounds' is not an assignment"),
         (["run", "mine.yaml"], "There is no file 'mine.yaml'."),
+        (["run", "--method", ","], "methods is []; it must be a list, such as"),
     ],
 )
 def test_a_mistake_is_a_sentence_on_stderr_and_exit_code_two(words, sentence):

@@ -343,7 +343,7 @@ def failing(*culprits: int) -> Callable[..., Mapping[str, Any]]:
 def test_a_failing_client_is_named_with_its_round(group_size):
     fed = federation(failing(3), group_size=group_size)
     fed.round = 8
-    with pytest.raises(ClientError, match=r"(?s)^Client 3 failed once in round 8:.*Error: nothing left on 3"):
+    with pytest.raises(ClientError, match=r"(?s)^Client 3 failed in round 8:.*Error: nothing left on 3"):
         exchange(fed)
 
 

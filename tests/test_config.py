@@ -93,6 +93,7 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
             {"training": {"learning_rate": 1}},
             "training.learning_rate is not a setting of training; did you mean 'lr'?",
         ),
+        ({"training": {"lerning_rate": 1}}, "training.lerning_rate is not a setting of training; did you mean 'lr'?"),
         (
             {"training": {"xyz": 1}},
             "training.xyz is not a setting of training; known are: ",
@@ -160,6 +161,14 @@ def test_text_that_is_no_experiment_is_refused_with_its_place(text, sentence):
     with pytest.raises(ConfigError) as error:
         Experiment.from_yaml(text)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "# rounds: 3\n"])
+def test_a_file_that_holds_nothing_is_refused(tmp_path: Path, text):
+    (tmp_path / "mine.yaml").write_text(text)
+    for read in (Experiment.from_yaml, experiments):
+        with pytest.raises(ConfigError, match=r"mine\.yaml holds nothing; write 'key: value' lines"):
+            read(tmp_path / "mine.yaml")
 
 
 def test_yaml_may_merge_mappings():

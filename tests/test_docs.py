@@ -113,7 +113,7 @@ def test_the_scale_of_fednh_is_read_as_the_page_says(capsys):
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
-    (snippet,) = [code for code in blocks("README.md", "python") if code.startswith("import")]
+    (snippet,) = [code for code in blocks("README.md", "python") if code.startswith("import raypfl")]
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "README.md", "exec"), {})
     printed = capsys.readouterr().out
@@ -138,11 +138,20 @@ def test_the_guide_to_trackings_python_runs(tmp_path, mlflow_database, monkeypat
 
 
 def test_the_readmes_method_is_the_packages():
-    (shown,) = [code for code in blocks("README.md", "python") if code.startswith("class")]
+    (shown,) = [code for code in blocks("README.md", "python") if "class " in code]
     package = ast.parse((ROOT / "raypfl/methods/ditto.py").read_text())
     ours = next(node for node in package.body if isinstance(node, ast.ClassDef))
     ours.decorator_list, ours.body = [], ours.body[1:]  # but for its registration and docstring
-    assert ast.dump(ast.parse(shown).body[0]) == ast.dump(ours)
+    assert ast.dump(ast.parse(shown).body[-1]) == ast.dump(ours)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_class_on_a_page_can_be_made_of_what_the_page_imports(page, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for i, code in enumerate(code for code in blocks(str(page), "python") if "class " in code):
+        name = f"shown_{page.stem}_{i}"
+        (tmp_path / f"{name}.py").write_text(code)
+        assert [one for one in vars(importlib.import_module(name)).values() if getattr(one, "__module__", "") == name]
 
 
 def test_every_method_has_a_row_and_an_example_that_an_experiment_takes():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl.errors import CheckpointError, RaypflError
+from raypfl.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.federation.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from tests.runs import Interrupt, experiment, same_tables
 
@@ -153,7 +153,7 @@ def test_a_client_that_keeps_failing_is_named_with_its_round_and_first_traceback
     with pytest.raises(RaypflError) as caught:
         raypfl.run(experiment(tmp_path, method=METHODS + "FailsOnClient3", cohort__size=12))
     text = str(caught.value)
-    assert text.startswith("Client 3 failed 3 times in a row in round 1")
+    assert text.startswith("Client 3 failed in round 1:")
     assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
 
 
@@ -261,7 +261,7 @@ def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
     assert next(s for s in result.summary() if s["model"] == "global")["accuracy"] > 0.7
 
 
-class MistakenOnTheServer(raypfl.Method):
+class MistakenOnTheServer(raypfl.methods.FedAvg):
     """Its server code fails in round 4."""
 
     def start(self, task):
@@ -286,13 +286,33 @@ def test_a_folder_that_holds_a_run_is_not_run_in_again(tmp_path):
         raypfl.run(experiment(tmp_path, training__lr=0.01), run_dir=run.run_dir)
 
 
+def test_a_client_that_does_not_exist_has_no_state(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=1))
+    for stranger in (-1, 12):
+        with pytest.raises(ConfigError, match=f"There is no client {stranger}; clients are numbered from 0 to 11"):
+            result.client_state(stranger)
+
+
+def test_what_is_no_experiment_is_not_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"takes an Experiment, not 'mine\.yaml'; .*Experiment\.from_yaml"):
+        raypfl.run("mine.yaml")
+
+
+def test_a_folder_that_is_not_there_is_said_not_to_be(tmp_path):
+    with pytest.raises(CheckpointError, match=r"There is no folder .*nothing"):
+        raypfl.Result.load(tmp_path / "nothing")
+
+
 def test_without_test_samples_there_is_nothing_to_judge_and_the_run_ends_well(tmp_path):
     result = raypfl.run(experiment(tmp_path, data__test_fraction=0.0, rounds=2))
     assert result.status == "finished"
 
 
 class Nothing(raypfl.Method):
-    """Has no model at all."""
+    """Never has the global model that it might have."""
+
+    def global_model(self, server):
+        return None
 
     def start(self, task):
         return {"rounds": 0}
@@ -301,12 +321,13 @@ class Nothing(raypfl.Method):
         server["rounds"] += 1
 
 
-def test_a_method_without_any_model_runs_to_its_end(tmp_path):
+def test_a_method_that_has_no_model_yet_runs_to_its_end(tmp_path):
     result = raypfl.run(experiment(tmp_path).replace(method=Nothing()))
     assert result.status == "finished" and result.server_state() == {"rounds": 6}
     assert result.summary() == [] and np.isnan(result.rounds["loss"].to_pylist()).all()
 
 
-def test_tables_are_arrow(tmp_path):
+def test_a_result_is_a_line_and_holds_arrow_tables(tmp_path):
     result = raypfl.run(experiment(tmp_path, rounds=1))
+    assert repr(result) == f"<Result: ditto, finished after round 1 of 1, in {result.run_dir}>"
     assert all(isinstance(t, pa.Table) for t in (result.rounds, result.evaluations, result.ledger))

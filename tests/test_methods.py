@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.errors import ConfigError
+from raypfl.errors import ConfigError, MethodError
 from raypfl.methods import METHODS, Ditto, FedAvg, FedProx, Local, Method
 from raypfl.methods.server_optimizers import ServerOptimizer
 from raypfl.settings import TrainingSettings
@@ -258,7 +258,7 @@ def test_methods_are_found_by_name_and_frozen():
     assert METHODS.get("fedprox")(mu=0.5) == FedProx(mu=0.5)
     with pytest.raises(ConfigError, match="did you mean 'fedprox'"):
         METHODS.get("fedprx")
-    with pytest.raises(AttributeError):
+    with pytest.raises(MethodError, match=r"clients\.state"):
         FedProx().mu = 2.0
     with pytest.raises(TypeError):
         FedProx(0.5)

@@ -120,6 +120,24 @@ def test_namesakes_are_told_apart_by_the_options_that_differ():
     assert labels(runs) == ["fedavg", "ditto lam=0.1", "ditto lam=1.0"]
 
 
+def test_runs_of_other_settings_are_told_by_the_one_that_differs_or_by_a_letter():
+    runs = [Experiment(method=m) for m in ("fedavg", {"name": "ditto", "lam": 0.1}, {"name": "ditto", "lam": 1})]
+    faster = runs[1].override(["training.lr=0.5"])
+    names = ["fedavg training.lr=0.1", "ditto lam=0.1 training.lr=0.1", "ditto lam=1.0 training.lr=0.1"]
+    assert labels([*runs, faster]) == [*names, "ditto lam=0.1 training.lr=0.5"]
+    longer = faster.override(["rounds=4"])
+    assert labels([*runs, faster, longer]) == [
+        "fedavg · settings A",
+        "ditto lam=0.1 · settings A",
+        "ditto lam=1.0 · settings A",
+        "ditto lam=0.1 · settings B",
+        "ditto lam=0.1 · settings C",
+    ]
+    assert labels([one.override([f"rounds={n + 1}", f"training.lr={n + 1}"]) for n, one in enumerate([faster] * 28)])[
+        25:
+    ] == ["ditto · settings Z", "ditto · settings AA", "ditto · settings AB"]
+
+
 def test_runs_that_differ_in_their_seed_alone_are_one_contender():
     assert [len(one.results) for one in contenders(comparison(seeds=3))] == [3, 3]
 
@@ -180,6 +198,19 @@ def test_calibration_errors_are_told_where_there_is_room():
     wide, narrow = (printed(lambda console: show(console, results, {}, ["digits"]), w) for w in (80, 64))
     assert "ECE" in wide and " 6.7 " in wide
     assert "ECE" not in narrow and " 6.7 " not in narrow
+
+
+def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_room_for_them():
+    namesakes = [{"name": "ditto", "lam": lam} for lam in (0.1, 1.0)]
+    runs = [made_up(method, ("personal", "global"), seed=seed) for method in namesakes for seed in range(3)]
+    runs = with_columns(runs, ece=0.0666)
+    for width, gone in ((80, ["ECE"]), (71, ["ECE", "std"]), (62, ["ECE", "std", "AUC\nstd", "seconds"])):
+        text = printed(lambda console: outcome.show(console, runs, {}, ["digits"]), width)
+        whole = printed(lambda console, gone=gone: console.print(outcome.table(runs, gone)), 200)
+        table = text.partition("Accuracy in %")[0]
+        assert set(whole.split()) - {"─" * 200} <= {*table.split(), *[w for w in whole.split() if "─" in w]}, table
+        assert not {"…", gone[0], gone[-1]} & set(table.split())
+        assert ("(std, worst decile)" in text) == ("std" not in gone)
 
 
 def test_what_is_suggested_keeps_what_was_changed():
@@ -246,6 +277,12 @@ def test_a_line_follows_its_run():
         seen.append(line.status)
     assert (line.round, line.rounds, line.accuracies, line.traffic) == (4, 4, "– / 50.0", "4.0 / 8.0")
     assert list(dict.fromkeys(seen)) == ["waiting", "running", "finished"]
+
+
+def test_a_line_of_a_run_whose_evaluation_found_no_model_has_no_accuracies():
+    line = RunLine("mine", 3)
+    line(Evaluated(1, []))
+    assert line.accuracies == ""
 
 
 def test_runs_with_several_seeds_say_which():

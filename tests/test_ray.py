@@ -79,7 +79,7 @@ def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
     with pytest.raises(RaypflError) as caught:
         raypfl.run(on_ray(tmp_path, method="tests.federated_methods:FailsOnClient3", cohort__size=12))
     text = str(caught.value)
-    assert text.startswith("Client 3 failed 3 times in a row in round 1")
+    assert text.startswith("Client 3 failed in round 1:")
     assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
 
 

@@ -135,12 +135,37 @@ def test_what_differs_between_runs_is_listed_and_nothing_else(results):
     fedavg = results[0]
     other = replace(fedavg, experiment=fedavg.experiment.override(["training.lr=0.5", "seed=7", "partition.alpha=1"]))
     differing, shared = tables.differences(contenders([fedavg, other]))
-    names = ["fedavg partition.alpha=0.3 training.lr=0.1", "fedavg partition.alpha=1.0 training.lr=0.5"]
+    names = ["fedavg · settings A", "fedavg · settings B"]
     assert [(one.key, one.values) for one in differing] == [
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
         ("training.lr", [("0.1", [names[0]]), ("0.5", [names[1]])]),
     ]
     assert ("training.batch_size", "10") in shared and not {"training.lr", "seed"} & {key for key, _ in shared}
+
+
+def shifted(result: raypfl.Result, points: dict[str, float]) -> raypfl.Result:
+    """The run as if each client's accuracy were the same, in %, by model."""
+    columns = result.evaluations.to_pydict()
+    columns["accuracy"] = [points[model] / 100 for model in columns["model"]]
+    return replace(result, evaluations=pa.table(columns))
+
+
+def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results, tmp_path):
+    def lead(*levels: dict[str, float]) -> str:
+        runs = [shifted(one, level) for one, level in zip(results[:4], levels, strict=True)]
+        (found_one,) = [one for one in page(runs, tmp_path).iter("p") if one.get("class") == "lead"]
+        return text(found_one)
+
+    close = lead({"global": 94}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 97, "global": 95})
+    assert close == (
+        "The personal models of ditto are best on each client’s own test data: 96.5 ± 0.7 %, 1.5 points above the "
+        "global model of fedavg. The global model of ditto has 95.0 ± 0.0 %."
+    )
+    wide = lead({"global": 90}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 94, "global": 95})
+    assert "2.0 points above the global model of fedavg, which is within the spread over seeds (± 4.2)." in wide
+    won = lead({"global": 97}, {"global": 97}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
+    assert won.startswith("The global model of fedavg is best")
+    assert won.endswith("7.0 points above the personal models of ditto.")
 
 
 def test_runs_with_other_settings_are_no_seeds_of_one_method(results):

@@ -33,6 +33,14 @@ print(asked, "torch" in sys.modules)
 """
 
 
+LAZY = """
+import sys
+import raypfl
+heavy = {"torch", "matplotlib", "jinja2", "importlib.metadata"}
+print(sorted(heavy & sys.modules.keys()), callable(raypfl.report.write), "jinja2" in sys.modules)
+"""
+
+
 @pytest.fixture(autouse=True)
 def _collector() -> Iterator[None]:
     yield
@@ -43,6 +51,11 @@ def _collector() -> Iterator[None]:
 def test_a_server_asks_for_its_client_actors_before_it_imports_torch_itself() -> None:
     done = subprocess.run([sys.executable, "-c", HIRING], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == "[False, False] True\n", done.stderr
+
+
+def test_the_report_is_there_with_the_package_and_imported_when_it_is_asked_for() -> None:
+    done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "[] True True\n", done.stderr
 
 
 def test_nothing_is_collected_while_modules_are_imported_and_all_is_again_afterwards() -> None:

@@ -346,6 +346,14 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
     assert "**Deviations from the published protocol**" in page and all(f"- {line}" in page for line in lines)
 
 
+def test_what_is_true_of_an_unchanged_study_alone_is_not_said_of_a_changed_one():
+    study, _ = load("digits-personal")
+    sentence = "The same seeds give the same bits"
+    found = [entry("A", "x", "GM", 1.0)]
+    assert sentence in markdown(study, study.published, found, [])
+    assert sentence not in markdown(study, study.published, found, ["rounds is 30, not 20."])
+
+
 def test_reading_a_copy_in_another_format_is_said_and_where_it_lies_is_not():
     study, _ = load("fednh-table1")
     choice = choose(study, ("cifar10", "fednh", "dir0.3"))

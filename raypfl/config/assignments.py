@@ -28,6 +28,11 @@ def parsed(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
     return sorted(pairs, key=lambda pair: len(pair[0]))
 
 
+def last_of_each(assignments: Iterable[str]) -> list[str]:
+    """Without those whose key is assigned again later."""
+    return list({text.partition("=")[0].strip(): text for text in assignments}.values())
+
+
 def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, with ``dotted.key`` paths."""
     flat: dict[str, Any] = {}

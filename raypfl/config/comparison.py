@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.config.assignments import assign, parsed
+from raypfl.config.components import unknown
 from raypfl.config.experiment import Experiment
 from raypfl.config.yaml_text import read
-from raypfl.errors import ConfigError, did_you_mean
+from raypfl.errors import ConfigError
+from raypfl.methods import Method
 
 
 def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> list[Experiment]:
@@ -65,13 +67,13 @@ def _with_options(compared: list[Experiment], assignments: list[tuple[list[str],
     for path, value in assignments:
         takers = [one for one in changed if path[1] in one["method"]]
         if not takers:
-            raise ConfigError(_unknown_option(path[1], [one["method"] for one in changed]))
+            raise ConfigError(_unknown_option(path[1], [one.method for one in compared], changed))
         for one in takers:
             assign(one, path, value)
     return [one.replace(**change) for one, change in zip(compared, changed, strict=True)]
 
 
-def _unknown_option(option: str, methods: list[dict[str, Any]]) -> str:
-    names = " or ".join(method["name"] for method in methods)
-    known = {key for method in methods for key in method} - {"name"}
-    return f"method.{option} is not an option of {names}; {did_you_mean(option, known)}"
+def _unknown_option(option: str, methods: list[Method], described: list[dict[str, Any]]) -> str:
+    names = " or ".join(one["method"]["name"] for one in described)
+    known = {key for one in described for key in one["method"]} - {"name"}
+    return f"method.{option} {unknown(option, names, known, *map(type, methods))}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -36,7 +36,7 @@ def checked_options(
     try:
         valid = _options_model(entry, known)(**options)
     except ValidationError as error:
-        lines = sentences(error, lambda path: _unknown(str(path[-1]), called, known), (where,))
+        lines = sentences(error, lambda path: unknown(str(path[-1]), called, known, entry), (where,))
         raise ValueError("\n".join(lines)) from None
     return {name: getattr(valid, name) for name in options}
 
@@ -96,7 +96,14 @@ def described(registry: Registry, instance: Any) -> dict[str, Any]:
     return {"name": registry.name_of(type(instance)), **options}
 
 
-def _unknown(option: str, called: str, known: dict[str, Option]) -> str:
+def unknown(option: str, called: str, known: Iterable[str], *entries: Callable[..., Any]) -> str:
+    """What to say after the name of an option that none of `entries` has, of all that are `known`."""
+    for entry in entries:
+        value = getattr(entry, option, None)
+        if isinstance(value, (bool, int, float, str)):
+            kind = f"{type(value).__name__} = {value!r}"
+            has = f"{entry.__name__} has {option}, but without a type"
+            return f"is no option yet: {has}; write `{option}: {kind}` in the class."
     return f"is not an option of {called}" + (f"; {did_you_mean(option, known)}" if known else ", which has none.")
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from raypfl.errors import Stopped
+from raypfl.authors import located, told
+from raypfl.errors import MethodError, Stopped
 from raypfl.federation.states import Place, Stack
 from raypfl.federation.stopping import StopRequest
 from raypfl.federation.work import Call, Group, Reply, Worker
@@ -34,7 +34,12 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """A group whose function raised, or whose actors died."""
+    """A group whose function raised, or whose actors died.
+
+    Attributes
+    ----------
+    trace : what to show of it, as :func:`raypfl.authors.told` does.
+    """
 
     error: BaseException
     trace: str
@@ -42,11 +47,14 @@ class Failed:
 
 def failure(error: Exception) -> Failed:
     """What to tell of an error that is being handled; one that cannot travel between processes goes as its text."""
+    trace = told(error)
+    if isinstance(error, MethodError):
+        error = MethodError(located(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    return Failed(error, traceback.format_exc())
+    return Failed(error, trace)
 
 
 class Backend(Protocol):

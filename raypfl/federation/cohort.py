@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypfl.authors import place
 from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.clients import Clients
@@ -23,6 +24,14 @@ from raypfl.federation.work import Call, Group, Reply, Value
 from raypfl.messages import Scatter, plain
 from raypfl.methods.base import Method, Task
 from raypfl.settings import FailureSettings
+
+_MISTAKES = (
+    *(TypeError, ValueError, NameError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError),
+    NotImplementedError,
+)
+"""Errors of a method's own code that trying again gives again."""
+
+_NAMED = 5  # clients, of more that failed together
 
 
 @dataclass
@@ -137,21 +146,20 @@ class Exchanger:
         if isinstance(error, RaypflError) and not isinstance(error, ClientError):
             raise error  # no client's fault
         if isinstance(error, ClientError) and error.repeatable and self.failures.on_client_failure == "raise":
-            raise _sentence(error.clients[0], call.round, failed, 1)
+            raise _sentence(error.clients[:1], call.round, failed, 1)
 
     def _rest(
         self, call: Call, group: Group, failed: Failed, tries: int, losing: Callable[[int, str], None]
     ) -> Group | None:
         """What of a failed group to try again: all of it, or what is left without the clients that fail; or None."""
         known = failed.error.clients if isinstance(failed.error, ClientError) else ()
-        if not known and tries <= self.failures.retries:
+        if not known and not isinstance(failed.error, _MISTAKES) and tries <= self.failures.retries:
             return group
         culprits = dict.fromkeys(known, failed) or self._culprits(call, group) or dict.fromkeys(group.clients, failed)
-        sentences = {client: _sentence(client, call.round, why, tries) for client, why in sorted(culprits.items())}
-        for client, sentence in sentences.items():
-            if self.failures.on_client_failure == "raise":
-                raise sentence
-            losing(client, sentence.message)
+        if self.failures.on_client_failure == "raise":
+            raise _sentence(sorted(culprits), call.round, culprits[min(culprits)], tries, len(group.clients))
+        for client, why in sorted(culprits.items()):
+            losing(client, _sentence([client], call.round, why, tries).message)
         kept = [k for k, c in enumerate(group.clients) if c not in culprits]
         return _subgroup(group, kept) if kept else None
 
@@ -194,13 +202,33 @@ def _subgroup(group: Group, kept: list[int]) -> Group:
     )
 
 
-def _sentence(client: int, round: int, failed: Failed, tries: int) -> ClientError:
+def _sentence(clients: Sequence[int], round: int, failed: Failed, tries: int, group: int = 1) -> ClientError:
+    """What to say of clients that failed in a group of so many."""
     if isinstance(failed.error, RaypflError):
-        return ClientError(str(failed.error), [client])
-    lines = failed.trace.strip().splitlines()
-    shown = lines if len(lines) <= 24 else [*lines[:4], "  ...", *lines[-19:]]
-    times = f"{tries} times in a row" if tries > 1 else "once"
-    return ClientError("\n".join([f"Client {client} failed {times} in round {round}:", *shown]), [client])
+        return ClientError(str(failed.error), clients)
+    rest = [f"{len(clients) - _NAMED} more"] * (len(clients) > _NAMED)
+    named = " and ".join(filter(None, [", ".join(map(str, clients[:_NAMED])), *rest]))
+    if len(clients) == 1:
+        whom = f"Client {named}"
+    else:
+        whom = f"All {group} clients of a group" if len(clients) == group else f"Clients {named}"
+    times = f" {tries} times in a row" if tries > 1 else ""
+    which = f" ({named})" if whom.startswith("All") else ""
+    return ClientError(f"{whom} failed{times} in round {round}{which}:\n{failed.trace.rstrip()}", clients)
+
+
+class _Answer(dict[str, Tensor]):
+    """What came up, by name; `who` returned it."""
+
+    def __init__(self, values: Mapping[str, Tensor], who: str):
+        super().__init__(values)
+        self.who = who
+
+    def __missing__(self, name: str) -> Tensor:
+        raise MethodError(
+            f"{self.who} returned {', '.join(map(repr, self)) or 'nothing'}; there is no {name!r}. What cohort.run "
+            f"gives has the function's own names: ask for one of those, or return {{{name!r}: Mean(...)}} there."
+        )
 
 
 class Cohort:
@@ -212,6 +240,7 @@ class Cohort:
     present : ``bool[C]``; False for a client that failed in an earlier exchange of this round and was skipped.
     round, lr : the round's number, from 1, and learning rate.
     task : what the method was started with.
+    said : the shapes of what the last exchange sent and brought up, in a sentence.
     """
 
     def __init__(self, exchanger: Exchanger, ids: tuple[int, ...], dropped: tuple[int, ...], round: int, lr: float):
@@ -223,6 +252,7 @@ class Cohort:
         self.losses: dict[int, float] = {}
         self.failed: dict[int, str] = {}
         self.seconds = 0.0
+        self.said = ""
         self._exchanger = exchanger
         self._dropped = dropped
         self._exchanges = 0
@@ -260,7 +290,9 @@ class Cohort:
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
         self._charge_up(total)
         self._exchanges += 1
-        return total.result()
+        answer = _Answer(total.result(), place(function))
+        self.said = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
+        return answer
 
     def _name_of(self, function: Callable[..., Any]) -> str:
         owner = getattr(function, "__self__", None)
@@ -322,6 +354,13 @@ class Cohort:
     def _charge(self, direction: Any, name: str, clients: int, numbers: int, size: int) -> None:
         entry = Entry(self.round, self._exchanges, direction, name, clients, numbers, size)
         self._exchanger.ledger.add(entry)
+
+
+def _shapes(values: Mapping[str, Any]) -> str:
+    """``"theta [9610]"``, of a client's."""
+    tensors = {name: value.rows[0] if isinstance(value, Scatter) else value for name, value in values.items()}
+    shapes = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if isinstance(tensor, Tensor)]
+    return ", ".join(shapes) or "nothing"
 
 
 class Total:

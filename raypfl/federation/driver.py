@@ -47,12 +47,13 @@ from raypfl.federation.setup import make_bench, make_model, make_task
 from raypfl.federation.stopping import StopRequest
 from raypfl.federation.trial import faster
 from raypfl.federation.work import Worker
-from raypfl.methods import METHODS
+from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import digest
 
 DRIVER_POLL = 0.2
 STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again stops without that."
+JUDGED = ("global_model", "personal_model", "unseen_model")
 
 
 def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: str | Path | None = None) -> Result:
@@ -71,6 +72,11 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
     ------
     RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
     """
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(
+            f"raypfl.run takes an Experiment, not {experiment!r}; of a YAML file or text it is "
+            "raypfl.Experiment.from_yaml(...), of settings raypfl.Experiment(rounds=10, ...)."
+        )
     folder = (new_folder(experiment) if run_dir is None else Path(run_dir)).resolve()
     if (folder / RECIPE).exists() or (folder / "checkpoints").exists():
         raise ConfigError(f"{folder} holds a run already: go on with `raypfl resume {folder}`, or name a new folder.")
@@ -160,6 +166,7 @@ def make_room(ray: Any) -> None:
 def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     """The clients' network, if settings, data, network and method fit together."""
     refuse_untestable(experiment.evaluation.protocols, data)
+    _refuse_without_models(experiment.method)
     _refuse_several_labels(experiment, data)
     _refuse_to_augment(experiment, data)
     if experiment.cohort.size and experiment.cohort.size > data.num_clients:
@@ -170,6 +177,15 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     model = make_model(experiment, data, _device(experiment))
     experiment.method.check(model)
     return model
+
+
+def _refuse_without_models(method: Method) -> None:
+    if all(getattr(type(method), name) is getattr(Method, name) for name in JUDGED):
+        raise ConfigError(
+            f"{type(method).__name__} has no model to be judged: define global_model(self, server), which gives a "
+            "vector [P+B] such as server['theta'], or personal_model(self, clients, server), which gives [K, P+B], or "
+            "both."
+        )
 
 
 def _refuse_several_labels(experiment: Experiment, data: ClientData) -> None:

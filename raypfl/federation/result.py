@@ -20,6 +20,7 @@ from raypfl.federation import checkpoint
 from raypfl.federation.events import RunFinished, RunStarted
 from raypfl.federation.server import checkpoints_of
 from raypfl.federation.tables import read
+from raypfl.methods import METHODS
 
 TABLES = ("rounds", "evaluations", "ledger")
 SUMMARY = "summary.json"
@@ -63,6 +64,12 @@ def is_finished(run_dir: Path) -> bool:
     return False
 
 
+def refuse_stranger(client: int, count: int) -> None:
+    """Raise a ConfigError unless `client` is one of `count`."""
+    if not 0 <= client < count:
+        raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {count - 1}.")
+
+
 def write_facts(folder: Path, started: RunStarted) -> None:
     """Put what a run found out as it began into its folder."""
     (folder / FACTS).write_text(json.dumps(started.facts, indent=1))
@@ -76,7 +83,7 @@ def write_tables(folder: Path, finished: RunFinished) -> None:
     (folder / SUMMARY).write_text(json.dumps(end, indent=1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A run that is over.
 
@@ -109,6 +116,8 @@ class Result:
     def load(cls, run_dir: str | Path) -> Result:
         """Read a result back from a run's folder."""
         folder = Path(run_dir)
+        if not folder.exists():
+            raise CheckpointError(f"There is no folder {folder}. Runs are in the folder that `output` names.")
         if not all((folder / name).exists() for name in (SUMMARY, FACTS)):
             raise CheckpointError(
                 f"{folder} holds no finished run; `raypfl resume {folder}` finishes one that was cut off."
@@ -123,6 +132,12 @@ class Result:
             best_round=end["best_round"],
             facts=json.loads((folder / FACTS).read_text()),
             **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
+        )
+
+    def __repr__(self) -> str:
+        method = METHODS.name_of(type(self.experiment.method))
+        return (
+            f"<Result: {method}, {self.status} after round {self.round} of {self.experiment.rounds}, in {self.run_dir}>"
         )
 
     def summary(self, round: int | None = None) -> list[dict[str, Any]]:
@@ -162,7 +177,13 @@ class Result:
         return theta
 
     def client_state(self, client: int) -> dict[str, Any]:
-        """What one client kept, by name, as NumPy arrays; empty if it never took part or keeps nothing."""
+        """What one client kept, by name, as NumPy arrays; empty if it never took part or keeps nothing.
+
+        Raises
+        ------
+        ConfigError : if there is no such client.
+        """
+        refuse_stranger(client, self.facts["num_clients"])
         return self._snapshot().state_of(client)
 
     def _snapshot(self, whole: bool = True) -> checkpoint.Snapshot:

@@ -6,7 +6,6 @@ import hashlib
 import math
 import platform
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ import pyarrow as pa
 import torch
 
 import raypfl
-from raypfl.errors import CheckpointError, EmptyCohort, LostState, RaypflError, Stopped
+from raypfl.authors import located, place, told
+from raypfl.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.evaluation import Selection, deciding, score, select, summarise, tabulate
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Backend
@@ -112,6 +112,7 @@ class Server:
         self._sent = dict.fromkeys(("up", "down"), 0)  # bytes of all finished rounds
         self._warned: set[str] = set()
         self._saved: int | None = None
+        self._said = ""  # what the last round's last exchange brought up
         self._exchanger = Exchanger(
             task=task,
             backend=backend,
@@ -147,9 +148,11 @@ class Server:
         except LostState:
             raise
         except RaypflError as error:
-            return self._end("failed", str(error))
-        except Exception:
-            return self._end("failed", _mistake(type(self.method).__name__, self.round + 1))
+            return self._end("failed", located(error) if isinstance(error, MethodError) else str(error))
+        except Exception as error:
+            method = type(self.method).__name__
+            text = f"{method} failed on the server in round {self.round + 1}:\n{told(error)}\n{self._said}"
+            return self._end("failed", text.rstrip())
 
     def _step(self) -> None:
         # A run stopped between a round and its evaluation begins with the evaluation when it is resumed.
@@ -236,6 +239,8 @@ class Server:
             self._undisturbed(lambda: self.method.round(self.state, cohort))
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
+        finally:
+            self._said = cohort.said
         self.states.commit()
         self._record(cohort, len(drawn.dropped), time.perf_counter() - begun)
 
@@ -287,7 +292,7 @@ class Server:
         skeleton, tensors = taken_apart(self.method.judged_with(self.state))
         arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
         if (shared := self.method.global_model(self.state)) is not None:
-            arguments["shared"] = shared
+            arguments["shared"] = _fitting(shared, [self.task.model.size], self.method.global_model, self._said)
         arguments |= {"skeleton": skeleton, "protocols": protocols, "personal": personal}
         arguments["position"] = Scatter(torch.arange(len(clients)))
         arguments["total"] = len(clients)
@@ -406,12 +411,6 @@ class Server:
         return True
 
 
-def _mistake(method: str, round: int) -> str:
-    lines = traceback.format_exc().strip().splitlines()
-    shown = lines if len(lines) <= 24 else [*lines[:2], "  ...", *lines[-21:]]
-    return "\n".join([f"{method} failed on the server in round {round}:", *shown])
-
-
 def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     """Where a run's checkpoints are: in its folder, or in one of its own in the location that the settings name."""
     location = experiment.checkpoint.location
@@ -441,7 +440,25 @@ def _score(
 ) -> dict[str, Each | Sum]:
     server = put_together(skeleton, {name.removeprefix("server/"): tensor for name, tensor in tensors.items()})
     shares = [(i, total) for i in position.tolist()]
-    return score(clients, lambda group: getattr(method, personal)(group, server), shared, protocols, shares)
+    make = getattr(method, personal)
+
+    def models(group: Clients) -> torch.Tensor | None:
+        made = make(group, server)
+        return None if made is None else _fitting(made, [len(group), group.model.size], make)
+
+    return score(clients, models, shared, protocols, shares)
+
+
+def _fitting(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], said: str = "") -> torch.Tensor:
+    """The models that a method's function made, if they are of the shape that it must return; else `said` is told."""
+    if list(made.shape) != shape:
+        meant = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
+        text = (
+            f"{place(maker)} returned {list(made.shape)}, which is no model of this network; it must return {shape}: "
+            f"all parameters and buffer entries, {meant}. {said}"
+        )
+        raise MethodError(text.rstrip())
+    return made
 
 
 def _unjudged(client: int, why: str) -> None:

@@ -17,7 +17,7 @@ from raypfl.federation import checkpoint, models_file
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.outline import DataOutline
-from raypfl.federation.result import description
+from raypfl.federation.result import description, refuse_stranger
 from raypfl.federation.server import checkpoints_of
 from raypfl.federation.setup import make_bench, make_task, normalisation
 from raypfl.messages import plain
@@ -102,8 +102,7 @@ class TrainedModels:
         ConfigError : if there is no such client, or the method makes no personal models.
         DataError : if making the model takes the client's data, and they are not on this machine.
         """
-        if not 0 <= client < self.num_clients:
-            raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
+        refuse_stranger(client, self.num_clients)
         method, settings = self.experiment.method, self.experiment
         lr = learning_rate(settings.training, self.round - 1, settings.rounds)
         clients = Clients(self._bench, (client,), self.round, lr, [self._state_of(client)])

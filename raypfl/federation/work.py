@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypfl.authors import place
 from raypfl.errors import MethodError
 from raypfl.federation.bench import Bench
 from raypfl.federation.clients import Clients
@@ -126,9 +127,9 @@ class Worker:
         versions = {name: tensor._version for name, tensor in shared.items()}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            returned = self._function(call)(clients, **arguments) or {}
+            returned = self._function(call)(clients, **arguments)
         self._refuse_changed(shared, versions)
-        values = {name: _reduced(name, value, len(clients)) for name, value in returned.items()}
+        values = self._values(call, returned, len(clients))
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
         stack = clients.state.stack() if clients.state.changed else None
@@ -140,6 +141,15 @@ class Worker:
             return getattr(self.method, call.function)
         function = call.function
         return lambda clients, **arguments: function(clients, self.method, **arguments)
+
+    def _values(self, call: Call, returned: Mapping[str, Any] | None, clients: int) -> dict[str, Value]:
+        who = place(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
+        if not isinstance(returned, Mapping | None):
+            raise MethodError(
+                f"{who} returned a {type(returned).__name__}; it must return a dict of what comes up, such as "
+                '{"theta": Mean(trained)}.'
+            )
+        return {name: _reduced(who, name, value, clients) for name, value in (returned or {}).items()}
 
     def _broadcast(self, number: int, arrays: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
         # Copied once a call: what Ray hands out is read-only shared memory, to which a tensor must never write, and
@@ -161,16 +171,15 @@ class Worker:
                 )
 
 
-def _reduced(name: str, value: object, clients: int) -> Value:
+def _reduced(who: str, name: str, value: object, clients: int) -> Value:
     if not isinstance(value, Mean | Sum | Each):
         raise MethodError(
-            f"A client function returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how "
-            "it comes up."
+            f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how it comes up."
         )
     rows = plain(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
         raise MethodError(
-            f"A client function returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
+            f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
             "its first axis must run over them."
         )
     numbers = _numbers(name, value.charged, rows)
@@ -181,8 +190,8 @@ def _reduced(name: str, value: object, clients: int) -> Value:
     weight = torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else plain(value.weight)
     if weight.shape != (clients,) or bool((weight < 0).any()):
         raise MethodError(
-            f"The weight of Mean {name!r} must be one number, not negative, for each of the group's {clients} clients; "
-            f"it is {weight.tolist()}."
+            f"The weight of Mean {name!r}, which {who} returned, must be one number, not negative, for each of the "
+            f"group's {clients} clients; it is {weight.tolist()}."
         )
     partial = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
     return Value("mean", partial.cpu().numpy(), float(weight.double().sum()), numbers)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 import numpy as np
 from torch import Tensor, nn
 
+from raypfl.errors import MethodError
 from raypfl.models.flat import FlatModel
 from raypfl.registry import Registry
 
@@ -50,6 +51,14 @@ class Task:
     unseen: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
+def _refused(method: Method, name: str, value: Any) -> None:
+    raise MethodError(
+        f"{type(method).__name__}.{name} cannot be set: one method object, of hyperparameters alone, serves all "
+        f'clients. What clients remember belongs in clients.state["{name}"], what the server remembers in '
+        f'server["{name}"] of round(self, server, cohort).'
+    )
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Method:
     """A federated method: a frozen dataclass of its hyperparameters, and what server and clients do in a round.
@@ -67,6 +76,7 @@ class Method:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         dataclass(frozen=True, kw_only=True)(cls)
+        cls.__setattr__ = _refused  # type: ignore[method-assign,assignment]
 
     def network(self, network: nn.Module) -> nn.Module:
         """The clients' network as this method needs it, from the one that the experiment names."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import date
 from importlib import resources
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import jinja2
@@ -117,23 +117,47 @@ def _marks(compared: Sequence[Contender]) -> list[str]:
 
 
 def _lead(compared: Sequence[Contender], protocol: str) -> str:
-    """The result in a sentence."""
-    scores = {one.label: one.scores(protocol, one.deployed(protocol), "accuracy") for one in compared}
-    ranked = sorted(((fmean(values), label) for label, values in scores.items() if values), reverse=True)
-    (best, label), *others = ranked
-    reached = over_seeds([100 * value for value in scores[label]]).replace("±", " ± ")
-    tested = protocol_in_words(protocol)
+    """The result in a sentence: of the models that clients would use, and whose they are."""
+    scored = [(one, _percent(one, protocol, one.deployed(protocol))) for one in compared]
+    ranked = sorted(((one, values) for one, values in scored if values), key=lambda pair: -fmean(pair[1]))
+    (best, reached), *others = ranked
+    whose, tested, so = _whose(best, protocol), protocol_in_words(protocol), _printed(reached)
     if not others:
-        return f"{label} reaches {reached} % on {tested}."
-    equals = [name for value, name in others if f"{100 * value:.1f}" == f"{100 * best:.1f}"]
+        return f"{_capital(whose)} {_number(best, protocol, 'reaches', 'reach')} {so} % on {tested}."
+    equals = [_whose(one, protocol) for one, values in others if f"{fmean(values):.1f}" == f"{fmean(reached):.1f}"]
     if equals:
-        return f"{label} and {_few(equals)} are best on {tested}: {reached} %."
-    ahead = signed(100 * (best - others[0][0])).removeprefix("+")
-    return f"{label} is best on {tested}: {reached} %, {ahead} points above {others[0][1]}."
+        others_too = equals[0] if len(equals) == 1 else f"{len(equals)} others"
+        return f"{_capital(whose)} and {others_too} are best on {tested}: {so} %."
+    second, theirs = others[0]
+    ahead = fmean(reached) - fmean(theirs)
+    lead = f"{signed(ahead).removeprefix('+')} points above {_whose(second, protocol)}"
+    spread = max((stdev(values) for values in (reached, theirs) if len(values) > 1), default=0.0)
+    within = f", which is within the spread over seeds (± {spread:.1f})" if ahead <= spread else ""
+    own = _percent(best, protocol, "global") if best.deployed(protocol) == "personal" else []
+    beside = f" The global model of {best.label} has {_printed(own)} %." if own else ""
+    verb = _number(best, protocol, "is", "are")
+    return f"{_capital(whose)} {verb} best on {tested}: {so} %, {lead}{within}.{beside}"
 
 
-def _few(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} others"
+def _percent(one: Contender, protocol: str, model: str) -> list[float]:
+    return [100 * value for value in one.scores(protocol, model, "accuracy")]
+
+
+def _printed(values: Sequence[float]) -> str:
+    return over_seeds(values).replace("±", " ± ")
+
+
+def _whose(one: Contender, protocol: str) -> str:
+    """``the personal models of ditto``, ``the global model of fedavg``."""
+    return f"the {_number(one, protocol, 'global model', 'personal models')} of {one.label}"
+
+
+def _number(one: Contender, protocol: str, single: str, several: str) -> str:
+    return several if one.deployed(protocol) == "personal" else single
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _size(compared: Sequence[Contender]) -> str:

@@ -59,11 +59,13 @@ class Published(_Part):
     ----------
     source : where they stand, with the number of the table.
     notes : what one should know of them.
+    alike : what is true of the gaps only where nothing deviates from the published protocol.
     rows : the table as it is printed: by block (where there are any) and method, a list with an entry for each column.
     """
 
     source: str
     notes: list[str] = Field(default_factory=list)
+    alike: list[str] = Field(default_factory=list)
     rows: dict[str, Any]
 
 

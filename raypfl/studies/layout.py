@@ -140,7 +140,7 @@ def _remarks(
     legend = f"In %. Behind ±: the standard deviation over {over}. {WANTED} marks what is not finished."
     remarks = [("Numbers", [legend])]
     if published:
-        remarks.append(("Published", [published.source, *published.notes]))
+        remarks.append(("Published", [published.source, *published.notes, *([] if deviations else published.alike)]))
         remarks.append(("Chosen where the source leaves it open", study.choices))
     heading = "Deviations from the published protocol" if published else "Deviations"
     remarks.append((heading, [*deviations] or ["None: everything was run as described."]))

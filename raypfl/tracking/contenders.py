@@ -73,7 +73,11 @@ def contenders(results: Sequence[Result]) -> list[Contender]:
 
 
 def labels(experiments: Sequence[Experiment]) -> list[str]:
-    """A short name for each experiment: its method, with those options and settings that tell it from namesakes."""
+    """A short name for each experiment: its method, with the options that tell it from namesakes.
+
+    Where experiments differ in a setting beside, all of their names have that; where in several, a letter for them:
+    ``ditto lam=0.1 · settings B``.
+    """
     methods = [experiment.to_dict()["method"] for experiment in experiments]
     names = {method["name"] for method in methods}
     short = {name: name.rpartition(":")[2] for name in names}
@@ -83,11 +87,8 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
         _label(method, short[method["name"]], [other for other in methods if other["name"] == method["name"]])
         for method in methods
     ]
-    settings = [_settings(experiment) for experiment in experiments]
-    return [
-        _told_apart(name, mine, [other for other, namesake in zip(settings, named, strict=True) if namesake == name])
-        for name, mine in zip(named, settings, strict=True)
-    ]
+    told = _told_apart([_settings(experiment) for experiment in experiments])
+    return [f"{name}{words}" for name, words in zip(named, told, strict=True)]
 
 
 def colour(index: int) -> str:
@@ -126,10 +127,21 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
     return {key: value for key, value in dotted(parts).items() if key not in _BESIDE_KEYS}
 
 
-def _told_apart(name: str, mine: dict[str, Any], namesakes: list[dict[str, Any]]) -> str:
-    keys = dict.fromkeys(key for other in namesakes for key in other)
-    differing = [key for key in keys if key in mine and any(other.get(key) != mine[key] for other in namesakes)]
-    return " ".join([name, *(f"{key}={mine[key]}" for key in differing)])
+def _told_apart(settings: Sequence[dict[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for one in settings for key in one)
+    differing = [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
+    if len(differing) < 2:
+        return ["".join(f" {key}={one.get(key)}" for key in differing) for one in settings]
+    kinds: list[dict[str, Any]] = []
+    for one in settings:
+        kinds += [one] if one not in kinds else []
+    return [f" · settings {_letter(kinds.index(one))}" for one in settings]
+
+
+def _letter(index: int) -> str:
+    """A to Z, then AA to AZ and so on."""
+    before, last = divmod(index, 26)
+    return (_letter(before - 1) if before else "") + chr(ord("A") + last)
 
 
 def _label(method: dict[str, Any], name: str, namesakes: list[dict[str, Any]]) -> str:

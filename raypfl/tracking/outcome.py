@@ -33,6 +33,7 @@ one, tested on a client's own data (local) or on everybody's (global). Its std
 over clients and the share of right labels: of the personal models, if any."""
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
+_DISPENSABLE = ("ECE", "std", "AUC\nstd", "seconds")  # left out in this order where there is no room for all
 _UNBOUNDED = 10_000  # columns of a terminal
 _SMOOTHS = 0.9  # and above: defaults of options for which a tenth would be too little
 
@@ -76,25 +77,27 @@ _SEVERAL_LABELS = (
 )
 
 
-def table(results: Sequence[Result], calibration: bool = True) -> Table:
+def table(results: Sequence[Result], without: Sequence[str] = ()) -> Table:
     """A row for each method and protocol; the best of several methods is bold, and several seeds give mean ± std.
 
-    Of samples with several labels each, the macro AUC stands where else the accuracy does. `calibration` : the
-    calibration error too, where it is known.
+    Of samples with several labels each, the macro AUC stands where else the accuracy does, and the calibration error is
+    there where it is known. `without` : headings to leave out.
     """
     compared = contenders(results)
-    columns = _columns(compared, calibration)
+    columns = [column for column in _columns(compared) if column.heading not in without]
+    costs = [heading for heading in _COSTS if heading not in without]
+    words = [word for contender in compared for word in contender.label.split()]
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    drawn.add_column("method")
+    drawn.add_column("method", min_width=max(map(len, words)), overflow="fold")
     drawn.add_column("tested on", no_wrap=True)
-    for heading in (*(column.heading for column in columns), *_COSTS):
+    for heading in (*(column.heading for column in columns), *costs):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for contender in compared:
         lines = [(protocol, False) for protocol in contender.protocols]
         lines += [(protocol, True) for protocol in contender.protocols if contender.has_best and protocol != "val"]
         for i, line in enumerate(lines):
             rivals = [one for one in compared if one.has_best or not line[1]]
-            drawn.add_row(*_row(contender, line, i == 0, rivals, columns), end_section=i == len(lines) - 1)
+            drawn.add_row(*_row(contender, line, i == 0, rivals, columns, costs), end_section=i == len(lines) - 1)
     return drawn
 
 
@@ -130,16 +133,29 @@ def show(
 
 
 def _show_table(console: Console, judged: Sequence[Result]) -> None:
-    """The table, with calibration errors if there is room for them, and what its numbers are."""
-    compared = contenders(judged)
-    drawn, columns = table(judged), _columns(compared)
-    unbounded = console.options.update(max_width=_UNBOUNDED)
-    if _CALIBRATION in columns and console.measure(drawn, options=unbounded).maximum > console.width:
-        drawn, columns = table(judged, calibration=False), _columns(compared, calibration=False)
+    """The table, with those columns for which there is room, and what its numbers are."""
+    drawn, left_out = _with_room(console, judged)
     console.print(drawn)
-    console.print(Text(_LABELS_NOTE if columns == _SEVERAL_LABELS else _NOTE, "dim"))
-    if _CALIBRATION in columns:
+    known = _columns(contenders(judged))
+    note = _LABELS_NOTE if known == _SEVERAL_LABELS else _NOTE
+    console.print(Text(note.replace("(std, ", "(") if "std" in left_out else note, "dim"))
+    if _CALIBRATION in known and _CALIBRATION.heading not in left_out:
         console.print(Text(_CALIBRATION_NOTE, "dim"))
+
+
+def _with_room(console: Console, judged: Sequence[Result]) -> tuple[Table, Sequence[str]]:
+    """The table that fits the console, if need be with methods' names on several lines, and what it is without."""
+    unbounded = console.options.update(max_width=_UNBOUNDED)
+    names = {one.label for one in contenders(judged)}
+    folded = max(map(len, names)) - max(len(word) for name in names for word in name.split())
+    left_out: Sequence[str] = ()
+    drawn = table(judged)
+    needed = console.measure(drawn, options=unbounded).maximum
+    while needed > console.width and len(left_out) < len(_DISPENSABLE):
+        left_out = _DISPENSABLE[: len(left_out) + 1]
+        drawn = table(judged, left_out)
+        needed = console.measure(drawn, options=unbounded).maximum - folded
+    return drawn, left_out
 
 
 def as_json(results: Sequence[Result], pictures: Mapping[str, Path]) -> dict[str, Any]:
@@ -164,7 +180,7 @@ def _whereabouts(results: Sequence[Result], pictures: Mapping[str, Path]) -> lis
     return facts
 
 
-def _columns(compared: Sequence[Contender], calibration: bool = True) -> tuple[_Column, ...]:
+def _columns(compared: Sequence[Contender]) -> tuple[_Column, ...]:
     def known(metric: str) -> bool:
         return any(
             one.scores(protocol, model, metric)
@@ -175,11 +191,16 @@ def _columns(compared: Sequence[Contender], calibration: bool = True) -> tuple[_
 
     if known("auc"):
         return _SEVERAL_LABELS
-    return (*_ONE_CLASS, _CALIBRATION) if calibration and known("ece") else _ONE_CLASS
+    return (*_ONE_CLASS, _CALIBRATION) if known("ece") else _ONE_CLASS
 
 
 def _row(
-    contender: Contender, line: tuple[str, bool], first: bool, rivals: Sequence[Contender], columns: Sequence[_Column]
+    contender: Contender,
+    line: tuple[str, bool],
+    first: bool,
+    rivals: Sequence[Contender],
+    columns: Sequence[_Column],
+    costs: Sequence[str],
 ) -> list[Text]:
     protocol, best_round = line
     tested_on = f"{protocol}*" if best_round else protocol
@@ -189,8 +210,8 @@ def _row(
         wins = column.wins(values, [column.values(rival, *line) for rival in rivals])
         cells.append(Text(over_seeds(values), "bold" if wins else ""))
     megabytes = zip(*(result.megabytes for result in contender.results), strict=True)
-    costs = [*map(fmean, megabytes), fmean(map(seconds, contender.results))]
-    return cells + [Text(f"{cost:,.1f}" if first else "") for cost in costs]
+    spent = dict(zip(_COSTS, [*map(fmean, megabytes), fmean(map(seconds, contender.results))], strict=True))
+    return cells + [Text(f"{spent[heading]:,.1f}" if first else "") for heading in costs]
 
 
 def _next(results: Sequence[Result], tried: Sequence[str], folder: Path) -> list[str]:

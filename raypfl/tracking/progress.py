@@ -124,5 +124,5 @@ def minutes(seconds: float) -> str:
 
 def _accuracies(summary: list[dict[str, Any]]) -> dict[str, float]:
     protocols = [row["protocol"] for row in summary]
-    shown = "local" if "local" in protocols else protocols[0]
+    shown = "local" if "local" in protocols else next(iter(protocols), "")  # none where no model was there yet
     return {row["model"]: row["accuracy"] for row in summary if row["protocol"] == shown}

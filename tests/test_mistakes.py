@@ -1,0 +1,140 @@
+"""What the author of a method is told of a mistake: what, where in the own file, and how to mend it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import raypfl
+from raypfl.config import experiments
+from raypfl.errors import ConfigError, RaypflError
+from raypfl.federation.events import RoundFinished
+from tests import mistaken_methods
+from tests.runs import experiment
+
+MODULE = "tests.mistaken_methods"
+FILE = Path(mistaken_methods.__file__)
+
+
+def line_of(text: str, after: str) -> int:
+    """Where `text` stands first below `after`."""
+    lines = FILE.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if after in line)
+    return next(i for i, line in enumerate(lines[start:], start + 1) if text in line)
+
+
+def told(tmp_path: Path, name: str, **changes) -> str:
+    always = {"evaluation__every": 1, "engine__executor": "vectorised"}  # whose groups do not depend on the machine
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(experiment(tmp_path, method=f"{MODULE}:{name}", **(always | changes)))
+    text = str(caught.value)
+    assert not [line for line in text.splitlines() if "/raypfl/federation/" in line], text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "said"),
+    [
+        ("ForgetsToReturn", "ForgetsToReturn", "returned nothing"),
+        ("ReturnsAnotherKey", "ReturnsAnotherKey", "returned 'model'"),
+        ("MistypesInRound", "Base", "returned 'theta'"),
+    ],
+)
+def test_a_reply_that_is_not_there_is_told_with_what_the_clients_returned(tmp_path, name, owner, said):
+    text = told(tmp_path, name)
+    where = f"{owner}.train (mistaken_methods.py, line {line_of('def train', f'class {owner}')})"
+    asked = "thta" if name == "MistypesInRound" else "theta"
+    assert f"{where} {said}; there is no {asked!r}" in text
+    reader = "MistypesInRound" if name == "MistypesInRound" else "Base"
+    assert f'File "{FILE}", line {line_of("cohort.run", f"class {reader}")}, in {reader}.round' in text
+
+
+def test_a_reply_that_is_no_dict_is_told_with_the_function(tmp_path):
+    text = told(tmp_path, "ReturnsNoDict")
+    assert "ReturnsNoDict.train (mistaken_methods.py, line" in text and "returned a Mean; it must return a dict" in text
+
+
+def test_a_method_without_a_model_to_judge_is_refused_before_the_first_round(tmp_path):
+    events = []
+    with pytest.raises(ConfigError, match=r"NoModel has no model to be judged.*define global_model.*personal_model"):
+        raypfl.run(experiment(tmp_path, method=f"{MODULE}:NoModel"), listeners=[events.append])
+    assert not [event for event in events if isinstance(event, RoundFinished)]
+
+
+def test_a_model_of_the_wrong_shape_is_its_functions_fault_and_no_clients(tmp_path):
+    text = told(tmp_path, "ShortGlobalModel")
+    line = line_of("def global_model", "class ShortGlobalModel")
+    assert text.startswith(f"ShortGlobalModel.global_model (mistaken_methods.py, line {line}) returned [100]")
+    assert "[1210]" in text and "lient" not in text.splitlines()[0]
+    text = told(tmp_path, "ShortPersonalModels")
+    assert text.startswith("ShortPersonalModels.personal_model (mistaken_methods.py, line")
+    assert "returned [3, 1210]" in text and "[2, 1210]" in text
+
+
+def test_a_mistake_in_a_client_function_is_tried_once_and_shown_by_the_authors_lines_alone(tmp_path):
+    first, *rest = told(tmp_path, "RaisesInTrain", engine__group_size=6).splitlines()
+    assert first.startswith("All 6 clients of a group failed in round 1 (") and "and 1 more" in first
+    assert rest[-1] == "AttributeError: 'RaisesInTrain' object has no attribute 'mu'"
+    places = [line.split(", ")[1:] for line in rest if line.startswith("  File")]
+    assert places[0] == [f"line {line_of('clients.sgd', 'class RaisesInTrain')}", "in RaisesInTrain.train"]
+    assert places[-1][0] == f"line {line_of('lambda', 'class RaisesInTrain')}" and len(places) == 2
+
+
+def test_what_may_pass_is_tried_again(tmp_path):
+    text = told(tmp_path, "RaisesInTorch")
+    assert text.startswith("All 2 clients of a group failed 3 times in a row in round 1")
+    assert "in RaisesInTorch.train" in text and "@ torch.zeros(3, 3)" in text
+
+
+def test_keeping_something_on_the_method_is_refused_with_where_it_belongs(tmp_path):
+    text = told(tmp_path, "KeepsOnSelf")
+    assert "KeepsOnSelf.last cannot be set" in text
+    assert 'clients.state["last"]' in text and 'server["last"]' in text
+    assert f"line {line_of('self.last', 'class KeepsOnSelf')}, in KeepsOnSelf.train" in text
+
+
+def test_what_clients_sent_is_told_where_the_server_cannot_use_it(tmp_path):
+    line = line_of("def train", "class SendsTooLittle")
+    where = f"SendsTooLittle.train (mistaken_methods.py, line {line})"
+    for optimizer in ("adam", "sgd"):
+        changes = {"method__server_optimizer": optimizer, "evaluation__every": 1}
+        with pytest.raises(RaypflError) as caught:
+            raypfl.run(experiment(tmp_path, method=f"{MODULE}:SendsTooLittle", **changes))
+        assert f"{where} got theta [1210] and returned theta [1207]." in str(caught.value)
+
+
+def test_a_hyperparameter_without_a_type_is_told_how_to_get_one():
+    sentence = "LacksATypeHint has gamma, but without a type; write `gamma: float = 3.0` in the class"
+    with pytest.raises(ConfigError) as caught:
+        raypfl.Experiment(method={"name": f"{MODULE}:LacksATypeHint", "gamma": 1})
+    assert sentence in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        experiments(f"method: {MODULE}:LacksATypeHint\n", ["method.gamma=1"])
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "line"),
+    [
+        ("import os\nfrom raypfl import Meen\n", "ImportError: cannot import name 'Meen' from 'raypfl'", 2),
+        ("import no_such_library\n", "ModuleNotFoundError: No module named 'no_such_library'", 1),
+        ("class Mine\n", "SyntaxError: expected ':'", 1),
+        ("x = y\n", "NameError: name 'y' is not defined", 1),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_by_its_line(tmp_path, monkeypatch, source, said, line):
+    (tmp_path / "wrong_inside.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wrong_inside", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        raypfl.Experiment(method="wrong_inside:Mine")
+    text = str(caught.value)
+    assert said in text and f'wrong_inside.py", line {line}' in text
+    assert "PYTHONPATH" not in text and "raypfl/registry.py" not in text
+
+
+def test_a_module_that_is_not_there_is_asked_for():
+    with pytest.raises(ConfigError, match=r"No module named 'nowhere_at_all'.*PYTHONPATH"):
+        raypfl.Experiment(method="nowhere_at_all:Mine")
