@@ -205,7 +205,7 @@ def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_roo
     runs = [made_up(method, ("personal", "global"), seed=seed) for method in namesakes for seed in range(3)]
     runs = with_columns(runs, ece=0.0666)
     for width, gone in ((80, ["ECE"]), (71, ["ECE", "std"]), (62, ["ECE", "std", "AUC\nstd", "seconds"])):
-        text = printed(lambda console: outcome.show(console, runs, {}, ["digits"]), width)
+        text = printed(lambda console: show(console, runs, {}, ["digits"]), width)
         whole = printed(lambda console, gone=gone: console.print(outcome.table(runs, gone)), 200)
         table = text.partition("Accuracy in %")[0]
         assert set(whole.split()) - {"─" * 200} <= {*table.split(), *[w for w in whole.split() if "─" in w]}, table
