@@ -135,8 +135,10 @@ def test_resuming_with_other_data_is_refused(tmp_path):
     run = raypfl.run(experiment(tmp_path, rounds=2))
     with pytest.raises(RaypflError, match="other data or another partition"):
         raypfl.resume(run.run_dir, overrides=["partition.alpha=5", "rounds=3"])
-    with pytest.raises(CheckpointError, match="no run's folder"):
+    with pytest.raises(CheckpointError, match="no run's folder.*folder `output` names"):
         raypfl.resume(tmp_path)
+    with pytest.raises(CheckpointError, match=f"no run's folder.*Runs are in {run.run_dir}"):
+        raypfl.resume(run.run_dir.parent)
 
 
 def test_the_cohort_cut_into_groups_changes_results_by_rounding_only(tmp_path):

@@ -37,9 +37,9 @@ def description(run_dir: str | Path) -> Experiment:
     """
     file = Path(run_dir, RECIPE)
     if not file.exists():
-        raise CheckpointError(
-            f"{run_dir} is no run's folder: it has no {RECIPE}. Runs are in the folder `output` names."
-        )
+        inside = sorted(str(one.parent) for one in Path(run_dir).glob(f"*/{RECIPE}"))
+        where = f"Runs are in {', '.join(inside)}" if inside else "Runs are in the folder `output` names"
+        raise CheckpointError(f"{run_dir} is no run's folder: it has no {RECIPE}. {where}.")
     return Experiment.from_yaml(file)
 
 
