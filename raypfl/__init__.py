@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from raypfl.errors import RaypflError
 
 if TYPE_CHECKING:
+    from raypfl import augmentation as augmentation
+    from raypfl import methods as methods
     from raypfl import report as report
     from raypfl.config import Experiment as Experiment
     from raypfl.federation import Result as Result
@@ -50,7 +52,7 @@ _HOMES = {
     "trained_models": "raypfl.tracking.mlflow_models",
 }
 
-_MODULES = ("report",)
+_MODULES = ("augmentation", "methods", "report")
 
 __all__ = ["RaypflError", "__version__", *_HOMES, *_MODULES]
 

@@ -135,9 +135,9 @@ def test_resuming_with_other_data_is_refused(tmp_path):
     run = raypfl.run(experiment(tmp_path, rounds=2))
     with pytest.raises(RaypflError, match="other data or another partition"):
         raypfl.resume(run.run_dir, overrides=["partition.alpha=5", "rounds=3"])
-    with pytest.raises(CheckpointError, match="no run's folder.*folder `output` names"):
+    with pytest.raises(CheckpointError, match=r"no run's folder.*folder `output` names"):
         raypfl.resume(tmp_path)
-    with pytest.raises(CheckpointError, match=f"no run's folder.*Runs are in {run.run_dir}"):
+    with pytest.raises(CheckpointError, match=rf"no run's folder.*Runs are in {run.run_dir}"):
         raypfl.resume(run.run_dir.parent)
 
 
