@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib.image
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -26,6 +27,7 @@ from raypfl.studies.description import Quoted, load
 from raypfl.studies.deviations import deviations
 from raypfl.studies.layout import blocks, markdown
 from raypfl.studies.measured import Entry
+from raypfl.studies.picture import draw
 from raypfl.studies.workers import carry_out
 
 TINY = """\
@@ -275,6 +277,15 @@ def test_ctrl_c_ends_with_130_tells_what_there_is_and_the_command_that_goes_on(m
 
 
 # What the table says
+
+
+@pytest.mark.parametrize("across", [("",), ("Dir(0.1)", "Dir(1.0)")])
+def test_the_whole_legend_is_in_the_picture(tmp_path: Path, across: tuple[str, ...]):
+    metrics = ("global", "personal", "worst decile", "std")
+    found = [Entry("FedAvg", "", a, metric, (50.0,), (1.0,), 0, None, "clients") for a in across for metric in metrics]
+    pixels = matplotlib.image.imread(draw(found, "a study", tmp_path / "table.png"))
+    for edge in (pixels[:, :8], pixels[:, -8:]):
+        assert (edge == pixels[0, 0]).all()
 
 
 def test_the_command_runs_a_study_and_leaves_its_table_in_four_files(tiny: Path):

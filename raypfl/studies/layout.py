@@ -136,7 +136,8 @@ def _remarks(
     study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
     clients = any(one.spread_over == "clients" for one in found)
-    over = "the clients, averaged over the seeds; gap (gap of the ±)" if clients else "the seeds"
+    gaps = "; gap (gap of the ±)" if published else ""
+    over = f"the clients, averaged over the seeds{gaps}" if clients else "the seeds"
     legend = f"In %. Behind ±: the standard deviation over {over}. {WANTED} marks what is not finished."
     remarks = [("Numbers", [legend])]
     if published:

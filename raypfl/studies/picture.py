@@ -16,6 +16,7 @@ from raypfl.tracking.contenders import colour
 from raypfl.tracking.picture import STYLE
 
 _INCHES = (3.6, 0.42)  # a panel's width, a method's height
+_KEY = 1.8  # inches of a key in the legend
 _APART = 0.18  # metrics of a method, in methods
 
 
@@ -46,7 +47,9 @@ def draw(found: Sequence[Entry], title: str, path: str | Path) -> Path:
             axes.set_ylabel("method")
         panels[0, 0].invert_yaxis()
         figure.suptitle(title, fontsize=11, color="#777777")
-        figure.legend(handles=_keys(found, metrics), loc="outside lower center", ncols=5, frameon=False)
+        keys = _keys(found, metrics)
+        fit = min(len(keys), int(size[0] / _KEY))
+        figure.legend(handles=keys, loc="outside lower center", ncols=fit, frameon=False)
         figure.savefig(path, dpi=160)
     return Path(path)
 
@@ -66,7 +69,7 @@ def _panel(axes: Axes, found: Sequence[Entry], methods: Sequence[str], metrics: 
 
 
 def _keys(found: Sequence[Entry], metrics: Sequence[str]) -> list[Line2D]:
-    over = found[0].spread_over
+    over = "clients" if any(one.spread_over == "clients" for one in found) else "seeds"
     keys = [Line2D([], [], linestyle="", marker="s", color=colour(i), label=name) for i, name in enumerate(metrics)]
     keys.append(Line2D([], [], marker="o", markersize=4, color="#333333", label=f"here, ± over {over}"))
     if any(one.published for one in found):
