@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from raypfl import __version__
-from raypfl.cli import app, main
+from raypfl.cli import main
 from raypfl.federation import driver
 from raypfl.federation.events import RoundFinished
+from tests.command import raypfl, told
 
 SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]
 
@@ -25,16 +24,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
-
-
-def raypfl(*words: str) -> Result:
-    return CliRunner().invoke(app, words)
-
-
-def told(*words: str) -> dict:
-    result = raypfl(*words, "--json", "--quiet")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def test_without_arguments_the_digits_are_compared_and_everything_is_told():

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from raypfl.cli import app
 from raypfl.errors import RaypflError
 from raypfl.federation import driver
 from raypfl.report import found
+from tests.command import raypfl, told
 from tests.mlflow_support import runs_of, with_database
 from tests.runs import Interrupt
 
@@ -27,16 +26,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
-
-
-def raypfl(*words: str) -> Result:
-    return CliRunner().invoke(app, words)
-
-
-def told(*words: str) -> dict:
-    result = raypfl(*words, "--json", "--quiet")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def only_folder(pattern: str = "runs/digits-*") -> Path:

@@ -57,7 +57,9 @@ def read(source: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file (a Path, or a line ending in ``.yaml`` or ``.yml``) or in YAML text."""
     is_file = isinstance(source, Path) or ("\n" not in source and source.endswith((".yaml", ".yml")))
     text, where = (_text(Path(source)), str(source)) if is_file else (str(source), "The experiment's text")
-    values = {} if (parsed := parse(text, where)) is None and not is_file else parsed
+    values = parse(text, where)
+    if values is None and not is_file:
+        return {}
     if values is None:
         raise ConfigError(f"{where} holds nothing; write 'key: value' lines, such as 'method: ditto' and 'rounds: 30'.")
     if not isinstance(values, dict):

@@ -23,12 +23,9 @@ def apportion(total: np.ndarray | int, weights: np.ndarray) -> np.ndarray:
     -------
     ``int64[..., K]``, which adds up to `total` along the last axis.
     """
-    shares = weights / weights.sum(axis=-1, keepdims=True, dtype=np.float64) * np.asarray(total)[..., None]
     # Whole parts are set aside: rounding 0.5 and 1.5 to the even number would make a share of 1 between them 2.
-    parts = np.floor(shares + _CLOSE).astype(np.int64)
-    left = shares - parts
+    parts, left, missing = _whole_parts(total, weights)
     edges = np.cumsum(np.where(left > _CLOSE, left, 0), axis=-1)
-    missing = np.asarray(total) - parts.sum(axis=-1)
     cuts = np.rint(_ratio(edges, edges[..., -1:]) * missing[..., None]).astype(np.int64)
     return parts + np.diff(cuts, axis=-1, prepend=0)
 
@@ -47,12 +44,10 @@ def nearest(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) 
     -------
     ``int64[R, K]``
     """
-    shares = weights / weights.sum(axis=1, keepdims=True) * np.asarray(total)[:, None]
-    parts = np.floor(shares + _CLOSE).astype(np.int64)
-    missing = np.asarray(total) - parts.sum(axis=1)
-    closeness = shares - parts + _CLOSE * draws.random(shares.shape)
-    place = np.empty(shares.shape, dtype=np.int64)
-    np.put_along_axis(place, np.argsort(-closeness, axis=1), np.arange(shares.shape[1])[None], axis=1)
+    parts, left, missing = _whole_parts(total, weights)
+    closeness = left + _CLOSE * draws.random(left.shape)
+    place = np.empty(left.shape, dtype=np.int64)
+    np.put_along_axis(place, np.argsort(-closeness, axis=1), np.arange(left.shape[1])[None], axis=1)
     return parts + (place < missing[:, None])
 
 
@@ -146,6 +141,13 @@ def rank_within(group: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     rank = np.empty(len(group), dtype=np.int64)
     rank[order] = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return rank
+
+
+def _whole_parts(total: np.ndarray | int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The whole parts of shares of `total`, what is left of each share, and what the parts miss of `total`."""
+    shares = weights / weights.sum(axis=-1, keepdims=True, dtype=np.float64) * np.asarray(total)[..., None]
+    parts = np.floor(shares + _CLOSE).astype(np.int64)
+    return parts, shares - parts, np.asarray(total) - parts.sum(axis=-1)
 
 
 def _ratio(wanted: np.ndarray, there: np.ndarray) -> np.ndarray:

@@ -208,12 +208,10 @@ def _sentence(clients: Sequence[int], round: int, failed: Failed, tries: int, gr
         return ClientError(str(failed.error), clients)
     rest = [f"{len(clients) - _NAMED} more"] * (len(clients) > _NAMED)
     named = " and ".join(filter(None, [", ".join(map(str, clients[:_NAMED])), *rest]))
-    if len(clients) == 1:
-        whom = f"Client {named}"
-    else:
-        whom = f"All {group} clients of a group" if len(clients) == group else f"Clients {named}"
+    everyone = len(clients) == group > 1
+    whom = f"All {group} clients of a group" if everyone else f"Client{'s' * (len(clients) > 1)} {named}"
     times = f" {tries} times in a row" if tries > 1 else ""
-    which = f" ({named})" if whom.startswith("All") else ""
+    which = f" ({named})" if everyone else ""
     return ClientError(f"{whom} failed{times} in round {round}{which}:\n{failed.trace.rstrip()}", clients)
 
 
