@@ -39,11 +39,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import raypfl
+from benchmarks.networks import network
 from raypfl.data import DataConfig, RawData, load_federated
 from raypfl.federation.events import Event, RoundFinished
 from raypfl.messages import Mean
 from raypfl.methods import FedAvg
-from raypfl.models import MODELS
 
 LR = 0.1
 HERE = "benchmarks.overhead"
@@ -177,7 +177,7 @@ class Bare:
         self.draws = np.random.default_rng(0)
         self.cohort = experiment.cohort.size
         self.training = experiment.training
-        self.net = MODELS.get(experiment.model.name)(input_shape=data.input_shape, num_classes=data.num_classes)
+        self.net = network(experiment.model.name, data.input_shape, data.num_classes)
         self.weights = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
 
     def round(self) -> float:

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from raypfl.errors import ConfigError
 from raypfl.models import MODELS, FlatModel
@@ -53,6 +54,37 @@ def test_the_layers_of_conv2cifar_are_the_papers():
     layers = {"conv1": 4_864, "conv2": 102_464, "linear1": 614_784, "linear2": 73_920, "head": 1_920}
     assert {layer: count(model, layer) for layer in layers} == layers
     assert count(model, "feature extractor") == 796_032 and model.names("output layer") == ["head.weight"]
+
+
+def test_conv2cifar_computes_what_the_papers_order_of_its_layers_does():
+    net = MODELS.get("conv2cifar")(input_shape=CIFAR, num_classes=10)
+
+    def papers(x: Tensor) -> Tensor:
+        for convolution in (net.conv1, net.conv2):
+            x = F.max_pool2d(convolution(x).relu(), 2)
+        return net.head(net.linear2(net.linear1(x.flatten(1)).relu()).relu())
+
+    x, parameters = torch.randn(3, *CIFAR), list(net.parameters())
+    ours, theirs = ([y, *torch.autograd.grad(y.square().sum(), parameters)] for y in (net(x), papers(x)))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["lenet", "cnn", "conv2cifar"])
+def test_gradients_go_back_through_convolutions_in_the_layout_of_the_images(name):
+    net = MODELS.get(name)(input_shape=CIFAR, num_classes=10)
+    formats = []
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+        outputs.register_hook(lambda g: formats.append(g.is_contiguous(memory_format=torch.channels_last)))
+
+    pools = [module for module in net.modules() if isinstance(module, nn.MaxPool2d)]
+    for pool in pools:
+        pool.register_forward_hook(note)
+    for layout in (torch.channels_last, torch.contiguous_format):
+        net(torch.randn(2, *CIFAR).contiguous(memory_format=layout)).sum().backward()
+    seen = len(formats) // 2
+    assert seen == (1 if name == "cnn" else 2)
+    assert formats == [True] * seen + [False] * seen
 
 
 @pytest.mark.parametrize(

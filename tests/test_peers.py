@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import raypfl
+from benchmarks import networks
 from benchmarks.peers import data, environments, report
 from benchmarks.peers.__main__ import is_possible, machine, missing
 from benchmarks.peers.data import Noise, prepare, sizes
@@ -27,6 +29,7 @@ from benchmarks.peers.systems import bare
 from benchmarks.peers.systems.raypfl import experiment
 from raypfl.data import DataConfig, RawData, load_federated
 from raypfl.data.partitions import PARTITIONS
+from raypfl.models import MODELS
 
 TINY = Noise("tiny", 6, (1, 8, 8), 3, 9, tests=2)
 
@@ -46,6 +49,19 @@ def order(prepared: tuple[dict[str, Any], Path], tmp_path: Path) -> Order:
     source, files = prepared
     job = dataclasses.replace(JOBS["mlp"], noise=TINY, batch=2)
     return job.order(INLINE, source, files, tmp_path / "report", cohort=3)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["cnn", "lenet", "mlp"])
+def test_the_networks_of_contenders_are_raypfls_bit_for_bit(name, layout):
+    images, labels = torch.randn(4, 3, 32, 32).contiguous(memory_format=layout), torch.randint(0, 10, (4,))
+    computed = []
+    for build in (partial(networks.network, name), MODELS.get(name)):
+        torch.manual_seed(0)
+        net = build(input_shape=(3, 32, 32), num_classes=10)
+        loss = torch.nn.functional.cross_entropy(net(images), labels)
+        computed.append([loss, *torch.autograd.grad(loss, list(net.parameters()))])
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(*computed, strict=True))
 
 
 def line(end: float, begin: float | None = None) -> str:

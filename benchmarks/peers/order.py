@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raypfl.models import MODELS
+from benchmarks import networks
 
 RESIDENT = 1 << 24
 """Numbers up to which samples are made floating-point at once; of larger data, a client's when its turn comes."""
@@ -25,7 +25,7 @@ class Order:
     Attributes
     ----------
     method : ``fedavg``, ``ditto`` or ``evaluation`` (of every client's own model, which nobody trains).
-    network : a name in ``raypfl.models.MODELS``, so that all train the same one.
+    network : a name in `benchmarks.networks`; raypfl's own network of this name computes the same.
     source : the samples in raypfl's own store. files : the same, dealt out in the same way, as `Shards` reads them.
     report : the file for `Stamps`.
     clients, cohort, batch, lr, momentum, epochs : the federation, and a client's local training.
@@ -109,4 +109,4 @@ class Shards:
 def network(order: Order, shards: Shards) -> nn.Module:
     """The job's network, with the same first weights everywhere."""
     torch.manual_seed(0)
-    return MODELS.get(order.network)(input_shape=shards.input_shape, num_classes=shards.num_classes)
+    return networks.network(order.network, shards.input_shape, shards.num_classes)

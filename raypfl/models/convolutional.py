@@ -1,4 +1,9 @@
-"""Convolutional networks without normalisation or skip connections."""
+"""Convolutional networks without normalisation or skip connections.
+
+Published descriptions have the max-pool behind the ReLU. Here it comes first, which is the same function with the same
+gradients, bit for bit, and leaves the ReLU a quarter of the work. With ``training.channels_last``, the gradient of the
+dense layers is channels first, and the ReLU turns it round before the max-pool makes it four times as large.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ class LeNet(nn.Module):
         _refuse_small("lenet", input_shape, 16)
         side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
         self.features = nn.Sequential(
-            nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)
+            nn.Conv2d(channels, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU()
         )
         self.body = nn.Sequential(
             nn.Flatten(), nn.Linear(32 * side[0] * side[1], 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()
@@ -45,7 +50,7 @@ class CNN(nn.Module):
         _refuse_small("cnn", input_shape, 6)
         pixels = ((height - 4) // 2) * ((width - 4) // 2)
         self.features = nn.Sequential(
-            nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
+            nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()
         )
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(64 * pixels, 128), nn.ReLU())
         self.head = nn.Linear(128, num_classes)
@@ -87,8 +92,8 @@ class Conv2Cifar(nn.Module):
         self.last = nn.ReLU() if relu_latent else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(self.conv1(x).relu())
-        x = self.pool(self.conv2(x).relu()).flatten(1)
+        x = self.pool(self.conv1(x)).relu()
+        x = self.pool(self.conv2(x)).relu().flatten(1)
         return self.head(self.last(self.linear2(self.linear1(x).relu())))
 
 

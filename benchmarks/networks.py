@@ -1,0 +1,55 @@
+"""The networks of the jobs, as one writes them in a single script.
+
+Contenders train these; raypfl trains its own of the same names, which compute the same from the same first weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+
+def network(name: str, input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """The job's network, with weights drawn from torch's global stream."""
+    return _NETWORKS[name](input_shape, num_classes)
+
+
+def _cnn(input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    channels, height, width = input_shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
+        nn.ReLU(),
+        nn.Linear(128, num_classes),
+    )
+
+
+def _lenet(input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    channels, height, width = input_shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2), 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, num_classes),
+    )
+
+
+def _mlp(input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 128), nn.ReLU(), nn.Linear(128, num_classes))
+
+
+_NETWORKS = {"cnn": _cnn, "lenet": _lenet, "mlp": _mlp}
