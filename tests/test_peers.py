@@ -202,6 +202,41 @@ def test_the_bare_loop_reports_its_rounds(order: Order, method: str, monkeypatch
     assert all((begin is None) == (method != "evaluation") for begin in begins)
 
 
+def test_the_floor_of_an_evaluation_runs_each_clients_own_network_on_its_own_normalised_samples(order: Order) -> None:
+    shards = Shards(order.files, "test")
+    first = network(order, shards).state_dict()
+    pairs = bare.prepared(order)
+    assert len(pairs) == order.clients
+    for client, (model, batch) in enumerate(pairs):
+        assert not model.training
+        assert torch.equal(batch, shards.client(client)[0])
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, first[name] + 1e-6 * client)
+
+
+def test_the_floor_of_an_evaluation_prepares_nothing_while_it_is_timed(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    passes: list[int] = []
+    client = Shards.client
+
+    def counted(self: Shards, k: int) -> Any:
+        reads.append(k)
+        return client(self, k)
+
+    def add(self: Stamps, begin: float | None = None) -> None:
+        passes.append(len(reads))
+        if len(passes) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Shards, "client", counted)
+    monkeypatch.setattr(Stamps, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        bare.evaluate(order)
+    assert passes == [order.clients, order.clients]
+
+
 @pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.name)
 def test_raypfls_description_of_a_job_does_the_same_work(job: Any, tmp_path: Path) -> None:
     for contender in job.contenders:
