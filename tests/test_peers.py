@@ -19,8 +19,8 @@ import torch
 import raypfl
 from benchmarks import networks
 from benchmarks.peers import data, environments, report
-from benchmarks.peers.__main__ import is_possible, machine, missing
-from benchmarks.peers.data import Noise, prepare, sizes
+from benchmarks.peers.__main__ import forget_trials, is_possible, machine, missing
+from benchmarks.peers.data import Noise, prepare, sizes, store
 from benchmarks.peers.jobs import BARE, CONTENDERS, FLOWER, INLINE, JOBS, PFL, Contender
 from benchmarks.peers.local import fit
 from benchmarks.peers.measure import Patience, descendants, measure, parse
@@ -248,6 +248,14 @@ def test_raypfls_description_of_a_job_does_the_same_work(job: Any, tmp_path: Pat
             assert (training.epochs, described.cohort.size) == (job.epochs, job.cohort)
             assert described.partition.clients == job.noise.clients
             assert (described.engine.backend == "ray") == (contender.processes > 1)
+
+
+def test_every_measured_run_of_raypfl_tries_executors_itself(order: Order, tmp_path: Path) -> None:
+    raypfl.run(experiment(order, str(tmp_path / "runs")).replace(rounds=1))
+    assert list((store(tmp_path) / "trials").iterdir())
+    forget_trials(tmp_path)
+    assert not (store(tmp_path) / "trials").exists()
+    assert list(store(tmp_path).rglob("samples.arrow"))
 
 
 def test_the_lenet_job_is_fifty_full_batches() -> None:

@@ -105,6 +105,11 @@ def country(config: DataConfig) -> RawData:
     return COUNTRY.raw()
 
 
+def store(folder: Path) -> Path:
+    """raypfl's cache in the folder of the samples."""
+    return folder / "store"
+
+
 def prepare(noise: Noise, folder: Path) -> tuple[dict[str, Any], Path]:
     """Put a data set into raypfl's store and beside it, in `folder`, the files that `order.Shards` reads.
 
@@ -113,7 +118,7 @@ def prepare(noise: Noise, folder: Path) -> tuple[dict[str, Any], Path]:
     ``data`` and ``partition`` of a raypfl experiment, and the folder of the files.
     """
     source = noise.source
-    source["data"]["cache"] = str(folder / "store")
+    source["data"]["cache"] = str(store(folder))
     options = dict(source["partition"])
     partition = PARTITIONS.get(options.pop("name"))(**options)
     files = folder / noise.reader
