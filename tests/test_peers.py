@@ -21,12 +21,12 @@ from benchmarks import networks
 from benchmarks.peers import data, environments, report
 from benchmarks.peers.__main__ import forget_trials, is_possible, machine, missing
 from benchmarks.peers.data import Noise, prepare, sizes, store
-from benchmarks.peers.jobs import BARE, CONTENDERS, FLOWER, INLINE, JOBS, PFL, Contender
+from benchmarks.peers.jobs import ACTORS, BARE, CONTENDERS, FLOWER, FLUKE, INLINE, JOBS, PFL, PFL_TWO, Contender
 from benchmarks.peers.local import fit
 from benchmarks.peers.measure import Patience, descendants, measure, parse
 from benchmarks.peers.order import Order, Shards, Stamps, network
 from benchmarks.peers.systems import bare
-from benchmarks.peers.systems.raypfl import experiment
+from benchmarks.peers.systems.raypfl import experiment, note_choice
 from raypfl.data import DataConfig, RawData, load_federated
 from raypfl.data.partitions import PARTITIONS
 from raypfl.models import MODELS
@@ -179,12 +179,14 @@ def test_dittos_pull_is_the_gradient_of_the_squared_distance(order: Order) -> No
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "evaluation"])
-def test_raypfl_reports_its_rounds(order: Order, method: str, tmp_path: Path) -> None:
+def test_raypfl_reports_its_rounds_and_what_its_trial_chose(order: Order, method: str, tmp_path: Path) -> None:
     wanted = dataclasses.replace(order, method=method, cohort=order.clients)
-    raypfl.run(experiment(wanted, str(tmp_path)).replace(rounds=3))
+    raypfl.run(experiment(wanted, str(tmp_path)).replace(rounds=3), listeners=[partial(note_choice, order.report)])
     stamps = [json.loads(text) for text in Path(order.report).read_text().splitlines()]
     assert len(stamps) == (2 if method == "evaluation" else 3)
     assert all((stamp["begin"] is None) == (method != "evaluation") for stamp in stamps)
+    notes = Stamps(order.report).notes()
+    assert notes["executor"] in ("sequential", "vectorised") and isinstance(notes["channels_last"], bool)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "evaluation"])
@@ -312,6 +314,42 @@ def test_versions_that_differ_are_told_apart() -> None:
     assert "torch 2.15.0; Ray 2.55 (flower), 2.60 (raypfl)." in text
 
 
+def test_systems_are_compared_on_as_many_processes_too() -> None:
+    assert all(ours.system == "raypfl" and ours.processes == theirs.processes for ours, theirs in report.ALIKE)
+    medians = {INLINE: 1.0, ACTORS: 2.0, PFL: 3.0, PFL_TWO: 8.0, FLOWER: 30.0, BARE: 9.0}
+    text = report.page(results(*(a_run("mlp", contender.name, [median]) for contender, median in medians.items())))
+    assert f"| {PFL.name} / {INLINE.name} | {FLUKE.name} / {INLINE.name} | {PFL_TWO.name} / {ACTORS.name} |" in text
+    assert "| `mlp` | 3.00x | — | 4.00x | 15.00x |" in text
+
+
+def test_nothing_is_said_of_as_many_processes_where_only_one_side_was_measured() -> None:
+    assert "as many processes" not in report.page(results(a_run("mlp", INLINE.name, [1.0]))).lower()
+
+
+def test_the_page_tells_of_which_commits_its_runs_are_and_when_they_were_made() -> None:
+    one = {"commit": "abc1234", "date": "2026-11-20T23:50Z", "load": 0.04}
+    other = {"commit": "def5678-dirty", "date": "2026-11-21T00:10Z", "load": 1.26}
+    runs = [a_run("mlp", BARE.name, [1.0]) | about for about in (one, one | {"date": "2026-11-22T08:00Z"}, other)]
+    said = (
+        "Runs are of commit abc1234 (2026-11-20 to 2026-11-22), commit def5678-dirty (2026-11-21); "
+        "load averages as they began: 0.0 to 1.3."
+    )
+    assert said in report.page(results(*runs))
+    assert "2 of 5 runs are from before" in report.page(results(*runs, *[a_run("mlp", BARE.name, [1.0])] * 2))
+    assert "are from before" not in report.page(results(*runs))
+
+
+def test_the_page_tells_what_raypfls_trial_chose() -> None:
+    one = {"notes": {"executor": "sequential", "channels_last": True}}
+    other = {"notes": {"executor": "sequential", "channels_last": False}}
+    runs = [a_run("cnn", INLINE.name, [1.0]) | notes for notes in (one, one, other)]
+    assert "- raypfl: chose sequential, channels last in 2 of 3 runs; sequential in 1 of 3 runs." in report.page(
+        results(*runs)
+    )
+    assert "- raypfl: chose sequential, channels last.\n" in report.page(results(*runs[:2]))
+    assert "chose" not in report.page(results(a_run("cnn", INLINE.name, [1.0]) | {"notes": {}}))
+
+
 def test_the_page_keeps_what_stands_around_the_table() -> None:
     document = "before\n<!-- peers -->\nold\n<!-- /peers -->\nafter\n"
     assert report.insert(document, "new\n") == "before\n<!-- peers -->\nnew\n<!-- /peers -->\nafter\n"
@@ -389,6 +427,7 @@ def test_a_measured_process_keeps_the_bytecode_that_it_compiles(
 SCRIPT = """
 import subprocess, sys, time
 from benchmarks.peers.order import Stamps
+Stamps(sys.argv[1]).note(executor="sequential")
 other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 print(other.pid, flush=True)
 while True:
@@ -402,6 +441,7 @@ def test_a_run_is_stopped_with_all_that_it_started_once_enough_is_counted(tmp_pa
     report_file = tmp_path / "report"
     run = measure([sys.executable, "-c", SCRIPT, str(report_file)], report_file, patience)
     assert run.problem is None and run.startup is not None and len(run.rounds) >= 2
+    assert run.notes == {"executor": "sequential"}
     if Path("/proc").exists():
         other = int((tmp_path / "report.log").read_text())
         assert run.memory and run.memory > 0

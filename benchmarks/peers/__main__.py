@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from benchmarks.peers import report
 from benchmarks.peers.data import prepare, store
 from benchmarks.peers.environments import Environment, Unavailable, compile_modules, environment
@@ -77,11 +78,12 @@ def _measure(given: argparse.Namespace, results: dict[str, Any], path: Path | No
     repeats = given.repeats or (1 if given.quick else 3)
     for repeat, job, contender in missing(results["runs"], jobs, tuple(environments), repeats):
         found = environments[contender.system]
+        begun = circumstances()
         with tempfile.TemporaryDirectory() as scratch:
             run = _one(job, contender, found, folder, Path(scratch), given.quick)
         _say(repeat, job, contender, run)
         record = {"job": job.name, "contender": contender.name, "repeat": repeat, "versions": found.versions}
-        results["runs"].append(record | dataclasses.asdict(run))
+        results["runs"].append(record | begun | dataclasses.asdict(run))
         _write(results, path)
 
 

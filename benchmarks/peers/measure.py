@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from benchmarks.peers.order import Stamps
 
 POLL = 0.2
 STOPPING = 20.0
@@ -55,12 +57,14 @@ class Run:
     rounds : seconds of the counted rounds.
     memory : of two sums of its processes' proportional set sizes the higher, in bytes; None where there is no /proc.
     problem : a sentence, if something went wrong.
+    notes : what the contender told beside its rounds, see `order.Stamps.note`.
     """
 
     startup: float | None = None
     rounds: list[float] = field(default_factory=list)
     memory: int | None = None
     problem: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def parse(lines: Iterable[str], started: float, settle: float) -> tuple[float | None, list[float]]:
@@ -100,6 +104,7 @@ def measure(command: list[str], report: Path, patience: Patience) -> Run:
         tree |= descendants(process.pid)
         _stop(process, tree)
         shutil.rmtree(scratch, ignore_errors=True)
+    run.notes = Stamps(str(report)).notes()
     if run.problem is None and not run.rounds:
         run.problem = f"No round after the first was finished within {patience.limit:.0f} s."
         if run.startup is None:

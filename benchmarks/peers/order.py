@@ -68,6 +68,18 @@ class Stamps:
         with open(self._path, "a") as file:
             file.write(json.dumps({"begin": begin, "end": time.monotonic()}) + "\n")
 
+    def note(self, **notes: Any) -> None:
+        """Tell something about the run, beside its rounds."""
+        self._notes.write_text(json.dumps(notes))
+
+    def notes(self) -> dict[str, Any]:
+        """What was told."""
+        return json.loads(self._notes.read_text()) if self._notes.exists() else {}
+
+    @property
+    def _notes(self) -> Path:
+        return Path(f"{self._path}.notes")
+
 
 class Shards:
     """Every client's samples, memory-mapped: client k holds rows ``offsets[k]:offsets[k + 1]``."""

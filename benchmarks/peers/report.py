@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.jobs import ACTORS, BARE, BF16, CHANNELS_LAST, CONTENDERS, FLOWER, INLINE, JOBS, PFL
+from benchmarks.peers.jobs import (
+    ACTORS,
+    BARE,
+    BF16,
+    CHANNELS_LAST,
+    CONTENDERS,
+    FLOWER,
+    FLUKE,
+    INLINE,
+    JOBS,
+    PFL,
+    PFL_TWO,
+    Contender,
+)
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 FP32 = (INLINE.name, CHANNELS_LAST.name, ACTORS.name)
@@ -25,6 +39,7 @@ class Summary:
     startup : median seconds to the end of the first round. memory : highest, in bytes.
     rounds, runs : how many were counted.
     problem : what went wrong in a run, if in any.
+    chosen : what its trial of executors chose, and in how many runs if they differ; empty if there was none.
     """
 
     median: float | None
@@ -34,6 +49,7 @@ class Summary:
     rounds: int
     runs: int
     problem: str | None
+    chosen: str
 
 
 def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Summary]]:
@@ -58,7 +74,19 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> Summary:
         rounds=len(rounds),
         runs=len(runs),
         problem=next((run["problem"] for run in runs if run["problem"]), None),
+        chosen=_chosen(runs),
     )
+
+
+def _chosen(runs: Sequence[Mapping[str, Any]]) -> str:
+    ways = Counter(_way(run["notes"]) for run in runs if run.get("notes"))
+    if len(ways) == 1:
+        return next(iter(ways))
+    return "; ".join(f"{way} in {count} of {ways.total()} runs" for way, count in ways.items())
+
+
+def _way(notes: Mapping[str, Any]) -> str:
+    return notes["executor"] + (", channels last" if notes["channels_last"] else "")
 
 
 @dataclass(frozen=True)
@@ -139,13 +167,17 @@ TARGETS = (
     ),
 )
 
+ALIKE: tuple[tuple[Contender, Contender], ...] = ((INLINE, PFL), (INLINE, FLUKE), (ACTORS, PFL_TWO), (ACTORS, FLOWER))
+"""Ours and theirs, with as many processes at work. Targets compare what is fastest, whatever it takes."""
+
 
 def page(results: Mapping[str, Any]) -> str:
     """What stands between the marks in the documentation, in Markdown."""
     table = summarise(results["runs"])
-    parts = [_about(results), "![Seconds a round, by job and system](performance/peers.png)", _targets(table)]
+    picture = "![Seconds a round, by job and system](performance/peers.png)"
+    parts = [_about(results), picture, _targets(table), _alike(table)]
     parts += [_job(name, rows) for name, rows in table.items()]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _about(results: Mapping[str, Any]) -> str:
@@ -157,8 +189,33 @@ def _about(results: Mapping[str, Any]) -> str:
         f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, with {systems};\n"
         f"torch {_each(results, 'torch')}; Ray {_each(results, 'ray')}."
     ]
+    lines += _origin(results["runs"])
     lines += [f"Not measured: {sentence}" for sentence in results["left_out"].values()]
     return "\n".join(lines)
+
+
+def _origin(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of which commits the runs are, when they were made and beside what load, as far as they say."""
+    known = [run for run in runs if run.get("date")]
+    lines = []
+    if known:
+        dates: dict[str, set[str]] = {}
+        for run in known:
+            name = f"commit {run['commit']}" if run["commit"] else "no known commit"
+            dates.setdefault(name, set()).add(run["date"].partition("T")[0])
+        commits = ", ".join(f"{commit} ({_span(sorted(days))})" for commit, days in dates.items())
+        loads = sorted(run["load"] for run in known)
+        lines.append(f"Runs are of {commits}; load averages as they began: {loads[0]:.1f} to {loads[-1]:.1f}.")
+    if len(known) < len(runs):
+        lines.append(
+            f"{len(runs) - len(known)} of {len(runs)} runs are from before a run noted its commit; in those, start-up on "
+            "Ray has no trial of executors."
+        )
+    return lines
+
+
+def _span(days: Sequence[str]) -> str:
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 def _each(results: Mapping[str, Any], package: str) -> str:
@@ -191,6 +248,33 @@ def _memory_target(table: Mapping[str, Mapping[str, Summary]]) -> str:
     )
 
 
+def _alike(table: Mapping[str, Mapping[str, Summary]]) -> str:
+    """Their median over ours, where both have as many processes at work."""
+    compared = []
+    for job, rows in table.items():
+        ratios = [_ratio(rows.get(theirs.name), rows.get(ours.name)) for ours, theirs in ALIKE]
+        if any(ratios):
+            cells = ["—" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+            compared.append(f"| `{job}` | " + " | ".join(cells) + " |")
+    if not compared:
+        return ""
+    head = ["", *(f"{theirs.name} / {ours.name}" for ours, theirs in ALIKE)]
+    lines = [
+        "With as many processes at work on both sides, their median beside raypfl's:",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|---" * len(head) + "|",
+    ]
+    return "\n".join([*lines, *compared])
+
+
+def _ratio(above: Summary | None, below: Summary | None) -> float | None:
+    """Of medians; None if one of them was not measured."""
+    if above is None or below is None or above.median is None or not below.median:
+        return None
+    return above.median / below.median
+
+
 def _job(name: str, rows: Mapping[str, Summary]) -> str:
     floor = rows.get(BARE.name)
     lines = [
@@ -200,8 +284,9 @@ def _job(name: str, rows: Mapping[str, Summary]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     notes = [f"- {left}: {why}." for left, why in JOBS[name].left_out.items()]
+    notes += [f"- {contender}: chose {row.chosen}." for contender, row in rows.items() if row.chosen]
     for contender, row in rows.items():
-        ratio = floor.median / row.median if floor and floor.median and row.median else None
+        ratio = _ratio(floor, row)
         cells = [
             contender,
             _seconds(row.median),

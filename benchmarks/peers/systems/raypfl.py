@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 import raypfl
 from benchmarks.peers.order import Order, Stamps
+from raypfl.federation.events import Event, RunStarted
 from raypfl.messages import Mean
 from raypfl.methods import FedAvg, Method
 from raypfl.methods.ditto import Ditto
@@ -67,7 +69,14 @@ METHODS = {"fedavg": TimedFedAvg, "ditto": TimedDitto, "evaluation": Kept}
 
 def run(order: Order) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        raypfl.run(experiment(order, folder))
+        raypfl.run(experiment(order, folder), listeners=[partial(note_choice, order.report)])
+
+
+def note_choice(report: str, event: Event) -> None:
+    """Note what was settled as a run began: the executor, and the layout of images."""
+    if isinstance(event, RunStarted):
+        settled = event.experiment
+        Stamps(report).note(executor=settled.engine.executor, channels_last=settled.training.channels_last)
 
 
 def experiment(order: Order, folder: str) -> raypfl.Experiment:
