@@ -1,11 +1,16 @@
 """What the server's process can keep up with, and for how long.
 
     python -m benchmarks.head --actors 64            # three minutes, most of them to start 64 processes
+    python -m benchmarks.head --replies              # a minute
     python -m benchmarks.head --rounds 2000          # what processes hold over many small rounds
 
 With `--actors`: that many client actors, whose clients sleep for a quarter of a second and cost nothing, so that a
 machine with few cores can have many. A round has four clients for every actor, one a group. How many sleep at a time,
 on average over the round, is what the head keeps busy.
+
+With `--replies`: the seconds that the server takes for a group's reply, of 1,626,442 and of 9,610 numbers, where 128
+are waiting, as at the end of a round on 64 actors with two groups each: to be told that one is there, to fetch it from
+shared memory, and to add it up. `benchmarks.scheduling` replays rounds with these.
 
 With `--rounds`: Ditto on 8x8 noise with a small network, cohorts of 10 of 40 clients, on two actors. What each part of
 the run holds is looked at after 100 rounds, then at ten moments to the end.
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from typing import Any
@@ -25,12 +31,16 @@ import torch
 import raypfl
 from benchmarks.memory import PARTS, memory
 from raypfl.data import DataConfig, RawData
+from raypfl.federation.cohort import Total
 from raypfl.federation.events import Event, RoundFinished
+from raypfl.federation.work import Group, Reply, Value
 from raypfl.messages import Sum
 from raypfl.methods import Method
 
 SLEEP = 0.25
 WARM = 100
+WAITING = 128
+TURNS = 11
 HERE = "benchmarks.head"
 
 
@@ -96,6 +106,40 @@ def busy(folder: str, actors: int, patience: float) -> None:
         print(f"round: {seconds:.3f} s ({ideal:.2f} without a head); {slept / seconds:.1f} of {actors} actors busy")
 
 
+class Answerer:
+    """A process whose replies are those of a group under FedAvg."""
+
+    def reply(self, numbers: int) -> Reply:
+        theta = Value("mean", np.ones(numbers, dtype=np.float32), 50.0, np.array([numbers]))
+        return Reply({"theta": theta}, np.zeros(1), 0.25)
+
+
+def per_reply(answerer: Any, numbers: int) -> float:
+    """Seconds a reply of so many numbers, all of `WAITING` being there."""
+    import ray
+
+    waiting = [answerer.reply.remote(numbers) for _ in range(WAITING)]
+    ray.wait(waiting, num_returns=WAITING)
+    total, group = Total(1, torch.device("cpu")), Group(0, (0,), np.zeros(1, dtype=np.int64), {}, [None])
+    begun = time.perf_counter()
+    while waiting:
+        (there,), waiting = ray.wait(waiting, num_returns=1)
+        reply: Reply = ray.get(there)
+        total.add(group, reply.values)
+    return (time.perf_counter() - begun) / WAITING
+
+
+def replies(folder: str) -> None:
+    """Print what the server takes for a reply."""
+    import ray
+
+    with raypfl.session(experiment(folder, 40, ray={"actors": 1})):
+        answerer = ray.remote(num_cpus=0)(Answerer).remote()
+        for numbers in (1_626_442, 9_610):
+            times = [1000 * per_reply(answerer, numbers) for _ in range(TURNS + 1)][1:]  # the first maps fresh memory
+            print(f"{4 * numbers:>9,} bytes: {statistics.median(times):.2f} ms a reply ({min(times):.2f} at best)")
+
+
 def held(folder: str, rounds: int) -> None:
     """Print what processes hold, as rounds go by."""
     moments = set(np.linspace(WARM, rounds, 11).astype(int).tolist())
@@ -116,11 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--actors", type=int, help="client actors that are to be kept busy")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds for them to come up")
+    parser.add_argument("--replies", action="store_true", help="time the server's work on a reply")
     parser.add_argument("--rounds", type=int, help="small rounds to look at memory over")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if given.actors:
             busy(folder, given.actors, given.patience)
+        if given.replies:
+            replies(folder)
         if given.rounds:
             held(folder, given.rounds)
 

@@ -1,6 +1,7 @@
 """How long client actors idle on clusters larger than this machine: measured times, replayed through the scheduler.
 
     python -m benchmarks.scheduling                  # seconds; prints a table
+    python -m benchmarks.scheduling --reply 3        # if the server took 3 ms for each reply
     python -m benchmarks.scheduling --plot docs/performance/scheduling.png
 
 Cohorts of 1000 clients with log-normal sample counts (mean 50, sigma 0.8 of the logarithm) are cut, ordered and handed
@@ -20,7 +21,7 @@ import argparse
 import heapq
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -137,11 +138,13 @@ def main() -> None:
     """Print a table; draw it if asked to."""
     parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--plot", type=Path, help="draw idle time over actors into this file")
+    parser.add_argument("--reply", type=float, help="ms that the server takes for a reply, in place of the measured")
     given = parser.parse_args()
-    results = {job: {n: idle(times, n) for n in ACTORS} for job, times in JOBS.items()}
+    jobs = JOBS if given.reply is None else {job: replace(t, reply=given.reply / 1000) for job, t in JOBS.items()}
+    results = {job: {n: idle(times, n) for n in ACTORS} for job, times in jobs.items()}
     for job, rows in results.items():
         groups = next(iter(rows.values()))[2]
-        print(f"\n{job}: cohort of {COHORT} in {groups:.0f} groups")
+        print(f"\n{job}: cohort of {COHORT} in {groups:.0f} groups, {1000 * jobs[job].reply:g} ms a reply")
         print("  actors" + "".join(f"{n:>8}" for n in rows))
         print("  idle  " + "".join(f"{share:>8.1%}" for share, _, _ in rows.values()))
         print("  bound " + "".join(f"{bound:>8.1%}" for _, bound, _ in rows.values()))
