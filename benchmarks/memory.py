@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 PARTS = ("driver", "server", "clients", "store", "ray")
 """This process; the server actor; the client actors; shared memory; Ray's own processes."""
 
+PROC = Path("/proc")
+
+
+class Process(NamedTuple):
+    """A process, told by its beginning (in clock ticks) from a later one that has the same number."""
+
+    pid: int
+    began: int
+
 
 def memory(pid: int | None = None) -> dict[str, float]:
-    """MB held by a process (None: this one) and all below it, by :data:`PARTS`.
+    """MB (10^6 bytes) held by a process (None: this one) and all below it, by :data:`PARTS`.
 
     Shared pages are shared out among their users (PSS). Pages of shared memory, which is Ray's object store, are
     counted as ``store`` whoever maps them.
     """
     root = os.getpid() if pid is None else pid
     held = dict.fromkeys(PARTS, 0.0)
-    for one in _below(root):
-        try:
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-            command = Path(f"/proc/{one}/cmdline").read_bytes()
-        except OSError:  # it has ended meanwhile
-            continue
-        sizes = {line.split(":")[0]: int(line.split()[1]) / 1e3 for line in lines if line.startswith("Pss")}
-        held["store"] += sizes.get("Pss_Shmem", 0.0)
-        held[_part(one == root, command)] += sizes["Pss"] - sizes.get("Pss_Shmem", 0.0)
+    for process in descendants(root):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            sizes = proportional(process.pid)
+            command = (PROC / f"{process.pid}/cmdline").read_bytes()
+            shared = sizes.get("Pss_Shmem", 0)
+            held["store"] += shared / 1e6
+            held[_part(process.pid == root, command)] += (sizes.get("Pss", 0) - shared) / 1e6
     return held
+
+
+def proportional(pid: int) -> dict[str, int]:
+    """``Pss`` and its parts, in bytes: shared pages are divided by those who share them.
+
+    Raises
+    ------
+    OSError : if they cannot be read, as those of a process that has ended.
+    """
+    lines = (PROC / f"{pid}/smaps_rollup").read_text().splitlines()
+    # The kernel writes kB, and means 1024 bytes.
+    return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss")}
+
+
+def descendants(root: int) -> set[Process]:
+    """A process and all that descend from it, Ray's daemons among them; none where there is no /proc."""
+    running = {process.pid: (process, parent) for process, parent in processes()}
+    children: dict[int, list[int]] = {}
+    for pid, (_, parent) in running.items():
+        children.setdefault(parent, []).append(pid)
+    found, left = set[Process](), [root]
+    while left:
+        pid = left.pop()
+        if pid in running:
+            found.add(running[pid][0])
+        left += children.get(pid, [])
+    return found
+
+
+def processes() -> Iterator[tuple[Process, int]]:
+    """Every process of the machine, and its parent's number."""
+    for stat in PROC.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            yield Process(int(stat.parent.name), int(fields[19])), int(fields[1])
 
 
 def _part(root: bool, command: bytes) -> str:
@@ -35,20 +80,3 @@ def _part(root: bool, command: bytes) -> str:
     if b"ServerActor" in command:
         return "server"
     return "clients" if b"ClientActor" in command else "ray"
-
-
-def _below(root: int) -> list[int]:
-    """A process and its descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found, left = [], [root]
-    while left:
-        found.append(left.pop())
-        left += children.get(found[-1], [])
-    return found

@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="counted rounds a run (ten times as many for mlp)")
     parser.add_argument("--inline", action="store_true", help="leave Ray out")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--check", action="store_true", help="fail where ratios are clearly below the committed ones, or missing")
+    parser.add_argument("--check", action="store_true", help="fail where ratios are below the committed, or missing")
     given = parser.parse_args()
     torch.set_num_threads(1)
     # Ray lets its workers give way to other processes, which the bare loop does not.

@@ -18,12 +18,13 @@ import torch
 
 import raypfl
 from benchmarks import networks
+from benchmarks.memory import descendants
 from benchmarks.peers import data, environments, report
 from benchmarks.peers.__main__ import forget_trials, is_possible, machine, missing
 from benchmarks.peers.data import Noise, prepare, sizes, store
 from benchmarks.peers.jobs import ACTORS, BARE, CONTENDERS, FLOWER, FLUKE, INLINE, JOBS, PFL, PFL_TWO, Contender
 from benchmarks.peers.local import fit
-from benchmarks.peers.measure import Patience, descendants, measure, parse
+from benchmarks.peers.measure import Patience, measure, parse
 from benchmarks.peers.order import Order, Shards, Stamps, network
 from benchmarks.peers.systems import bare
 from benchmarks.peers.systems.raypfl import experiment, note_choice

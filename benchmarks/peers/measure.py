@@ -11,23 +11,17 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from benchmarks.memory import Process, descendants, processes, proportional
 from benchmarks.peers.order import Stamps
 
 POLL = 0.2
 STOPPING = 20.0
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Process(NamedTuple):
-    """A process, told by its beginning (in clock ticks) from a later one that has the same number."""
-
-    pid: int
-    began: int
 
 
 @dataclass(frozen=True)
@@ -135,41 +129,12 @@ def _watch(
 
 def _sample(run: Run, root: int, tree: set[Process]) -> None:
     tree |= descendants(root)
-    memory = sum(pss(process.pid) for process in tree)
+    memory = 0
+    for process in tree:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            memory += proportional(process.pid).get("Pss", 0)
     if memory:
         run.memory = max(run.memory or 0, memory)
-
-
-def descendants(root: int) -> set[Process]:
-    """A process and all that descend from it, Ray's daemons among them; none where there is no /proc."""
-    processes = {process.pid: (process, parent) for process, parent in _processes()}
-    children: dict[int, list[int]] = {}
-    for pid, (_, parent) in processes.items():
-        children.setdefault(parent, []).append(pid)
-    found, left = set[Process](), [root]
-    while left:
-        pid = left.pop()
-        if pid in processes:
-            found.add(processes[pid][0])
-        left += children.get(pid, [])
-    return found
-
-
-def _processes() -> Iterator[tuple[Process, int]]:
-    """Every process, and its parent's number."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            yield Process(int(stat.parent.name), int(fields[19])), int(fields[1])
-
-
-def pss(pid: int) -> int:
-    """Proportional set size in bytes: shared pages are divided by those who share them. 0 if it cannot be read."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _variables(scratch: str) -> dict[str, str]:
@@ -189,7 +154,7 @@ def _stop(process: subprocess.Popen[bytes], tree: set[Process]) -> None:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOPPING)
-    alive = {found for found, _ in _processes()}
+    alive = {found for found, _ in processes()}
     for left in tree & alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(left.pid, signal.SIGKILL)

@@ -208,8 +208,8 @@ def _origin(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(f"Runs are of {commits}; load averages as they began: {loads[0]:.1f} to {loads[-1]:.1f}.")
     if len(known) < len(runs):
         lines.append(
-            f"{len(runs) - len(known)} of {len(runs)} runs are from before a run noted its commit; in those, start-up on "
-            "Ray has no trial of executors."
+            f"{len(runs) - len(known)} of {len(runs)} runs are from before a run noted its commit; their "
+            "start-up on Ray has no trial of executors."
         )
     return lines
 
