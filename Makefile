@@ -1,5 +1,6 @@
 # Everything happens in $(VENV), which the first target used creates; nothing is installed outside it.
 #   make run ARGS="rounds=2"      make test ARGS="-k ditto"      make lint      make bench      make peers      make parity
+#   make bench ARGS=--check: has it become slower? All measurements: benchmarks/README.md
 # PYTHON and VENV choose the interpreter and the folder: make test PYTHON=python3.12 VENV=/tmp/venv
 
 PYTHON ?= python3
