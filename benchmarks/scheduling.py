@@ -58,8 +58,8 @@ class Times:
 
 
 JOBS = {
-    "cnn": Times("sequential", group=0.008, step=0.0, client_step=0.0170, reply=0.003),
-    "mlp": Times("vectorised", group=0.001, step=0.0012, client_step=0.000045, reply=0.0006),
+    "cnn": Times("sequential", group=0.008, step=0.0, client_step=0.0170, reply=0.00107),
+    "mlp": Times("vectorised", group=0.001, step=0.0012, client_step=0.000045, reply=0.00006),
 }
 """On one core of the machine that `docs/performance/engine.md` names."""
 

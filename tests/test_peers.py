@@ -317,8 +317,10 @@ def test_versions_that_differ_are_told_apart() -> None:
 
 def test_systems_are_compared_on_as_many_processes_too() -> None:
     assert all(ours.system == "raypfl" and ours.processes == theirs.processes for ours, theirs in report.ALIKE)
-    medians = {INLINE: 1.0, ACTORS: 2.0, PFL: 3.0, PFL_TWO: 8.0, FLOWER: 30.0, BARE: 9.0}
-    text = report.page(results(*(a_run("mlp", contender.name, [median]) for contender, median in medians.items())))
+    contenders = (INLINE, ACTORS, PFL, PFL_TWO, FLOWER, BARE)
+    medians = (1.0, 2.0, 3.0, 8.0, 30.0, 9.0)
+    runs = [a_run("mlp", c.name, [median]) for c, median in zip(contenders, medians, strict=True)]
+    text = report.page(results(*runs))
     assert f"| {PFL.name} / {INLINE.name} | {FLUKE.name} / {INLINE.name} | {PFL_TWO.name} / {ACTORS.name} |" in text
     assert "| `mlp` | 3.00x | — | 4.00x | 15.00x |" in text
 
