@@ -56,8 +56,9 @@ class TrainingSettings:
         after the last round); ``step`` (times `gamma` after each round in `milestones`).
     warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
     precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
-    channels_last : lay image batches out channels last, where clients train one by one; None: if that is faster (as for
-        ``engine.executor``).
+    channels_last : lay image batches out channels last, where clients train one by one; the network must work in that
+        layout (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: if it does and is faster, as for
+        ``engine.executor``.
     """
 
     epochs: int = 1
@@ -110,7 +111,8 @@ class EngineSettings:
     ----------
     backend : ``ray``, or ``inline`` (this process, no Ray: for a breakpoint, or a machine with torch alone).
     executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), or ``auto``:
-        the faster one, which a trial finds out once for a network on a machine. A run's folder says which it was.
+        the faster one, which a trial finds out once for a network and group size on a machine. A run's folder says
+        which it was, and why.
     group_size : clients a group; None: from the cohort and the model.
     threads : torch threads per actor, and inline.
     """

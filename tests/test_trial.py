@@ -1,5 +1,6 @@
 """Choosing an executor by trying both."""
 
+import os
 import time
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import raypfl
-from raypfl.federation import trial
+from raypfl.federation import driver, trial
 from raypfl.federation.events import RunStarted
 from raypfl.federation.trial import Way
 from raypfl.models import FlatModel
@@ -32,6 +33,22 @@ class Peeking(nn.Linear):
         return super().forward(x.flatten(1)) * (2.0 if self.bias.sum().item() > 0 else 1.0)
 
 
+class OneLayout(nn.Linear):
+    """Works for one client at a time, on images channels last alone."""
+
+    def forward(self, x):
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            raise ValueError("rows")
+        return super().forward(x.flatten(1)) * (2.0 if self.bias.sum().item() > 0 else 1.0)
+
+
+class NoLayout(nn.Linear):
+    """Works in no way."""
+
+    def forward(self, x):
+        raise ValueError("rows" if x.is_contiguous() else "channels last")
+
+
 class SlowTogether(nn.Linear):
     """Takes its time if it is run for several clients at once."""
 
@@ -40,13 +57,14 @@ class SlowTogether(nn.Linear):
         return super().forward(x.flatten(1))
 
 
-def tried(network, folder, executor="auto", group=8, **training):
-    model = FlatModel(lambda: network(4, 3))
-    return trial.faster(model, TrainingSettings(**training), executor, SHAPE, 3, group, folder)
+def tried(network, folder, executor="auto", group=8, shape=SHAPE, **training):
+    model = FlatModel(lambda: network(4 * shape[0], 3))
+    return trial.faster(model, TrainingSettings(**training), executor, shape, 3, group, folder)
 
 
 TOGETHER, ONE_BY_ONE = Way("vectorised", False), Way("sequential", False)
 LAID_OUT = Way("sequential", True)
+CHOICE = ("executor", "channels_last", "why")
 
 
 def test_clients_train_together_if_that_is_faster(tmp_path):
@@ -81,12 +99,80 @@ def test_clients_train_one_by_one_if_that_is_about_as_fast():
     assert trial.Trial({TOGETHER: 1.0, ONE_BY_ONE: 1.2, LAID_OUT: 1.3}).best == TOGETHER
 
 
-def test_a_machine_tries_the_same_network_once(tmp_path, monkeypatch):
-    first = tried(Slow, tmp_path)
+def test_ways_in_which_the_network_fails_are_left_out_with_the_reason(tmp_path):
+    found = tried(OneLayout, tmp_path, shape=(3, 2, 2))
+    assert found.best == LAID_OUT and set(found.seconds) == {LAID_OUT}
+    assert found.left_out[ONE_BY_ONE] == "ValueError: rows" and set(found.left_out) == {ONE_BY_ONE, TOGETHER}
+    assert "; sequential does not work with this network: ValueError: rows" in found.why
+    assert tried(OneLayout, tmp_path, shape=(3, 2, 2)) == found
+
+
+def test_a_network_that_fails_in_every_way_raises_what_it_does_in_the_plain_one(tmp_path):
+    for executor in ("auto", "sequential"):
+        with pytest.raises(ValueError, match="rows"):
+            tried(NoLayout, tmp_path, executor, shape=(3, 2, 2))
+
+
+def test_what_is_left_out_for_want_of_memory_in_whole_groups_is_not_chosen_by_its_first_look(tmp_path, monkeypatch):
+    make = trial._clients
+
+    def small(*of):
+        if of[-1] > trial.GLANCE:
+            raise torch.OutOfMemoryError("no room")
+        return make(*of)
+
+    monkeypatch.setattr(trial, "_clients", small)
+    found = tried(Slow, tmp_path)
+    assert TOGETHER not in found.seconds and found.left_out == {TOGETHER: "OutOfMemoryError: no room"}
+
+
+def test_a_machine_tries_the_same_network_in_the_same_groups_once(tmp_path, monkeypatch):
+    first, alone = tried(Slow, tmp_path), tried(Slow, tmp_path, "sequential")
     monkeypatch.setattr(trial, "_try", None)
     assert tried(Slow, tmp_path) == first
-    with pytest.raises(TypeError):
-        tried(Slow, tmp_path, batch_size=7)
+    assert tried(Slow, tmp_path, "sequential", group=2) == alone
+    for change in ({"batch_size": 7}, {"group": 7}):
+        with pytest.raises(TypeError):
+            tried(Slow, tmp_path, **change)
+
+
+def test_a_network_whose_code_was_mended_is_tried_again(tmp_path):
+    def broken():
+        class Net(nn.Linear):
+            def forward(self, x):
+                return super().forward(x.flatten(1)) * float(self.bias.sum())
+
+        return Net
+
+    def mended():
+        class Net(nn.Linear):
+            def forward(self, x):
+                return super().forward(x.flatten(1)) * self.bias.sum()
+
+        return Net
+
+    assert TOGETHER in tried(broken(), tmp_path).left_out
+    assert TOGETHER in tried(mended(), tmp_path).seconds
+
+
+def test_findings_are_kept_where_there_are_no_hard_links(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    found = tried(Slow, tmp_path)
+    (kept,) = (tmp_path / "trials").iterdir()
+    monkeypatch.setattr(trial, "_try", None)
+    assert kept.suffix == ".json" and tried(Slow, tmp_path) == found
+
+
+def test_a_cache_that_cannot_be_written_or_read_costs_another_trial_and_nothing_else(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert tried(Slow, tmp_path / "file").seconds
+    tried(Slow, tmp_path)
+    (kept,) = (tmp_path / "trials").iterdir()
+    kept.write_text("[")
+    assert tried(Slow, tmp_path).seconds
 
 
 def test_of_processes_that_try_at_the_same_time_the_first_one_decides(tmp_path, monkeypatch):
@@ -101,14 +187,36 @@ def test_of_processes_that_try_at_the_same_time_the_first_one_decides(tmp_path, 
     assert tried(Slow, tmp_path) == other
 
 
+@pytest.mark.parametrize(
+    ("changes", "group"),
+    [
+        ({"engine__group_size": 1}, 1),
+        ({"engine__group_size": 4}, 3),  # a cohort of 6 in two equal groups
+        ({"engine__group_size": "null"}, 6),
+        ({"engine__group_size": "null", "ray__clients_per_actor": 2}, 2),
+        ({"engine__group_size": "null", "cohort__size": 10, "data__unseen_fraction": 0.25}, 9),
+    ],
+)
+def test_the_trial_takes_the_largest_group_that_the_run_has(tmp_path, monkeypatch, changes, group):
+    groups = []
+    monkeypatch.setattr(driver, "faster", lambda *of: groups.append(of[-2]) or trial.Trial({ONE_BY_ONE: 1.0}))
+    raypfl.run(experiment(tmp_path, rounds=1, **changes))
+    assert groups == [group]
+
+
 def test_a_run_says_what_was_chosen_and_a_resume_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "cache"))
     events = []
     done = raypfl.run(experiment(tmp_path, rounds=1), listeners=[events.append])
     facts = next(e.facts for e in events if isinstance(e, RunStarted))
+    assert facts["channels_last"] == done.experiment.training.channels_last
     assert facts["executor"] == done.experiment.engine.executor != "auto" and "ms a client's step" in facts["why"]
     for found in (tmp_path / "cache" / "trials").glob("*.json"):
         found.unlink()
     monkeypatch.setattr(trial, "_try", None)
     longer = raypfl.resume(done.run_dir, overrides=["rounds=2"])
     assert longer.experiment.engine.executor == facts["executor"]
+    assert {name: longer.facts[name] for name in CHOICE} == {name: facts[name] for name in CHOICE}
+    other = {"vectorised": "sequential", "sequential": "vectorised"}[facts["executor"]]
+    changed = raypfl.resume(done.run_dir, overrides=["rounds=3", f"engine.executor={other}"])
+    assert (changed.facts["executor"], changed.facts["why"]) == (other, "")

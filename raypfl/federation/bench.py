@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -66,3 +66,8 @@ class Bench:
         """The executor for what cannot be vectorised."""
         executor = self.executor
         return executor if isinstance(executor, Sequential) else Sequential(self.model, executor.precision)  # type: ignore[attr-defined]
+
+    @cached_property
+    def unlaid(self) -> Sequential:
+        """The executor for what does not work on images channels last."""
+        return Sequential(self.model, replace(self.one_by_one.precision, channels_last=False))

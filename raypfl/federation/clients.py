@@ -18,11 +18,17 @@ from raypfl.evaluation.tally import tally
 from raypfl.federation.batches import Batch, GroupSamples, Order, order
 from raypfl.federation.bench import Bench
 from raypfl.federation.client_state import ClientState
-from raypfl.federation.executor import Executor, Loss, SGDRule, Vectorised
+from raypfl.federation.executor import Executor, Loss, Sequential, SGDRule, Vectorised
 from raypfl.federation.minibatches import MiniBatch, Walk
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.settings import TrainingSettings
+
+
+class FallenBack(UserWarning):
+    """Clients run in a plainer way than the executor that was chosen, for torch cannot run a function so."""
+
+    BECAUSE = " torch says: "
 
 
 class Clients:
@@ -147,9 +153,7 @@ class Clients:
         rule = self._rule(lr, moving, self.model.mask(decay) if isinstance(decay, str) else decay)
         rows, keys, extras = self._rows(start), self._draws(stream), self._checked(extras)
         executor = self._executor(loss, rows[0], samples.client(0), visits.unequal, extras, train=True)
-        trained, losses = self._or_one_by_one(
-            executor, lambda e: e.sgd(loss, rows, samples, visits, rule, keys, extras)
-        )
+        trained, losses = self._or_plainer(executor, lambda e: e.sgd(loss, rows, samples, visits, rule, keys, extras))
         self._refuse_divergence(trained, losses)
         self.losses = losses
         return per_client(trained if moving is None else torch.where(moving, trained, rows))
@@ -165,7 +169,7 @@ class Clients:
         def prepare(loss: Loss, rows: Tensor, extras: Mapping[str, Any]) -> Callable[..., Any]:
             first = samples.client(0)
             executor = self._executor(loss, rows[0], first, visits.unequal, self._checked(extras), train=True)
-            return lambda work: self._or_one_by_one(executor, work)
+            return lambda work: self._or_plainer(executor, work)
 
         samples, visits = self._visits(epochs, steps, batch_size, stream)
         walk = Walk(samples, visits, self._rule(), self._draws(stream), prepare)
@@ -182,7 +186,7 @@ class Clients:
         keys = self._draws()
         chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
         executor = self._executor(loss, rows[0], chosen[0], _unequal(chosen), extras, train=True)
-        return per_client(self._or_one_by_one(executor, lambda e: e.grad(loss, rows, chosen, keys, extras)[0]))
+        return per_client(self._or_plainer(executor, lambda e: e.grad(loss, rows, chosen, keys, extras)[0]))
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
@@ -194,7 +198,7 @@ class Clients:
             for network in self.networks.values():
                 modes.enter_context(network.mode(train=False))
             executor = self._executor(function, rows[0], chosen[0], _unequal(chosen), extras, train=False)
-            values = self._or_one_by_one(executor, lambda e: e.map(function, rows, chosen, extras))
+            values = self._or_plainer(executor, lambda e: e.map(function, rows, chosen, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
     def vjp(
@@ -241,7 +245,7 @@ class Clients:
         """Each client's model on the same inputs ``x[n, ...]``: ``[K, n, classes]``, without gradients."""
         rows, parts = self._rows(theta), x.split(self._bench.evaluation_batch)
         with self.model.mode(train=False):
-            outputs = self._or_one_by_one(
+            outputs = self._or_plainer(
                 self._bench.executor, lambda e: [e.predict(rows, part, own=False) for part in parts]
             )
         return per_client(torch.cat(outputs, dim=1).to(self.model.dtype))
@@ -281,7 +285,7 @@ class Clients:
             return next(parts, None), parts
 
         with self.model.mode(train=False):
-            first, rest = self._or_one_by_one(bench.executor, begun)
+            first, rest = self._or_plainer(bench.executor, begun)
             if first is not None:
                 yield first
                 yield from rest
@@ -386,18 +390,21 @@ class Clients:
         )
         return self._bench.one_by_one
 
-    def _or_one_by_one(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:
+    def _or_plainer(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:
+        """The result of `work`; where torch cannot do it so, in the next plainer way, with a warning."""
         try:
             return work(executor)
         except RuntimeError as error:
-            if not isinstance(executor, Vectorised) or not any(sign in str(error) for sign in ("vmap", "have storage")):
+            said = str(error)
+            if isinstance(executor, Vectorised) and any(sign in said for sign in ("vmap", "have storage")):
+                plainer, what = self._bench.one_by_one, "cannot be vectorised, so clients run one by one"
+            elif isinstance(executor, Sequential) and executor.precision.channels_last and "view size is not" in said:
+                plainer, what = self._bench.unlaid, "does not work on images channels last, so they stay as they are"
+            else:
                 raise
-            warnings.warn(
-                f"A function of this method cannot be vectorised, so clients run one by one. torch says: "
-                f"{str(error).splitlines()[0]}",
-                stacklevel=3,
-            )
-            return work(self._bench.one_by_one)
+            because = FallenBack.BECAUSE + said.splitlines()[0]
+            warnings.warn(f"A function of this method {what}.{because}", FallenBack, stacklevel=3)
+        return self._or_plainer(plainer, work)
 
     def _refuse_lone_samples(self, counts: np.ndarray) -> None:
         lone = np.flatnonzero((counts == 1).any(1))

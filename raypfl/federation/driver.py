@@ -37,15 +37,16 @@ from raypfl.federation.result import (
     Result,
     description,
     forget_unbegun,
+    reason_before,
     write_description,
     write_facts,
     write_tables,
 )
-from raypfl.federation.schedule import VECTORISED_GROUP, cohort_size
+from raypfl.federation.schedule import cohort_size
 from raypfl.federation.server import Job, Server, groups_for
 from raypfl.federation.setup import make_bench, make_model, make_task
 from raypfl.federation.stopping import StopRequest
-from raypfl.federation.trial import faster
+from raypfl.federation.trial import faster, refuse_channels_last
 from raypfl.federation.work import Worker
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
@@ -176,6 +177,8 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
         )
     model = make_model(experiment, data, _device(experiment))
     experiment.method.check(model)
+    if experiment.training.channels_last and experiment.engine.executor != "vectorised":
+        refuse_channels_last(model, experiment.training, data.input_shape)
     return model
 
 
@@ -231,16 +234,23 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
     """What the server is to do; what the settings left open is settled from here on, and in a resume."""
     engine, training = experiment.engine, experiment.training
     model = _fitting_model(experiment, data)
-    why = ""
+    why = reason_before(folder, experiment)
     if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("trying executors"))
-        of = (data.input_shape, data.num_classes, VECTORISED_GROUP, cache_folder(experiment.data))
+        of = (data.input_shape, data.num_classes, _largest_group(experiment, data), cache_folder(experiment.data))
         with _threads(engine.threads):
             trial = faster(model, training, engine.executor, *of)
         best, why = trial.best, trial.why
         settled = [f"engine.executor={best.executor}", f"training.channels_last={str(best.channels_last).lower()}"]
         experiment = experiment.override(settled)
     return Job(folder.name, str(folder), experiment, why, data.fingerprint, digest(experiment.model.weights))
+
+
+def _largest_group(experiment: Experiment, data: ClientData) -> int:
+    """Clients of the largest group that this run would train together."""
+    trained = data.num_clients - len(data.unseen)
+    cohort = min(cohort_size(experiment.cohort, trained), trained)
+    return max(groups_for(experiment.override(["engine.executor=vectorised"]), cohort))
 
 
 @contextlib.contextmanager
@@ -271,7 +281,7 @@ def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Ru
         emit(Progress("starting actors"))
         settings = job.experiment.ray
         size = cohort_size(job.experiment.cohort, data.num_clients)
-        actors = client_actors(ray, settings, len(groups_for(job, size)))
+        actors = client_actors(ray, settings, len(groups_for(job.experiment, size)))
         options = {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
         kind = (actors, *options.values())
         server = _spare.take(ray, kind) or _server_actor(ray, actors, options)

@@ -24,8 +24,9 @@ class RunStarted:
     Attributes
     ----------
     run : its name. run_dir : its folder.
-    facts : what was found out: num_clients, parameters, weights (where the first ones are from), executor, group_size,
-        actors, data, device, system, versions.
+    facts : what was found out: num_clients, parameters, weights (where the first ones are from), executor,
+        channels_last, why (these two were chosen; empty if the settings say so), group_size, actors, data, device,
+        system, versions.
     """
 
     run: str

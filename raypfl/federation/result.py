@@ -75,6 +75,15 @@ def write_facts(folder: Path, started: RunStarted) -> None:
     (folder / FACTS).write_text(json.dumps(started.facts, indent=1))
 
 
+def reason_before(folder: Path, experiment: Experiment) -> str:
+    """Why a run that goes on has its executor and layout; empty for a new one, or where these were changed."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        facts = json.loads((folder / FACTS).read_text())
+        chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
+        return str(facts["why"]) if chosen.items() <= facts.items() else ""
+    return ""
+
+
 def write_tables(folder: Path, finished: RunFinished) -> None:
     """Put a run's tables and its end into its folder."""
     for name, table in finished.tables.items():

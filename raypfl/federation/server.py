@@ -120,7 +120,7 @@ class Server:
             ledger=self.ledger,
             failures=job.experiment.failures,
             costs=client_costs(job.experiment, task.num_samples),
-            cut_for=lambda cohort: (groups_for(job, cohort), job.experiment.engine.executor),
+            cut_for=lambda cohort: (groups_for(job.experiment, cohort), job.experiment.engine.executor),
             warn=self._warn,
         )
 
@@ -204,8 +204,9 @@ class Server:
             "parameters": self.task.model.num_parameters,
             "weights": origin(self.task.model.module),
             "executor": self.experiment.engine.executor,
+            "channels_last": bool(self.experiment.training.channels_last),
             "why": self.job.why,
-            "group_size": max(groups_for(self.job, cohort)),
+            "group_size": max(groups_for(self.experiment, cohort)),
             "data": self.job.fingerprint,
             "device": str(self.task.model.device),
             "system": f"{platform.system()} {platform.machine()}",
@@ -306,7 +307,7 @@ class Server:
         return tabulate(self.round, total.result(), clients, protocols)
 
     def _judged_groups(self, clients: int) -> tuple[list[int], str]:
-        return groups_for(self.job, clients, judged=True), self.experiment.engine.executor
+        return groups_for(self.experiment, clients, judged=True), self.experiment.engine.executor
 
     def _tested(self) -> list[int]:
         """The clients to evaluate: on their own test data alone, those who have any."""
@@ -417,14 +418,14 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
 
 
-def groups_for(job: Job, cohort: int, judged: bool = False) -> list[int]:
+def groups_for(experiment: Experiment, cohort: int, judged: bool = False) -> list[int]:
     """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest.
 
     `judged` : it is to be judged, not trained.
     """
-    size = job.experiment.engine.group_size or job.experiment.ray.clients_per_actor
+    size = experiment.engine.group_size or experiment.ray.clients_per_actor
     suggest = judged_group_sizes if judged else group_sizes
-    return even(cohort, -(-cohort // size)) if size else suggest(cohort, job.experiment.engine.executor)
+    return even(cohort, -(-cohort // size)) if size else suggest(cohort, experiment.engine.executor)
 
 
 def _score(

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import platform
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import raypfl
+from raypfl.errors import ConfigError
 from raypfl.federation.batches import Samples
 from raypfl.federation.bench import Bench
-from raypfl.federation.clients import Clients
+from raypfl.federation.clients import Clients, FallenBack
 from raypfl.federation.executor import Precision, Sequential, Vectorised
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings
@@ -47,9 +50,9 @@ LARGEST = 2**26
 """Numbers of a group's models; networks of which not even two would fit are trained one by one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Way:
-    """One way to train a group's clients."""
+    """One way to train a group's clients; the least one is the plainest, which asks least of a network."""
 
     executor: str
     channels_last: bool
@@ -65,20 +68,27 @@ class Trial:
     Attributes
     ----------
     seconds : a client's step took, by way.
+    left_out : what was said of the ways in which this network cannot be trained.
     """
 
-    seconds: dict[Way, float]
+    seconds: Mapping[Way, float]
+    left_out: Mapping[Way, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Way:
-        """The fastest; training clients together must be worth its memory."""
+        """The fastest; training clients together must be worth its memory. The plainest, if no way could be timed."""
+        if not self.seconds:
+            return min(self.left_out)
         return min(self.seconds, key=lambda way: self.seconds[way] * (CLEARLY if way.executor == "vectorised" else 1))
 
     @property
     def why(self) -> str:
         """The reason, in a few words."""
-        others = [f"{way} {1000 * s:.3g}" for way, s in self.seconds.items() if way != self.best]
-        return f"{1000 * self.seconds[self.best]:.3g} ms a client's step; {', '.join(others)}"
+        if not self.seconds:
+            return f"not timed, since clients.loss failed on noise: {self.left_out[self.best]}"
+        others = ", ".join(f"{way} {1000 * s:.3g}" for way, s in self.seconds.items() if way != self.best)
+        failed = [f"{way} does not work with this network: {said}" for way, said in self.left_out.items()]
+        return "; ".join(filter(None, [f"{1000 * self.seconds[self.best]:.3g} ms a client's step", others, *failed]))
 
 
 def faster(
@@ -94,36 +104,107 @@ def faster(
 
     Parameters
     ----------
-    executor : ``auto``, or the one that it must be; ``training.channels_last`` likewise.
+    executor : ``auto`` or ``sequential``: which it must be; ``training.channels_last`` likewise.
     group : clients that would be trained together.
-    folder : where earlier findings are, and this one will be: the same network, settings, device and versions are tried
-        but once on a machine, so that its runs agree to the last bit.
+    folder : where earlier findings are, and this one will be: the same network, settings, group, device and versions
+        are tried but once on a machine, so that its runs agree to the last bit.
+
+    Raises
+    ------
+    Exception : what the network raises, if it does in every way.
     """
-    group = max(1, min(group, LARGEST // model.size))
+    group = 1 if executor == "sequential" else max(1, min(group, LARGEST // model.size))
     ways = [Way("sequential", last) for last in (False, True) if training.channels_last in (None, last)]
-    together = [Way("vectorised", bool(training.channels_last))]
-    if executor == "vectorised" or (executor == "auto" and group > 1):
-        ways = together + (ways if executor == "auto" else [])
+    if group > 1:
+        ways.append(Way("vectorised", bool(training.channels_last)))
     path = folder / "trials" / f"{_key(ways, model, training, input_shape, num_classes, group)}.json"
-    if not path.exists():
-        _keep(_try(ways, model, training, input_shape, num_classes, group), path)
-    return Trial({Way(*way): seconds for *way, seconds in json.loads(path.read_text())})
+    if (known := _known(path)) is not None:
+        return known
+    trial = _try(ways, model, training, input_shape, num_classes, group)
+    if trial.seconds:
+        with contextlib.suppress(OSError):  # what cannot be kept is tried again by the next run
+            _keep(trial, path)
+    return _known(path) or trial
+
+
+def refuse_channels_last(model: FlatModel, training: TrainingSettings, input_shape: Sequence[int]) -> None:
+    """Raise a ConfigError if this network takes images in the usual layout alone, and channels last is asked for."""
+    error = _raised(model, training, input_shape, channels_last=True)
+    if error is not None and _raised(model, training, input_shape, channels_last=False) is None:
+        raise ConfigError(
+            f"training.channels_last is true, but the network ({type(model.module).__name__}) does not work on images "
+            f"in that layout: {_said(error)} Mend its forward, where x.flatten(1) or x.reshape(len(x), -1) does what "
+            "x.view(len(x), -1) is meant to, or leave training.channels_last out."
+        ) from error
+
+
+def _raised(
+    model: FlatModel, training: TrainingSettings, input_shape: Sequence[int], channels_last: bool
+) -> Exception | None:
+    """What the network raises at a batch, in training or evaluation."""
+    precision = Precision(training.precision == "bf16", channels_last)
+    shape = (training.batch_size, *input_shape)
+    x = precision.layout(torch.zeros(shape, dtype=model.dtype, device=model.device))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), precision.context(model.device):
+        for train in (True, False):
+            try:
+                with model.mode(train):
+                    model(model.init(0), x)
+            except Exception as error:
+                return error
+    return None
+
+
+def _said(error: Exception) -> str:
+    """The first line of what an error says; torch's own words, if clients fell back because of them."""
+    text = str(error).rpartition(FallenBack.BECAUSE)[2]
+    return (text if isinstance(error, FallenBack) else f"{type(error).__name__}: {text}").splitlines()[0]
+
+
+def _known(path: Path) -> Trial | None:
+    """What a trial found out, if that is there and can be read."""
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    seconds, left_out = ({Way(*way): value for *way, value in rows[part]} for part in ("seconds", "left_out"))
+    return Trial(seconds, left_out)
 
 
 def _keep(trial: Trial, path: Path) -> None:
     """Write a trial down, unless another process has done so meanwhile: the first one decides for all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps([[*astuple(way), seconds] for way, seconds in trial.seconds.items()]))
-    with contextlib.suppress(FileExistsError):
-        os.link(draft, path)
-    draft.unlink()
+    parts = {"seconds": trial.seconds, "left_out": trial.left_out}
+    try:
+        draft.write_text(json.dumps({p: [[*astuple(way), v] for way, v in of.items()] for p, of in parts.items()}))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        except OSError:  # there are file systems without hard links
+            if not path.exists():
+                os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _key(ways: Sequence[Way], model: FlatModel, training: TrainingSettings, *others: Any) -> str:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
-    parts = [ways, str(model.module), training.batch_size, training.precision, others, device, torch.get_num_threads()]
+    network = (str(model.module), _source(model.module))
+    parts = [ways, network, training.batch_size, training.precision, others, device, torch.get_num_threads()]
     return hashlib.sha256(repr([*parts, torch.__version__, raypfl.__version__]).encode()).hexdigest()[:24]
+
+
+def _source(network: nn.Module) -> list[str]:
+    """The code of a network's own classes, for one that is mended may work in other ways than before."""
+    classes = {one for module in network.modules() for one in type(module).__mro__}
+    own = (one for one in classes if one.__module__.partition(".")[0] not in ("torch", "torchvision", "builtins"))
+    sources = []
+    for one in own:
+        with contextlib.suppress(OSError, TypeError):  # typed at a prompt, it has none
+            sources.append(inspect.getsource(one))
+    return sorted(sources)
 
 
 def _processor() -> str:
@@ -148,26 +229,37 @@ def _try(
         return _clients(executor, model, training, input_shape, num_classes, count)
 
     seconds: dict[Way, float] = {}
+    left_out: dict[Way, str] = {}
     contenders: dict[Way, Clients] = {}
-    for way in sorted(ways, key=lambda way: way.executor):  # one by one first
-        together = way.executor == "vectorised"
-        with contextlib.suppress(UserWarning, torch.OutOfMemoryError), warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # a network that cannot be vectorised says so
-            clients = clients_of(way, min(group, GLANCE) if together else 2)
-            _train(clients)
-            seconds[way] = _train(clients)
-            if together and seconds[way] > HOPELESS * min(seconds.values()):
-                continue
-            if together and group > GLANCE:
-                clients = clients_of(way, group)
+    plainest, broken = min(ways), None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a run's own steps will give them
+        warnings.simplefilter("error", FallenBack)
+        for way in sorted(ways):  # one by one first
+            together = way.executor == "vectorised"
+            try:
+                clients = clients_of(way, min(group, GLANCE) if together else 2)
+                _train(clients)
                 seconds[way] = _train(clients)
-            contenders[way] = clients
-    begun = time.perf_counter()
-    for _ in range(REPEATS):
-        if time.perf_counter() < begun + ENOUGH:
-            for way, clients in contenders.items():
-                seconds[way] = min(seconds[way], _train(clients))
-    return Trial(seconds or dict.fromkeys(ways, float("inf")))
+                if together and seconds[way] > HOPELESS * min(seconds.values()):
+                    continue
+                if together and group > GLANCE:
+                    clients = clients_of(way, group)
+                    seconds[way] = _train(clients)
+                contenders[way] = clients
+            except Exception as error:
+                seconds.pop(way, None)
+                left_out[way] = _said(error)
+                broken = error if way == plainest else broken
+        begun = time.perf_counter()
+        for _ in range(REPEATS):
+            if time.perf_counter() < begun + ENOUGH:
+                for way, clients in contenders.items():
+                    seconds[way] = min(seconds[way], _train(clients))
+    # A network that works may still give what clients.loss cannot take, but its method's own loss can.
+    if broken is not None and not seconds and _raised(model, training, input_shape, plainest.channels_last) is not None:
+        raise broken
+    return Trial(seconds, left_out)
 
 
 def _train(clients: Clients) -> float:
