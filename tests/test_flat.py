@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -277,3 +279,27 @@ def test_training_a_bound_network_moves_the_vector_and_leaves_the_network_as_it_
             p.sub_(p.grad, alpha=0.1)
     torch.testing.assert_close(out, as_vector(net), rtol=1e-12, atol=1e-12)
     assert not torch.equal(model.buffers(out), model.buffers(theta))
+
+
+class Frozen(nn.BatchNorm2d):
+    """Batch norm that keeps the statistics it has."""
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, Frozen])
+def test_a_mode_holds_for_every_layer_but_those_that_have_a_mind_of_their_own(norm):
+    model = FlatModel(lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(norm(2)), nn.Dropout()))
+
+    def modes() -> list[bool]:
+        return [child.training for child in model.module.modules()]
+
+    usual = [not isinstance(child, Frozen) for child in model.module.modules()]
+    assert modes() == usual
+    with model.mode(train=False):
+        assert not any(modes())
+        with model.mode(train=True):
+            assert modes() == usual
+        assert not any(modes())
+    assert modes() == usual
