@@ -195,8 +195,9 @@ class FailureSettings:
     Attributes
     ----------
     on_client_failure : ``raise`` stops the run with a sentence; ``skip`` goes on without the client and counts it.
-    retries : further tries of a group before its failing clients are singled out. A mistake in the method's code, such
-        as a TypeError or KeyError, gets none: it would fail again.
+    retries : further tries of a group, after an error or the death of its process, before its failing clients are
+        singled out by one try of each alone. A mistake in the method's code, such as a TypeError or KeyError, gets
+        none: it would fail again.
     min_success_fraction : share of a cohort that must succeed, else the run stops even under ``skip``.
     loss_limit : a training loss above it, or one that is not finite, counts as a failure of that client.
     """

@@ -44,12 +44,14 @@ class KillsItsActor(Marked):
         return super().train(clients, theta)
 
 
-class KillsEveryActor(Ditto):
-    """Whoever runs client 3 dies."""
+class KillsEveryActor(Marked):
+    """Whoever runs client 3 dies, having written down for how many clients it was to work."""
 
     def train(self, clients, theta):
         if 3 in clients.ids and clients.round == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            with (Path(self.marks) / "tries").open("a") as tries:
+                print(len(clients), file=tries)
+            os._exit(1)
         return super().train(clients, theta)
 
 

@@ -49,11 +49,17 @@ def test_an_actor_killed_in_the_middle_of_a_round_changes_no_bit(tmp_path, undis
     assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
 
 
-def test_a_client_that_kills_every_actor_is_named(tmp_path):
-    with pytest.raises(RaypflError, match=r"(?s)Client 3 failed.*process died 2 times"):
-        raypfl.run(
-            on_ray(tmp_path, method="tests.federated_methods:KillsEveryActor", failures__retries=1, cohort__size=12)
-        )
+def test_a_client_that_kills_every_actor_is_named_after_no_more_tries_than_the_settings_say(tmp_path):
+    killing = on_ray(
+        tmp_path,
+        method="tests.federated_methods:KillsEveryActor",
+        method__marks=tmp_path,
+        failures__retries=1,
+        cohort__size=12,
+    )
+    with pytest.raises(RaypflError, match=r"(?s)Client 3 failed 2 times in a row.*process died"):
+        raypfl.run(killing)
+    assert (tmp_path / "tries").read_text().split() == ["2", "2", "1"]  # the group's two, and client 3 alone
 
 
 def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path, undisturbed):

@@ -142,7 +142,6 @@ class ServerActor:
         keep_freed_memory()
         job, data = ray.cloudpickle.loads(order)
         torch.set_num_threads(job.experiment.engine.threads)
-        backend.retries = job.experiment.failures.retries
         task = make_task(job.experiment, data, torch.device("cpu"))
         facts = {"backend": "ray", "actors": len(self._actors), "ray": ray.__version__}
         backend.assemble(ASSEMBLY)

@@ -65,7 +65,11 @@ class Backend(Protocol):
         ...
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
-        """Run the groups, the longest first; results in the order in which they come."""
+        """Run the groups, the longest first; results in the order in which they come.
+
+        A group whose actor dies begins again at once if it has tries left. One that fails comes back with what it had
+        left at its last try.
+        """
         ...
 
     def keep(self, stack: Stack) -> Any:

@@ -58,6 +58,11 @@ class Exchanger:
     def __post_init__(self) -> None:
         self._timings = Timings(self.costs)
 
+    @property
+    def tries(self) -> int:
+        """Of a group, before its failing clients are singled out."""
+        return self.failures.retries + 1
+
     def call(
         self,
         function: str | Callable[..., Any],
@@ -84,6 +89,7 @@ class Exchanger:
                 states=[self.states.place(int(c)) for c in ids[members]],
                 length=self._timings.length(ids[members]),
                 seconds=self._timings.seconds(function, ids[members]),
+                tries=self.tries,
             )
             for index, members in enumerate(cut(self.costs[ids], sizes, executor))
         ]
@@ -96,15 +102,14 @@ class Exchanger:
         """
         arrived: dict[int, tuple[Group, Reply] | None] = {}
         order = [g.index for g in groups]
-        tries = dict.fromkeys(order, 0)
-        first: dict[int, Failed] = {}
+        first: dict[tuple[int, ...], Failed] = {}
         while groups:
             failures: list[tuple[Group, Failed]] = []
             for group, outcome in self.backend.run(call, groups):
                 if isinstance(outcome, Failed):
-                    tries[group.index] += 1
                     self._raise_if_hopeless(call, outcome)
-                    failures.append((group, first.setdefault(group.index, outcome)))
+                    spent = replace(group, tries=group.tries - 1)
+                    failures.append((spent, first.setdefault(group.clients, outcome)))
                     continue
                 for clients, stack in outcome.stacks:
                     self.states.stage(clients, stack, outcome.home)
@@ -114,7 +119,7 @@ class Exchanger:
                 yield from _ready(order, arrived)
             groups = []
             for group, failed in failures:
-                rest = self._rest(call, group, failed, tries[group.index], losing)
+                rest = self._rest(call, group, failed, losing)
                 if rest is None:
                     arrived[group.index] = None
                 else:
@@ -133,6 +138,7 @@ class Exchanger:
                 positions=np.arange(len(part)),
                 scattered={},
                 states=[self.states.place(client) for client in part],
+                tries=self.tries,
             )
             for index, part in enumerate(parts)
         ]
@@ -148,26 +154,25 @@ class Exchanger:
         if isinstance(error, ClientError) and error.repeatable and self.failures.on_client_failure == "raise":
             raise _sentence(error.clients[:1], call.round, failed, 1)
 
-    def _rest(
-        self, call: Call, group: Group, failed: Failed, tries: int, losing: Callable[[int, str], None]
-    ) -> Group | None:
+    def _rest(self, call: Call, group: Group, failed: Failed, losing: Callable[[int, str], None]) -> Group | None:
         """What of a failed group to try again: all of it, or what is left without the clients that fail; or None."""
         known = failed.error.clients if isinstance(failed.error, ClientError) else ()
-        if not known and not isinstance(failed.error, _MISTAKES) and tries <= self.failures.retries:
+        if not known and not isinstance(failed.error, _MISTAKES) and group.tries:
             return group
+        tries = self.tries - group.tries
         culprits = dict.fromkeys(known, failed) or self._culprits(call, group) or dict.fromkeys(group.clients, failed)
         if self.failures.on_client_failure == "raise":
             raise _sentence(sorted(culprits), call.round, culprits[min(culprits)], tries, len(group.clients))
         for client, why in sorted(culprits.items()):
             losing(client, _sentence([client], call.round, why, tries).message)
         kept = [k for k, c in enumerate(group.clients) if c not in culprits]
-        return _subgroup(group, kept) if kept else None
+        return _subgroup(group, kept, self.tries) if kept else None
 
     def _culprits(self, call: Call, group: Group) -> dict[int, Failed]:
-        """Which clients of a failing group fail alone; nothing that they do counts."""
+        """Which clients of a failing group fail alone, at one try; nothing that they do counts."""
         if len(group.clients) == 1:
             return {}
-        alone = [replace(_subgroup(group, [k]), index=k) for k in range(len(group.clients))]
+        alone = [replace(_subgroup(group, [k], tries=1), index=k) for k in range(len(group.clients))]
         failing: dict[int, Failed] = {}
         for one, outcome in self.backend.run(call, alone):
             if isinstance(outcome, Failed):
@@ -192,13 +197,14 @@ def _ready(order: list[int], arrived: dict[int, tuple[Group, Reply] | None]) -> 
             yield ready
 
 
-def _subgroup(group: Group, kept: list[int]) -> Group:
+def _subgroup(group: Group, kept: list[int], tries: int) -> Group:
     return replace(
         group,
         clients=tuple(group.clients[k] for k in kept),
         positions=group.positions[kept],
         scattered={n: r[kept] for n, r in group.scattered.items()},
         states=[group.states[k] for k in kept],
+        tries=tries,
     )
 
 

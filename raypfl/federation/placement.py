@@ -126,9 +126,10 @@ class Dispatch:
         self._waiting[:0] = groups
         return groups
 
-    def drop(self, group: Group) -> None:
-        """Hand a waiting group out no more."""
-        self._waiting.remove(group)
+    def drop(self, group: Group, instead: Group | None = None) -> None:
+        """Hand a waiting group out no more, or another one in its place."""
+        place = self._waiting.index(group)
+        self._waiting[place : place + 1] = [] if instead is None else [instead]
 
     def _takes(self, lane: _Lane, now: float) -> bool:
         return not lane.groups or (len(lane.groups) < IN_FLIGHT and lane.dry() - AHEAD <= now)

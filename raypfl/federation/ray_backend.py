@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ An object costs about a millisecond, as much as copying so many bytes."""
 
 POLL = 0.1
 """Seconds between looks at whether the run was asked to stop."""
+
+STILLBORN = 3
+"""Client actors in a row that die while they are set up, after which the run ends."""
 
 
 @dataclass(eq=False)
@@ -54,10 +57,6 @@ class RayBackend:
     order : what they are to prepare for.
     stopped : asked between results whether to give up.
     warn : told of actors that died.
-
-    Attributes
-    ----------
-    retries : further actors that a group may cost before it counts as failed.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class RayBackend:
         stopped: Callable[[], bool],
         warn: Callable[[str], None],
     ):
-        self.retries = 2
         self._stillborn = 0
         self._hire = hire
         self._order = order
@@ -107,7 +105,6 @@ class RayBackend:
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
         dispatch = Dispatch(groups)
         flying: dict[Any, _Flight] = {}
-        deaths = dict.fromkeys((g.index for g in groups), 0)
         try:
             while not dispatch.done:
                 self._muster(dispatch)
@@ -119,7 +116,7 @@ class RayBackend:
                     try:
                         outcome = self._outcome(flight)
                     except RayError as error:  # the actor, its node, or its memory; a RayTaskError is an outcome
-                        yield from self._bury(flight.crew, flying, dispatch, deaths, error)
+                        yield from self._bury(flight.crew, flying, dispatch, error)
                     else:
                         del flying[reply]
                         dispatch.finished(flight.crew, flight.group, time.monotonic())
@@ -173,7 +170,7 @@ class RayBackend:
         except RayError as error:
             self._dismiss(crew)
             self._stillborn += 1
-            if self._stillborn > self.retries:
+            if self._stillborn == STILLBORN:
                 raise RaypflError(f"Client actors die while they are set up. {_why(error)}") from error
 
     def _arrived(self, flying: Mapping[Any, _Flight], pause: float) -> list[Any]:
@@ -185,23 +182,19 @@ class RayBackend:
         return []
 
     def _bury(
-        self,
-        crew: _Crew,
-        flying: dict[Any, _Flight],
-        dispatch: Dispatch,
-        deaths: dict[int, int],
-        error: BaseException,
+        self, crew: _Crew, flying: dict[Any, _Flight], dispatch: Dispatch, error: BaseException
     ) -> Iterator[tuple[Group, Failed]]:
-        """Put a dead actor's groups back, unless the one that it was running has cost too many actors."""
+        """Put a dead actor's groups back, unless that was the last try of the one that it was running."""
         self._dismiss(crew)
         self._warn("A client actor died; another takes its place, and its groups run again.")
         for flight in [flight for flight in flying.values() if flight.crew is crew]:
             del flying[flight.reply]
         running = dispatch.lost(crew)[0]
-        deaths[running.index] += 1
-        if deaths[running.index] > self.retries:
+        if running.tries > 1:
+            dispatch.drop(running, instead=replace(running, tries=running.tries - 1))
+        else:
             dispatch.drop(running)
-            yield running, Failed(error, f"Its actor's process died {deaths[running.index]} times. {_why(error)}")
+            yield running, Failed(error, f"Its actor's process died. {_why(error)}")
 
     def _give_up(self, flying: Mapping[Any, _Flight]) -> None:
         """Nobody wants these results any more, and a running method cannot be interrupted: its actor goes."""

@@ -53,6 +53,7 @@ class Group:
     scattered : name -> ``[K, ...]``.
     states : each client's place, or None.
     length : what it is expected to take, in any unit. seconds : the same in seconds; 0: that is not known yet.
+    tries : that it has left, this one included. A try ends with a reply, an error, or its actor's death.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Group:
     states: Sequence[Any]
     length: float = 1.0
     seconds: float = 0.0
+    tries: int = 1
 
 
 @dataclass(frozen=True)
