@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypfl.errors import Stopped
 from raypfl.federation import checkpoint
+from raypfl.federation.backend import Inline
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.states import Stack, StateTable, shards_of
 from tests.support import Federation
@@ -82,6 +84,29 @@ def test_stacks_that_few_rows_keep_alive_are_rewritten_and_nobodys_state_changes
         fed.states.commit()
         counts[cohort] += 1
     assert [float(fed.state_of(c)["rounds"][0]) for c in range(60)] == counts.tolist()
+
+
+class StopsHalfway(Inline):
+    """Is asked to stop when one group is done."""
+
+    def run(self, call, groups):
+        yield from super().run(call, groups[:1])
+        raise Stopped("The run was asked to stop.")
+
+
+def test_a_rewrite_that_is_stopped_halfway_changes_nothing():
+    fed = Federation(sizes=(3,) * 24, method=Probe(answer=visits), group_size=4)
+    for cohort in (range(24), range(0, 24, 2)):
+        fed.cohort(cohort).run(fed.method.reply)
+        fed.states.commit()
+    assert len(fed.states.scattered()) > 1
+    before = {c: fed.state_of(c)["rounds"] for c in range(24)}
+    lots = fed.states.lots()
+    fed.exchanger.backend = StopsHalfway(fed.exchanger.backend._worker)
+    with pytest.raises(Stopped):
+        fed.exchanger.gather(3)
+    fed.states.commit()  # as the next round does
+    assert fed.states.lots() == lots and all(fed.state_of(c)["rounds"] == before[c] for c in before)
 
 
 def test_a_state_is_read_with_one_copy_whatever_the_default():

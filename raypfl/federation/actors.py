@@ -18,6 +18,8 @@ from raypfl.errors import LostState
 from raypfl.federation.imports import importing
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from raypfl.federation.backend import Failed
     from raypfl.federation.events import Event, RunFinished
     from raypfl.federation.states import Stack
@@ -70,9 +72,14 @@ class ClientActor:
 
         assert self._worker is not None
         try:
-            return self._worker.work(call, lambda: ray.get(call.broadcast), group, states_of(group.states, fetched))
+            return self._worker.work(call, lambda: _opened(call.broadcast), group, states_of(group.states, fetched))
         except Exception as error:
             return failure(error), None
+
+
+def _opened(broadcast: Any) -> Mapping[str, np.ndarray]:
+    """The arrays of a broadcast, which lie in the call itself if they are few."""
+    return ray.get(broadcast) if isinstance(broadcast, ray.ObjectRef) else broadcast
 
 
 def fetched(handles: list[Any]) -> list[Stack]:

@@ -127,7 +127,8 @@ class Exchanger:
             yield from _ready(order, arrived)
 
     def gather(self, round: int) -> None:
-        """Put the states together anew that lie scattered in stacks kept by a few rows; no client does anything."""
+        """Put the states together anew that lie scattered in stacks kept by a few rows: all of them, or none if it is
+        stopped or fails. No client does anything."""
         parts = self.states.scattered()
         if not parts:
             return
@@ -143,9 +144,13 @@ class Exchanger:
             for index, part in enumerate(parts)
         ]
         call = Call(next(self._numbers), _as_they_are, round, 0.0, self.backend.broadcast({}), {})
-        for _ in self.run(call, groups, _not_lost):
-            pass
-        self.states.commit()
+        try:
+            for _ in self.run(call, groups, _not_lost):
+                pass
+            self.states.commit()
+        except BaseException:
+            self.states.abandon()
+            raise
 
     def _raise_if_hopeless(self, call: Call, failed: Failed) -> None:
         error = failed.error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from raypfl.federation.work import Call, Group, Reply
 APART = 1_000_000
 """Bytes of a client's state from which it is an object of its own, so that it is gone as soon as there is a newer one.
 An object costs about a millisecond, as much as copying so many bytes."""
+
+INSIDE = 64_000
+"""Bytes up to which a broadcast is part of every call, which costs less than to make it an object and fetch that."""
 
 POLL = 0.1
 """Seconds between looks at whether the run was asked to stop."""
@@ -70,14 +73,15 @@ class RayBackend:
         self._stillborn = 0
         self._hire = hire
         self._order = order
-        self._apart = False
+        self._apart: dict[Hashable, bool] = {}  # function -> whether its clients' states were large the last time
         self._stopped = stopped
         self._warn = warn
         self._wanted = len(actors)
         self._crews = [_Crew(actor, actor.prepare.remote(order)) for actor in actors]
 
     def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
-        return ray.put({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        return whole if sum(array.nbytes for array in whole.values()) <= INSIDE else ray.put(whole)
 
     def keep(self, stack: Stack) -> Any:
         return ray.put(stack)
@@ -114,7 +118,7 @@ class RayBackend:
                         continue
                     flight = flying[reply]
                     try:
-                        outcome = self._outcome(flight)
+                        outcome = self._outcome(call, flight)
                     except RayError as error:  # the actor, its node, or its memory; a RayTaskError is an outcome
                         yield from self._bury(flight.crew, flying, dispatch, error)
                     else:
@@ -125,7 +129,7 @@ class RayBackend:
         finally:
             self._give_up(flying)
 
-    def _outcome(self, flight: _Flight) -> Done | Failed:
+    def _outcome(self, call: Call, flight: _Flight) -> Done | Failed:
         try:
             reply: Reply | Failed = ray.get(flight.reply)
         except RayTaskError as error:
@@ -136,15 +140,16 @@ class RayBackend:
             return Done(reply)
         clients = flight.group.clients
         owners = [(c,) for c in clients] if len(flight.stacks) == len(clients) else [clients]
-        self._apart = reply.kept >= APART * len(clients)
+        self._apart[call.function] = reply.kept >= APART * len(clients)
         return Done(reply, list(zip(owners, flight.stacks, strict=True)), flight.crew.node or "")
 
     def _push(self, call: Call, dispatch: Dispatch, flying: dict[Any, _Flight]) -> None:
+        apart = self._apart.get(call.function, False)
         while chosen := dispatch.next(time.monotonic()):
             crew, group = chosen
-            count = len(group.clients) if self._apart else 1
+            count = len(group.clients) if apart else 1
             work = crew.actor.work.options(num_returns=1 + count)
-            reply, *stacks = work.remote(call, group, self._apart)
+            reply, *stacks = work.remote(call, group, apart)
             flying[reply] = _Flight(group, crew, reply, stacks)
 
     def _muster(self, dispatch: Dispatch) -> None:

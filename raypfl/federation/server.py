@@ -231,7 +231,7 @@ class Server:
 
     def _one_round(self) -> None:
         begun = time.perf_counter()
-        self._undisturbed(lambda: self._exchanger.gather(self.round + 1))
+        self._exchanger.gather(self.round + 1)
         number = self.round + 1
         drawn = self._drawn(number)
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
