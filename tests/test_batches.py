@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,59 @@ def test_padding_points_at_a_sample_that_exists(sizes, batch_size, epochs):
     assert (walk.index < np.array(sizes)[:, None, None]).all()
 
 
+def by_hand(key: np.uint64, size: int, batch_size: int, epochs: int) -> list[list[int]]:
+    """The batches of one client, of which nothing else is known."""
+    batches = []
+    for epoch in range(epochs):
+        of_epoch = rng.mix(np.array([key]) + np.uint64(epoch))
+        shuffled = rng.permutations(of_epoch, size)[0].tolist()
+        batches += [shuffled[at : at + batch_size] for at in range(0, size, batch_size)]
+    return batches
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.one_of(st.integers(1, 3), st.integers(1, 90)), min_size=1, max_size=6),
+    batch_size=st.integers(1, 12),
+    work=st.sampled_from([{"epochs": 1}, {"epochs": 3}, {"steps": 1}, {"steps": 29}]),
+)
+def test_a_clients_order_is_its_epochs_one_after_the_other_each_shuffled_by_its_own_key(sizes, batch_size, work):
+    keys = keys_for(len(sizes))
+    walk = order(keys, np.array(sizes), batch_size, **work)
+    for k, size in enumerate(sizes):
+        whole = by_hand(keys[k], size, batch_size, work.get("epochs", 29))
+        assert visited(walk, k) == (whole[: work["steps"]] if "steps" in work else whole)
+        past = np.arange(batch_size) >= walk.counts[k][:, None]
+        assert not walk.index[k][past].any()
+
+
+def test_an_order_is_the_one_that_it_always_was():
+    walk = order(keys_for(3), np.array([1, 6, 3]), 2, steps=4)
+    assert walk.index.tolist() == [
+        [[0, 0], [0, 0], [0, 0], [0, 0]],
+        [[2, 0], [4, 1], [3, 5], [3, 0]],
+        [[2, 0], [1, 0], [0, 2], [1, 0]],
+    ]
+    assert walk.counts.tolist() == [[1, 1, 1, 1], [2, 2, 2, 2], [2, 1, 2, 1]]
+    walk = order(keys_for(2), np.array([5, 3]), 2, epochs=2)
+    assert walk.index.tolist() == [
+        [[4, 0], [3, 1], [2, 0], [4, 1], [0, 3], [2, 0]],
+        [[2, 0], [1, 0], [0, 1], [2, 0], [0, 0], [0, 0]],
+    ]
+
+
+@pytest.mark.parametrize("sizes", [[1, *[400] * 9], [*[1] * 9, 400]], ids=["one is small", "one is large"])
+def test_the_many_epochs_of_a_small_client_are_not_drawn_for_the_large_ones(sizes):
+    keys = keys_for(10)
+    tracemalloc.start()
+    try:
+        walk = order(keys, np.array(sizes), 8, steps=300)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 * walk.index.nbytes
+
+
 def test_epochs_and_keys_shuffle_differently():
     walk = order(keys_for(2), np.array([50, 50]), 50, epochs=2)
     shuffles = {tuple(walk.index[k, e]) for k in range(2) for e in range(2)}
@@ -133,7 +188,7 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
     chosen = np.array([2, 0, 1])
     walk = group.walk(chosen, visits)
     for s in range(visits.index.shape[1]):
-        together = walk(3, s)
+        together = walk(slice(3), s)
         for row, k in enumerate(chosen):
             count = int(visits.counts[k, s])
             assert together.weight[row].tolist() == [1.0] * count + [0.0] * (4 - count)
@@ -143,6 +198,44 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
             assert torch.equal(alone.x, group.steps(int(k), visits)(s).x)
             assert torch.equal(together.x[row, :count], alone.x)
             assert torch.equal(together.y[row, :count], alone.y)
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["normalised anew", "normalised once"])
+@pytest.mark.parametrize("augmentation", [(), (Flip(),)], ids=["as they are", "changed"])
+def test_batches_of_some_clients_are_gathered_at_once_and_no_wider_than_is_asked_for(augmentation, ready, monkeypatch):
+    if not ready:
+        monkeypatch.setattr("raypfl.federation.batches.READY", 0)
+    fed = Federation(sizes=(7, 3, 11), augmentation=augmentation)
+    group = GroupSamples(fed.bench.samples, fed.split)
+    visits = order(keys_for(3), np.array([7, 3, 11]), 4)
+    if augmentation:
+        visits = visits.drawn(keys_for(3, seed=1), 1)
+    walk = group.walk(np.arange(3), visits)
+    for s, clients, width in [(0, [1, 2], 4), (0, [1], 3), (1, [0, 2], 4), (2, [2], 3)]:
+        together = walk(torch.tensor(clients), s, width)
+        assert together.x.shape == (len(clients), width, *fed.inputs.shape[1:])
+        assert together.y.shape == together.weight.shape == (len(clients), width)
+        for row, k in enumerate(clients):
+            alone, count = group.step(k, visits, s), int(visits.counts[k, s])
+            assert torch.equal(together.x[row, :count], alone.x) and torch.equal(together.y[row, :count], alone.y)
+            assert together.weight[row].tolist() == [1.0] * count + [0.0] * (width - count)
+
+
+def test_some_of_a_clients_samples_are_spread_over_its_labels_with_the_largest_among_them():
+    y = torch.tensor([0, 2, 0, 1, 0, 0, 1, 0, 0, 0, 1])
+    batch = Batch(torch.arange(11.0)[:, None], y, torch.ones(11))
+    assert batch.some(4).y.tolist() == [2, 1, 0, 0]
+    assert sorted(batch.some(11).x.flatten().tolist()) == batch.x.flatten().tolist()
+    assert [len(batch.some(count).y) for count in (1, 2, 5, 10, 99)] == [1, 2, 4, 6, 11]
+    assert len(Batch(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0)).some(4).y) == 0
+    several = torch.zeros(9, 3, dtype=torch.int8)
+    several[7, 1] = 1
+    assert Batch(batch.x[:9], several, torch.ones(9)).some(3).y[0].tolist() == [0, 1, 0]
+    fed = Federation(sizes=(7, 40))
+    group, labels = GroupSamples(fed.bench.samples, fed.split), fed.labels[fed.split[1]]
+    some, own = group.some(1, 10), group.client(1)
+    assert len(some.y) == 10 and some.y[0] == labels.max()
+    assert all((own.x == x).flatten(1).all(1).any() for x in some.x)
 
 
 def test_the_mean_of_a_batch_leaves_padding_out():

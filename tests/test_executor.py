@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from raypfl.errors import ClientError
 from raypfl.evaluation.tally import tally
+from raypfl.federation.batches import Samples
 from raypfl.federation.clients import learning_rate
 from raypfl.messages import per_client
 from raypfl.models import MODELS
@@ -88,6 +89,43 @@ def test_a_common_start_is_one_for_everybody_and_is_not_changed(executor):
     trained = clients.sgd(clients.loss, start)
     close(trained, bare_loop(fed, start.expand(4, -1))[0])
     assert torch.equal(start, before)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("sizes", [(40, 40, 40), (40, 9, 23)], ids=["equal", "unequal"])
+def test_training_normalises_the_samples_that_it_visits_and_no_others(sizes, executor, monkeypatch):
+    normalised = []
+    normalise = Samples.normalise
+    monkeypatch.setattr(Samples, "normalise", lambda self, x: normalised.append(x.numel()) or normalise(self, x))
+    monkeypatch.setattr("raypfl.federation.batches.READY", 0)
+    fed = Federation(sizes=sizes, executor=executor, training=replace(FP64, steps=2))
+    clients = fed.clients()
+    visited = 3 * 2 * fed.training.batch_size * math.prod(SHAPE)
+    clients.sgd(clients.loss, clients.initial)
+    assert sum(normalised) == visited
+    normalised.clear()
+    theta = clients.initial.repeat(3, 1)
+    for batch in clients.walk():
+        theta = batch.step(clients.loss, theta)
+    assert sum(normalised) == visited
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@pytest.mark.parametrize("training", [FP64, SETTINGS["momentum"]], ids=["plain", "momentum"])
+def test_one_start_for_all_and_a_copy_for_each_are_the_same_to_the_bit(training, factory, executor):
+    fed = Federation(factory, executor=executor, training=training)
+    clients, start = fed.clients(), fed.model.init(5)
+    common = clients.sgd(clients.loss, start).as_subclass(Tensor)
+    each = clients.sgd(clients.loss, per_client(start.repeat(4, 1))).as_subclass(Tensor)
+    assert torch.equal(common, each)
+    rows = starts_of(fed)
+    before = rows.clone()
+    mixed = clients.sgd(clients.loss, per_client(rows)).as_subclass(Tensor)
+    assert torch.equal(rows, before)
+    for k in range(4):
+        alone = fed.clients([k])
+        close(mixed[k], alone.sgd(alone.loss, rows[k])[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

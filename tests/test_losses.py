@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from raypfl.errors import ClientError, RaypflError
 from raypfl.messages import per_client
 from tests.support import (
+    CLASSES,
     EXECUTORS,
     Federation,
     NormalisedConv,
@@ -41,6 +42,59 @@ def test_a_loss_that_padding_would_change_is_trained_one_by_one_with_a_warning(c
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
         trained = clients.sgd(partial(careless, fed), clients.initial)
     close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
+
+
+def seen_by(fed: Federation, loss, sizes: list[int]):
+    """The loss, which notes how many samples it is given."""
+
+    def noting(p, batch):
+        sizes.append(len(batch.y))
+        return loss(fed, p, batch)
+
+    return noting
+
+
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@pytest.mark.parametrize("careless", [ignoring, wrongly_divided])
+def test_a_careless_loss_is_found_out_on_no_more_than_a_batch_of_a_large_client(careless, factory):
+    fed, sizes = Federation(factory, sizes=(41, 4, 11)), []
+    clients = fed.clients()
+    with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
+        trained = clients.sgd(seen_by(fed, careless, sizes), clients.initial)
+    assert max(sizes) <= 2 * fed.training.batch_size
+    close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
+    sizes.clear()
+    with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
+        clients.grad(seen_by(fed, careless, sizes), clients.initial)
+    assert max(sizes) == 41
+    sizes.clear()
+    with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
+        next(clients.walk()).step(seen_by(fed, careless, sizes), trained)
+    assert max(sizes) <= 2 * fed.training.batch_size
+
+
+def test_a_function_of_labels_alone_is_found_out_by_the_one_label_that_is_not_paddings():
+    fed = Federation(sizes=(40, 4, 11))
+    fed.labels[fed.split[0]] = 0
+    fed.labels[fed.split[0][33]] = 2
+    clients = fed.clients()
+
+    def shares(p, batch):
+        return F.one_hot(batch.y, CLASSES).double().mean(0)
+
+    with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
+        found = clients.map(shares, clients.initial)
+    close(found, (clients.label_counts() / clients.num_samples[:, None]).as_subclass(Tensor))
+
+
+def test_a_loss_that_weighs_its_samples_is_trained_together_however_large_clients_are():
+    fed, sizes = Federation(sizes=(41, 4, 11)), []
+    clients = fed.clients()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained = clients.sgd(seen_by(fed, lambda fed, p, batch: clients.loss(p, batch), sizes), clients.initial)
+    assert max(sizes) <= 2 * fed.training.batch_size
+    close(trained, bare_loop(fed, clients.initial.expand(3, -1))[0])
 
 
 def test_a_loss_without_weights_is_trained_together_where_nothing_is_padded():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,11 @@ class Batch(NamedTuple):
         """Average of ``values[b, ...]`` over the samples of the batch, padding left out."""
         weight = self.weight.reshape(-1, *[1] * (values.dim() - 1))
         return (values * weight).sum(0) / self.weight.sum().clamp_min(1)
+
+    def some(self, count: int) -> Batch:
+        """At most `count` of the samples, spread over their labels and with the largest of them."""
+        index = _spread(self.y, count)
+        return Batch(self.x[index], self.y[index], self.weight[index])
 
 
 @dataclass(frozen=True)
@@ -91,11 +97,15 @@ class GroupSamples:
 
     def client(self, k: int, index: Tensor | None = None) -> Batch:
         """Client k's samples at ``index[b]`` (positions in its own list; None: all of them), without padding."""
-        rows = slice(int(self._starts[k]), int(self._starts[k + 1]))
+        rows = self._rows(k)
         x, y = self.x[rows], self.y[rows]
         if index is not None:
             x, y = x[index], y[index]
         return Batch(self._source.normalise(x), y, torch.ones(len(y), dtype=self._source.gain.dtype, device=y.device))
+
+    def some(self, k: int, count: int) -> Batch:
+        """At most `count` of client k's samples, spread over its labels and with the largest of them."""
+        return self.client(k, _spread(self.y[self._rows(k)], count))
 
     def step(self, k: int, visits: Order, s: int, ready: Batch | None = None) -> Batch:
         """Client k's batch in step s, without padding; `ready` are all its samples, if they are normalised already."""
@@ -111,8 +121,12 @@ class GroupSamples:
         ready = None if few else self.client(k)
         return lambda s: self.step(k, visits, s, ready)
 
-    def walk(self, clients: np.ndarray, visits: Order) -> Callable[[int, int], Batch]:
-        """The padded batch of the first k of `clients` in step s, k and s to be given."""
+    def walk(self, clients: np.ndarray, visits: Order) -> Callable[..., Batch]:
+        """``batch(which, s)``: the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
+
+        `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)``: no
+        more than the first `width` places of each batch.
+        """
         device = self.y.device
         real = np.arange(visits.index.shape[-1]) < visits.counts[clients][:, :, None]
         at = torch.from_numpy(self._starts[clients][:, None, None] + visits.index[clients]).to(device)
@@ -121,13 +135,46 @@ class GroupSamples:
         if self._ready is None and self.x.numel() <= READY:
             self._ready = self._source.normalise(self.x)
 
-        def batch(k: int, s: int) -> Batch:
-            where = at[:k, s]
+        def batch(which: slice | Tensor, s: int, width: int | None = None) -> Batch:
+            where = at[which, s, :width]
             x = self._source.normalise(self.x[where]) if self._ready is None else self._ready[where]
-            mine = None if draws is None else draws[:k, s]
-            return self._source.augmented(Batch(x, self.y[where], weight[:k, s]), mine)
+            mine = None if draws is None else draws[which, s, :width]
+            return self._source.augmented(Batch(x, self.y[where], weight[which, s, :width]), mine)
 
         return batch
+
+    def _rows(self, k: int) -> slice:
+        return slice(int(self._starts[k]), int(self._starts[k + 1]))
+
+
+def _spread(y: Tensor, count: int) -> Tensor:
+    """At most `count` positions of labels ``y[n]`` or ``y[n, L]``, in even strides from the largest label down."""
+    ranked = y[:, None].flatten(1).sum(1).argsort(descending=True, stable=True)
+    return ranked[:: max(1, -(-len(y) // count))]
+
+
+class StepBatches:
+    """The batches of some clients in one step, made when they are needed: each alone, or padded and stacked."""
+
+    def __init__(self, alone: Callable[[], list[Batch]], padded: Callable[[], Batch]):
+        self._make_alone = alone
+        self._make_padded = padded
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.alone)
+
+    @cached_property
+    def alone(self) -> list[Batch]:
+        """Of each client, without padding."""
+        return self._make_alone()
+
+    @cached_property
+    def padded(self) -> Batch:
+        """Of all, ``[k, b, ...]``, with rows of weight 0 where one has less than the largest."""
+        return self._make_padded()
+
+
+Batches = list[Batch] | StepBatches
 
 
 @dataclass(frozen=True)
@@ -177,23 +224,38 @@ def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1,
     epochs, steps : `epochs` passes, or exactly `steps` batches if that is given.
     """
     per_epoch = -(-sizes // batch_size)
-    if steps is not None:
-        epochs = int(-(-steps // per_epoch.min())) if steps else 0
-    totals = np.minimum(per_epoch * epochs, steps) if steps is not None else per_epoch * epochs
+    totals = per_epoch * epochs if steps is None else np.full_like(per_epoch, steps)
     step = np.arange(int(totals.max(initial=0)))
     epoch, place = np.divmod(step, per_epoch[:, None])
     at = place[:, :, None] * batch_size + np.arange(batch_size)
     real = (at < sizes[:, None, None]) & (step < totals[:, None])[:, :, None]
-    shuffled = _shuffled(keys, epochs, sizes)
+    shuffled, begins = _shuffled(keys, -(-totals // per_epoch), sizes)
+    begun = begins[:, None] + epoch * sizes[:, None]
     index = np.zeros(at.shape, dtype=np.int64)
-    client = np.broadcast_to(np.arange(len(keys))[:, None, None], at.shape)
-    index[real] = shuffled[np.broadcast_to(epoch[:, :, None], at.shape)[real], client[real], at[real]]
+    index[real] = shuffled[(begun[:, :, None] + at)[real]]
     return Order(index, real.sum(2))
 
 
-def _shuffled(keys: np.ndarray, epochs: int, sizes: np.ndarray) -> np.ndarray:
-    """``int64[epochs, K, longest]``: every client's samples in the order of each epoch."""
-    with np.errstate(over="ignore"):
-        of_epoch = rng.mix(np.asarray(keys, dtype=np.uint64) + np.arange(epochs, dtype=np.uint64)[:, None])
-    width = int(sizes.max())
-    return rng.permutations(of_epoch.reshape(-1), width, np.tile(sizes, epochs)).reshape(epochs, len(keys), width)
+def _shuffled(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each client's samples in the order of its ``epochs[k]``, one after the other, and where each client begins.
+
+    Rows of one draw are as long as its largest client's, so only clients within a factor of two are drawn together.
+    """
+    parts, begins, done = [], np.zeros_like(sizes), 0
+    doublings = np.frexp(sizes)[1]
+    for doubling in np.unique(doublings):
+        alike = np.flatnonzero(doublings == doubling)
+        numbers = epochs[alike] * sizes[alike]
+        begins[alike] = done + np.cumsum(numbers) - numbers
+        done += int(numbers.sum())
+        parts.append(_drawn(keys[alike], epochs[alike], sizes[alike]))
+    return np.concatenate(parts), begins
+
+
+def _drawn(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """``int64[sum of epochs * sizes]``: clients' samples in the order of their epochs, drawn in rows of one length."""
+    client = np.repeat(np.arange(len(keys)), epochs)
+    epoch = np.arange(len(client)) - np.repeat(np.cumsum(epochs) - epochs, epochs)
+    width, mine = int(sizes.max()), sizes[client]
+    rows = rng.permutations(rng.mix(keys[client] + epoch.astype(np.uint64)), width, mine)
+    return rows[np.arange(width) < mine[:, None]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ class Clients:
         moving = self.model.mask(train) if isinstance(train, str) else train
         rule = self._rule(lr, moving, self.model.mask(decay) if isinstance(decay, str) else decay)
         rows, keys, extras = self._rows(start), self._draws(stream), self._checked(extras)
-        executor = self._executor(loss, rows[0], samples.client(0), visits.unequal, extras, train=True)
+        executor = self._executor(loss, rows[0], partial(samples.some, 0), visits.unequal, extras, train=True)
         trained, losses = self._or_plainer(executor, lambda e: e.sgd(loss, rows, samples, visits, rule, keys, extras))
         self._refuse_divergence(trained, losses)
         self.losses = losses
@@ -167,8 +168,8 @@ class Clients:
         """
 
         def prepare(loss: Loss, rows: Tensor, extras: Mapping[str, Any]) -> Callable[..., Any]:
-            first = samples.client(0)
-            executor = self._executor(loss, rows[0], first, visits.unequal, self._checked(extras), train=True)
+            extras, some = self._checked(extras), partial(samples.some, 0)
+            executor = self._executor(loss, rows[0], some, visits.unequal, extras, train=True)
             return lambda work: self._or_plainer(executor, work)
 
         samples, visits = self._visits(epochs, steps, batch_size, stream)
@@ -185,7 +186,7 @@ class Clients:
         """
         keys = self._draws()
         chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
-        executor = self._executor(loss, rows[0], chosen[0], _unequal(chosen), extras, train=True)
+        executor = self._executor(loss, rows[0], chosen[0].some, _unequal(chosen), extras, train=True)
         return per_client(self._or_plainer(executor, lambda e: e.grad(loss, rows, chosen, keys, extras)[0]))
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
@@ -197,7 +198,7 @@ class Clients:
         with contextlib.ExitStack() as modes:
             for network in self.networks.values():
                 modes.enter_context(network.mode(train=False))
-            executor = self._executor(function, rows[0], chosen[0], _unequal(chosen), extras, train=False)
+            executor = self._executor(function, rows[0], chosen[0].some, _unequal(chosen), extras, train=False)
             values = self._or_plainer(executor, lambda e: e.map(function, rows, chosen, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
@@ -375,13 +376,22 @@ class Clients:
         return dict(extras)
 
     def _executor(
-        self, function: Loss, at: Tensor, batch: Batch, unequal: bool, extras: Mapping[str, Any], train: bool
+        self,
+        function: Loss,
+        at: Tensor,
+        some: Callable[[int], Batch],
+        unequal: bool,
+        extras: Mapping[str, Any],
+        train: bool,
     ) -> Executor:
-        """The group's executor, unless batches are padded and that would change what this function computes."""
+        """The group's executor, unless batches are padded and that would change what this function computes.
+
+        ``some(n)`` gives at most n samples of the first client.
+        """
         executor = self._bench.executor
         if not unequal or not isinstance(executor, Vectorised) or function == self.loss:
             return executor
-        if executor.respects_padding(function, at, batch, extras, train):
+        if executor.respects_padding(function, at, some(self.training.batch_size), extras, train):
             return executor
         warnings.warn(
             f"The function {getattr(function, '__qualname__', function)} does not weigh its samples with batch.weight, "

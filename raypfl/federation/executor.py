@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, vmap
 
-from raypfl.federation.batches import Batch, GroupSamples, Order
+from raypfl.federation.batches import Batch, Batches, GroupSamples, Order, StepBatches
 from raypfl.messages import PerClient, one_client_at_a_time, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.models.rowwise import RowWise
@@ -88,7 +88,7 @@ class Executor(Protocol):
         ...
 
     def grad(
-        self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras
+        self, loss: Loss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of each client's loss on its batch: ``(gradients[K, P], losses[K], statistics[K, B] after it)``."""
         ...
@@ -160,7 +160,7 @@ class Sequential:
         return trained, losses
 
     def grad(
-        self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras
+        self, loss: Loss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients, losses, statistics = [], [], []
         with self.model.mode(train=True), _forked(at.device):
@@ -198,11 +198,15 @@ class Sequential:
             yield
 
 
-def _copied(rows: Tensor) -> Tensor:
-    """A contiguous copy. NumPy asks for larger pages for a large array: to get those takes a tenth of the time."""
+def _copied(rows: Tensor, order: Tensor | None = None) -> Tensor:
+    """A contiguous copy with rows in this order. NumPy asks for larger pages for a large array: to get those takes a
+    tenth of the time."""
+    if rows.stride(0) == 0:
+        order = None  # one row for all, which need not be gathered first
     if rows.device.type != "cpu":
-        return rows.clone(memory_format=torch.contiguous_format)
-    return torch.from_numpy(np.empty(rows.shape, rows.new_empty(0).numpy().dtype)).copy_(rows)
+        return rows.clone(memory_format=torch.contiguous_format) if order is None else rows[order]
+    copy = torch.from_numpy(np.empty(rows.shape, rows.new_empty(0).numpy().dtype))
+    return copy.copy_(rows) if order is None else torch.index_select(rows.detach(), 0, order, out=copy)
 
 
 def _seed(device: torch.device, key: Tensor) -> None:
@@ -310,11 +314,14 @@ class Vectorised:
     ) -> tuple[Tensor, Tensor]:
         rank = np.argsort(-visits.steps, kind="stable")
         walk, steps = samples.walk(rank, visits), visits.steps[rank]
+        parts = (self.model.parameters(start), self.model.buffers(start))
         if bool((rank[1:] > rank[:-1]).all()):
-            return self._longest_first(loss, start, walk, steps, rule, keys, extras)
+            theta, statistics = (_copied(rows) for rows in parts)
+            return self._longest_first(loss, theta, statistics, walk, steps, rule, keys, extras)
         ranked = torch.from_numpy(rank).to(start.device)
+        theta, statistics = (_copied(rows, ranked) for rows in parts)
         own = {name: per_client(rows[ranked]) for name, rows in _per_client(extras).items()}
-        of = (start[ranked], walk, steps, rule, keys[ranked], {**extras, **own})
+        of = (theta, statistics, walk, steps, rule, keys[ranked], {**extras, **own})
         trained, losses = self._longest_first(loss, *of)
         back = ranked.argsort()
         return trained[back], losses[back]
@@ -322,18 +329,17 @@ class Vectorised:
     def _longest_first(
         self,
         loss: Loss,
-        start: Tensor,
-        walk: Callable[[int, int], Batch],
+        theta: Tensor,
+        statistics: Tensor,
+        walk: Callable[..., Batch],
         steps: np.ndarray,
         rule: SGDRule,
         keys: Tensor,
         extras: Extras,
     ) -> tuple[Tensor, Tensor]:
-        """Train clients in the order of their steps: those still at it are always the first rows."""
-        theta = self.model.parameters(start).clone(memory_format=torch.contiguous_format)
-        statistics = self.model.buffers(start).clone(memory_format=torch.contiguous_format)
+        """Train in place, in the order of clients' steps: those still at it are always the first rows."""
         gradient, velocity = _Descent.buffers(rule, theta)
-        losses = torch.zeros(len(theta), dtype=start.dtype, device=start.device)
+        losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
         mine = list(_per_client(extras).values())
         step, still = self._step(loss, extras), rule.still(self.model)
         descent: _Descent | None = None
@@ -343,7 +349,7 @@ class Vectorised:
                 if descent is None or len(descent.theta) > k:
                     first = (None if rows is None else rows[:k] for rows in (gradient, velocity))
                     descent = _Descent(self.model, rule, theta[:k], self._leaves(theta[:k], still), *first)
-                batch, active = walk(k, s), [rows[:k] for rows in mine]
+                batch, active = walk(slice(k), s), [rows[:k] for rows in mine]
                 grads, direct, value, moved = step(
                     descent.theta, descent.tensors, statistics[:k], keys[:k] + s, batch, active
                 )
@@ -355,11 +361,11 @@ class Vectorised:
         return torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta, losses
 
     def grad(
-        self, loss: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras
+        self, loss: Loss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras
     ) -> tuple[Tensor, Tensor, Tensor]:
         theta, statistics = self.model.parameters(at), self.model.buffers(at)
         mine, leaves = list(_per_client(extras).values()), self._leaves(theta)
-        gradient = torch.zeros_like(theta, memory_format=torch.contiguous_format)
+        gradient = torch.empty_like(theta, memory_format=torch.contiguous_format)
         with self.model.mode(train=True), self._inside():
             step = self._step(loss, extras)
             grads, direct, value, moved = step(theta, leaves, statistics, keys, _padded(batches), mine)
@@ -479,8 +485,10 @@ def _extras_of(model: FlatModel | None, extras: Extras, k: int) -> dict[str, Any
     return _trimmed(model, mine) if model is not None else mine
 
 
-def _padded(batches: list[Batch]) -> Batch:
+def _padded(batches: Batches) -> Batch:
     """Batches of unequal length as one, ``[K, b, ...]``, padded with rows of weight 0."""
+    if isinstance(batches, StepBatches):
+        return batches.padded
     width = max(len(b.y) for b in batches)
 
     def stack(parts: list[Tensor]) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.federation.batches import Batch, GroupSamples, Order
+from raypfl.federation.batches import Batch, GroupSamples, Order, StepBatches
 from raypfl.federation.executor import Executor, Loss, SGDRule
 from raypfl.messages import PerClient, per_client, plain
 
@@ -44,6 +45,11 @@ class Walk:
         for s in range(self.visits.index.shape[1]):
             yield MiniBatch(self, s)
 
+    @cached_property
+    def padded(self) -> Callable[..., Batch]:
+        """Gathers the batches of several clients at once; see :meth:`GroupSamples.walk`."""
+        return self.samples.walk(np.arange(len(self.keys)), self.visits)
+
     def run(self, of: str, loss: Loss, rows: Tensor, extras: Mapping[str, Any]) -> Run:
         """What runs work for the model `of`, decided at its first step."""
         if of not in self._runs:
@@ -53,7 +59,9 @@ class Walk:
 
     def velocity(self, of: str, like: Tensor) -> Tensor | None:
         """The momentum of the model `of`, ``[K, P]``."""
-        return self._velocities.setdefault(of, torch.zeros_like(like)) if self.rule.momentum else None
+        if self.rule.momentum and of not in self._velocities:
+            self._velocities[of] = torch.zeros_like(like)
+        return self._velocities.get(of)
 
 
 class MiniBatch:
@@ -69,8 +77,12 @@ class MiniBatch:
         here = np.flatnonzero(walk.visits.steps > s)
         self._walk = walk
         self._rows = torch.from_numpy(here).to(device)
+        self._everybody = len(here) == len(walk.keys)
         self._keys = walk.keys[self._rows] + s
-        self._batches: list[Batch] = [walk.samples.step(k, walk.visits, s) for k in here.tolist()]
+        self._batches = StepBatches(
+            alone=lambda: [walk.samples.step(k, walk.visits, s) for k in here.tolist()],
+            padded=lambda: walk.padded(self._rows, s, int(walk.visits.counts[here, s].max())),
+        )
         self.active = torch.zeros(len(walk.keys), 1, dtype=torch.bool, device=device)
         self.active[self._rows] = True
 
@@ -90,16 +102,21 @@ class MiniBatch:
         """
         walk, here, rows = self._walk, self._rows, plain(theta)
         run = walk.run(of, loss, rows, extras)
-        mine = {n: per_client(plain(e)[here]) if isinstance(e, PerClient) else e for n, e in extras.items()}
-        gradient, losses, statistics = run(lambda e: e.grad(loss, rows[here], self._batches, self._keys, mine))
+        mine = {n: per_client(self._mine(plain(e))) if isinstance(e, PerClient) else e for n, e in extras.items()}
+        moved = rows.clone(memory_format=torch.contiguous_format) if self._everybody else rows[here]
+        gradient, losses, statistics = run(lambda e: e.grad(loss, moved, self._batches, self._keys, mine))
         size = gradient.shape[1]
-        moved, velocity = rows[here, :size], walk.velocity(of, rows[:, :size])
-        mine_of = None if velocity is None else velocity[here]
-        (walk.rule if lr is None else replace(walk.rule, lr=lr)).step_(moved, gradient, mine_of)
-        if velocity is not None and mine_of is not None:
+        velocity = walk.velocity(of, rows[:, :size])
+        mine_of = None if velocity is None else self._mine(velocity)
+        (walk.rule if lr is None else replace(walk.rule, lr=lr)).step_(moved[:, :size], gradient, mine_of)
+        moved[:, size:] = statistics
+        if velocity is not None and mine_of is not None and not self._everybody:
             velocity[here] = mine_of
-        out = rows.clone()
-        out[here] = torch.cat([moved, statistics], dim=1)
+        out = moved if self._everybody else rows.clone().index_copy_(0, here, moved)
         walk.losses[of][here] += losses / torch.from_numpy(walk.visits.steps).to(losses)[here]
         walk.trained[of] = out
         return per_client(out)
+
+    def _mine(self, rows: Tensor) -> Tensor:
+        """Those of clients that are active; not a copy if all are."""
+        return rows if self._everybody else rows[self._rows]
