@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -75,6 +76,25 @@ def test_a_lost_actors_groups_wait_again_before_all_others():
     assert handed(dispatch) == [(9, 3)]
     dispatch.finished(9, groups[3], 2.0)
     assert dispatch.done
+
+
+def test_a_group_that_is_to_be_alone_waits_for_an_idle_actor_and_has_nothing_behind_it():
+    groups = [replace(group(i, 9 - i, homes="y"), alone=i < 2) for i in range(4)]
+    dispatch = crew(*groups, nodes="xy")
+    assert handed(dispatch) == [(0, 0), (1, 1)]
+    assert dispatch.pause(0.0) == math.inf
+    dispatch.finished(0, groups[0], 1.0)
+    assert handed(dispatch) == [(0, 2), (0, 3)]
+
+    busy = [group(0, 9), replace(group(1, 8), alone=True), group(2, 7)]
+    dispatch = crew(*busy, nodes="x")
+    assert handed(dispatch) == [(0, 0)] and dispatch.pause(0.0) == math.inf
+    dispatch.finished(0, busy[0], 1.0)
+    assert handed(dispatch) == [(0, 1)]
+
+    near = replace(group(3, 9, homes="y"), alone=True)
+    dispatch = crew(group(0, 10, homes="y"), group(1, 10, homes="x"), group(2, 9, homes="x"), near, nodes="yx")
+    assert handed(dispatch) == [(0, 0), (1, 1), (0, 2)]
 
 
 def test_a_client_that_turned_out_slow_is_expected_to_be_slow_again():

@@ -177,7 +177,7 @@ class Exchanger:
         """Which clients of a failing group fail alone, at one try; nothing that they do counts."""
         if len(group.clients) == 1:
             return {}
-        alone = [replace(_subgroup(group, [k], tries=1), index=k) for k in range(len(group.clients))]
+        alone = [replace(_subgroup(group, [k], tries=1), index=k, alone=True) for k in range(len(group.clients))]
         failing: dict[int, Failed] = {}
         for one, outcome in self.backend.run(call, alone):
             if isinstance(outcome, Failed):

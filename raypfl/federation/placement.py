@@ -110,7 +110,7 @@ class Dispatch:
         """Seconds until :meth:`next` may have an answer, if nothing happens meanwhile; infinite if it will not."""
         if not self._waiting:
             return float("inf")
-        moments = [lane.dry() - AHEAD - now for lane in self._lanes.values() if len(lane.groups) < IN_FLIGHT]
+        moments = [lane.dry() - AHEAD - now for lane in self._lanes.values() if self._shares(lane)]
         return max(0.0, min(moments, default=float("inf")))
 
     def finished(self, actor: Hashable, group: Group, now: float) -> None:
@@ -120,7 +120,7 @@ class Dispatch:
         lane.since = now
 
     def lost(self, actor: Hashable) -> list[Group]:
-        """An actor is gone; returns its groups, the one that it was running first. They wait again."""
+        """An actor is gone; returns its groups, which wait again."""
         lane = self._lanes.pop(actor, None)
         groups = lane.groups if lane else []
         self._waiting[:0] = groups
@@ -132,14 +132,19 @@ class Dispatch:
         self._waiting[place : place + 1] = [] if instead is None else [instead]
 
     def _takes(self, lane: _Lane, now: float) -> bool:
-        return not lane.groups or (len(lane.groups) < IN_FLIGHT and lane.dry() - AHEAD <= now)
+        return not lane.groups or (self._shares(lane) and lane.dry() - AHEAD <= now)
+
+    def _shares(self, lane: _Lane) -> bool:
+        """Whether an actor may be handed the next group while it has others."""
+        return len(lane.groups) < IN_FLIGHT and not any(group.alone for group in (self._waiting[0], *lane.groups))
 
     def _nearest(self, node: str) -> int:
         """Place in the queue of the group to give to an actor on this node."""
         if len({lane.node for lane in self._lanes.values()}) < 2:
             return 0
         enough = AS_LONG * self._waiting[0].length
-        candidates = [i for i, group in enumerate(self._waiting[: len(self._lanes)]) if group.length >= enough]
+        front = enumerate(self._waiting[: len(self._lanes)])
+        candidates = [i for i, group in front if i == 0 or (group.length >= enough and not group.alone)]
         return max(candidates, key=lambda i: (_held(self._waiting[i], node), -i))
 
 

@@ -189,17 +189,21 @@ class RayBackend:
     def _bury(
         self, crew: _Crew, flying: dict[Any, _Flight], dispatch: Dispatch, error: BaseException
     ) -> Iterator[tuple[Group, Failed]]:
-        """Put a dead actor's groups back, unless that was the last try of the one that it was running."""
+        """Put a dead actor's groups back, unless there is only one, and that was its last try.
+
+        Of two, either may have begun, and taken the other's reply along when it ended the process.
+        """
         self._dismiss(crew)
         self._warn("A client actor died; another takes its place, and its groups run again.")
         for flight in [flight for flight in flying.values() if flight.crew is crew]:
             del flying[flight.reply]
-        running = dispatch.lost(crew)[0]
-        if running.tries > 1:
-            dispatch.drop(running, instead=replace(running, tries=running.tries - 1))
-        else:
-            dispatch.drop(running)
-            yield running, Failed(error, f"Its actor's process died. {_why(error)}")
+        lost = dispatch.lost(crew)
+        for group in lost:
+            if len(lost) == 1 and group.tries == 1:
+                dispatch.drop(group)
+                yield group, Failed(error, f"Its actor's process died. {_why(error)}")
+            else:
+                dispatch.drop(group, instead=replace(group, tries=max(1, group.tries - 1), alone=True))
 
     def _give_up(self, flying: Mapping[Any, _Flight]) -> None:
         """Nobody wants these results any more, and a running method cannot be interrupted: its actor goes."""

@@ -54,6 +54,7 @@ class Group:
     states : each client's place, or None.
     length : what it is expected to take, in any unit. seconds : the same in seconds; 0: that is not known yet.
     tries : that it has left, this one included. A try ends with a reply, an error, or its actor's death.
+    alone : whether its actor has nothing else meanwhile, so that it is known whose doing the actor's death is.
     """
 
     index: int
@@ -64,6 +65,7 @@ class Group:
     length: float = 1.0
     seconds: float = 0.0
     tries: int = 1
+    alone: bool = False
 
 
 @dataclass(frozen=True)
