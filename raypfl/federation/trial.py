@@ -241,7 +241,7 @@ def _try(
                 clients = clients_of(way, min(group, GLANCE) if together else 2)
                 _train(clients)
                 seconds[way] = _train(clients)
-                if together and seconds[way] > HOPELESS * min(seconds.values()):
+                if together and _is_hopeless(len(clients), seconds[way], clients_of(way, 1), min(seconds.values())):
                     continue
                 if together and group > GLANCE:
                     clients = clients_of(way, group)
@@ -260,6 +260,20 @@ def _try(
     if broken is not None and not seconds and _raised(model, training, input_shape, plainest.channels_last) is not None:
         raise broken
     return Trial(seconds, left_out)
+
+
+def _is_hopeless(count: int, seconds: float, one: Clients, best: float) -> bool:
+    """Whether no group can be as fast as `best` a client: one of `count` takes `seconds` a client.
+
+    A step together takes its overhead, and then some for each client: if that alone takes longer than a client one by
+    one, as for convolutions on CPUs, larger groups do not help. It is what `count` take beyond `one`.
+    """
+    if seconds > HOPELESS * best:
+        return True
+    if seconds <= best:
+        return False
+    _train(one)
+    return (count * seconds - _train(one)) / (count - 1) > best
 
 
 def _train(clients: Clients) -> float:
