@@ -57,15 +57,6 @@ class SlowTogether(nn.Linear):
         return super().forward(x.flatten(1))
 
 
-class SlowEach(nn.Linear):
-    """Takes a little longer for each of several clients at once than for a client alone."""
-
-    def forward(self, x):
-        together = torch._C._functorch.is_batchedtensor(x)
-        time.sleep(0.004 * len(torch._C._functorch.get_unwrapped(x)) if together else 0.003)
-        return super().forward(x.flatten(1))
-
-
 def tried(network, folder, executor="auto", group=8, shape=SHAPE, **training):
     model = FlatModel(lambda: network(4 * shape[0], 3))
     return trial.faster(model, TrainingSettings(**training), executor, shape, 3, group, folder)
@@ -99,10 +90,20 @@ def test_whole_groups_are_not_tried_of_what_is_far_slower_for_a_few_clients(tmp_
     monkeypatch.setattr(trial, "_clients", lambda *of: counts.append(of[-1]) or make(*of))
     found = tried(SlowTogether, tmp_path)
     assert max(counts) == trial.GLANCE and found.seconds[TOGETHER] > 0.01
-    found = tried(SlowEach, tmp_path)
-    assert max(counts) == trial.GLANCE and found.seconds[TOGETHER] < trial.HOPELESS * found.seconds[ONE_BY_ONE]
     tried(Slow, tmp_path)
     assert max(counts) == 8
+
+
+@pytest.mark.parametrize(
+    ("four", "alone", "hopeless"),
+    [(1.3, 1.3, True), (1.3, 1.2, True), (1.3, 4.0, False), (0.9, 0.9, False), (2.1, 8.0, True)],
+)
+def test_whole_groups_are_not_tried_where_a_further_client_costs_more_than_one_alone(
+    four, alone, hopeless, monkeypatch
+):
+    """Seconds a client one by one: 1; in a group of four: `four`; in a group of one: `alone`."""
+    monkeypatch.setattr(trial, "_train", lambda clients: alone)
+    assert trial._is_hopeless(4, four, None, best=1.0) == hopeless
 
 
 def test_clients_train_one_by_one_if_that_is_about_as_fast():
