@@ -23,6 +23,7 @@ from benchmarks.peers.jobs import (
     PFL_TWO,
     Contender,
 )
+from raypfl.federation.trial import Way
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 FP32 = (INLINE.name, CHANNELS_LAST.name, ACTORS.name)
@@ -79,14 +80,10 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> Summary:
 
 
 def _chosen(runs: Sequence[Mapping[str, Any]]) -> str:
-    ways = Counter(_way(run["notes"]) for run in runs if run.get("notes"))
+    ways = Counter(str(Way(**run["notes"])) for run in runs if run.get("notes"))
     if len(ways) == 1:
         return next(iter(ways))
     return "; ".join(f"{way} in {count} of {ways.total()} runs" for way, count in ways.items())
-
-
-def _way(notes: Mapping[str, Any]) -> str:
-    return notes["executor"] + (", channels last" if notes["channels_last"] else "")
 
 
 @dataclass(frozen=True)
