@@ -1,6 +1,6 @@
 """How long client actors idle on clusters larger than this machine: measured times, replayed through the scheduler.
 
-    python -m benchmarks.scheduling                  # seconds; prints a table
+    python -m benchmarks.scheduling                  # prints a table
     python -m benchmarks.scheduling --reply 3        # if the server took 3 ms for each reply
     python -m benchmarks.scheduling --plot docs/performance/scheduling.png
 
@@ -31,7 +31,7 @@ from raypfl.federation.schedule import cut, group_sizes
 from raypfl.federation.work import Group
 
 ACTORS = (8, 16, 32, 64, 128, 256, 512)
-COHORT, POPULATION, BATCH, ROUNDS = 1000, 5000, 10, 6
+COHORT, POPULATION, BATCH, ROUNDS = 1000, 5000, 10, 21
 LATENCY = 0.001
 HERE = "benchmarks.scheduling"
 
@@ -162,7 +162,7 @@ def plot(results: dict[str, dict[int, tuple[float, float, float]]], file: Path) 
         (line,) = axes.plot(list(rows), shares, marker="o", label=f"{job}, {next(iter(rows.values()))[2]:.0f} groups")
         bounds = [100 * row[1] for row in rows.values()]
         axes.plot(list(rows), bounds, "--", color=line.get_color(), label=f"{job}, longest first at no cost")
-    axes.axhline(5, color="grey", linewidth=0.8)
+    axes.axhline(5, color="grey", linewidth=0.8, label="target, at 64 actors")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ACTORS, [str(n) for n in ACTORS])
     axes.set_ylim(0, 100)

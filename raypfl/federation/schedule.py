@@ -24,7 +24,7 @@ JUDGED_GROUP = 100
 JUDGED_GROUPS = 8
 """Groups that are not made larger than in training for that, so that actors have something to share."""
 
-SEQUENTIAL_GROUP = 8
+SEQUENTIAL_GROUP = 5
 """Clients that the largest sequential group of a cohort has, unless the cohort is small. Fewer would cost a model's way
 to the server more often; more would let actors wait for the last group longer."""
 
