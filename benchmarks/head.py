@@ -5,8 +5,9 @@
     python -m benchmarks.head --rounds 2000          # what processes hold over many small rounds
 
 With `--actors`: that many client actors, whose clients sleep for a quarter of a second and cost nothing, so that a
-machine with few cores can have many. A round has four clients for every actor, one a group. How many sleep at a time,
-on average over the round, is what the head keeps busy.
+machine with few cores can have many. A round has four clients for every actor, one a group. How many sleep, on
+average over the round and at most at a time, is what the head keeps busy. An actor holds a third of a GB: where 64 of
+them leave little, `RAY_memory_usage_threshold=0.99` keeps Ray from killing some.
 
 With `--replies`: the seconds that the server takes for a group's reply, of 1,626,442 and of 9,610 numbers, where 128
 are waiting, as at the end of a round on 64 actors with two groups each: to be told that one is there, to fetch it from
@@ -34,8 +35,8 @@ from raypfl.data import DataConfig, RawData
 from raypfl.federation.cohort import Total
 from raypfl.federation.events import Event, RoundFinished
 from raypfl.federation.work import Group, Reply, Value
-from raypfl.messages import Sum
-from raypfl.methods import Method
+from raypfl.messages import Each
+from raypfl.methods import FedAvg
 
 SLEEP = 0.25
 WARM = 100
@@ -51,7 +52,7 @@ def pixels(config: DataConfig) -> RawData:
     return RawData(inputs, draws.integers(0, 10, 2000), class_names=[str(c) for c in range(10)])
 
 
-class Sleeper(Method):
+class Sleeper(FedAvg):
     """Every client sleeps.
 
     Attributes
@@ -63,15 +64,24 @@ class Sleeper(Method):
 
     def start(self, task: raypfl.Task) -> dict[str, Any]:
         time.sleep(self.patience)
-        return {"slept": []}
+        return super().start(task) | {"slept": [], "at_once": []}
 
     def round(self, server: dict[str, Any], cohort: Any) -> None:
-        cohort.run(self.sleep)
+        times = cohort.run(self.sleep)["times"]
         server["slept"] = [*server["slept"], cohort.seconds]
+        server["at_once"] = [*server["at_once"], at_once(times)]
 
-    def sleep(self, clients: Any) -> dict[str, Sum]:
+    def sleep(self, clients: Any) -> dict[str, Each]:
+        begun = time.monotonic()
         time.sleep(SLEEP)
-        return {"one": Sum(torch.ones(len(clients)))}
+        times = torch.tensor([begun, time.monotonic()], dtype=torch.float64)
+        return {"times": Each(times.expand(len(clients), -1))}
+
+
+def at_once(times: torch.Tensor) -> int:
+    """The most that slept at a time, of ``times[n, 2]``: the seconds at which each began and ended."""
+    begun, ended = times[:, 0].sort().values, times[:, 1].sort().values
+    return int((torch.arange(1, len(begun) + 1) - torch.searchsorted(ended, begun, right=True)).max())
 
 
 def experiment(folder: str, clients: int, **parts: Any) -> raypfl.Experiment:
@@ -102,8 +112,10 @@ def busy(folder: str, actors: int, patience: float) -> None:
         )
     )
     ideal = 4 * SLEEP
-    for seconds, slept in zip(result.rounds["seconds"].to_pylist(), result.server_state()["slept"], strict=True):
-        print(f"round: {seconds:.3f} s ({ideal:.2f} without a head); {slept / seconds:.1f} of {actors} actors busy")
+    server, rounds = result.server_state(), result.rounds["seconds"].to_pylist()
+    for seconds, slept, most in zip(rounds, server["slept"], server["at_once"], strict=True):
+        average = f"{slept / seconds:.1f} of {actors} actors busy on average"
+        print(f"round: {seconds:.3f} s ({ideal:.2f} without a head); {average}, {most} at a time")
 
 
 class Answerer:

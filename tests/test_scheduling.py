@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.head import Answerer
+import pytest
+import torch
+
+import raypfl
+from benchmarks.head import HERE, Answerer, at_once, experiment
 from benchmarks.scheduling import JOBS, idle, longest_first
 from raypfl.federation.work import Value
 
@@ -26,3 +30,17 @@ def test_longest_first_fills_the_actor_that_is_free_first():
 def test_the_reply_that_is_timed_is_a_mean_of_one_vector():
     (value,) = Answerer().reply(10).values.values()
     assert isinstance(value, Value) and value.kind == "mean" and value.array.shape == (10,)
+
+
+def test_sleepers_run_and_say_when_they_slept(tmp_path):
+    method = {"name": f"{HERE}:Sleeper"}
+    result = raypfl.run(experiment(str(tmp_path), 2, rounds=1, method=method, engine={"backend": "inline"}))
+    state = result.server_state()
+    assert state["at_once"] == [1] and state["slept"][0] > 0.2
+
+
+@pytest.mark.parametrize(
+    ("times", "most"), [([[0, 1], [1, 2]], 1), ([[0, 3], [1, 2], [2, 4]], 2), ([[0, 3], [1, 3], [2, 3], [4, 5]], 3)]
+)
+def test_sleepers_at_a_time_are_counted(times, most):
+    assert at_once(torch.tensor(times, dtype=torch.float64)) == most
