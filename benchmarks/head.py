@@ -1,7 +1,7 @@
 """What the server's process can keep up with, and for how long.
 
     python -m benchmarks.head --actors 64            # three minutes, most of them to start 64 processes
-    python -m benchmarks.head --replies              # a minute
+    python -m benchmarks.head --replies              # half a minute
     python -m benchmarks.head --rounds 2000          # what processes hold over many small rounds
 
 With `--actors`: that many client actors, whose clients sleep for a quarter of a second and cost nothing, so that a
@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--replies", action="store_true", help="time the server's work on a reply")
     parser.add_argument("--rounds", type=int, help="small rounds to look at memory over")
     given = parser.parse_args()
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with tempfile.TemporaryDirectory() as folder:
         if given.actors:
             busy(folder, given.actors, given.patience)

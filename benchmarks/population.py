@@ -1,6 +1,6 @@
 """What the size of the population costs: the same cohort drawn from 1,000 and from 100,000 clients, in turns.
 
-    python -m benchmarks.population                  # two minutes, and as much again where the data is not prepared
+    python -m benchmarks.population                  # two minutes, half of it to make the data
     python -m benchmarks.population --quick          # 300 and 30,000 clients, cohorts of 300: rough
 
 Clients have 10 to 100 samples of 8x8 pixels, log-normally many, and train the 9,610-parameter network for an epoch in
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ.setdefault("RAY_worker_niceness", "0")
     cohort = 300 if given.quick else 1000
     about = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; torch {torch.__version__}"
     print(f"raypfl {raypfl.__version__} on {about}; cohorts of {cohort}, {given.actors} actors")

@@ -2,13 +2,15 @@
 
     python -m benchmarks.scheduling                  # prints a table
     python -m benchmarks.scheduling --reply 3        # if the server took 3 ms for each reply
+    python -m benchmarks.scheduling --largest 8      # if sequential groups shrank from eight clients
+    python -m benchmarks.scheduling --fit            # minutes; the times that groups take on this machine
     python -m benchmarks.scheduling --plot docs/performance/scheduling.png
 
 Cohorts of 1000 clients with log-normal sample counts (mean 50, sigma 0.8 of the logarithm) are cut, ordered and handed
 out by the code that runs on Ray (`federation.schedule`, `federation.placement`); only actors and the clock are
-simulated. A group takes `seconds(steps of its clients)`, fitted to the groups of a real run, times a log-normal
-disturbance of 5 % that nobody can foresee; a group needs a millisecond to reach its actor, and the server handles
-replies one after the other. The first round, in which nothing is known of times, is left out.
+simulated. A group takes `Times.seconds`, as measured, times a log-normal disturbance of 5 % that nobody can foresee; it
+needs a millisecond to reach its actor, and the server handles replies one after the other. The first round, in which
+nothing is known of times, is left out.
 
 Idle is the share of the actors' time, from the round's begin to its last reply, in which they do not work. Beside it:
 what greedy longest-first scheduling of the same groups would leave idle if it knew every time beforehand, and handing
@@ -19,15 +21,21 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
+import os
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+import raypfl
+from benchmarks.overhead import Plan
 from raypfl.federation.placement import Dispatch, Timings
-from raypfl.federation.schedule import cut, group_sizes
+from raypfl.federation.schedule import cut, group_sizes, shrinking
 from raypfl.federation.work import Group
 
 ACTORS = (8, 16, 32, 64, 128, 256, 512)
@@ -58,10 +66,11 @@ class Times:
 
 
 JOBS = {
-    "cnn": Times("sequential", group=0.008, step=0.0, client_step=0.0170, reply=0.00107),
-    "mlp": Times("vectorised", group=0.001, step=0.0012, client_step=0.000045, reply=0.00006),
+    "cnn": Times("sequential", group=0.0, step=0.0, client_step=0.0156, reply=0.00107),
+    "mlp": Times("vectorised", group=0.001, step=0.0005, client_step=0.000034, reply=0.00006),
 }
-"""On one core of the machine that `docs/performance/engine.md` names."""
+"""On one core of the machine that `docs/performance/engine.md` names, while nobody else used it: rounds in one process
+(`results/overhead.json`), in groups of several sizes. `--fit` finds what an actor takes on yours."""
 
 Cut = Callable[[np.ndarray, str], Sequence[np.ndarray]]
 
@@ -69,6 +78,13 @@ Cut = Callable[[np.ndarray, str], Sequence[np.ndarray]]
 def as_the_engine_cuts(costs: np.ndarray, executor: str) -> Sequence[np.ndarray]:
     """Positions of a cohort in groups."""
     return cut(costs, group_sizes(len(costs), executor), executor)
+
+
+def from_so_many(largest: int, costs: np.ndarray, executor: str) -> Sequence[np.ndarray]:
+    """The same, but sequential groups shrink from the `largest`."""
+    if executor == "vectorised":
+        return as_the_engine_cuts(costs, executor)
+    return cut(costs, shrinking(len(costs), largest), executor)
 
 
 def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply: float) -> float:
@@ -109,17 +125,26 @@ def longest_first(seconds: Sequence[float], actors: int) -> float:
     return max(loads)
 
 
-def idle(times: Times, actors: int, divide: Cut = as_the_engine_cuts, seed: int = 0) -> tuple[float, float, float]:
-    """Medians over rounds: share of idle time, that of :func:`longest_first`, and groups a round."""
-    draws = np.random.default_rng(seed)
+@dataclass(frozen=True)
+class Replayed:
+    """Medians over rounds: shares of idle time, of :func:`replay` and of :func:`longest_first`, seconds, groups."""
+
+    idle: float
+    bound: float
+    seconds: float
+    groups: float
+
+
+def rounds(times: Times, actors: int, divide: Cut = as_the_engine_cuts) -> Replayed:
+    """What rounds take on so many actors; in all of them the clients and cohorts are the same."""
+    draws = np.random.default_rng(0)
     sizes = np.maximum(1, draws.lognormal(np.log(50) - 0.8**2 / 2, 0.8, POPULATION))
     steps = np.ceil(sizes / BATCH)
     timings = Timings(steps)
-    shares, bounds, counts = [], [], []
+    replayed = []
     for _ in range(ROUNDS):
         cohort = np.sort(draws.choice(POPULATION, COHORT, replace=False))
-        parts = divide(steps[cohort], times.executor)
-        members = [cohort[part] for part in parts]
+        members = [cohort[part] for part in divide(steps[cohort], times.executor)]
         groups = [
             Group(i, tuple(m.tolist()), m, {}, [], timings.length(m), timings.seconds("train", m))
             for i, m in enumerate(members)
@@ -128,10 +153,24 @@ def idle(times: Times, actors: int, divide: Cut = as_the_engine_cuts, seed: int 
         whole = replay(groups, seconds, actors, times.reply)
         for group, one in zip(groups, seconds, strict=True):
             timings.note("train", group.clients, one)
-        shares.append(1 - sum(seconds) / (actors * whole))
-        bounds.append(1 - sum(seconds) / (actors * longest_first(seconds, actors)))
-        counts.append(len(groups))
-    return tuple(statistics.median(values[1:]) for values in (shares, bounds, counts))  # type: ignore[return-value]
+        idle, bound = (1 - sum(seconds) / (actors * took) for took in (whole, longest_first(seconds, actors)))
+        replayed.append(Replayed(idle, bound, whole, len(groups)))
+    return Replayed(*(statistics.median(values) for values in zip(*map(astuple, replayed[1:]), strict=True)))
+
+
+def fitted(job: str, plan: Plan) -> Times:
+    """A job's times, by least squares on the relative errors of rounds in groups of several sizes."""
+    executor = JOBS[job].executor
+    shapes, seconds = [], []
+    for size, epochs in itertools.product((10, 25, 50) if executor == "vectorised" else (1, 2, 5), (1, 2)):
+        run = plan.experiment(job, "ray", 1, epochs=epochs)
+        taken = raypfl.run(run.override([f"engine.group_size={size}", f"engine.executor={executor}"]))
+        seconds.append(statistics.median(taken.rounds["seconds"].to_pylist()[1:]))
+        groups, steps = 50 / size, epochs * 50 / BATCH
+        shapes.append([groups, groups * steps * (executor == "vectorised"), 50 * steps])
+    weighed = np.array(shapes) / np.array(seconds)[:, None]
+    group, step, client_step = np.linalg.lstsq(weighed, np.ones(len(seconds)))[0]
+    return replace(JOBS[job], group=float(group), step=float(step), client_step=float(client_step))
 
 
 def main() -> None:
@@ -139,28 +178,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--plot", type=Path, help="draw idle time over actors into this file")
     parser.add_argument("--reply", type=float, help="ms that the server takes for a reply, in place of the measured")
+    parser.add_argument("--largest", type=int, help="clients of the largest sequential group, in place of raypfl's")
+    parser.add_argument("--fit", action="store_true", help="measure what groups take; nothing is replayed")
     given = parser.parse_args()
+    if given.fit:
+        fit()
+        return
     jobs = JOBS if given.reply is None else {job: replace(t, reply=given.reply / 1000) for job, t in JOBS.items()}
-    results = {job: {n: idle(times, n) for n in ACTORS} for job, times in jobs.items()}
+    divide = partial(from_so_many, given.largest) if given.largest else as_the_engine_cuts
+    results = {job: {n: rounds(times, n, divide) for n in ACTORS} for job, times in jobs.items()}
     for job, rows in results.items():
-        groups = next(iter(rows.values()))[2]
+        groups = next(iter(rows.values())).groups
         print(f"\n{job}: cohort of {COHORT} in {groups:.0f} groups, {1000 * jobs[job].reply:g} ms a reply")
-        print("  actors" + "".join(f"{n:>8}" for n in rows))
-        print("  idle  " + "".join(f"{share:>8.1%}" for share, _, _ in rows.values()))
-        print("  bound " + "".join(f"{bound:>8.1%}" for _, bound, _ in rows.values()))
+        print("  actors " + "".join(f"{n:>8}" for n in rows))
+        print("  idle   " + "".join(f"{row.idle:>8.1%}" for row in rows.values()))
+        print("  bound  " + "".join(f"{row.bound:>8.1%}" for row in rows.values()))
+        print("  seconds" + "".join(f"{row.seconds:>8.3f}" for row in rows.values()))
     if given.plot:
         plot(results, given.plot)
 
 
-def plot(results: dict[str, dict[int, tuple[float, float, float]]], file: Path) -> None:
+def fit() -> None:
+    """Print what groups take on one actor of this machine."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(folder, 1, 5, (1,))
+        with raypfl.session(plan.experiment("mlp", "ray", 1)):
+            for job in JOBS:
+                t = fitted(job, plan if job == "cnn" else replace(plan, rounds=100))
+                print(f"{job}: {1000 * t.group:.2f} ms a group, {1000 * t.step:.3f} a step, ", end="")
+                print(f"{1000 * t.client_step:.4f} a client's step")
+
+
+def plot(results: dict[str, dict[int, Replayed]], file: Path) -> None:
     """Idle share over actors, one curve a job, its bound dashed."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
     for job, rows in results.items():
-        shares = [100 * row[0] for row in rows.values()]
-        (line,) = axes.plot(list(rows), shares, marker="o", label=f"{job}, {next(iter(rows.values()))[2]:.0f} groups")
-        bounds = [100 * row[1] for row in rows.values()]
+        shares = [100 * row.idle for row in rows.values()]
+        (line,) = axes.plot(
+            list(rows), shares, marker="o", label=f"{job}, {next(iter(rows.values())).groups:.0f} groups"
+        )
+        bounds = [100 * row.bound for row in rows.values()]
         axes.plot(list(rows), bounds, "--", color=line.get_color(), label=f"{job}, longest first at no cost")
     axes.axhline(5, color="grey", linewidth=0.8, label="target, at 64 actors")
     axes.set_xscale("log", base=2)

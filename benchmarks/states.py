@@ -62,7 +62,6 @@ class Local(FedAvg):
 
     def round(self, server: dict[str, Any], cohort: Any) -> None:
         cohort.run(self.train, theta=server["theta"])
-        server["worked"] = [*server.get("worked", []), cohort.seconds]
 
     def train(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
         start = clients.state.get("own", default=theta) if self.keep else theta.expand(len(clients), -1)

@@ -22,7 +22,7 @@ from benchmarks.memory import descendants
 from benchmarks.peers import data, environments, report
 from benchmarks.peers.__main__ import forget_trials, is_possible, machine, missing
 from benchmarks.peers.data import Noise, prepare, sizes, store
-from benchmarks.peers.jobs import ACTORS, BARE, CONTENDERS, FLOWER, FLUKE, INLINE, JOBS, PFL, PFL_TWO, Contender
+from benchmarks.peers.jobs import ACTORS, BARE, BF16, CONTENDERS, FLOWER, FLUKE, INLINE, JOBS, PFL, PFL_TWO, Contender
 from benchmarks.peers.local import fit
 from benchmarks.peers.measure import Patience, measure, parse
 from benchmarks.peers.order import Order, Shards, Stamps, network
@@ -70,7 +70,9 @@ def line(end: float, begin: float | None = None) -> str:
 
 
 def a_run(job: str, contender: str, rounds: list[float], **more: Any) -> dict[str, Any]:
-    return {"job": job, "contender": contender, "startup": 4.0, "rounds": rounds, "memory": 1, "problem": None} | more
+    measured = {"startup": 4.0, "rounds": rounds, "memory": 1, "problem": None}
+    origin = {"commit": "abc1234", "date": "2026-11-20T23:50Z", "load": 0.04}
+    return {"job": job, "contender": contender, **measured, **origin} | more
 
 
 def results(*runs: dict[str, Any]) -> dict[str, Any]:
@@ -330,16 +332,25 @@ def test_nothing_is_said_of_as_many_processes_where_only_one_side_was_measured()
 
 
 def test_the_page_tells_of_which_commits_its_runs_are_and_when_they_were_made() -> None:
-    one = {"commit": "abc1234", "date": "2026-11-20T23:50Z", "load": 0.04}
     other = {"commit": "def5678-dirty", "date": "2026-11-21T00:10Z", "load": 1.26}
-    runs = [a_run("mlp", BARE.name, [1.0]) | about for about in (one, one | {"date": "2026-11-22T08:00Z"}, other)]
+    runs = [a_run("mlp", BARE.name, [1.0], **about) for about in ({}, {"date": "2026-11-22T08:00Z"}, other)]
     said = (
         "Runs are of commit abc1234 (2026-11-20 to 2026-11-22), commit def5678-dirty (2026-11-21); "
         "load averages as they began: 0.0 to 1.3."
     )
     assert said in report.page(results(*runs))
-    assert "2 of 5 runs are from before" in report.page(results(*runs, *[a_run("mlp", BARE.name, [1.0])] * 2))
-    assert "are from before" not in report.page(results(*runs))
+
+
+def test_the_readme_has_each_system_at_its_fastest() -> None:
+    runs = [a_run(job, c.name, [2.0]) for job in report.IN_SHORT for c in (BARE, INLINE, PFL)]
+    runs += [a_run(job, c.name, [1.234]) for job in report.IN_SHORT for c in (ACTORS, PFL_TWO)]
+    runs += [a_run("mlp", FLOWER.name, []), a_run("mlp", BF16.name, [0.1])]
+    lines = report.summary(results(*runs)).splitlines()
+    assert lines[:2] == [
+        "| | bare PyTorch loop | raypfl | Flower | pfl-research | fluke |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    assert lines[2] == "| MLP of 9,610, 50 of 1,000 clients | 2 | **1.2** | over 150 | 1.2 | — |"
 
 
 def test_the_page_tells_what_raypfls_trial_chose() -> None:
@@ -425,6 +436,13 @@ def test_a_measured_process_keeps_the_bytecode_that_it_compiles(
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     command = [sys.executable, "-c", "import sys; print('kept:', not sys.dont_write_bytecode)"]
     assert "kept: True" in str(measure(command, tmp_path / "report", Patience(limit=30.0)).problem)
+
+
+def test_what_a_measured_process_leaves_behind_is_removed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import tempfile; print('in', tempfile.mkdtemp())"]
+    problem = str(measure(command, tmp_path / "report", Patience(limit=30.0)).problem)
+    left = Path(problem.rpartition(" in ")[2])
+    assert left.name.startswith("tmp") and not left.exists()
 
 
 SCRIPT = """

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import raypfl
 from benchmarks.head import HERE, Answerer, at_once, experiment
-from benchmarks.scheduling import JOBS, idle, longest_first
+from benchmarks.scheduling import JOBS, as_the_engine_cuts, from_so_many, longest_first, rounds
 from raypfl.federation.work import Value
 
 
 def test_the_slower_the_server_handles_replies_the_longer_actors_idle():
-    fast, slow = (idle(replace(JOBS["cnn"], reply=reply), actors=64)[0] for reply in (0.0, 0.005))
+    fast, slow = (rounds(replace(JOBS["cnn"], reply=reply), actors=64).idle for reply in (0.0, 0.005))
     assert fast < slow
 
 
 def test_no_schedule_leaves_less_idle_than_one_that_knows_all_times_and_costs_nothing():
-    share, bound, groups = idle(replace(JOBS["mlp"], reply=0.0), actors=64)
-    assert share >= bound and groups == 20
+    replayed = rounds(replace(JOBS["mlp"], reply=0.0), actors=64)
+    assert replayed.idle >= replayed.bound and replayed.groups == 20
+
+
+def test_a_cut_from_more_clients_has_fewer_groups():
+    engine, coarse = (rounds(JOBS["cnn"], 8, divide) for divide in (as_the_engine_cuts, partial(from_so_many, 8)))
+    assert engine.groups == 333 and coarse.groups == 222
 
 
 def test_longest_first_fills_the_actor_that_is_free_first():

@@ -1,6 +1,6 @@
 """raypfl beside what researchers use today: the same jobs, in one run, on the same machine.
 
-    python -m benchmarks.peers                         # all jobs, 3 repeats: an hour
+    python -m benchmarks.peers                         # all jobs, 3 repeats: over an hour
     python -m benchmarks.peers --quick                 # a few minutes, rough
     python -m benchmarks.peers --jobs cnn mlp          # these anew; others stay in the results as they are
     python -m benchmarks.peers --go-on                 # what is missing in the results
@@ -36,7 +36,7 @@ from benchmarks.peers.jobs import CONTENDERS, JOBS, Contender, Job
 from benchmarks.peers.measure import ROOT, Patience, Run, measure
 
 RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 PICTURE = ROOT / "docs" / "performance" / "peers.png"
 SYSTEMS = tuple(dict.fromkeys(contender.system for contender in CONTENDERS))
 QUICK_JOBS = ("cnn", "mlp", "lenet")
@@ -58,7 +58,8 @@ def main() -> None:
     else:
         report.draw(results, PICTURE)
         PAGE.write_text(report.insert(PAGE.read_text(), report.page(results)))
-        print(f"Wrote {PAGE.relative_to(ROOT)} and {PICTURE.relative_to(ROOT)}")
+        README.write_text(report.insert(README.read_text(), report.summary(results)))
+        print(f"Wrote {', '.join(str(file.relative_to(ROOT)) for file in (PAGE, README, PICTURE))}")
 
 
 def _measure(given: argparse.Namespace, results: dict[str, Any], path: Path | None) -> None:

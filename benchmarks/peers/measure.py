@@ -84,7 +84,8 @@ def measure(command: list[str], report: Path, patience: Patience) -> Run:
     Memory is read when the first round is over and after the last that counts, never between: that walks all pages
     of all processes, and takes tens of milliseconds from each.
     """
-    scratch = tempfile.mkdtemp(prefix="peers-", dir="/tmp")  # not $TMPDIR: the paths of Ray's sockets must be short
+    # Not in $TMPDIR: the paths of Ray's sockets must be short.
+    scratch = tempfile.mkdtemp(prefix="peers-", dir="/tmp")
     log = report.with_suffix(".log")
     started = time.monotonic()
     with log.open("w") as output:
@@ -146,8 +147,9 @@ def _variables(scratch: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     ray = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": scratch}
+    temporary = {"TMPDIR": scratch}  # a run that is killed leaves gigabytes of states behind
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    return kept | threads | ray | quiet
+    return kept | threads | ray | temporary | quiet
 
 
 def _stop(process: subprocess.Popen[bytes], tree: set[Process]) -> None:

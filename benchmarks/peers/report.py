@@ -23,10 +23,11 @@ from benchmarks.peers.jobs import (
     PFL_TWO,
     Contender,
 )
+from benchmarks.peers.measure import Patience
 from raypfl.federation.trial import Way
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
-FP32 = (INLINE.name, CHANNELS_LAST.name, ACTORS.name)
+FP32 = (INLINE, CHANNELS_LAST, ACTORS)
 GIB = 1 << 30
 
 
@@ -122,15 +123,16 @@ def _faster(job: str, ours: Sequence[str], theirs: str, bound: float, what: str)
     return Target(f"`{job}`: {what}", bound, (job, (theirs,)), (job, tuple(ours)))
 
 
+OURS = [contender.name for contender in FP32]
 _ANY = "raypfl's fastest in fp32 against"
 TARGETS = (
-    _faster("cnn", FP32, PFL.name, 2.0, f"{_ANY} pfl-research's one process"),
-    _faster("cnn", FP32, FLOWER.name, 2.0, f"{_ANY} Flower"),
+    _faster("cnn", OURS, PFL.name, 2.0, f"{_ANY} pfl-research's one process"),
+    _faster("cnn", OURS, FLOWER.name, 2.0, f"{_ANY} Flower"),
     _faster("cnn", (CHANNELS_LAST.name,), BARE.name, 1.15, "one process, channels last, against the bare loop"),
     _faster("cnn", (BF16.name,), BARE.name, 1.7, "one process, bf16, against the bare loop"),
     _faster("cnn", (ACTORS.name,), INLINE.name, 1.85, "two actors against one process"),
-    _faster("mlp", FP32, PFL.name, 6.0, f"{_ANY} pfl-research's one process"),
-    _faster("mlp", FP32, FLOWER.name, 30.0, f"{_ANY} Flower"),
+    _faster("mlp", OURS, PFL.name, 6.0, f"{_ANY} pfl-research's one process"),
+    _faster("mlp", OURS, FLOWER.name, 30.0, f"{_ANY} Flower"),
     _faster("mlp", (INLINE.name,), BARE.name, 6.0, "one process against the bare loop"),
     _faster("lenet", (INLINE.name, CHANNELS_LAST.name), BARE.name, 1.0, "one process against the bare loop"),
     _faster("lenet", (ACTORS.name,), BARE.name, 1.8, "two actors against the bare loop"),
@@ -164,6 +166,14 @@ TARGETS = (
     ),
 )
 
+IN_SHORT = {
+    "mlp": "MLP of 9,610, 50 of 1,000 clients",
+    "population": "the same, 1,000 of 100,000 clients",
+    "cnn": "CNN of 1,626,442, 50 of 1,000 clients",
+    "lenet": "LeNet of 121,182, 5 of 100 clients",
+}
+"""Job -> what it is, in the README's table."""
+
 ALIKE: tuple[tuple[Contender, Contender], ...] = ((INLINE, PFL), (INLINE, FLUKE), (ACTORS, PFL_TWO), (ACTORS, FLOWER))
 """Ours and theirs, with as many processes at work. Targets compare what is fastest, whatever it takes."""
 
@@ -177,6 +187,30 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def summary(results: Mapping[str, Any]) -> str:
+    """What stands between the marks in the README: each system at its fastest in fp32, on one process or two."""
+    table = summarise(results["runs"])
+    systems = {"bare PyTorch loop": (BARE,), "raypfl": FP32, "Flower": (FLOWER,), "pfl-research": (PFL, PFL_TWO)}
+    systems["fluke"] = (FLUKE,)
+    lines = [_cells("", *systems), _cells(*["---"] * (1 + len(systems)))]
+    for job, what in IN_SHORT.items():
+        cells = {name: _fastest(table[job], contenders) for name, contenders in systems.items()}
+        lines.append(_cells(what, *(f"**{text}**" if name == "raypfl" else text for name, text in cells.items())))
+    return "\n".join(lines) + "\n"
+
+
+def _fastest(rows: Mapping[str, Summary], contenders: Sequence[Contender]) -> str:
+    medians = [rows[c.name].median for c in contenders if c.name in rows]
+    found = [median for median in medians if median is not None]
+    if found:
+        return f"{min(found):.2g}"
+    return f"over {Patience.limit:.0f}" if medians else "—"
+
+
+def _cells(*cells: str) -> str:
+    return "| " + " | ".join(cells).strip() + " |"
+
+
 def _about(results: Mapping[str, Any]) -> str:
     machine = results["machine"]
     versions = {name: version for found in results["versions"].values() for name, version in found.items()}
@@ -186,29 +220,20 @@ def _about(results: Mapping[str, Any]) -> str:
         f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, with {systems};\n"
         f"torch {_each(results, 'torch')}; Ray {_each(results, 'ray')}."
     ]
-    lines += _origin(results["runs"])
+    lines.append(_origin(results["runs"]))
     lines += [f"Not measured: {sentence}" for sentence in results["left_out"].values()]
     return "\n".join(lines)
 
 
-def _origin(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of which commits the runs are, when they were made and beside what load, as far as they say."""
-    known = [run for run in runs if run.get("date")]
-    lines = []
-    if known:
-        dates: dict[str, set[str]] = {}
-        for run in known:
-            name = f"commit {run['commit']}" if run["commit"] else "no known commit"
-            dates.setdefault(name, set()).add(run["date"].partition("T")[0])
-        commits = ", ".join(f"{commit} ({_span(sorted(days))})" for commit, days in dates.items())
-        loads = sorted(run["load"] for run in known)
-        lines.append(f"Runs are of {commits}; load averages as they began: {loads[0]:.1f} to {loads[-1]:.1f}.")
-    if len(known) < len(runs):
-        lines.append(
-            f"{len(runs) - len(known)} of {len(runs)} runs are from before a run noted its commit; their "
-            "start-up on Ray has no trial of executors."
-        )
-    return lines
+def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Of which commits the runs are, when they were made and beside what load."""
+    dates: dict[str, set[str]] = {}
+    for run in runs:
+        name = f"commit {run['commit']}" if run["commit"] else "no known commit"
+        dates.setdefault(name, set()).add(run["date"].partition("T")[0])
+    commits = ", ".join(f"{commit} ({_span(sorted(days))})" for commit, days in dates.items())
+    loads = sorted(run["load"] for run in runs)
+    return f"Runs are of {commits}; load averages as they began: {loads[0]:.1f} to {loads[-1]:.1f}."
 
 
 def _span(days: Sequence[str]) -> str:

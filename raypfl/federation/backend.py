@@ -1,4 +1,4 @@
-"""Where groups are run. `inline` is this process; Ray's is in :mod:`raypfl.federation.actors`."""
+"""Where groups are run. `inline` is this process; Ray's is in :mod:`raypfl.federation.ray_backend`."""
 
 from __future__ import annotations
 

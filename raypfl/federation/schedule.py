@@ -90,7 +90,11 @@ def group_sizes(cohort: int, executor: str) -> list[int]:
     """
     if executor == "vectorised":
         return even(cohort, max(1, round(cohort / VECTORISED_GROUP)))
-    largest = min(SEQUENTIAL_GROUP, -(-cohort // SEQUENTIAL_SHARE))
+    return shrinking(cohort, min(SEQUENTIAL_GROUP, -(-cohort // SEQUENTIAL_SHARE)))
+
+
+def shrinking(cohort: int, largest: int) -> list[int]:
+    """Sizes of groups that shrink evenly from the `largest` to single clients."""
     wanted = np.linspace(largest, 1, max(1, 2 * cohort // (largest + 1)))
     ends = np.round(np.cumsum(wanted) * cohort / wanted.sum()).astype(int)
     return np.diff(ends, prepend=0).tolist()
