@@ -1,5 +1,6 @@
 """Choosing an executor by trying both."""
 
+import itertools
 import os
 import time
 
@@ -104,6 +105,17 @@ def test_whole_groups_are_not_tried_where_a_further_client_costs_more_than_one_a
     """Seconds a client one by one: 1; in a group of four: `four`; in a group of one: `alone`."""
     monkeypatch.setattr(trial, "_train", lambda clients: alone)
     assert trial._is_hopeless(4, four, None, best=1.0) == hopeless
+
+
+def test_what_holds_up_a_training_does_not_decide(tmp_path, monkeypatch):
+    """The first training together that counts takes a thousand times as long as it should."""
+    train, first_looks = trial._train, itertools.count()
+
+    def held_up(clients):
+        return train(clients) * (1000 if len(clients) == trial.GLANCE and next(first_looks) == 1 else 1)
+
+    monkeypatch.setattr(trial, "_train", held_up)
+    assert tried(Slow, tmp_path).best == TOGETHER and next(first_looks) > 1
 
 
 def test_clients_train_one_by_one_if_that_is_about_as_fast():

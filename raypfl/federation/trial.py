@@ -31,8 +31,12 @@ from raypfl.settings import TrainingSettings
 STEPS = 3
 """Steps of each of a trial's trainings."""
 
+MOMENT = 0.02
+"""Seconds in which short trainings are repeated wherever one is timed: the fastest counts, for any single one may have
+been held up by something else on the machine."""
+
 REPEATS = 3
-"""Trainings that are timed at most, by turns; the fastest counts."""
+"""Turns at most, in which every way is timed; the fastest counts."""
 
 ENOUGH = 1.0
 """Seconds of such turns, after which none begins: differences of long steps are told from a few."""
@@ -240,12 +244,12 @@ def _try(
             try:
                 clients = clients_of(way, min(group, GLANCE) if together else 2)
                 _train(clients)
-                seconds[way] = _train(clients)
+                seconds[way] = _timed(clients)
                 if together and _is_hopeless(len(clients), seconds[way], clients_of(way, 1), min(seconds.values())):
                     continue
                 if together and group > GLANCE:
                     clients = clients_of(way, group)
-                    seconds[way] = _train(clients)
+                    seconds[way] = _timed(clients)
                 contenders[way] = clients
             except Exception as error:
                 seconds.pop(way, None)
@@ -255,7 +259,7 @@ def _try(
         for _ in range(REPEATS):
             if time.perf_counter() < begun + ENOUGH:
                 for way, clients in contenders.items():
-                    seconds[way] = min(seconds[way], _train(clients))
+                    seconds[way] = min(seconds[way], _timed(clients))
     # A network that works may still give what clients.loss cannot take, but its method's own loss can.
     if broken is not None and not seconds and _raised(model, training, input_shape, plainest.channels_last) is not None:
         raise broken
@@ -273,7 +277,15 @@ def _is_hopeless(count: int, seconds: float, one: Clients, best: float) -> bool:
     if seconds <= best:
         return False
     _train(one)
-    return (count * seconds - _train(one)) / (count - 1) > best
+    return (count * seconds - _timed(one)) / (count - 1) > best
+
+
+def _timed(clients: Clients) -> float:
+    """Seconds of a client's step: the least of as many trainings as `MOMENT` has room for, and of one at least."""
+    begun, least = time.perf_counter(), _train(clients)
+    while time.perf_counter() < begun + MOMENT:
+        least = min(least, _train(clients))
+    return least
 
 
 def _train(clients: Clients) -> float:
