@@ -53,7 +53,7 @@ def main() -> None:
         _measure(given, results, path)
     if not results["runs"]:
         sys.exit("There are no results to draw. Measure first: python -m benchmarks.peers")
-    if given.quick:
+    if path != RESULTS:
         print(report.page(results))
     else:
         report.draw(results, PICTURE)
@@ -203,7 +203,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--go-on", action="store_true", help="keep the runs that the results have")
     parser.add_argument("--redraw", action="store_true", help="measure nothing; table and picture from the results")
     parser.add_argument("--rebuild", action="store_true", help="install the systems anew, in their newest versions")
-    parser.add_argument("--json", type=Path, help="the results (benchmarks/results/peers.json; quick: printed alone)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="results in another file than benchmarks/results/peers.json, or with --quick in one: printed, not drawn",
+    )
     parser.add_argument(
         "--environments",
         default=f"{cache}/raypfl-peers",

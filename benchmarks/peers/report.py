@@ -194,7 +194,7 @@ def summary(results: Mapping[str, Any]) -> str:
     systems["fluke"] = (FLUKE,)
     lines = [_cells("", *systems), _cells(*["---"] * (1 + len(systems)))]
     for job, what in IN_SHORT.items():
-        cells = {name: _fastest(table[job], contenders) for name, contenders in systems.items()}
+        cells = {name: _fastest(table.get(job, {}), contenders) for name, contenders in systems.items()}
         lines.append(_cells(what, *(f"**{text}**" if name == "raypfl" else text for name, text in cells.items())))
     return "\n".join(lines) + "\n"
 
