@@ -25,9 +25,8 @@ import itertools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -71,20 +70,6 @@ JOBS = {
 }
 """On one core of the machine that `docs/performance/engine.md` names, while nobody else used it: rounds in one process
 (`results/overhead.json`), in groups of several sizes. `--fit` finds what an actor takes on yours."""
-
-Cut = Callable[[np.ndarray, str], Sequence[np.ndarray]]
-
-
-def as_the_engine_cuts(costs: np.ndarray, executor: str) -> Sequence[np.ndarray]:
-    """Positions of a cohort in groups."""
-    return cut(costs, group_sizes(len(costs), executor), executor)
-
-
-def from_so_many(largest: int, costs: np.ndarray, executor: str) -> Sequence[np.ndarray]:
-    """The same, but sequential groups shrink from the `largest`."""
-    if executor == "vectorised":
-        return as_the_engine_cuts(costs, executor)
-    return cut(costs, shrinking(len(costs), largest), executor)
 
 
 def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply: float) -> float:
@@ -135,8 +120,15 @@ class Replayed:
     groups: float
 
 
-def rounds(times: Times, actors: int, divide: Cut = as_the_engine_cuts) -> Replayed:
-    """What rounds take on so many actors; in all of them the clients and cohorts are the same."""
+def rounds(times: Times, actors: int, largest: int | None = None) -> Replayed:
+    """What rounds take on so many actors; in all of them the clients and cohorts are the same.
+
+    Sequential groups shrink from the `largest`, or as the engine's do.
+    """
+    if largest is None or times.executor == "vectorised":
+        wanted = group_sizes(COHORT, times.executor)
+    else:
+        wanted = shrinking(COHORT, largest)
     draws = np.random.default_rng(0)
     sizes = np.maximum(1, draws.lognormal(np.log(50) - 0.8**2 / 2, 0.8, POPULATION))
     steps = np.ceil(sizes / BATCH)
@@ -144,7 +136,7 @@ def rounds(times: Times, actors: int, divide: Cut = as_the_engine_cuts) -> Repla
     replayed = []
     for _ in range(ROUNDS):
         cohort = np.sort(draws.choice(POPULATION, COHORT, replace=False))
-        members = [cohort[part] for part in divide(steps[cohort], times.executor)]
+        members = [cohort[part] for part in cut(steps[cohort], wanted, times.executor)]
         groups = [
             Group(i, tuple(m.tolist()), m, {}, [], timings.length(m), timings.seconds("train", m))
             for i, m in enumerate(members)
@@ -185,8 +177,7 @@ def main() -> None:
         fit()
         return
     jobs = JOBS if given.reply is None else {job: replace(t, reply=given.reply / 1000) for job, t in JOBS.items()}
-    divide = partial(from_so_many, given.largest) if given.largest else as_the_engine_cuts
-    results = {job: {n: rounds(times, n, divide) for n in ACTORS} for job, times in jobs.items()}
+    results = {job: {n: rounds(times, n, given.largest) for n in ACTORS} for job, times in jobs.items()}
     for job, rows in results.items():
         groups = next(iter(rows.values())).groups
         print(f"\n{job}: cohort of {COHORT} in {groups:.0f} groups, {1000 * jobs[job].reply:g} ms a reply")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 import raypfl
 from benchmarks.head import HERE, Answerer, at_once, experiment
-from benchmarks.scheduling import JOBS, as_the_engine_cuts, from_so_many, longest_first, rounds
+from benchmarks.scheduling import JOBS, longest_first, rounds
 from raypfl.federation.work import Value
 
 
@@ -25,7 +24,7 @@ def test_no_schedule_leaves_less_idle_than_one_that_knows_all_times_and_costs_no
 
 
 def test_a_cut_from_more_clients_has_fewer_groups():
-    engine, coarse = (rounds(JOBS["cnn"], 8, divide) for divide in (as_the_engine_cuts, partial(from_so_many, 8)))
+    engine, coarse = (rounds(JOBS["cnn"], 8, largest) for largest in (None, 8))
     assert engine.groups == 333 and coarse.groups == 222
 
 
