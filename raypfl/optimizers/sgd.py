@@ -1,0 +1,35 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raypfl.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
+
+
+@OPTIMIZERS.register("sgd")
+class SGD(LocalOptimizer):
+    """SGD with momentum, as ``torch.optim.SGD``.
+
+    Attributes
+    ----------
+    momentum : share of the velocity that each step keeps.
+    nesterov : step down the gradient where the velocity leads to.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return self.momentum == 0
+
+    def init(self, theta: Tensor) -> Memory:
+        return {"velocity": torch.zeros_like(theta, memory_format=torch.contiguous_format)} if self.momentum else {}
+
+    def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
+        if self.momentum:
+            velocity = memory["velocity"].mul_(self.momentum).add_(grad)
+            grad = grad.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+        theta.sub_(grad, alpha=lr)

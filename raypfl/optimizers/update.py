@@ -1,0 +1,60 @@
+"""One step: an optimizer's, with what is common to all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from raypfl.optimizers.base import LocalOptimizer, Memory
+
+
+@dataclass(frozen=True)
+class Update:
+    """A local optimizer's step at a learning rate, with clipping, weight decay, and entries that stand still.
+
+    In this order, as PyTorch's loops have it: gradients of what stands still are dropped, the rest is clipped as by
+    ``clip_grad_norm_``, weight decay is added, and the optimizer steps.
+
+    Attributes
+    ----------
+    clip_norm : norm to which each gradient is clipped; None: not clipped.
+    trained : ``bool[P]`` entries that move, or None: all.
+    decayed : ``bool[P]`` entries that weight decay acts on, or None: all that move.
+    """
+
+    optimizer: LocalOptimizer
+    lr: float
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    trained: Tensor | None = None
+    decayed: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is ``theta - lr * grad`` and nothing else."""
+        alone = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
+        return alone and self.optimizer.plain
+
+    def init(self, theta: Tensor) -> Memory:
+        """The optimizer's memory before the first step of ``theta[..., P]``."""
+        return self.optimizer.init(theta)
+
+    def step_(self, theta: Tensor, grad: Tensor, memory: Memory) -> None:
+        """Move ``theta[..., P]`` in place; `grad` (same shape) and `memory` are overwritten."""
+        if self.trained is not None:
+            grad.mul_(self.trained)
+        if self.clip_norm is not None:
+            norm = grad.norm(dim=-1, keepdim=True)
+            grad.mul_((self.clip_norm / (norm + 1e-6)).clamp_max(1.0))
+        if self.weight_decay:
+            self._decay(theta, grad)
+        self.optimizer.step_(theta, grad, memory, self.lr)
+
+    def _decay(self, theta: Tensor, grad: Tensor) -> None:
+        acts = self.trained if self.decayed is None else self.decayed
+        decaying = theta if acts is None else theta * acts
+        if self.optimizer.decoupled:
+            theta.sub_(decaying, alpha=self.lr * self.weight_decay)
+        else:
+            grad.add_(decaying, alpha=self.weight_decay)
