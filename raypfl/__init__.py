@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from raypfl.federation import run as run
     from raypfl.federation import session as session
     from raypfl.federation.batches import Batch as Batch
+    from raypfl.messages import Broadcast as Broadcast
     from raypfl.messages import Each as Each
     from raypfl.messages import Mean as Mean
     from raypfl.messages import Scatter as Scatter
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "raypfl.federation.batches",
+    "Broadcast": "raypfl.messages",
     "Each": "raypfl.messages",
     "Experiment": "raypfl.config",
     "FlatModel": "raypfl.models",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +15,26 @@ from raypfl.errors import MethodError
 
 
 @dataclass(frozen=True)
+class Broadcast:
+    """Down: `tensor` goes to every client of the cohort, as a bare tensor does.
+
+    Parameters
+    ----------
+    charged : how many of its numbers each client gets, one for all or ``[C]``, where that is not all of them. False for
+        what clients have already, by messages that were counted (global models of past rounds), and which is sent only
+        so that not every client's state holds a copy.
+    """
+
+    tensor: Tensor
+    charged: bool | int | Tensor = True
+
+
+@dataclass(frozen=True)
 class Scatter:
-    """Down: row i of `rows` (``[C, ...]``, in cohort order) goes to client i alone."""
+    """Down: row i of `rows` (``[C, ...]``, in cohort order) goes to client i alone; `charged` as for `Broadcast`."""
 
     rows: Tensor
+    charged: bool | int | Tensor = True
 
 
 @dataclass(frozen=True)
@@ -29,15 +46,15 @@ class Mean:
     rows : one row a client of the group.
     weight : ``[K]``, not negative; None: every client counts the same. The server knows it beforehand (the clients'
         sample counts), so it is not charged to the wire.
-    charged : how many numbers of its row each client sends, ``[K]``, where that is not all of them (rows of zeros for
-        classes that it lacks). False for what the server itself could compute from messages already counted, and which
-        is reduced on the actors only because that is where the models are (a teacher ensemble's logits on a public
-        pool).
+    charged : how many numbers of its row each client sends, one for all or ``[K]``, where that is not all of them (rows
+        of zeros for classes that it lacks). False for what the server itself could compute from messages already
+        counted, and which is reduced on the actors only because that is where the models are (a teacher ensemble's
+        logits on a public pool).
     """
 
     rows: Tensor
     weight: Tensor | None = None
-    charged: bool | Tensor = True
+    charged: bool | int | Tensor = True
 
 
 @dataclass(frozen=True)
@@ -45,7 +62,7 @@ class Sum:
     """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are; `charged` as for `Mean`."""
 
     rows: Tensor
-    charged: bool | Tensor = True
+    charged: bool | int | Tensor = True
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,18 @@ class Each:
     """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. `charged` as for `Mean`."""
 
     rows: Tensor
-    charged: bool | Tensor = True
+    charged: bool | int | Tensor = True
+
+
+def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, whole: int) -> np.ndarray:
+    """How many of the `whole` numbers of a message each of its clients sends or gets, ``int64[clients]``."""
+    numbers = np.asarray(whole * charged if isinstance(charged, bool) else plain(torch.as_tensor(charged)).cpu())
+    if numbers.shape not in ((), (clients,)) or (numbers < 0).any() or (numbers > whole).any():
+        raise MethodError(
+            f"What {name!r} is charged must be a whole number between 0 and {whole}, the numbers of a row, one for all "
+            f"or one for each of the {clients} clients; it is {numbers.tolist()}."
+        )
+    return np.broadcast_to(numbers, clients).astype(np.int64)
 
 
 class PerClient(torch.Tensor):

@@ -15,7 +15,7 @@ import torch
 from raypfl.errors import ClientError, EmptyCohort, MethodError
 from raypfl.federation.backend import Inline
 from raypfl.federation.ledger import Entry
-from raypfl.messages import Each, Mean, PerClient, Scatter, Sum, per_client, plain
+from raypfl.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, plain
 from raypfl.methods import Method
 from raypfl.settings import FailureSettings
 from tests.support import Federation
@@ -180,6 +180,42 @@ def test_nobody_is_charged_for_more_than_a_row(charged):
     fed = federation(lambda clients: {"rows": Sum(rows_of(clients, 7), charged=charged)}, group_size=2)
     with pytest.raises(MethodError, match=r"What 'rows' is charged must be a whole number between 0 and 7"):
         exchange(fed, ids=[0, 1])
+
+
+def test_what_goes_down_is_charged_as_it_says():
+    fed = federation(lambda clients, **arguments: {"sum": Sum(sum(arguments.values()) * torch.ones(len(clients), 4))})
+    four, rows = torch.ones(4), torch.arange(12.0).reshape(3, 4)
+    cohort = fed.cohort([0, 1, 3], dropped=(2,))
+    reply = cohort.run(
+        fed.method.reply,
+        bare=four,
+        whole=Broadcast(four),
+        known=Broadcast(four, charged=False),
+        half=Broadcast(four, charged=2),
+        theirs=Broadcast(four, charged=torch.tensor([0, 3, 1])),
+        nothing=Scatter(rows, charged=False),
+        some=Scatter(rows, charged=torch.tensor([1, 1, 4])),
+    )
+    assert torch.equal(reply["sum"], 5 * 3 * four + 2 * rows.sum(0))
+    down = [(e.name, e.clients, e.numbers, e.bytes) for e in fed.ledger.entries if e.direction == "down"]
+    assert down == [
+        ("bare", 4, 4, 16),
+        ("whole", 4, 4, 16),
+        ("half", 4, 2, 8),
+        ("theirs", 2, 3, 12),  # one of them dropped out, and may have had as much as any
+        ("theirs", 1, 1, 4),
+        ("some", 2, 4, 16),
+        ("some", 2, 1, 4),
+    ]
+
+
+@pytest.mark.parametrize("charged", [5, -1, torch.tensor([1, 2])])
+def test_nobody_is_charged_for_more_than_goes_down(charged):
+    fed = federation(lambda clients, theta: None)
+    for message in (Broadcast(torch.zeros(4), charged), Scatter(torch.zeros(5, 4), charged)):
+        with pytest.raises(MethodError, match=r"What 'theta' is charged must be a whole number between 0 and 4"):
+            exchange(fed, theta=message)
+    assert fed.ledger.entries == []
 
 
 def test_what_is_only_sent_down_is_counted_too():

@@ -37,7 +37,7 @@ import raypfl
 from raypfl.methods import Ditto
 from tests.support import FP64, Federation
 
-for name in "Batch Each FlatModel METHODS MODELS Mean Method Scatter Sum Task per_client".split():
+for name in "Batch Broadcast Each FlatModel METHODS MODELS Mean Method Scatter Sum Task per_client".split():
     getattr(raypfl, name)
 training = replace(FP64, momentum=0.9, steps=5)
 for executor in ("vectorised", "sequential"):

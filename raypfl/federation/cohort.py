@@ -21,7 +21,7 @@ from raypfl.federation.placement import Timings
 from raypfl.federation.schedule import cut
 from raypfl.federation.states import StateTable
 from raypfl.federation.work import Call, Group, Reply, Value
-from raypfl.messages import Scatter, plain
+from raypfl.messages import Broadcast, Scatter, numbers_charged, plain
 from raypfl.methods.base import Method, Task
 from raypfl.settings import FailureSettings
 
@@ -276,8 +276,8 @@ class Cohort:
         ----------
         function : a client function of the method, ``self.train``: called as ``function(clients, **arguments)`` on
             groups of clients, returning ``{name: Mean | Sum | Each}``.
-        arguments : go down. A tensor is a broadcast, a ``Scatter`` sends each client its row; numbers and strings go to
-            everybody.
+        arguments : go down. A tensor is a broadcast, as is a ``Broadcast``, which says what of it is charged; a
+            ``Scatter`` sends each client its row; numbers and strings go to everybody.
 
         Returns
         -------
@@ -287,6 +287,7 @@ class Cohort:
         name = self._name_of(function)
         self._check(arguments)
         self._charge_down(arguments)
+        arguments = {n: a.tensor if isinstance(a, Broadcast) else a for n, a in arguments.items()}
         pairs = [(p, c) for p, c in enumerate(self.ids) if self.present[p]]
         if not pairs:
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
@@ -319,10 +320,10 @@ class Cohort:
                     f"Scatter for {name!r} has {len(value.rows)} rows, but the cohort of round {self.round} has "
                     f"{len(self.ids)} clients."
                 )
-            if not isinstance(value, Tensor | Scatter | int | float | str):
+            if not isinstance(value, Tensor | Broadcast | Scatter | int | float | str):
                 raise MethodError(
-                    f"cohort.run cannot send {name!r}, a {type(value).__name__}; send tensors, Scatter, "
-                    "numbers or strings."
+                    f"cohort.run cannot send {name!r}, a {type(value).__name__}; send tensors, Broadcast, "
+                    "Scatter, numbers or strings."
                 )
 
     def _lose(self, client: int, why: str) -> None:
@@ -346,23 +347,29 @@ class Cohort:
             self._exchanger.warn(note)
 
     def _charge_down(self, arguments: Mapping[str, Any]) -> None:
-        # A client that drops out still receives the round's first message.
-        receivers = int(self.present.sum()) + (len(self._dropped) if self._exchanges == 0 else 0)
         for name, value in arguments.items():
-            if isinstance(value, Tensor | Scatter):
-                tensor = value.rows if isinstance(value, Scatter) else value
-                numbers = tensor.shape[1:].numel() if isinstance(value, Scatter) else tensor.numel()
-                self._charge("down", name, receivers, numbers, numbers * tensor.element_size())
+            match Broadcast(value) if isinstance(value, Tensor) else value:
+                case Broadcast(tensor, charged):
+                    self._charge_received(name, tensor.numel(), charged, tensor.element_size())
+                case Scatter(rows, charged):
+                    self._charge_received(name, rows.shape[1:].numel(), charged, rows.element_size())
+
+    def _charge_received(self, name: str, whole: int, charged: bool | int | Tensor, size: int) -> None:
+        numbers = numbers_charged(name, charged, len(self.ids), whole)
+        received = Counter(numbers[self.present].tolist())
+        if self._exchanges == 0:  # a client that drops out still receives the round's first message
+            received[max(numbers.tolist(), default=whole)] += len(self._dropped)
+        self._charge_each("down", name, received, size)
 
     def _charge_up(self, total: Total) -> None:
         for name, senders in total.senders.items():
-            for numbers, clients in sorted(senders.items(), reverse=True):
-                if numbers:
-                    self._charge("up", name, clients, numbers, numbers * total.sample[name].array.itemsize)
+            self._charge_each("up", name, senders, total.sample[name].array.itemsize)
 
-    def _charge(self, direction: Any, name: str, clients: int, numbers: int, size: int) -> None:
-        entry = Entry(self.round, self._exchanges, direction, name, clients, numbers, size)
-        self._exchanger.ledger.add(entry)
+    def _charge_each(self, direction: Any, name: str, clients: Mapping[int, int], size: int) -> None:
+        for numbers, count in sorted(clients.items(), reverse=True):
+            if numbers and count:
+                entry = Entry(self.round, self._exchanges, direction, name, count, numbers, numbers * size)
+                self._exchanger.ledger.add(entry)
 
 
 def _shapes(values: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from raypfl.errors import MethodError
 from raypfl.federation.bench import Bench
 from raypfl.federation.clients import Clients
 from raypfl.federation.states import Stack
-from raypfl.messages import Each, Mean, Sum, per_client, plain
+from raypfl.messages import Each, Mean, Sum, numbers_charged, per_client, plain
 from raypfl.methods.base import Method
 
 
@@ -186,7 +186,7 @@ def _reduced(who: str, name: str, value: object, clients: int) -> Value:
             f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
             "its first axis must run over them."
         )
-    numbers = _numbers(name, value.charged, rows)
+    numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
     if isinstance(value, Each):
         return Value("each", rows.cpu().numpy(), 0.0, numbers)
     if isinstance(value, Sum):
@@ -199,17 +199,3 @@ def _reduced(who: str, name: str, value: object, clients: int) -> Value:
         )
     partial = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
     return Value("mean", partial.cpu().numpy(), float(weight.double().sum()), numbers)
-
-
-def _numbers(name: str, charged: bool | Tensor, rows: Tensor) -> np.ndarray:
-    """How many numbers of its row each client sends, ``int64[K]``."""
-    clients, whole = len(rows), rows[0].numel()
-    if isinstance(charged, bool):
-        return np.full(clients, whole * charged, dtype=np.int64)
-    numbers = plain(charged).detach().cpu().numpy()
-    if numbers.shape != (clients,) or (numbers < 0).any() or (numbers > whole).any():
-        raise MethodError(
-            f"What {name!r} is charged must be a whole number between 0 and {whole}, the numbers of a row, for each of "
-            f"the group's {clients} clients; it is {numbers.tolist()}."
-        )
-    return numbers.astype(np.int64)
