@@ -114,13 +114,15 @@ class EngineSettings:
         the faster one, which a trial finds out once for a network and group size on a machine. A run's folder says
         which it was, and why.
     group_size : clients a group; None: from the cohort and the model.
-    threads : torch threads per actor, and inline.
+    threads : torch threads per client actor, and inline.
+    threads_for_server : torch threads of what the server computes itself; None: as many.
     """
 
     backend: Literal["ray", "inline"] = "ray"
     executor: Literal["auto", "vectorised", "sequential"] = "auto"
     group_size: int | None = None
     threads: int = 1
+    threads_for_server: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,10 @@ class RaySettings:
         is started and stopped with the run.
     actors : client actors; None: as many as the cluster has room for, and the cohort has groups for.
     cpus_per_actor, gpus_per_actor : what each client actor reserves; fractions share a device.
+    cpus_for_server, gpus_for_server : what the server reserves, which computes on a GPU if it has any of one. It needs
+        neither to add up what clients send; a method that trains centrally may be much faster with them.
+    data_share : share of a GPU's memory that the data may take, all actors on it together; an actor's part goes by its
+        `gpus_per_actor`. Data that need more stay in the machine's memory, and each group's samples are copied.
     clients_per_actor : clients an actor is handed at a time; 1 gives one actor per client of the cohort, for cross-silo
         studies.
     dashboard : start Ray's dashboard with a local cluster.
@@ -142,6 +148,9 @@ class RaySettings:
     actors: int | None = None
     cpus_per_actor: float = 1.0
     gpus_per_actor: float = 0.0
+    cpus_for_server: float = 0.0
+    gpus_for_server: float = 0.0
+    data_share: float = 0.25
     clients_per_actor: int | None = None
     dashboard: bool = False
 

@@ -244,10 +244,9 @@ def test_a_model_that_is_judged_alone_is_read_where_its_state_lies():
 
 
 @pytest.mark.parametrize("room", [0, 10**9])
-def test_every_model_sees_the_same_corrupted_images_whether_they_are_kept_or_made_again(monkeypatch, room):
-    monkeypatch.setattr("raypfl.evaluation.scoring.ROOM", room)
+def test_every_model_sees_the_same_corrupted_images_whether_they_are_kept_or_made_again(room):
     fed = judged_federation("sequential")
-    fed.bench.scale = 16.0
+    fed.bench.scale, fed.bench.room = 16.0, room
     personal = models_of(fed)
     personal[2] = personal[0]
     table = scored(fed, personal, personal[0], ("ood/corrupt/impulse_noise/5",), groups=((0, 2), (1, 3)))

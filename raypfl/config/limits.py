@@ -38,14 +38,14 @@ PATH = Limit("a folder", bool)
 
 _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
-    "evaluation.batch_size evaluation.patience engine.group_size engine.threads ray.actors ray.clients_per_actor "
-    "checkpoint.keep",
+    "evaluation.batch_size evaluation.patience engine.group_size engine.threads engine.threads_for_server ray.actors "
+    "ray.clients_per_actor checkpoint.keep",
     FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every ray.gpus_per_actor "
-    "checkpoint.every failures.retries tracking.models_mb",
+    "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb",
     POSITIVE: "training.lr training.clip_norm training.gamma ray.cpus_per_actor",
     POSITIVE_OR_INFINITE: "failures.loss_limit",
     SHARE: "cohort.fraction training.decay",
-    CHANCE: "failures.min_success_fraction",
+    CHANCE: "failures.min_success_fraction ray.data_share",
     BELOW_ONE: "cohort.dropout training.momentum",
     FILE_NAME: "name",
     PATH: "output",

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from raypfl.federation.clients import Clients
     from raypfl.federation.testing import Change
 
-ROOM = 512 * 2**20
-"""Bytes of corrupted images that a process keeps, since every personal model is tested on the same."""
-
 PersonalModel = Callable[["Clients"], Tensor | None]
 
 
@@ -156,7 +153,7 @@ def _kept(clients: Clients, part: Part) -> Tensor | None:
     if name not in bench.corrupted and len(part.where):
         one, _ = bench.samples.take(part.where[:1])
         taken = sum(images.numel() for images in bench.corrupted.values())
-        if taken + len(part.where) * one.numel() > ROOM:
+        if taken + len(part.where) * one.numel() > bench.room:
             return None
         size = bench.evaluation_batch
         blocks = [part.where[first : first + size] for first in range(0, len(part.where), size)]

@@ -19,6 +19,7 @@ from raypfl.federation.imports import importing
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from raypfl.federation.backend import Failed
     from raypfl.federation.events import Event, RunFinished
@@ -53,7 +54,7 @@ class ClientActor:
         keep_freed_memory()
         job, data = ray.cloudpickle.loads(order)
         torch.set_num_threads(job.experiment.engine.threads)
-        task = make_task(job.experiment, data, torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
+        task = make_task(job.experiment, data, reserved_device())
         self._worker = Worker(make_bench(job.experiment, data, task), job.experiment.method)
         return ray.get_runtime_context().get_node_id()
 
@@ -75,6 +76,13 @@ class ClientActor:
             return self._worker.work(call, lambda: _opened(call.broadcast), group, states_of(group.states, fetched))
         except Exception as error:
             return failure(error), None
+
+
+def reserved_device() -> torch.device:
+    """Where this process computes: on a GPU, if Ray has reserved any of one for it."""
+    import torch
+
+    return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
 
 
 def _opened(broadcast: Any) -> Mapping[str, np.ndarray]:
@@ -139,7 +147,7 @@ class ServerActor:
         from raypfl.federation.allocator import keep_freed_memory
         from raypfl.federation.ray_backend import RayBackend
         from raypfl.federation.server import Server
-        from raypfl.federation.setup import make_task
+        from raypfl.federation.setup import make_task, threads_of_server
 
         self._news = _News(run, uuid.uuid4().hex)
         self._actors = self._hired(self._actors)
@@ -148,9 +156,14 @@ class ServerActor:
         )
         keep_freed_memory()
         job, data = ray.cloudpickle.loads(order)
-        torch.set_num_threads(job.experiment.engine.threads)
-        task = make_task(job.experiment, data, torch.device("cpu"))
-        facts = {"backend": "ray", "actors": len(self._actors), "ray": ray.__version__}
+        torch.set_num_threads(threads_of_server(job.experiment))
+        task = make_task(job.experiment, data, reserved_device())
+        facts = {
+            "backend": "ray",
+            "actors": len(self._actors),
+            "device": "cuda" if job.experiment.ray.gpus_per_actor else "cpu",
+            "ray": ray.__version__,
+        }
         backend.assemble(ASSEMBLY)
         try:
             return Server(job, task, backend, self._news.events.append, facts).run()

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from raypfl.authors import located, told
 from raypfl.errors import MethodError, Stopped
 from raypfl.federation.states import Place, Stack
 from raypfl.federation.stopping import StopRequest
+from raypfl.federation.threads import threads
 from raypfl.federation.work import Call, Group, Reply, Worker
 
 
@@ -82,11 +84,17 @@ class Backend(Protocol):
 
 
 class Inline:
-    """Groups run one after the other in this process: for a breakpoint, or a machine with torch alone."""
+    """Groups run one after the other in this process: for a breakpoint, or a machine with torch alone.
 
-    def __init__(self, worker: Worker, stop: StopRequest | None = None):
+    Parameters
+    ----------
+    threads : that torch has while a group is at work; None: as many as otherwise.
+    """
+
+    def __init__(self, worker: Worker, stop: StopRequest | None = None, threads: int | None = None):
         self._worker = worker
         self._stop = stop or StopRequest()
+        self._threads = threads
 
     def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
         return arrays
@@ -96,7 +104,7 @@ class Inline:
             if self._stop.made:
                 raise Stopped("The run was asked to stop.")
             try:
-                with self._stop.interruptible():
+                with self._stop.interruptible(), threads(self._threads or torch.get_num_threads()):
                     states = states_of(group.states, lambda stacks: stacks)
                     reply, stack = self._worker.work(call, lambda: call.broadcast, group, states)
             except Exception as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raypfl import rng
 from raypfl.augmentation import Augmentation, augmented
+from raypfl.federation.residence import moved
 
 READY = 2**21
 """Numbers that are normalised once for all batches that they come in; more would not stay in a cache."""
@@ -45,11 +46,12 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """The resident samples that batches are drawn from.
+    """The samples that batches are drawn from.
 
     Attributes
     ----------
-    inputs : ``uint8[N, C, H, W]``, read-only NumPy (memory-mapped), or a tensor resident on the device.
+    inputs : ``uint8[N, C, H, W]``, read-only NumPy (memory-mapped), of which groups and batches are copied to the
+        device; or a tensor that lies there.
     labels : ``int64[N]``, or ``int8[N, L]``.
     gain, offset : ``[C, 1, 1]``: the normalised input is ``uint8 * gain + offset``.
     augmentation : how images are changed where SGD steps on them, and nowhere else.
@@ -61,18 +63,23 @@ class Samples:
     offset: Tensor
     augmentation: Sequence[Augmentation] = ()
 
+    @property
+    def resident(self) -> int:
+        """Bytes of the samples that lie on the device."""
+        return sum(part.nbytes for part in (self.inputs, self.labels) if isinstance(part, Tensor))
+
     def take(self, where: np.ndarray) -> tuple[Tensor, Tensor]:
         """``(uint8[n, C, H, W], int64[n])`` of the samples at ``where[n]``, on the device."""
         if isinstance(self.inputs, np.ndarray) and isinstance(self.labels, np.ndarray):
-            x, y = torch.from_numpy(self.inputs[where]), torch.from_numpy(np.asarray(self.labels[where]))
-            return x.to(self.gain.device), y.to(self.gain.device)
+            device = self.gain.device
+            return moved(self.inputs[where], device), moved(np.asarray(self.labels[where]), device)
         index = torch.from_numpy(where).to(self.gain.device)
         return self.inputs[index], self.labels[index]
 
     def labels_of(self, where: np.ndarray) -> Tensor:
         """``int64[n]`` labels of the samples at ``where[n]``, on the device; inputs are not read."""
         if isinstance(self.labels, np.ndarray):
-            return torch.from_numpy(np.asarray(self.labels[where])).to(self.gain.device)
+            return moved(np.asarray(self.labels[where]), self.gain.device)
         return self.labels[torch.from_numpy(where).to(self.gain.device)]
 
     def normalise(self, x: Tensor) -> Tensor:

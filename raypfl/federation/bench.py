@@ -15,6 +15,8 @@ from raypfl.federation.executor import Executor, Sequential
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings
 
+ROOM = 512 * 2**20
+
 
 @dataclass(eq=False)
 class Bench:
@@ -29,7 +31,8 @@ class Bench:
     evaluation_batch : samples a model and forward pass, where nothing is trained.
     scale : the value of a full pixel.
     unseen : clients that are never trained.
-    corrupted : test images that were made worse, by how.
+    room : bytes on the device for test images that were made worse, since every personal model is tested on the same.
+    corrupted : those images, by how.
     """
 
     model: FlatModel
@@ -45,6 +48,7 @@ class Bench:
     loss_limit: float = 1e6
     evaluation_batch: int = 512
     scale: float = 255.0
+    room: float = ROOM
     unseen: frozenset[int] = frozenset()
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
     _unions: dict[str, np.ndarray] = field(default_factory=dict)

@@ -9,7 +9,8 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from raypfl.errors import ConfigError, RaypflError
@@ -60,26 +61,59 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def for_client(settings: RaySettings) -> dict[str, float]:
+    """What a client actor reserves, as options for Ray."""
+    return {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
+
+
+def for_server(settings: RaySettings) -> dict[str, float]:
+    """What the server actor reserves, as options for Ray."""
+    return {"num_cpus": settings.cpus_for_server, "num_gpus": settings.gpus_for_server}
+
+
+def in_one_process(settings: RaySettings) -> RaySettings:
+    """For a process in which a run's server and clients take turns: it reserves the larger of what either would."""
+    client, server = for_client(settings), for_server(settings)
+    return replace(
+        settings,
+        cpus_per_actor=max(client["num_cpus"], server["num_cpus"]),
+        gpus_per_actor=max(client["num_gpus"], server["num_gpus"]),
+        cpus_for_server=0.0,
+        gpus_for_server=0.0,
+    )
+
+
 def client_actors(ray: Any, settings: RaySettings, groups: int) -> int:
     """How many client actors a run gets: what is asked for, or what the cluster has room for and there is work for.
 
     Raises
     ------
-    ConfigError : if the cluster has no room for as many as are asked for.
+    ConfigError : if the cluster has no room for as many as are asked for beside the server.
     """
-    total = ray.cluster_resources()
-    room = math.inf
-    for resource, share in (("CPU", settings.cpus_per_actor), ("GPU", settings.gpus_per_actor)):
-        if share:
-            room = min(room, total.get(resource, 0.0) / share + 1e-9)
-    wanted = settings.actors or 1
+    total, server, wanted = ray.cluster_resources(), for_server(settings), settings.actors or 1
+    room = _room(total, for_client(settings), beside=server)
     if room < wanted:
+        beside = f"beside a server with {_said(server)} " if any(server.values()) else ""
         raise ConfigError(
-            f"{wanted} client actors with {settings.cpus_per_actor:g} CPUs and {settings.gpus_per_actor:g} GPUs each "
-            f"need more than this cluster has: {total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs. "
-            "Lower ray.actors, ray.cpus_per_actor or ray.gpus_per_actor."
+            f"{wanted} client actors with {_said(for_client(settings))} each {beside}need more than this cluster has: "
+            f"{total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs. Lower ray.actors, ray.cpus_per_actor or "
+            f"ray.gpus_per_actor{', or what ray.cpus_for_server and ray.gpus_for_server reserve' * bool(beside)}."
         )
     return settings.actors or max(1, int(min(room, groups)))
+
+
+def _room(total: Mapping[str, float], each: Mapping[str, float], beside: Mapping[str, float]) -> float:
+    """How many actors the resources have room for, if another one is `beside` them; less than 0: not even for that."""
+    room = math.inf
+    for resource, option in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+        left = total.get(resource, 0.0) - beside[option]
+        if each[option] or left < 0:
+            room = min(room, left / (each[option] or 1.0) + 1e-9)
+    return room
+
+
+def _said(options: Mapping[str, float]) -> str:
+    return f"{options['num_cpus']:g} CPUs and {options['num_gpus']:g} GPUs"
 
 
 def _start(ray: Any, options: dict[str, Any]) -> None:

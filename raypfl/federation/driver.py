@@ -20,7 +20,7 @@ from raypfl.errors import ConfigError, RaypflError
 from raypfl.evaluation import refuse_untestable
 from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
-from raypfl.federation.cluster import client_actors, connected
+from raypfl.federation.cluster import client_actors, connected, for_client, for_server
 from raypfl.federation.events import (
     Evaluated,
     Event,
@@ -44,8 +44,9 @@ from raypfl.federation.result import (
 )
 from raypfl.federation.schedule import cohort_size
 from raypfl.federation.server import Job, Server, groups_for
-from raypfl.federation.setup import make_bench, make_model, make_task
+from raypfl.federation.setup import make_bench, make_model, make_task, threads_of_server
 from raypfl.federation.stopping import StopRequest
+from raypfl.federation.threads import threads
 from raypfl.federation.trial import faster, refuse_channels_last
 from raypfl.federation.work import Worker
 from raypfl.methods import METHODS, Method
@@ -175,7 +176,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
             f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
             "at most that many."
         )
-    model = make_model(experiment, data, _device(experiment))
+    model = make_model(experiment, data, _device(experiment.ray.gpus_per_actor))
     experiment.method.check(model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(model, experiment.training, data.input_shape)
@@ -238,7 +239,7 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
     if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("trying executors"))
         of = (data.input_shape, data.num_classes, _largest_group(experiment, data), cache_folder(experiment.data))
-        with _threads(engine.threads):
+        with threads(engine.threads):
             trial = faster(model, training, engine.executor, *of)
         best, why = trial.best, trial.why
         settled = [f"engine.executor={best.executor}", f"training.channels_last={str(best.channels_last).lower()}"]
@@ -253,27 +254,21 @@ def _largest_group(experiment: Experiment, data: ClientData) -> int:
     return max(groups_for(experiment.override(["engine.executor=vectorised"]), cohort))
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _device(experiment: Experiment) -> torch.device:
-    wanted = experiment.ray.gpus_per_actor > 0  # as on Ray, so that the backends agree
-    return torch.device("cuda" if wanted and torch.cuda.is_available() else "cpu")
+def _device(gpus: float) -> torch.device:
+    """Where something computes in this process that would reserve so many GPUs on Ray, so that the backends agree."""
+    return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 
 
 def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:
     keep_freed_memory()
-    with _threads(job.experiment.engine.threads):
-        task = make_task(job.experiment, data, _device(job.experiment))
-        worker = Worker(make_bench(job.experiment, data, task), job.experiment.method)
-        return Server(job, task, Inline(worker, stop), emit, {"backend": "inline", "actors": 1}).run()
+    experiment = job.experiment
+    here, there = _device(experiment.ray.gpus_for_server), _device(experiment.ray.gpus_per_actor)
+    with threads(threads_of_server(experiment)):
+        task = make_task(experiment, data, here)
+        of_clients = task if here == there else make_task(experiment, data, there)
+        worker = Worker(make_bench(experiment, data, of_clients), experiment.method)
+        facts = {"backend": "inline", "actors": 1, "device": str(there)}
+        return Server(job, task, Inline(worker, stop, experiment.engine.threads), emit, facts).run()
 
 
 def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:
@@ -282,9 +277,8 @@ def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Ru
         settings = job.experiment.ray
         size = cohort_size(job.experiment.cohort, data.num_clients)
         actors = client_actors(ray, settings, len(groups_for(job.experiment, size)))
-        options = {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
-        kind = (actors, *options.values())
-        server = _spare.take(ray, kind) or _server_actor(ray, actors, options)
+        kind = (actors, for_client(settings), for_server(settings))
+        server = _spare.take(ray, kind) or _server_actor(ray, *kind)
         finished = None
         try:
             finished = _follow(ray, server, (job, data), emit, stop)
@@ -296,16 +290,21 @@ def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Ru
                 ray.kill(server)
 
 
-def _server_actor(ray: Any, actors: int, options: dict[str, Any]) -> Any:
-    """A server actor on this node, where the run's folder is, if that has room."""
+def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, float]) -> Any:
+    """A server actor on this node, where the run's folder is, if that has room.
+
+    Parameters
+    ----------
+    actors : its client actors. each, own : what each of them and it itself reserve.
+    """
     from raypfl.federation.actors import ServerActor
 
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=True
     )
     remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
-    placed = remote.options(num_cpus=0, max_restarts=3, max_task_retries=3, scheduling_strategy=here)
-    return placed.remote(actors, options)
+    placed = remote.options(**own, max_restarts=3, max_task_retries=3, scheduling_strategy=here)
+    return placed.remote(actors, each)
 
 
 def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:

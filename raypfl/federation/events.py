@@ -25,8 +25,8 @@ class RunStarted:
     ----------
     run : its name. run_dir : its folder.
     facts : what was found out: num_clients, parameters, weights (where the first ones are from), executor,
-        channels_last, why (these two were chosen; empty if the settings say so), group_size, actors, data, device,
-        system, versions.
+        channels_last, why (these two were chosen; empty if the settings say so), group_size, actors, data, device (of
+        the clients), server_device, system, versions.
     """
 
     run: str

@@ -208,7 +208,7 @@ class Server:
             "why": self.job.why,
             "group_size": max(groups_for(self.experiment, cohort)),
             "data": self.job.fingerprint,
-            "device": str(self.task.model.device),
+            "server_device": str(self.task.model.device),
             "system": f"{platform.system()} {platform.machine()}",
             "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }

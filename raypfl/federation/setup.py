@@ -15,9 +15,10 @@ from raypfl import rng
 from raypfl.augmentation import Augmentation
 from raypfl.data import ClientData, DescribedData, FederatedData
 from raypfl.federation.batches import Samples
-from raypfl.federation.bench import Bench
+from raypfl.federation.bench import ROOM, Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
 from raypfl.federation.outline import DataOutline
+from raypfl.federation.residence import moved, room_on
 from raypfl.methods.base import Method, Task
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.weights import Pretrained
@@ -64,12 +65,14 @@ def make_task(experiment: Experiment, data: ClientData | DataOutline, device: to
 def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Task) -> Bench:
     """What the clients of one process share."""
     precision = Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
+    room = room_on(task.model.device, experiment.ray.data_share, experiment.ray.gpus_per_actor)
+    samples = samples_for(data, task.model, experiment.data.augmentation, room)
     together = experiment.engine.executor == "vectorised"
     executor: Executor = Vectorised(task.model, precision) if together else Sequential(task.model, precision)
     return Bench(
         model=task.model,
         executor=executor,
-        samples=_samples(data, task.model, experiment.data.augmentation),
+        samples=samples,
         split=data.indices,
         num_clients=data.num_clients,
         num_classes=data.num_classes,
@@ -80,8 +83,14 @@ def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Tas
         loss_limit=experiment.failures.loss_limit,
         evaluation_batch=experiment.evaluation.batch_size,
         scale=data.scale,
+        room=min(room - samples.resident, ROOM),
         unseen=frozenset(task.unseen.tolist()),
     )
+
+
+def threads_of_server(experiment: Experiment) -> int:
+    """Threads that torch has for what the server computes itself."""
+    return experiment.engine.threads_for_server or experiment.engine.threads
 
 
 def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
@@ -100,13 +109,16 @@ def normalisation(data: ClientData | DataOutline, model: FlatModel) -> tuple[tor
     return channels[0], channels[1]
 
 
-def _samples(data: ClientData | DataOutline, model: FlatModel, augmentation: Sequence[Augmentation]) -> Samples:
+def samples_for(
+    data: ClientData | DataOutline, model: FlatModel, augmentation: Sequence[Augmentation], room: float
+) -> Samples:
+    """The samples as the model's device sees them: they lie there if they take no more than `room` bytes."""
     gain, offset = normalisation(data, model)
     if not isinstance(data, FederatedData):
         nothing = np.zeros(0)
         return _Fetched(nothing, nothing, gain, offset, augmentation, data=data)
     inputs, labels = data.inputs, data.labels
-    if model.device.type == "cpu":
+    if model.device.type == "cpu" or inputs.nbytes + labels.nbytes > room:
         return Samples(inputs, labels, gain, offset, augmentation)
     resident = torch.from_numpy(np.array(inputs)).to(model.device), torch.from_numpy(np.array(labels)).to(model.device)
     return Samples(*resident, gain, offset, augmentation)
@@ -120,7 +132,7 @@ class _Fetched(Samples):
 
     def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = self.data.take(where)
-        return torch.from_numpy(x).to(self.gain.device), torch.from_numpy(y).to(self.gain.device)
+        return moved(x, self.gain.device), moved(y, self.gain.device)
 
     def labels_of(self, where: np.ndarray) -> torch.Tensor:
         return self.take(where)[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from raypfl import federation
 from raypfl.config import Experiment
-from raypfl.federation.cluster import client_actors, connected
+from raypfl.federation.cluster import client_actors, connected, for_client, in_one_process
 from raypfl.federation.driver import make_room
 from raypfl.federation.events import Event, Progress
 from raypfl.federation.result import is_finished
@@ -28,7 +28,7 @@ def run(cells: Sequence[Cell], hear: Hear) -> list[Outcome]:
     """Bring all cells to their ends, but for those that are stopped or fail.
 
     A cell whose run is finished is left as it is; one that was interrupted goes on from its checkpoint. Cells are Ray
-    tasks that reserve what one client actor would, ``ray.cpus_per_actor`` and ``ray.gpus_per_actor``, so Ray runs as
+    tasks that reserve what one client actor would or, if that is more, the server, so Ray runs as
     many at a time as the cluster has room for. With ``ray.actors`` a cell has so many actors, and with
     ``engine.backend=inline`` there is no Ray: cells then go one after the other.
 
@@ -121,12 +121,11 @@ class _Crowd:
 
     def _at_a_time(self, cell: Cell) -> int:
         """How many like this the cluster has room for; refuses one that it never has room for."""
-        return client_actors(self.ray, cell.experiment.ray, len(self.cells))
+        return client_actors(self.ray, in_one_process(cell.experiment.ray), len(self.cells))
 
     def _begun(self, cell: Cell, number: int) -> Any:
         """A reference to the outcome of a cell, which begins once there is room for it."""
-        settings = cell.experiment.ray
-        task = self._task.options(num_cpus=settings.cpus_per_actor, num_gpus=settings.gpus_per_actor)
+        task = self._task.options(**for_client(in_one_process(cell.experiment.ray)))
         inside = cell.experiment.override(["engine.backend=inline"])
         return task.remote(number, inside, cell.folder, os.getcwd(), self.desk)
 

@@ -1,0 +1,160 @@
+"""Where a run's server and clients compute, what they reserve for it, and what of the data lies there."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import raypfl
+from raypfl import Mean
+from raypfl.data import load_federated
+from raypfl.errors import ConfigError
+from raypfl.federation import actors, driver
+from raypfl.federation.cluster import client_actors, for_client, for_server, in_one_process
+from raypfl.federation.residence import part_of_card, room_on
+from raypfl.federation.setup import samples_for
+from raypfl.settings import RaySettings
+from tests.runs import experiment
+from tests.support import Federation
+
+ELSEWHERE = torch.device("meta")
+"""A device that every torch has and that is not the CPU; tensors there have a shape, and no values."""
+
+GIB = 2**30
+
+
+# --- what Ray is asked for --------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for Ray, and for an actor class: remembers the options that it is given."""
+
+    def __init__(self, **resources: float) -> None:
+        self.asked: dict[str, Any] = {}
+        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
+        self.util = SimpleNamespace(scheduling_strategies=strategies)
+        self.cluster_resources = lambda: resources
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "node")
+
+    def remote(self, *given: Any, **options: Any) -> Any:
+        return lambda kind: self
+
+    def options(self, **asked: Any) -> Any:
+        self.asked = asked
+        return SimpleNamespace(remote=lambda *arguments: arguments)
+
+
+def test_the_server_actor_reserves_what_the_settings_say_and_its_client_actors_theirs():
+    ray = Recorder()
+    settings = RaySettings(gpus_for_server=0.5, cpus_for_server=2, gpus_per_actor=0.25)
+    arguments = driver._server_actor(ray, 3, for_client(settings), for_server(settings))
+    assert arguments == (3, {"num_cpus": 1.0, "num_gpus": 0.25})
+    assert ray.asked["num_gpus"] == 0.5 and ray.asked["num_cpus"] == 2
+    driver._server_actor(ray, 3, for_client(RaySettings()), for_server(RaySettings()))
+    assert ray.asked["num_gpus"] == ray.asked["num_cpus"] == 0
+
+
+def test_client_actors_get_what_the_server_leaves():
+    ray = Recorder(CPU=8.0, GPU=2.0)
+    assert client_actors(ray, RaySettings(gpus_per_actor=0.25), 99) == 8
+    assert client_actors(ray, RaySettings(gpus_per_actor=0.25, gpus_for_server=1), 99) == 4
+    assert client_actors(ray, RaySettings(cpus_for_server=3), 99) == 5
+
+
+@pytest.mark.parametrize("settings", [{"gpus_for_server": 1}, {"cpus_for_server": 2, "gpus_per_actor": 0}])
+def test_a_server_that_leaves_no_room_for_clients_is_refused(settings):
+    said = r"1 client actors .* beside a server with .* more than this cluster has: 2 CPUs and 0 GPUs.*gpus_for_server"
+    with pytest.raises(ConfigError, match=said):
+        client_actors(Recorder(CPU=2.0), RaySettings(**settings), 4)
+
+
+def test_one_process_for_server_and_clients_reserves_the_larger_of_each():
+    settings = in_one_process(RaySettings(cpus_per_actor=2, gpus_per_actor=0.25, cpus_for_server=1, gpus_for_server=1))
+    assert for_client(settings) == {"num_cpus": 2, "num_gpus": 1}
+    assert for_server(settings) == {"num_cpus": 0, "num_gpus": 0}
+
+
+# --- devices and threads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reserved", "device"), [([], "cpu"), ([0], "cuda"), ([1, 2], "cuda")])
+def test_a_process_computes_on_a_gpu_if_ray_reserved_one_for_it(monkeypatch, reserved, device):
+    monkeypatch.setattr(actors.ray, "get_gpu_ids", lambda: reserved)
+    assert actors.reserved_device() == torch.device(device)
+
+
+@pytest.mark.parametrize(("gpus", "there", "device"), [(0.5, True, "cuda"), (0.5, False, "cpu"), (0.0, True, "cpu")])
+def test_in_one_process_the_device_is_what_would_be_reserved_if_it_is_there(monkeypatch, gpus, there, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert driver._device(gpus) == torch.device(device)
+
+
+def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_device(tmp_path, monkeypatch):
+    built: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(driver, "_device", lambda gpus: ELSEWHERE if gpus else torch.device("cpu"))
+    monkeypatch.setattr(driver, "Worker", lambda bench, method: built.append(("clients", bench.model.device)))
+    monkeypatch.setattr(driver, "make_bench", lambda experiment, data, task: task)
+    monkeypatch.setattr(
+        driver, "Server", lambda job, task, *rest: built.append(("server", task.model.device)) or _Run()
+    )
+    given = experiment(tmp_path, ray__gpus_for_server=1)
+    data = load_federated(given.data, given.partition, seed=given.seed)
+    driver._inline(driver.Job("run", "", given, "", "", ""), data, print, None)  # type: ignore[arg-type]
+    assert built == [("clients", torch.device("cpu")), ("server", ELSEWHERE)]
+
+
+class _Run:
+    def run(self) -> None:
+        return None
+
+
+class CountsThreads(raypfl.methods.FedAvg):
+    def round(self, server, cohort):
+        reply = cohort.run(self.count, theta=server["theta"])
+        server["threads"] = [int(reply["threads"]), torch.get_num_threads()]
+
+    def count(self, clients, theta):
+        return {"threads": Mean(torch.full((len(clients),), float(torch.get_num_threads())))}
+
+
+def test_what_the_server_computes_has_threads_of_its_own(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=1, engine__threads_for_server=2).replace(method=CountsThreads()))
+    assert result.server_state()["threads"] == [1, 2]
+
+
+def test_what_clients_send_arrives_on_the_servers_device():
+    fed = Federation(method=raypfl.methods.FedAvg())
+    cohort = fed.cohort()
+    cohort.task = SimpleNamespace(model=SimpleNamespace(device=ELSEWHERE))
+    theta = cohort.run(fed.method.train, theta=fed.bench.initial)["theta"]
+    assert theta.device == ELSEWHERE and theta.shape == (fed.model.size,)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_actors_on_one_card_divide_the_share_of_it_that_data_may_take():
+    assert part_of_card(80 * GIB, share=0.25, gpus=1) == 20 * GIB
+    assert part_of_card(80 * GIB, share=0.25, gpus=0.1) == 2 * GIB
+    assert part_of_card(80 * GIB, share=0.25, gpus=4) == 20 * GIB  # of four cards it computes on one
+    assert room_on(torch.device("cpu"), 0.25, 0) == math.inf
+
+
+@pytest.mark.parametrize("room", [0.0, 10.0**9])
+def test_data_that_need_more_than_their_room_stay_on_the_host_and_arrive_on_the_device_all_the_same(tmp_path, room):
+    given = experiment(tmp_path)
+    data = load_federated(given.data, given.partition, seed=given.seed)
+    model = SimpleNamespace(device=ELSEWHERE, dtype=torch.float32)
+    samples = samples_for(data, model, (), room)
+    size = data.inputs.nbytes + data.labels.nbytes
+    assert samples.resident == (size if room else 0)
+    x, y = samples.take(np.array([3, 1, 4]))
+    assert x.device == y.device == samples.labels_of(np.array([3])).device == samples.normalise(x).device == ELSEWHERE
+    assert x.shape == (3, 1, 8, 8) and x.dtype == torch.uint8
