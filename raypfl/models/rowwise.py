@@ -7,12 +7,16 @@ draw from a global stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+_GAMMA, _MIX_A, _MIX_B = 7046029254386353131, -4658895280553007687, -7723592293110705685
+_LEAST = -(2**63)
 
 
 class RowWise(TorchFunctionMode):
@@ -78,14 +82,24 @@ def _batch_norm(
 def _dropout(key: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0.0:
         return x
-    draws = _hash(key + _hash(torch.arange(x.numel(), dtype=torch.int64, device=x.device)))
-    keep = ((draws >> 40) & 0xFFFFFF) >= int(p * 2**24)
-    return x * keep.reshape(x.shape) / (1.0 - p)
+    # In place where it can be: a large layer's draws would otherwise take longer than torch's own.
+    z = _places(x.numel(), x.device) + (key - _GAMMA)
+    z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX_A)
+    z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX_B)
+    # The finalizer's last step leaves the upper bits, which decide here, as they are.
+    keep = z.bitwise_xor_(_LEAST) >= (int(p * 2**24) << 40) + _LEAST
+    return x * keep.reshape(x.shape).to(x.dtype).div_(1.0 - p)
+
+
+@lru_cache(maxsize=8)
+def _places(count: int, device: torch.device) -> Tensor:
+    """``int64[count]``: the scrambled numbers of a layer's entries, the same for all draws."""
+    return _hash(torch.arange(count, dtype=torch.int64, device=device))
 
 
 def _hash(z: Tensor) -> Tensor:
     """SplitMix64's finalizer on wrapping ``int64`` (Steele et al. 2014)."""
-    z = z - 7046029254386353131
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    z = z - _GAMMA
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_A
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_B
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
