@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from raypfl.authors import place
 from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.clients import Clients
-from raypfl.federation.ledger import Entry, Ledger
+from raypfl.federation.ledger import Entry, Ledger, Phase
 from raypfl.federation.placement import Timings
 from raypfl.federation.schedule import cut
 from raypfl.federation.states import StateTable
@@ -43,6 +43,7 @@ class Exchanger:
     costs : ``float[num_clients]`` what each client's turn is expected to take, in any unit.
     cut_for : ``(sizes of the groups, executor)`` for a cohort of a given size.
     warn : told of what a person should know.
+    said : the shapes of what the last cohort's last exchange sent and brought up, in a sentence.
     """
 
     task: Task
@@ -53,6 +54,7 @@ class Exchanger:
     costs: np.ndarray
     cut_for: Callable[[int], tuple[list[int], str]]
     warn: Callable[[str], None]
+    said: str = ""
     _numbers: Any = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -248,12 +250,15 @@ class Cohort:
     ids : their numbers, ascending. Rows of a ``Scatter`` and of an ``Each`` reply are in this order.
     present : ``bool[C]``; False for a client that failed in an earlier exchange of this round and was skipped.
     round, lr : the round's number, from 1, and learning rate.
+    unseen : whether these are clients that are never trained.
     task : what the method was started with.
-    said : the shapes of what the last exchange sent and brought up, in a sentence.
     """
+
+    phase: ClassVar[Phase] = "training"
 
     def __init__(self, exchanger: Exchanger, ids: tuple[int, ...], dropped: tuple[int, ...], round: int, lr: float):
         self.ids = ids
+        self.unseen = False
         self.round = round
         self.lr = lr
         self.task = exchanger.task
@@ -261,8 +266,8 @@ class Cohort:
         self.losses: dict[int, float] = {}
         self.failed: dict[int, str] = {}
         self.seconds = 0.0
-        self.said = ""
         self._exchanger = exchanger
+        self._exchanger.said = ""
         self._dropped = dropped
         self._exchanges = 0
 
@@ -301,7 +306,7 @@ class Cohort:
         self._charge_up(total)
         self._exchanges += 1
         answer = _Answer(total.result(), place(function))
-        self.said = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
+        self._exchanger.said = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
 
     def _name_of(self, function: Callable[..., Any]) -> str:
@@ -368,8 +373,24 @@ class Cohort:
     def _charge_each(self, direction: Any, name: str, clients: Mapping[int, int], size: int) -> None:
         for numbers, count in sorted(clients.items(), reverse=True):
             if numbers and count:
-                entry = Entry(self.round, self._exchanges, direction, name, count, numbers, numbers * size)
-                self._exchanger.ledger.add(entry)
+                sent = (direction, name, count, numbers, numbers * size)
+                self._exchanger.ledger.add(Entry(self.round, self._exchanges, *sent, self.phase))
+
+
+class Judged(Cohort):
+    """Clients that are about to be judged, which :meth:`raypfl.Method.personalize` is given.
+
+    Nobody drops out, and a client that fails ends the run: to judge the others alone would give another mean.
+    """
+
+    phase = "prediction"
+
+    def __init__(self, exchanger: Exchanger, ids: Sequence[int], round: int, lr: float, unseen: bool):
+        super().__init__(exchanger, tuple(ids), (), round, lr)
+        self.unseen = unseen
+
+    def _lose(self, client: int, why: str) -> None:
+        raise RaypflError(f"Client {client} could not be given its model. {why}")
 
 
 def _shapes(values: Mapping[str, Any]) -> str:

@@ -42,8 +42,8 @@ from raypfl.federation.result import (
     write_facts,
     write_tables,
 )
-from raypfl.federation.schedule import cohort_size
-from raypfl.federation.server import Job, Server, groups_for
+from raypfl.federation.schedule import cohort_size, groups_for
+from raypfl.federation.server import Job, Server
 from raypfl.federation.setup import make_bench, make_model, make_task, threads_of_server
 from raypfl.federation.stopping import StopRequest
 from raypfl.federation.threads import threads

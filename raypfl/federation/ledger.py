@@ -15,7 +15,10 @@ LEDGER = {
     "clients": "int32",
     "numbers": "int64",
     "bytes": "int64",
+    "phase": "text",
 }
+
+Phase = Literal["training", "prediction"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class Entry:
 
     Attributes
     ----------
-    round : from 1. exchange : within the round, from 0; one is one ``cohort.run``.
+    round : from 1.
+    exchange : within the round and phase, from 0; one is one ``cohort.run``.
     direction : ``down`` to the clients, ``up`` from them.
     name : of the argument or reply.
     clients : how many clients.
     numbers, bytes : per client.
+    phase : ``training``: of the round itself; ``prediction``: of what clients were given to be judged after it.
     """
 
     round: int
@@ -40,6 +45,7 @@ class Entry:
     clients: int
     numbers: int
     bytes: int
+    phase: Phase = "training"
 
 
 class Ledger:
@@ -68,21 +74,22 @@ class Ledger:
         return [Entry(*row) for row in self.rows.rows()]
 
     def total(self, direction: str, round: int) -> int:
-        """Bytes over all clients in one direction in a round."""
-        return sum(e.clients * e.bytes for e in self._of(round) if e.direction == direction)
+        """Bytes over all clients in one direction in a round; of training alone."""
+        return sum(e.clients * e.bytes for e in self._of(round, "training") if e.direction == direction)
 
-    def per_client(self, round: int) -> dict[tuple[str, str], float]:
-        """Numbers (not bytes) per client in a round: ``{(direction, name): numbers}``, summed over its exchanges.
+    def per_client(self, round: int, phase: Phase = "training") -> dict[tuple[str, str], float]:
+        """Numbers (not bytes) per client in a round: ``{(direction, name): numbers}``, summed over a phase's exchanges.
 
         Where clients sent different amounts: the mean over those that sent any.
         """
         sent: dict[tuple[str, str], dict[int, list[Entry]]] = {}
-        for e in self._of(round):
+        for e in self._of(round, phase):
             sent.setdefault((e.direction, e.name), {}).setdefault(e.exchange, []).append(e)
         return {message: sum(_mean(entries) for entries in of.values()) for message, of in sent.items()}
 
-    def _of(self, round: int) -> list[Entry]:
-        return [Entry(*row) for row in self.rows.rows(*self.rows.span("round", round))]
+    def _of(self, round: int, phase: Phase) -> list[Entry]:
+        entries = (Entry(*row) for row in self.rows.rows(*self.rows.span("round", round)))
+        return [e for e in entries if e.phase == phase]
 
 
 def _mean(entries: list[Entry]) -> float:

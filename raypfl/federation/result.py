@@ -105,7 +105,8 @@ class Result:
     facts : what the run found out as it began, see ``events.RunStarted``.
     rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
     evaluations : a row for each (round, client, protocol, model): samples, accuracy, loss, ece, auc, left_out.
-    ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client.
+    ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
+        ``training`` or ``prediction``.
 
     Rounds are numbered from 1 in all of them.
     """

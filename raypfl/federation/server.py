@@ -16,24 +16,24 @@ import pyarrow as pa
 import torch
 
 import raypfl
-from raypfl.authors import located, place, told
+from raypfl.authors import located, told
 from raypfl.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
-from raypfl.evaluation import Selection, deciding, score, select, summarise, tabulate
+from raypfl.evaluation import Selection, deciding, select, summarise
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Backend
 from raypfl.federation.checkpoint import Snapshot
-from raypfl.federation.clients import Clients, learning_rate
-from raypfl.federation.cohort import Cohort, Exchanger, Total
+from raypfl.federation.clients import learning_rate
+from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.columns import Columns
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.federation.judging import Judge
 from raypfl.federation.ledger import LEDGER, Ledger
-from raypfl.federation.schedule import Draw, cohort_size, draw, even, group_sizes, judged_group_sizes
+from raypfl.federation.schedule import Draw, cohort_size, draw, groups_for
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
 from raypfl.federation.tables import Table, arrow
 from raypfl.federation.tree import cloned, put_together, taken_apart
-from raypfl.messages import Each, Scatter, Sum
-from raypfl.methods.base import Method, Task
+from raypfl.methods.base import Task
 from raypfl.models.weights import origin
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ class Server:
         self._sent = dict.fromkeys(("up", "down"), 0)  # bytes of all finished rounds
         self._warned: set[str] = set()
         self._saved: int | None = None
-        self._said = ""  # what the last round's last exchange brought up
         self._exchanger = Exchanger(
             task=task,
             backend=backend,
@@ -123,6 +122,7 @@ class Server:
             cut_for=lambda cohort: (groups_for(job.experiment, cohort), job.experiment.engine.executor),
             warn=self._warn,
         )
+        self._judge = Judge(job.experiment, self._exchanger)
 
     def run(self) -> RunFinished:
         """All rounds that are left; a stop or a failure leaves a checkpoint of the last finished round behind.
@@ -150,8 +150,10 @@ class Server:
         except RaypflError as error:
             return self._end("failed", located(error) if isinstance(error, MethodError) else str(error))
         except Exception as error:
-            method = type(self.method).__name__
-            text = f"{method} failed on the server in round {self.round + 1}:\n{told(error)}\n{self._said}"
+            judged = self._owes_evaluation()
+            when = f"when clients were judged after round {self.round}" if judged else f"in round {self.round + 1}"
+            who, said = type(self.method).__name__, self._exchanger.said
+            text = f"{who} failed on the server {when}:\n{told(error)}\n{said}"
             return self._end("failed", text.rstrip())
 
     def _step(self) -> None:
@@ -240,8 +242,6 @@ class Server:
             self._undisturbed(lambda: self.method.round(self.state, cohort))
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
-        finally:
-            self._said = cohort.said
         self.states.commit()
         self._record(cohort, len(drawn.dropped), time.perf_counter() - begun)
 
@@ -275,47 +275,13 @@ class Server:
         self.emit(finished)
 
     def _evaluate(self) -> None:
-        protocols = self.experiment.evaluation.protocols
-        columns = self._judged(self._tested(), [p for p in protocols if p != "unseen"], "personal_model")
-        unseen = self._judged(self.task.unseen.tolist(), [p for p in protocols if p == "unseen"], "unseen_model")
-        columns = {name: values + unseen[name] for name, values in columns.items()}
+        columns = self._judge.columns(self.state, self.round)
         self._tables["evaluations"].waiting.extend(columns)
         self._evaluated = self.round
         summary = summarise(columns)
         if (row := deciding(summary)) is not None:
             self._validated[self.round] = row
         self.emit(Evaluated(self.round, summary))
-
-    def _judged(self, clients: list[int], protocols: list[str], personal: str) -> dict[str, list[Any]]:
-        """Columns of the evaluations table for these clients; `personal` is the method's function for their models."""
-        if not clients or not protocols:
-            return tabulate(self.round, {}, [], [])
-        skeleton, tensors = taken_apart(self.method.judged_with(self.state))
-        arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
-        if (shared := self.method.global_model(self.state)) is not None:
-            arguments["shared"] = _fitting(shared, [self.task.model.size], self.method.global_model, self._said)
-        arguments |= {"skeleton": skeleton, "protocols": protocols, "personal": personal}
-        arguments["position"] = Scatter(torch.arange(len(clients)))
-        arguments["total"] = len(clients)
-        # Methods that fine-tune what is judged do so at the rate of the round before.
-        lr = learning_rate(self.experiment.training, self.round - 1, self.experiment.rounds)
-        call, groups = self._exchanger.call(_score, enumerate(clients), self.round, lr, arguments, self._judged_groups)
-        total = Total(len(clients), torch.device("cpu"))
-        for group, reply in self._exchanger.run(call, groups, _unjudged):
-            total.add(group, reply.values)
-        self.states.abandon()
-        return tabulate(self.round, total.result(), clients, protocols)
-
-    def _judged_groups(self, clients: int) -> tuple[list[int], str]:
-        return groups_for(self.experiment, clients, judged=True), self.experiment.engine.executor
-
-    def _tested(self) -> list[int]:
-        """The clients to evaluate: on their own test data alone, those who have any."""
-        trained = np.ones(self.task.num_clients, dtype=bool)
-        trained[self.task.unseen] = False
-        if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
-            trained &= self.task.num_test_samples > 0
-        return np.flatnonzero(trained).tolist()
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -416,51 +382,3 @@ def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
     """Where a run's checkpoints are: in its folder, or in one of its own in the location that the settings name."""
     location = experiment.checkpoint.location
     return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
-
-
-def groups_for(experiment: Experiment, cohort: int, judged: bool = False) -> list[int]:
-    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest.
-
-    `judged` : it is to be judged, not trained.
-    """
-    size = experiment.engine.group_size or experiment.ray.clients_per_actor
-    suggest = judged_group_sizes if judged else group_sizes
-    return even(cohort, -(-cohort // size)) if size else suggest(cohort, experiment.engine.executor)
-
-
-def _score(
-    clients: Clients,
-    method: Method,
-    skeleton: Any,
-    protocols: list[str],
-    personal: str,
-    position: torch.Tensor,
-    total: int,
-    shared: torch.Tensor | None = None,
-    **tensors: torch.Tensor,
-) -> dict[str, Each | Sum]:
-    server = put_together(skeleton, {name.removeprefix("server/"): tensor for name, tensor in tensors.items()})
-    shares = [(i, total) for i in position.tolist()]
-    make = getattr(method, personal)
-
-    def models(group: Clients) -> torch.Tensor | None:
-        made = make(group, server)
-        return None if made is None else _fitting(made, [len(group), group.model.size], make)
-
-    return score(clients, models, shared, protocols, shares)
-
-
-def _fitting(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], said: str = "") -> torch.Tensor:
-    """The models that a method's function made, if they are of the shape that it must return; else `said` is told."""
-    if list(made.shape) != shape:
-        meant = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
-        text = (
-            f"{place(maker)} returned {list(made.shape)}, which is no model of this network; it must return {shape}: "
-            f"all parameters and buffer entries, {meant}. {said}"
-        )
-        raise MethodError(text.rstrip())
-    return made
-
-
-def _unjudged(client: int, why: str) -> None:
-    raise RaypflError(f"Client {client} could not be evaluated. {why}")

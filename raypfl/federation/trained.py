@@ -137,4 +137,4 @@ def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapsho
 
 def makes_personal_models(method: Method) -> bool:
     """Whether a method gives its clients models of their own."""
-    return type(method).personal_model is not Method.personal_model
+    return method.has("personal_model")

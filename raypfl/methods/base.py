@@ -103,6 +103,15 @@ class Method:
         """The server's model ``[P+B]``, or None if the method has none."""
         return None
 
+    def personalize(self, server: Server, cohort: Cohort) -> None:
+        """How clients come by their models, where that takes exchanges with work of the server's between.
+
+        Runs on the server when clients are judged, with everybody who is, in cohorts no larger than those of a round;
+        ``cohort.unseen`` says whether they are clients that are never trained. What clients put into ``clients.state``
+        is there for `personal_model` and `unseen_model`, and then forgotten, as are changes to `server`. The ledger
+        counts what is sent apart from training. By default there is nothing to do.
+        """
+
     def personal_model(self, clients: Clients, server: Server) -> Tensor | None:
         """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients."""
         return None
@@ -111,18 +120,24 @@ class Method:
         """What clients get that never took part: ``[K, P+B]``, or None: the global model as it is. Runs on the clients.
 
         It may use their training samples, as in ``clients.sgd(clients.loss, server["theta"])``; what it leaves in
-        ``clients.state`` is forgotten.
+        ``clients.state`` is forgotten. By default None or, of a method that has `personalize`, what `personal_model`
+        makes of them.
         """
-        return None
+        return self.personal_model(clients, server) if self.has("personalize") else None
 
     def judged_with(self, server: Server) -> Server:
         """The part of the server's state that `personal_model` and `unseen_model` look at, sent to the clients.
 
-        By default all of it, if there is either. It is no part of a round, and not charged. A method that changes what
-        these two look at changes this too.
+        By default all of it, if there is either; nothing, if the method has `personalize`, which sends what clients
+        need. It is no part of a round, and not charged. A method that changes what these two look at changes this too.
         """
-        personal = type(self).personal_model is not Method.personal_model
-        return server if personal or type(self).unseen_model is not Method.unseen_model else {}
+        if self.has("personalize"):
+            return {}
+        return server if self.has("personal_model") or self.has("unseen_model") else {}
+
+    def has(self, function: str) -> bool:
+        """Whether the method has a function of this name of its own, in place of the one that does nothing."""
+        return getattr(type(self), function) is not getattr(Method, function)
 
 
 Method = dataclass(frozen=True, kw_only=True)(Method)  # type: ignore[misc]

@@ -1,0 +1,147 @@
+"""How a client comes by its model is a program: exchanges as in a round, apart from training, and then forgotten."""
+
+from __future__ import annotations
+
+import pyarrow.compute as pc
+import pytest
+import torch
+
+import raypfl
+from raypfl.errors import RaypflError
+from raypfl.messages import Mean, Scatter
+from raypfl.methods import FedAvg
+from tests.prediction_methods import Hypernetwork
+from tests.runs import experiment
+from tests.support import EXECUTORS
+
+NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "global", "unseen"]}
+
+
+class Shifted(FedAvg):
+    """Sends each client the global model, shifted by its number, and changes everything that it can reach."""
+
+    def personalize(self, server, cohort):
+        shifts = torch.tensor(cohort.ids).float()[:, None] / 100
+        cohort.run(self.keep, theta=Scatter(server["theta"] + shifts))
+        server["theta"].zero_()
+        server["more"] = torch.ones(3)
+
+    def keep(self, clients, theta):
+        clients.state["theta"] = theta
+
+    def personal_model(self, clients, server):
+        clients.state["judged"] = clients.state["theta"]
+        return clients.state["theta"]
+
+
+class ShiftedAlone(FedAvg):
+    """The same without an exchange: what each client must be judged with."""
+
+    def personal_model(self, clients, server):
+        shifts = torch.tensor(clients.ids).float()[:, None] / 100
+        return server["theta"] + shifts
+
+    unseen_model = personal_model
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_clients_known_and_new_are_judged_with_what_the_exchanges_gave_them_and_nothing_stays(tmp_path, executor):
+    base = experiment(tmp_path, engine__executor=executor, **NEWCOMERS)
+    result, alone = (raypfl.run(base.replace(method=method)) for method in (Shifted(), ShiftedAlone()))
+    assert set(pc.unique(result.evaluations["model"]).to_pylist()) == {"personal", "global"}
+    assert result.evaluations.equals(alone.evaluations)
+    assert result.weights_hash == alone.weights_hash and result.client_state(3) == {}
+    assert result.rounds["bytes_down"].equals(alone.rounds["bytes_down"]) and result.megabytes == alone.megabytes
+
+
+class Watched(Shifted):
+    """Counts the clients of its cohorts, which a list remembers."""
+
+    def personalize(self, server, cohort):
+        assert bool(torch.isfinite(server["theta"]).all()) and "more" not in server
+        COHORTS.append((cohort.round, cohort.unseen, cohort.ids))
+        super().personalize(server, cohort)
+
+
+COHORTS: list[tuple[int, bool, tuple[int, ...]]] = []
+
+
+def test_nobody_is_left_out_and_no_cohort_is_larger_than_in_training(tmp_path):
+    COHORTS.clear()
+    base = experiment(tmp_path, cohort__size=4, rounds=1, evaluation__every=1, **NEWCOMERS)
+    result = raypfl.run(base.replace(method=Watched()))
+    new = set(result.evaluations.filter(pc.field("protocol") == "unseen")["client"].to_pylist())
+    by_kind = {kind: [ids for _, unseen, ids in COHORTS if unseen is kind] for kind in (False, True)}
+    assert len(new) == 3 and by_kind[True] == [tuple(sorted(new))]
+    assert sorted(c for ids in by_kind[False] for c in ids) == sorted(set(range(12)) - new)
+    assert [len(ids) for ids in by_kind[False]] == [3, 3, 3] and {number for number, _, _ in COHORTS} == {1}
+
+
+def test_the_ledger_keeps_prediction_apart_and_a_hypernetwork_stays_at_home(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        "raypfl.federation.backend.Inline.broadcast", lambda self, arrays: sent.append(arrays) or arrays
+    )
+    base = experiment(tmp_path, rounds=2, evaluation__every=2, cohort__size=6, **NEWCOMERS)
+    result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
+    embed, model = sum(a["embed"].size for a in sent[:1]), result.facts["parameters"]
+    assert {name for arrays in sent for name in arrays} == {"embed"}
+    rows = result.ledger.to_pylist()
+    messages = [("down", "embed", embed), ("up", "v", 7), ("down", "theta", model)]
+    predicted = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "prediction"]
+    assert predicted == messages * 3  # two cohorts of known clients, one of new ones
+    assert {r["round"] for r in rows if r["phase"] == "prediction"} == {2}
+    trained = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "training"]
+    after = [("up", "step", model), ("down", "embed", embed), ("down", "step", 7), ("up", "embed", embed)]
+    assert trained == [*messages, *after] * 2
+    down = [sum(r["clients"] * r["bytes"] for r in rows if r["phase"] == "training" and r["direction"] == "down")]
+    assert [pc.sum(result.rounds["bytes_down"]).as_py()] == down
+
+
+def test_a_run_that_goes_on_is_judged_as_if_it_had_never_stopped(tmp_path):
+    base = experiment(tmp_path, rounds=2, evaluation__every=1, checkpoint__every=1)
+    base = base.override(["method=tests.prediction_methods:Hypernetwork"])
+    half = raypfl.run(base.override(["rounds=1"]))
+    whole, resumed = raypfl.run(base), raypfl.resume(half.run_dir, overrides=["rounds=2"])
+    assert resumed.evaluations.equals(whole.evaluations) and resumed.ledger.equals(whole.ledger)
+
+
+class LooksAtTheServer(Shifted):
+    def personal_model(self, clients, server):
+        return server["theta"].expand(len(clients), -1)
+
+
+class Diverges(Shifted):
+    def keep(self, clients, theta):
+        clients.state["theta"] = clients.sgd(clients.loss, theta, lr=1e30)
+
+
+class MistakenOnTheServer(Shifted):
+    def personalize(self, server, cohort):
+        cohort.run(self.keep, theta=Scatter(server["theta"].expand(len(cohort), -1)))
+        server["speed"] += 1
+
+
+class Adrift(Diverges):
+    def keep(self, clients, theta):
+        super().keep(clients, theta)
+        return {"theta": Mean(theta)}
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (LooksAtTheServer(), r"(?s)The server's 'theta' is not there when clients are judged.*send it in personalize"),
+        (Diverges(), r"Training diverged on client \d+ in round 1: .* Lower training.lr"),
+        (MistakenOnTheServer(), r"(?s)failed on the server when clients were judged after round 1:.*'speed'.*keep"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_sentence(tmp_path, method, text):
+    with pytest.raises(RaypflError, match=text):
+        raypfl.run(experiment(tmp_path, rounds=1).replace(method=method))
+
+
+def test_a_client_that_cannot_be_given_its_model_is_not_left_out_of_the_mean(tmp_path):
+    skipping = experiment(tmp_path, rounds=1, failures__on_client_failure="skip", failures__retries=0)
+    with pytest.raises(RaypflError, match=r"Client \d+ could not be given its model. Training diverged on client"):
+        raypfl.run(skipping.replace(method=Adrift()))
