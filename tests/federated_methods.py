@@ -1,4 +1,4 @@
-"""Methods that misbehave on purpose, importable by name in actors and subprocesses.
+"""Methods that misbehave on purpose, and methods as users write them, importable by name in actors and subprocesses.
 
 What happens once is remembered by a file in the folder `marks`.
 """
@@ -10,8 +10,12 @@ import signal
 import time
 from pathlib import Path
 
+from torch.nn import functional as F
+
+from raypfl import Mean
 from raypfl.errors import LostState
 from raypfl.methods import Ditto, FedAvg
+from raypfl.models.heads import features
 
 
 class Marked(Ditto):
@@ -98,3 +102,28 @@ class FailsOnce(Marked):
         if clients.round == 2 and self.once(f"group-{clients.ids[0]}"):
             raise OSError("a passing cloud")
         return super().train(clients, theta)
+
+
+class Moon(FedAvg):
+    """Model-contrastive federated learning (Li et al. 2021): features near the global model's, far from the last own.
+
+    Attributes
+    ----------
+    mu, temperature : of the contrast.
+    """
+
+    mu: float = 1.0
+    temperature: float = 0.5
+
+    def train(self, clients, theta):
+        run = features(clients.model)
+
+        def loss(p, batch, sent, previous):
+            z, logits = run(p, batch.x)
+            near, far = (F.cosine_similarity(z, m.features(batch.x)) / self.temperature for m in (sent, previous))
+            return clients.cross_entropy(logits, batch) + self.mu * batch.mean(F.softplus(far - near))
+
+        previous = clients.state.get("previous", default=theta)
+        trained = clients.sgd(loss, theta, sent=clients.other(theta), previous=clients.other(previous))
+        clients.state["previous"] = trained
+        return {"theta": Mean(trained, clients.num_samples)}

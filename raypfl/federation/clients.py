@@ -23,6 +23,8 @@ from raypfl.federation.executor import Executor, Loss, Sequential, SGDRule, Vect
 from raypfl.federation.minibatches import MiniBatch, Walk
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
 from raypfl.messages import PerClient, per_client, plain
+from raypfl.models.flat import FlatModel
+from raypfl.models.other import Other
 from raypfl.settings import TrainingSettings
 
 
@@ -110,6 +112,27 @@ class Clients:
         log_probabilities = F.log_softmax(logits, dim=-1)
         return -batch.mean(log_probabilities.gather(1, batch.y[:, None]).squeeze(1))
 
+    def other(self, theta: Tensor, model: FlatModel | None = None) -> Other:
+        """Another model as it is, for a loss beside the one that is trained: a teacher, an earlier model.
+
+        ``clients.sgd(loss, start, teacher=clients.other(theta))`` with ``loss(p, batch, teacher)``: there
+        ``teacher(batch.x)`` gives outputs and ``teacher.features(batch.x)`` what goes into the output layer, in
+        evaluation mode, with the model's own statistics. Nothing of it moves.
+
+        Parameters
+        ----------
+        theta : ``[P+B]``, the same for all, or ``[K, P+B]``.
+        model : the network; None: the clients'.
+        """
+        model = model or self.model
+        if theta.shape[-1] != model.size or (theta.dim() > 1 and len(theta) != len(self)):
+            raise MethodError(
+                f"clients.other needs a whole model vector [{model.size}], or one for each of the group's {len(self)} "
+                f"clients; this has shape {list(theta.shape)}."
+            )
+        vector = plain(theta).detach()
+        return Other(model, vector if vector.dim() == 1 else per_client(vector))
+
     def sgd(
         self,
         loss: Loss,
@@ -139,7 +162,7 @@ class Clients:
         decay : the segments, or ``bool[P+B]``, that the experiment's weight decay acts on, if they move; None: all.
         stream : another name, other batches.
         extras : passed to the loss by name. What came up per client (a state, a scattered row, a result) is passed row
-            by row; a model vector among them is cut to its parameters.
+            by row; a model vector among them is cut to its parameters, another model (:meth:`other`) stays whole.
 
         Returns
         -------

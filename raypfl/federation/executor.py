@@ -8,7 +8,7 @@ client.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, vmap
 
 from raypfl.federation.batches import Batch, Batches, GroupSamples, Order, StepBatches
-from raypfl.messages import PerClient, one_client_at_a_time, per_client, plain
+from raypfl.federation.extras import Extras, chosen, of_client, rows_of, trimmed, with_rows
+from raypfl.messages import one_client_at_a_time
 from raypfl.models.flat import FlatModel
 from raypfl.models.rowwise import RowWise
 
 Loss = Callable[..., Tensor]
-Extras = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Sequential:
                 if velocity is not None:
                     velocity.zero_()
                 descent = _Descent(self.model, rule, bound.theta, bound.tensors, gradient, velocity)
-                mine = _extras_of(self.model, extras, k)
+                mine = trimmed(self.model, of_client(extras, k))
                 own = samples.steps(k, visits)
                 for s in range(steps):
                     batch = self._batch(own(s))
@@ -168,7 +168,7 @@ class Sequential:
                 _seed(at.device, keys[k])
                 p = self.model.parameters(at[k]).detach().requires_grad_()
                 with self.model.statistics(self.model.buffers(at[k])) as moved, self._inside(keys[k]):
-                    value = loss(p, self._batch(batch), **_extras_of(self.model, extras, k))
+                    value = loss(p, self._batch(batch), **trimmed(self.model, of_client(extras, k)))
                     statistics.append(moved().detach())
                 gradients.append(torch.autograd.grad(value, p)[0])
                 losses.append(value.detach())
@@ -176,7 +176,7 @@ class Sequential:
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
         with self.model.mode(train=False), self._inside(None):
-            rows = [function(at[k], self._batch(b), **_extras_of(None, extras, k)) for k, b in enumerate(batches)]
+            rows = [function(at[k], self._batch(b), **of_client(extras, k)) for k, b in enumerate(batches)]
         return torch.stack(rows)
 
     def predict(self, at: Tensor, x: Tensor, own: bool) -> Tensor:
@@ -194,7 +194,7 @@ class Sequential:
     @contextlib.contextmanager
     def _inside(self, key: Tensor | None) -> Iterator[None]:
         draws = RowWise(None, key) if key is not None and self.model.has_dropout else contextlib.nullcontext()
-        with one_client_at_a_time(), self.precision.context(self.model.device), draws:
+        with one_client_at_a_time(), self.precision.context(self.model.device), self.model.step(), draws:
             yield
 
 
@@ -320,8 +320,7 @@ class Vectorised:
             return self._longest_first(loss, theta, statistics, walk, steps, rule, keys, extras)
         ranked = torch.from_numpy(rank).to(start.device)
         theta, statistics = (_copied(rows, ranked) for rows in parts)
-        own = {name: per_client(rows[ranked]) for name, rows in _per_client(extras).items()}
-        of = (theta, statistics, walk, steps, rule, keys[ranked], {**extras, **own})
+        of = (theta, statistics, walk, steps, rule, keys[ranked], chosen(extras, ranked))
         trained, losses = self._longest_first(loss, *of)
         back = ranked.argsort()
         return trained[back], losses[back]
@@ -340,7 +339,7 @@ class Vectorised:
         """Train in place, in the order of clients' steps: those still at it are always the first rows."""
         gradient, velocity = _Descent.buffers(rule, theta)
         losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
-        mine = list(_per_client(extras).values())
+        mine = list(rows_of(extras).values())
         step, still = self._step(loss, extras), rule.still(self.model)
         descent: _Descent | None = None
         with self.model.mode(train=True), self._inside():
@@ -364,7 +363,7 @@ class Vectorised:
         self, loss: Loss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras
     ) -> tuple[Tensor, Tensor, Tensor]:
         theta, statistics = self.model.parameters(at), self.model.buffers(at)
-        mine, leaves = list(_per_client(extras).values()), self._leaves(theta)
+        mine, leaves = list(rows_of(extras).values()), self._leaves(theta)
         gradient = torch.empty_like(theta, memory_format=torch.contiguous_format)
         with self.model.mode(train=True), self._inside():
             step = self._step(loss, extras)
@@ -373,10 +372,9 @@ class Vectorised:
         return gradient, value, moved
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
-        mine = {name: plain(e) for name, e in extras.items()}
-        one = vmap(lambda p, b, e: function(p, b, **e), in_dims=(0, 0, _axes(extras)))
+        one = vmap(lambda p, batch, mine: function(p, batch, **with_rows(extras, mine)))
         with self.model.mode(train=False), self._inside():
-            return one(at, _padded(batches), mine)
+            return one(at, _padded(batches), rows_of(extras))
 
     def predict(self, at: Tensor, x: Tensor, own: bool) -> Tensor:
         with torch.no_grad(), self.precision.context(self.model.device):
@@ -403,20 +401,19 @@ class Vectorised:
         return all(torch.allclose(alone, v, rtol=rtol, atol=1e-6, equal_nan=True) for v in values)
 
     def _value(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
-        mine = _extras_of(self.model if train else None, extras, 0)
+        mine = of_client(extras, 0)
         with torch.no_grad(), self.model.mode(train), self._inside():
             if not train:
                 return function(at, batch, **mine)
             key = torch.zeros((), dtype=torch.int64, device=batch.y.device)
-            with self.model.statistics(self.model.buffers(at)), self._rows(batch, key):
-                return function(self.model.parameters(at), batch, **mine)
+            with self.model.statistics(self.model.buffers(at)), self.model.step(), self._rows(batch, key):
+                return function(self.model.parameters(at), batch, **trimmed(self.model, mine))
 
     def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
         return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]
 
     def _step(self, loss: Loss, extras: Extras) -> Callable[..., Any]:
-        names = list(_per_client(extras))
-        shared = {name: e for name, e in extras.items() if name not in names}
+        names = list(rows_of(extras))
         segments = self.model.parameter_names
 
         # Tensors one by one, not in a Batch and a dict: vmap takes a tenth of a small step to take those apart.
@@ -426,8 +423,8 @@ class Vectorised:
             tensors, mine = rest[: len(segments)], rest[len(segments) :]
             batch = Batch(x, y, weight)
             parts = self.model.parts(p, dict(zip(segments, tensors, strict=True)))
-            with parts, self.model.statistics(statistics) as moved, self._rows(batch, key):
-                value = loss(p, batch, **_trimmed(self.model, shared | dict(zip(names, mine, strict=True))))
+            with parts, self.model.statistics(statistics) as moved, self.model.step(), self._rows(batch, key):
+                value = loss(p, batch, **trimmed(self.model, with_rows(extras, dict(zip(names, mine, strict=True)))))
             return value, moved()
 
         rows = vmap(one)
@@ -460,29 +457,6 @@ class Vectorised:
     def _inside(self) -> Iterator[None]:
         with one_client_at_a_time(), self.precision.context(self.model.device):
             yield
-
-
-def _per_client(extras: Extras) -> dict[str, Tensor]:
-    return {name: plain(e) for name, e in extras.items() if isinstance(e, PerClient)}
-
-
-def _axes(extras: Extras) -> dict[str, int | None]:
-    return {name: 0 if isinstance(e, PerClient) else None for name, e in extras.items()}
-
-
-def _trimmed(model: FlatModel, extras: dict[str, Any]) -> dict[str, Any]:
-    """Model vectors among the extras, cut to their parameters: a loss deals with what is trained."""
-    if not model.num_buffers:
-        return extras
-    return {
-        name: model.parameters(e) if isinstance(e, Tensor) and e.dim() and e.shape[-1] == model.size else e
-        for name, e in extras.items()
-    }
-
-
-def _extras_of(model: FlatModel | None, extras: Extras, k: int) -> dict[str, Any]:
-    mine = {name: plain(e)[k] if isinstance(e, PerClient) else e for name, e in extras.items()}
-    return _trimmed(model, mine) if model is not None else mine
 
 
 def _padded(batches: Batches) -> Batch:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raypfl.federation.batches import Batch, GroupSamples, Order, StepBatches
 from raypfl.federation.executor import Executor, Loss, SGDRule
+from raypfl.federation.extras import chosen
 from raypfl.messages import PerClient, per_client, plain
 
 Gradient = tuple[Tensor, Tensor, Tensor]
@@ -102,7 +103,7 @@ class MiniBatch:
         """
         walk, here, rows = self._walk, self._rows, plain(theta)
         run = walk.run(of, loss, rows, extras)
-        mine = {n: per_client(self._mine(plain(e))) if isinstance(e, PerClient) else e for n, e in extras.items()}
+        mine = extras if self._everybody else chosen(extras, here)
         moved = rows.clone(memory_format=torch.contiguous_format) if self._everybody else rows[here]
         gradient, losses, statistics = run(lambda e: e.grad(loss, moved, self._batches, self._keys, mine))
         size = gradient.shape[1]

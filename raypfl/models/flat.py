@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from raypfl.errors import ConfigError, did_you_mean
+from raypfl.errors import ConfigError, MethodError, did_you_mean
 from raypfl.models.roles import roles
 
 
@@ -85,6 +86,8 @@ class FlatModel:
             (name, child._parameters if leaf in child._parameters else child._buffers, leaf)
             for name, child, leaf in self._places
         ]
+        self._norms = [m for m in self.module.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        self._calls: int | None = None
         self._bound: BoundModel | None = None
         self._statistics: dict[str, Tensor] | None = None
         self._parts: tuple[Tensor | None, Mapping[str, Tensor]] = (None, {})
@@ -169,6 +172,7 @@ class FlatModel:
 
     def __call__(self, theta: Tensor, x: Tensor) -> Tensor:
         """The network's output at `theta` (``[P+B]``, or ``[P]`` during training) for inputs ``x[b, ...]``."""
+        self._refuse_to_move_twice()
         if self._bound is not None and theta is self._bound.theta:
             return self.module(x)
         of, parts = self._parts
@@ -212,6 +216,27 @@ class FlatModel:
             yield lambda: torch.cat([moving[n].reshape(-1) for n in names])
         finally:
             self._statistics = outer
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within: a loss on one batch, in which batch norm may move its statistics once."""
+        outer, self._calls = self._calls, 0
+        try:
+            yield
+        finally:
+            self._calls = outer
+
+    def _refuse_to_move_twice(self) -> None:
+        if self._calls is None or not any(norm.training for norm in self._norms):
+            return
+        self._calls += 1
+        if self._calls > 1:
+            raise MethodError(
+                "A loss called the network twice in training mode, so that its batch norm would move its statistics "
+                "twice. Pass another model (a teacher, an earlier one) as teacher=clients.other(theta), which the loss "
+                "calls as teacher(batch.x): that one stays as it is. Give the network several inputs at one model in "
+                "one call, as in torch.cat([a, b])."
+            )
 
     @contextmanager
     def mode(self, train: bool) -> Iterator[None]:

@@ -45,9 +45,12 @@ class RowWise(TorchFunctionMode):
         if func is F.batch_norm and self.weight is not None:
             return _batch_norm(self.weight, *args, **kwargs)
         if func is F.dropout:
-            self.calls += 1
-            return _dropout(_hash(self.key) + self.calls, *args, **kwargs)
+            return _dropout(self._next_key, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _next_key(self) -> Tensor:
+        self.calls += 1
+        return _hash(self.key) + self.calls
 
 
 def _batch_norm(
@@ -79,11 +82,13 @@ def _batch_norm(
     return out if bias is None else out + bias.reshape(shape)
 
 
-def _dropout(key: Tensor, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(
+    key: Callable[[], Tensor], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or p == 0.0:
         return x
     # In place where it can be: a large layer's draws would otherwise take longer than torch's own.
-    z = _places(x.numel(), x.device) + (key - _GAMMA)
+    z = _places(x.numel(), x.device) + (key() - _GAMMA)
     z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX_A)
     z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX_B)
     # The finalizer's last step leaves the upper bits, which decide here, as they are.
