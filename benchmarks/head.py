@@ -32,8 +32,8 @@ import torch
 import raypfl
 from benchmarks.memory import PARTS, memory
 from raypfl.data import DataConfig, RawData
-from raypfl.federation.cohort import Total
 from raypfl.federation.events import Event, RoundFinished
+from raypfl.federation.totals import Total
 from raypfl.federation.work import Group, Reply, Value
 from raypfl.messages import Each
 from raypfl.methods import FedAvg

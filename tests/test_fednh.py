@@ -310,3 +310,17 @@ def test_it_learns_digits_and_its_table_has_both_models(tmp_path):
     assert accuracy["global", "global"] > 0.8 and accuracy["personal", "local"] > 0.85
     model = FlatModel(lambda: FedNH().network(MODELS.get("mlp")((1, 8, 8), 10, hidden=[16])))
     assert result.global_model().shape == (model.size,)
+
+
+def test_it_logs_how_far_prototypes_move_and_their_cosines_the_closest_pair_first():
+    fed = Federation(method=FedNH(), training=FP64)
+    old = fed.model.segment(fed.method.start(fed.task)["theta"], fed.model.names("output layer")[0])
+    fed.play(None, None)
+    logged = [cohort.logged for cohort in fed.cohorts]
+    fed = played(FedNH(), None)
+    new = prototypes(fed)
+    assert logged[0].values["prototype_distance"] == pytest.approx(float((new - old).norm(dim=1).mean()))
+    table = fed.cohorts[0].logged.tables["prototype_cosines"]
+    pairs = zip(table["class"].tolist(), table["other"].tolist(), strict=True)
+    assert sorted(pairs) == [(0, 1), (0, 2), (1, 2)] and (np.diff(table["cosine"]) <= 0).all()
+    np.testing.assert_allclose(table["cosine"], (new @ new.T)[table["class"], table["other"]])

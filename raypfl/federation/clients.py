@@ -65,6 +65,7 @@ class Clients:
         self.training = bench.training
         self.state = ClientState(states or [{} for _ in ids], bench.model.device, lent)
         self.losses: Tensor | None = None
+        self.logged: dict[str, Tensor] = {}
         self._bench = bench
         self._gathered: dict[str, GroupSamples] = {}
         self._shared: set[int] = set()
@@ -317,6 +318,19 @@ class Clients:
     def answers_for_owners(self, model: Tensor, where: Sequence[np.ndarray]) -> Iterator[Answers]:
         """The outputs of one model ``[1, P+B]`` on each client's samples ``where[k]``, all in the same batches."""
         return for_owners(self.answers(model, np.concatenate(where)), [len(mine) for mine in where])
+
+    def log(self, **rows: Tensor) -> None:
+        """Log numbers ``[K]``, one a client; the run keeps their mean over the cohort, by round.
+
+        They are reduced on the way up, and not charged. What is logged while models are judged is not kept.
+        """
+        for name, values in rows.items():
+            if values.shape != (len(self),):
+                raise MethodError(
+                    f"clients.log takes one number for each of the group's {len(self)} clients for {name!r}, not "
+                    f"{list(values.shape)}."
+                )
+            self.logged[name] = plain(values).detach()
 
     def portions(self) -> Iterator[Clients]:
         """The group whole, if its clients are taken together; else in groups of one, whose states are lent."""

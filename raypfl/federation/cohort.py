@@ -6,10 +6,10 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from raypfl.authors import place
@@ -17,10 +17,13 @@ from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.clients import Clients
 from raypfl.federation.ledger import Entry, Ledger, Phase
+from raypfl.federation.logged import Logged, number, png
+from raypfl.federation.logged import columns as checked_columns
 from raypfl.federation.placement import Timings
 from raypfl.federation.schedule import cut
 from raypfl.federation.states import StateTable
-from raypfl.federation.work import Call, Group, Reply, Value
+from raypfl.federation.totals import Means, Total
+from raypfl.federation.work import Call, Group, Reply
 from raypfl.messages import Broadcast, Scatter, numbers_charged, plain
 from raypfl.methods.base import Method, Task
 from raypfl.settings import FailureSettings
@@ -252,11 +255,20 @@ class Cohort:
     round, lr : the round's number, from 1, and learning rate.
     unseen : whether these are clients that are never trained.
     task : what the method was started with.
+    logged : what was logged so far.
     """
 
     phase: ClassVar[Phase] = "training"
 
-    def __init__(self, exchanger: Exchanger, ids: tuple[int, ...], dropped: tuple[int, ...], round: int, lr: float):
+    def __init__(
+        self,
+        exchanger: Exchanger,
+        ids: tuple[int, ...],
+        dropped: tuple[int, ...],
+        round: int,
+        lr: float,
+        analysis: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ):
         self.ids = ids
         self.unseen = False
         self.round = round
@@ -266,6 +278,8 @@ class Cohort:
         self.losses: dict[int, float] = {}
         self.failed: dict[int, str] = {}
         self.seconds = 0.0
+        self.logged = Logged()
+        self._analysis = analysis  # kinds of the columns of tables that were logged in earlier rounds
         self._exchanger = exchanger
         self._exchanger.said = ""
         self._dropped = dropped
@@ -297,17 +311,40 @@ class Cohort:
         if not pairs:
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
         call, groups = self._exchanger.call(name, pairs, self.round, self.lr, arguments)
-        total = Total(len(self.ids), self.task.model.device)
+        total, logged = Total(len(self.ids), self.task.model.device), Means()
         for group, reply in self._exchanger.run(call, groups, self._lose):
             total.add(group, reply.values)
+            logged.add(reply.logged)
             self._note(group, reply)
         if not self.present.any():
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
         self._charge_up(total)
+        self.log(**logged.result())
         self._exchanges += 1
         answer = _Answer(total.result(), place(function))
         self._exchanger.said = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
+
+    def log(self, **values: float | Tensor) -> None:
+        """Log numbers of this round, such as ``cohort.log(distillation_loss=0.3)``.
+
+        They are in ``result.logged``, the report and MLflow. Under one name, the last of a round counts.
+        """
+        self.logged.values.update({name: number(name, value) for name, value in values.items()})
+
+    def log_table(self, name: str, columns: Mapping[str, Any]) -> None:
+        """Log a table of this round: column -> ``[n]`` numbers or texts, the same columns in every round that has one.
+
+        All rounds' rows are in ``result.analysis[name]``.
+        """
+        self.logged.tables[name] = checked_columns(name, columns, self._analysis.get(name))
+
+    def log_image(self, name: str, images: Tensor) -> None:
+        """Log images ``[n, C, H, W]`` of this round, as one PNG file with all of them in a grid.
+
+        C is 1 or 3; values are uint8, or floats from 0 to 1. The files are in ``result.images``.
+        """
+        self.logged.images[name] = png(name, images)
 
     def _name_of(self, function: Callable[..., Any]) -> str:
         owner = getattr(function, "__self__", None)
@@ -398,47 +435,3 @@ def _shapes(values: Mapping[str, Any]) -> str:
     tensors = {name: value.rows[0] if isinstance(value, Scatter) else value for name, value in values.items()}
     shapes = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if isinstance(tensor, Tensor)]
     return ", ".join(shapes) or "nothing"
-
-
-class Total:
-    """The cohort's reply, put together group by group.
-
-    Attributes
-    ----------
-    senders : name -> how many clients sent so many numbers.
-    """
-
-    def __init__(self, clients: int, device: torch.device):
-        self.sample: dict[str, Value] = {}
-        self.senders: dict[str, Counter[int]] = {}
-        self._clients = clients
-        self._device = device
-        self._sums: dict[str, np.ndarray] = {}
-        self._weights: dict[str, float] = {}
-
-    def add(self, group: Group, values: Mapping[str, Value]) -> None:
-        for name, value in values.items():
-            self.sample.setdefault(name, value)
-            self.senders.setdefault(name, Counter()).update(value.numbers.tolist())
-            if value.kind == "each":
-                rows = self._sums.setdefault(name, np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype))
-                rows[group.positions] = value.array
-            elif name in self._sums:
-                self._sums[name] += value.array
-                self._weights[name] += value.weight
-            else:
-                self._sums[name] = np.array(value.array)
-                self._weights[name] = value.weight
-
-    def result(self) -> dict[str, Tensor]:
-        result = {}
-        for name, array in self._sums.items():
-            tensor = torch.from_numpy(array).to(self._device)
-            if self.sample[name].kind == "mean":
-                if self._weights[name] <= 0:
-                    raise MethodError(
-                        f"The weights of Mean {name!r} sum to {self._weights[name]}; they must be positive."
-                    )
-                tensor = tensor / self._weights[name]
-            result[name] = tensor
-        return result

@@ -10,9 +10,18 @@ from typing import Any
 
 import numpy as np
 
-KINDS = {"int32": "i", "int64": "q", "float64": "d", "float64 or none": "d", "text": "i", "int32 list": "q"}
-"""What a column may hold -> type code of the array that its values are in, or codes of texts, or ends of lists; where a
-number may be missing, NaN stands for it."""
+KINDS = {
+    "int32": "i",
+    "int64": "q",
+    "float64": "d",
+    "float64 or none": "d",
+    "text": "i",
+    "int32 list": "q",
+    "bytes": "q",
+}
+"""What a column may hold -> type code of the array that its values are in, or codes of texts, or ends of lists and of
+bytes; where a number may be missing, NaN stands for it."""
+_ITEMS = {"int32 list": "i", "bytes": "B"}
 
 
 class Columns:
@@ -31,7 +40,7 @@ class Columns:
         """Forget all rows."""
         self._length = 0
         self._arrays = {name: array(KINDS[kind]) for name, kind in self.kinds.items()}
-        self._items = {name: array("i") for name, kind in self.kinds.items() if kind == "int32 list"}
+        self._items = {name: array(_ITEMS[kind]) for name, kind in self.kinds.items() if kind in _ITEMS}
         self._words: dict[str, dict[str, int]] = {name: {} for name, kind in self.kinds.items() if kind == "text"}
 
     def __len__(self) -> int:
@@ -101,5 +110,5 @@ class Columns:
         return list(self._words[name])
 
     def items(self, name: str) -> np.ndarray:
-        """What the lists of a column hold, one after the other: ``int32[...]``."""
+        """What the lists of a column hold, one after the other: ``int32[...]``, or ``uint8[...]`` of bytes."""
         return np.array(self._items[name])

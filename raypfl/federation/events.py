@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from raypfl.federation.logged import Logged
+
 if TYPE_CHECKING:
     from raypfl.config import Experiment
 
@@ -46,6 +48,7 @@ class RoundFinished:
     bytes_up, bytes_down : of this round, all clients together.
     bytes_up_total, bytes_down_total : of this round and all before it, in a resumed run too.
     clients, dropped, failed : how many took part to the end, vanished by simulation, failed and were skipped.
+    logged : what the method logged: numbers, tables, images.
     """
 
     round: int
@@ -58,6 +61,7 @@ class RoundFinished:
     failed: int
     bytes_up_total: int
     bytes_down_total: int
+    logged: Logged = field(default_factory=Logged, repr=False)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ class Warned:
 class RunFinished:
     """The run is over. `weights_hash` is the SHA-256 of the server's and all clients' final state.
 
-    `best_round` is the best one by validation data; None: nothing was validated.
+    `best_round` is the best one by validation data; None: nothing was validated. `tables` : by name, those that are
+    kept in the run's folder; `images` : what a method logged, a row each of round, name and PNG file.
     """
 
     status: Literal["finished", "stopped", "failed"]
@@ -96,6 +101,7 @@ class RunFinished:
     error: str | None = None
     tables: dict[str, Any] = field(default_factory=dict, repr=False)
     best_round: int | None = None
+    images: Any = field(default=None, repr=False)
 
 
 Event = Progress | RunStarted | RoundFinished | Evaluated | Checkpointed | Warned | RunFinished

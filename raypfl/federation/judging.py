@@ -12,8 +12,9 @@ from raypfl.authors import place
 from raypfl.errors import MethodError, RaypflError
 from raypfl.evaluation import score, tabulate
 from raypfl.federation.clients import Clients, learning_rate
-from raypfl.federation.cohort import Exchanger, Judged, Total
+from raypfl.federation.cohort import Exchanger, Judged
 from raypfl.federation.schedule import cohort_size, even, groups_for
+from raypfl.federation.totals import Total
 from raypfl.federation.tree import cloned, put_together, taken_apart
 from raypfl.messages import Each, Scatter, Sum
 from raypfl.methods.base import Method

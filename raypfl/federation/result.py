@@ -17,12 +17,15 @@ from raypfl.config import Experiment
 from raypfl.errors import CheckpointError, ConfigError
 from raypfl.evaluation import summarise
 from raypfl.federation import checkpoint
+from raypfl.federation.columns import Columns
 from raypfl.federation.events import RunFinished, RunStarted
+from raypfl.federation.logged import ANALYSIS, LOGGED
 from raypfl.federation.server import checkpoints_of
-from raypfl.federation.tables import read
+from raypfl.federation.tables import arrow, read
 from raypfl.methods import METHODS
 
 TABLES = ("rounds", "evaluations", "ledger")
+PICTURES = "images"
 SUMMARY = "summary.json"
 FACTS = "facts.json"
 RECIPE = "experiment.yaml"
@@ -85,9 +88,13 @@ def reason_before(folder: Path, experiment: Experiment) -> str:
 
 
 def write_tables(folder: Path, finished: RunFinished) -> None:
-    """Put a run's tables and its end into its folder."""
+    """Put a run's tables and its end into its folder, and the images that its method logged."""
     for name, table in finished.tables.items():
         pq.write_table(table, folder / f"{name}.parquet")
+    for image in finished.images.to_pylist() if finished.images else []:
+        file = folder / PICTURES / image["name"] / f"{image['round']:06d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(image["png"])
     end = {name: getattr(finished, name) for name in ("status", "round", "weights_hash", "error", "best_round")}
     (folder / SUMMARY).write_text(json.dumps(end, indent=1))
 
@@ -107,6 +114,9 @@ class Result:
     evaluations : a row for each (round, client, protocol, model): samples, accuracy, loss, ece, auc, left_out.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
         ``training`` or ``prediction``.
+    logged : a row for each number that the method logged: round, name, value.
+    analysis : the tables that it logged, by name: round, and its own columns.
+    images : a row for each PNG file that it logged: round, name, file.
 
     Rounds are numbered from 1 in all of them.
     """
@@ -121,6 +131,9 @@ class Result:
     rounds: pa.Table
     evaluations: pa.Table
     ledger: pa.Table
+    logged: pa.Table
+    analysis: dict[str, pa.Table]
+    images: pa.Table
 
     @classmethod
     def load(cls, run_dir: str | Path) -> Result:
@@ -142,7 +155,19 @@ class Result:
             best_round=end["best_round"],
             facts=json.loads((folder / FACTS).read_text()),
             **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
+            logged=_logged(folder),
+            analysis={
+                file.stem.removeprefix(ANALYSIS): read(str(file))
+                for file in sorted(folder.glob(f"{ANALYSIS}*.parquet"))
+            },
+            images=_images(folder),
         )
+
+    @property
+    def tables(self) -> dict[str, pa.Table]:
+        """All tables by the names of their files."""
+        own = {f"{ANALYSIS}{name}": table for name, table in self.analysis.items()}
+        return {name: getattr(self, name) for name in (*TABLES, "logged")} | own
 
     def __repr__(self) -> str:
         method = METHODS.name_of(type(self.experiment.method))
@@ -202,3 +227,16 @@ class Result:
         if snapshot is None:
             raise CheckpointError(f"There is no checkpoint in {location}.")
         return snapshot
+
+
+def _logged(folder: Path) -> pa.Table:
+    file = folder / "logged.parquet"
+    return read(str(file)) if file.exists() else arrow(Columns(LOGGED))  # of a run from before there was any
+
+
+def _images(folder: Path) -> pa.Table:
+    files = sorted((folder / PICTURES).glob("*/*.png"), key=lambda file: (int(file.stem), file.parent.name))
+    columns = Columns({"round": "int32", "name": "text", "file": "text"})
+    for file in files:
+        columns.append(round=int(file.stem), name=file.parent.name, file=str(file))
+    return arrow(columns)

@@ -7,7 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,7 @@ from raypfl.federation.columns import Columns
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.judging import Judge
 from raypfl.federation.ledger import LEDGER, Ledger
+from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.schedule import Draw, cohort_size, draw, groups_for
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
@@ -193,9 +194,8 @@ class Server:
         if not self._restore():
             self.round, self._evaluated, self.state = 0, 0, self.method.start(self.task)
             self._sent = dict.fromkeys(("up", "down"), 0)
-            self._tables = {"rounds": Table(Columns(ROUNDS)), "evaluations": Table(Columns(EVALUATIONS))}
+            self._tables = _empty_tables()
             self._validated = {}
-            self._tables["ledger"] = Table(Columns(LEDGER))
         self.ledger.rows = self._tables["ledger"].waiting
 
     def _begin(self) -> None:
@@ -237,7 +237,7 @@ class Server:
         number = self.round + 1
         drawn = self._drawn(number)
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
-        cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, number, lr)
+        cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, number, lr, self._analysis())
         try:
             self._undisturbed(lambda: self.method.round(self.state, cohort))
         except EmptyCohort as error:
@@ -269,10 +269,32 @@ class Server:
             failed=len(cohort.failed),
             bytes_up_total=self._sent["up"],
             bytes_down_total=self._sent["down"],
+            logged=cohort.logged,
         )
-        row = {**asdict(finished), "cohort": cohort.ids}
+        row = {**vars(finished), "cohort": cohort.ids}
         self._tables["rounds"].waiting.append(**{name: row[name] for name in ROUNDS})
+        self._keep(cohort.logged)
         self.emit(finished)
+
+    def _keep(self, logged: Logged) -> None:
+        """Put what a method logged in this round into the run's tables."""
+        for name, value in logged.values.items():
+            self._tables["logged"].waiting.append(round=self.round, name=name, value=value)
+        for name, png in logged.images.items():
+            self._tables["images"].waiting.append(round=self.round, name=name, png=png)
+        for name, columns in logged.tables.items():
+            new = Table(Columns({"round": "int32", **kinds(columns)}))
+            rows = len(next(iter(columns.values())))
+            table = self._tables.setdefault(f"{ANALYSIS}{name}", new)
+            table.waiting.extend({"round": [self.round] * rows, **columns})
+
+    def _analysis(self) -> dict[str, dict[str, str]]:
+        """Of each table that a method logged so far, its columns and their kinds."""
+        mine = {name.removeprefix(ANALYSIS): t for name, t in self._tables.items() if name.startswith(ANALYSIS)}
+        return {
+            name: {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
+            for name, table in mine.items()
+        }
 
     def _evaluate(self) -> None:
         columns = self._judge.columns(self.state, self.round)
@@ -297,7 +319,8 @@ class Server:
             except CheckpointError as problem:
                 problems.append(str(problem))
         status, error = ("failed", "\n".join(problems)) if problems else (status, None)
-        finished = RunFinished(status, self.round, self._hash(), error, tables, self._chosen().round)
+        images = tables.pop("images")
+        finished = RunFinished(status, self.round, self._hash(), error, tables, self._chosen().round, images)
         self.emit(finished)
         return finished
 
@@ -369,13 +392,18 @@ class Server:
         for shard in snapshot.states:
             self.states.stage(shard.clients.tolist(), self.backend.keep(shard.stack()), pack=shard.pack)
         self.states.commit()
-        self._tables = snapshot.tables
+        self._tables = _empty_tables() | snapshot.tables
         rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])
         self._sent = {way: sum(rounds[f"bytes_{way}"].to_pylist()) for way in self._sent}
         self.round = self._saved = snapshot.round
         self._evaluated = snapshot.meta["evaluated"]
         self._validated = dict(snapshot.meta["validated"])
         return True
+
+
+def _empty_tables() -> dict[str, Table]:
+    kinds = {"rounds": ROUNDS, "evaluations": EVALUATIONS, "ledger": LEDGER, "logged": LOGGED, "images": IMAGES}
+    return {name: Table(Columns(columns)) for name, columns in kinds.items()}
 
 
 def checkpoints_of(experiment: Experiment, run_dir: str) -> str:

@@ -29,6 +29,7 @@ _TYPES = {
     "float64 or none": pa.float64(),
     "text": pa.string(),
     "int32 list": pa.list_(pa.int32()),
+    "bytes": pa.large_binary(),
 }
 
 
@@ -110,6 +111,11 @@ def _array(columns: Columns, name: str, kind: str) -> pa.Array:
         ends = np.concatenate([[0], values]).astype(np.int32)
         items = _numbers(pa.int32(), columns.items(name))
         return pa.Array.from_buffers(_TYPES[kind], len(values), [None, pa.py_buffer(ends)], children=[items])
+    if kind == "bytes":
+        ends = np.concatenate([[0], values]).astype(np.int64)
+        return pa.Array.from_buffers(
+            _TYPES[kind], len(values), [None, pa.py_buffer(ends), pa.py_buffer(columns.items(name))]
+        )
     if kind == "float64 or none":
         known = np.packbits(~np.isnan(values), bitorder="little")
         return pa.Array.from_buffers(_TYPES[kind], len(values), [pa.py_buffer(known), pa.py_buffer(values)])

@@ -94,6 +94,7 @@ class Reply:
     seconds : the group took.
     kept : bytes of its clients' new states; None if they did not change.
     notes : warnings given meanwhile.
+    logged : name -> sum and count of the numbers that clients logged.
     """
 
     values: dict[str, Value]
@@ -101,6 +102,7 @@ class Reply:
     seconds: float
     kept: int | None = None
     notes: list[str] = field(default_factory=list)
+    logged: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
 class Worker:
@@ -138,7 +140,8 @@ class Worker:
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
         stack = clients.state.stack() if clients.state.changed else None
         kept = None if stack is None else stack.nbytes
-        return Reply(values, losses, time.perf_counter() - begun, kept, notes), stack
+        logged = {name: (float(rows.double().sum()), len(rows)) for name, rows in clients.logged.items()}
+        return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged), stack
 
     def _function(self, call: Call) -> Callable[..., Mapping[str, Any]]:
         if isinstance(call.function, str):

@@ -32,7 +32,8 @@ class FedNH(Method):
     of length one, against the W that they received. Then they send the mean feature of each of their classes, and
     ``W_c <- rho W_c + (1 - rho) mean_k mu_kc`` (Eq. 4), brought to length one again. Down: body, scale and W. Up: body
     and scale, and a mean feature for each class that the client has: ``|body| + 1 + |C_k| d`` numbers. Kept: the model
-    as trained, which is the personal one. The global model is the averaged body with the new W.
+    as trained, which is the personal one. The global model is the averaged body with the new W. Logged: how far a
+    prototype moves on average, and about ten times a run the cosines of all pairs.
 
     Slopes grow with the scale and with short features, so that first steps may be far too long: see ``docs/fednh.md``
     for what came of it on images, and ``training.clip_norm``.
@@ -85,6 +86,9 @@ class FedNH(Method):
         theta = server["theta"].masked_scatter(body, reply["body"])
         new = self.moved(old, reply["means"], divisor)
         server["theta"] = theta.masked_scatter(head, new)
+        cohort.log(prototype_distance=(new - old).norm(dim=1).mean())
+        if cohort.round in (1, cohort.task.rounds) or cohort.round % max(cohort.task.rounds // 10, 1) == 0:
+            cohort.log_table("prototype_cosines", _cosines(new))
 
     def moved(self, old: Tensor, sums: Tensor, divisor: float | Tensor) -> Tensor:
         """The next prototypes ``[C, d]``, from the sums over clients of weighted class means, and of their weights."""
@@ -135,6 +139,14 @@ class FedNH(Method):
             count, dimension = rows.shape
             return uniform_prototypes(count, dimension, seed).to(rows)
         return rows / rows.norm(dim=1, keepdim=True) if self.head == "random" else rows
+
+
+def _cosines(prototypes: Tensor) -> dict[str, Tensor]:
+    """The cosine of each pair of prototypes ``[C, d]``, the closest pair first."""
+    first, second = torch.triu_indices(len(prototypes), len(prototypes), 1)
+    rows = F.normalize(prototypes, dim=1)
+    cosines, order = (rows @ rows.T)[first, second].sort(descending=True, stable=True)
+    return {"class": first[order], "other": second[order], "cosine": cosines}
 
 
 def _weight(model: FlatModel) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from raypfl.data import Summary
 from raypfl.report.svg import FAINT, contender_colour, contender_group, drawn
 from raypfl.report.words import listed, protocol_in_words, signed
-from raypfl.tracking import data_picture
+from raypfl.tracking import data_picture, numbers
 from raypfl.tracking.contenders import COLOURS, Contender
 from raypfl.tracking.numbers import MODELS, Against, Curve, accuracy, clients, loss, pairs
 from raypfl.tracking.picture import line
@@ -77,6 +77,19 @@ def curves(compared: Sequence[Contender], protocol: str, against: Against, wide:
 def losses(compared: Sequence[Contender]) -> Drawing | None:
     """Mean training loss of the cohort over rounds; None: nobody trained."""
     found = {i: curve for i, one in enumerate(compared) if (curve := loss(one))}
+    return _by_round(compared, found, "loss", "training loss", "Training loss, mean over the cohort")
+
+
+def logged(compared: Sequence[Contender], name: str) -> Drawing | None:
+    """A number that methods logged, over rounds; None: nobody has a finite one."""
+    found = {i: curve for i, one in enumerate(compared) if (curve := numbers.logged(one, name))}
+    return _by_round(compared, found, f"logged-{name}", name, name)
+
+
+def _by_round(
+    compared: Sequence[Contender], found: Mapping[int, Curve], key: str, what: str, title: str
+) -> Drawing | None:
+    """Curves over rounds of contenders, by their numbers; None: there is none."""
     if not found:
         return None
 
@@ -88,13 +101,13 @@ def losses(compared: Sequence[Contender]) -> Drawing | None:
             look |= {"marker": _marker(i, curve), "markevery": _every(curve)}
             _curve(axes, curve, i, _band(compared, i), look)
         _rounds(axes)
-        axes.set(ylabel="loss")
+        axes.set(ylabel=what.removeprefix("training "))
         if min(curve.low.min() for curve in found.values()) > 0:
             axes.set_ylim(0)
 
     ends = [f"{compared[i].label}: from {curve.mean[0]:.3g} to {curve.mean[-1]:.3g}" for i, curve in found.items()]
-    alt = f"Lines of training loss by round. {'; '.join(ends)}."
-    return Drawing("Training loss, mean over the cohort", drawn("loss", alt, *NARROW, draw))
+    alt = f"Lines of {what} by round. {'; '.join(ends)}."
+    return Drawing(title, drawn(key, alt, *NARROW, draw))
 
 
 def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:

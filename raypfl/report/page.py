@@ -17,7 +17,7 @@ import raypfl
 from raypfl.data import Summary, load_federated, summarised
 from raypfl.errors import ConfigError, RaypflError
 from raypfl.federation import Result
-from raypfl.report import figures, tables
+from raypfl.report import figures, logged, tables
 from raypfl.report.figures import Drawing
 from raypfl.report.shades import on_dark, on_light
 from raypfl.report.words import listed, protocol_in_words, signed
@@ -91,6 +91,9 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
         "more_curves": [figures.curves(compared, name, "round") for name in drawn[1:]],
         "undrawn": tests[_CURVES:],
         "losses": figures.losses(compared),
+        "logged_curves": logged.curves(compared),
+        "logged_tables": logged.excerpts(compared),
+        "logged_images": logged.images(compared),
         "tested_alone": protocol_in_words(own) if own else "",
         "sorted": figures.sorted_clients(compared, own) if own else None,
         "planes": figures.personal_against_global(compared, own) if own else [],

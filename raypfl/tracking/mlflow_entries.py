@@ -12,10 +12,13 @@ from raypfl.federation.events import Evaluated, RoundFinished, RunStarted
 from raypfl.tracking.contenders import contenders, over_seeds, setting
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from raypfl.config import Experiment
     from raypfl.federation import Result
 
 LONGEST_VALUE = 5000
+_MOST_ROWS = 10_000  # of a table that a browser is to show
 Point = tuple[str, float, int]
 """Name, value and step of a metric."""
 
@@ -84,8 +87,10 @@ def shortened(note: str) -> str:
 def round_points(event: RoundFinished) -> Iterator[Point]:
     """A round's metrics."""
     for key, value in vars(event).items():
-        if key != "round":
+        if key not in ("round", "logged"):
             yield key, value, event.round
+    for key, value in event.logged.values.items():
+        yield f"method/{key}", value, event.round
 
 
 def evaluation_points(event: Evaluated) -> Iterator[Point]:
@@ -94,6 +99,13 @@ def evaluation_points(event: Evaluated) -> Iterator[Point]:
         for key, value in row.items():
             if key not in ("protocol", "model"):
                 yield f"{key}/{row['protocol']}/{row['model']}", value, event.round
+
+
+def table_of(table: pa.Table) -> dict[str, Any]:
+    """A table's last rows as MLflow shows them; in its words, split."""
+    last = table.slice(max(table.num_rows - _MOST_ROWS, 0)).to_pydict().values()
+    rows = [[None if value != value else value for value in row] for row in zip(*last, strict=True)]
+    return {"columns": table.column_names, "data": rows}
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import os
 import queue
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from raypfl.federation.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
+from raypfl.federation.logged import ANALYSIS
 from raypfl.tracking import mlflow_entries as entries
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from raypfl.config import Experiment
 
 RUN_ID_FILE = "mlflow_run_id"
-PARENT, NOTE = "mlflow.parentRunId", "mlflow.note.content"
+PARENT, NOTE, TABLES = "mlflow.parentRunId", "mlflow.note.content", "mlflow.loggedArtifacts"
 _OPENING = threading.Lock()
 """Of runs that begin at the same time, one makes their common experiment and parent."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -259,11 +262,13 @@ class RunRecord:
 
     def _record(self, client: MlflowClient, heard: Sequence[_Heard]) -> None:
         points: list[tuple[int, entries.Point]] = []
+        rounds: list[tuple[_Heard, RoundFinished]] = []
         for one in heard:
             event = one.event
             # What a killed run had recorded after its last checkpoint comes again, the same.
             if isinstance(event, RoundFinished) and event.round > self._rounds:
                 points += [(one.at, point) for point in entries.round_points(event)]
+                rounds.append((one, event))
             elif isinstance(event, Evaluated) and event.round > self._evaluations:
                 points += [(one.at, point) for point in entries.evaluation_points(event)]
             elif isinstance(event, Checkpointed):
@@ -271,6 +276,23 @@ class RunRecord:
         metrics = [quiet_mlflow().entities.Metric(key, value, at, step) for at, (key, value, step) in points]
         for some in _slices(metrics, 1000):
             client.log_batch(self.run_id, metrics=some)
+        for one, finished in rounds:
+            for name, png in finished.logged.images.items():
+                self._log_image(client, name, png, finished.round, one.at)
+
+    def _log_image(self, client: MlflowClient, name: str, png: bytes, round: int, at: int) -> None:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(png)) as image:
+            client.log_image(self.run_id, image, key=name, step=round, timestamp=at)
+
+    def _log_analysis(self, client: MlflowClient, finished: RunFinished) -> None:
+        """Have MLflow show the tables that the method logged."""
+        shown = {f"{name}.json": table for name, table in finished.tables.items() if name.startswith(ANALYSIS)}
+        for file, table in shown.items():
+            client.log_dict(self.run_id, entries.table_of(table), file)
+        if shown:
+            client.set_tag(self.run_id, TABLES, json.dumps([{"path": file, "type": "table"} for file in shown]))
 
     def _finish(self, client: MlflowClient, finished: RunFinished, at: int) -> None:
         from raypfl.tracking.mlflow_models import log_models
@@ -284,6 +306,7 @@ class RunRecord:
             for name, table in finished.tables.items():
                 pq.write_table(table, f"{folder}/{name}.parquet")
             client.log_artifacts(self.run_id, folder)
+        self._log_analysis(client, finished)
         if finished.status == "finished" and self._started.experiment.tracking.models_mb:
             log_models(client, self.run_id, self.run_dir, self._warn)
         client.set_terminated(self.run_id, STATUS[finished.status], end_time=at)

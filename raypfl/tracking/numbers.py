@@ -67,11 +67,13 @@ def accuracy(contender: Contender, protocol: str, model: str, against: Against =
 
 def loss(contender: Contender) -> Curve | None:
     """Mean training loss over the cohort, in the rounds that all seeds did and in which anybody trained."""
-    runs = []
-    for result in contender.results:
-        rounds = zip(result.rounds["round"].to_pylist(), result.rounds["loss"].to_pylist(), strict=True)
-        runs.append({number: value for number, value in rounds if np.isfinite(value)})
-    return _curve(runs, [_places(result, "round") for result in contender.results])
+    return _finite(contender, [(result.rounds["round"], result.rounds["loss"]) for result in contender.results])
+
+
+def logged(contender: Contender, name: str) -> Curve | None:
+    """A number that the method logged, in the rounds in which all seeds have a finite one."""
+    mine = [result.logged.filter(pc.field("name") == name) for result in contender.results]
+    return _finite(contender, [(table["round"], table["value"]) for table in mine])
 
 
 def clients(contender: Contender, protocol: str, model: str) -> np.ndarray:
@@ -115,6 +117,14 @@ def messages(contender: Contender) -> list[Message]:
         )
         for row in sorted(rows, key=lambda row: (row["exchange"], row["direction"]))
     ]
+
+
+def _finite(contender: Contender, columns: Sequence[tuple[pa.ChunkedArray, pa.ChunkedArray]]) -> Curve | None:
+    runs = []
+    for rounds, values in columns:
+        pairs = zip(rounds.to_pylist(), values.to_pylist(), strict=True)
+        runs.append({number: value for number, value in pairs if np.isfinite(value)})
+    return _curve(runs, [_places(result, "round") for result in contender.results])
 
 
 def _curve(runs: Sequence[Mapping[int, float]], places: Sequence[Mapping[int, float]]) -> Curve | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
 from raypfl.federation.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
-from raypfl.federation.result import SUMMARY, TABLES
+from raypfl.federation.logged import Logged
+from raypfl.federation.result import SUMMARY
 
 if TYPE_CHECKING:
     from raypfl.federation import Result
@@ -33,8 +35,18 @@ def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
     sent = {way: [*accumulate(result.rounds[f"bytes_{way}"].to_pylist())] for way in ("up", "down")}
     for i, row in enumerate(result.rounds.to_pylist()):
         del row["cohort"]
-        yield RoundFinished(**row, bytes_up_total=sent["up"][i], bytes_down_total=sent["down"][i])
+        logged = _logged(result, row["round"])
+        yield RoundFinished(**row, bytes_up_total=sent["up"][i], bytes_down_total=sent["down"][i], logged=logged)
         if row["round"] in judged:
             yield Evaluated(row["round"], result.summary(row["round"]))
     end = json.loads((result.run_dir / SUMMARY).read_text())
-    yield RunFinished(**end, tables={name: getattr(result, name) for name in TABLES})
+    yield RunFinished(**end, tables=result.tables)
+
+
+def _logged(result: Result, round: int) -> Logged:
+    """What the method logged in a round, but for its tables, of which the whole ones come at the end."""
+    values, images = (table.filter(pc.field("round") == round).to_pylist() for table in (result.logged, result.images))
+    return Logged(
+        values={row["name"]: row["value"] for row in values},
+        images={row["name"]: Path(row["file"]).read_bytes() for row in images},
+    )

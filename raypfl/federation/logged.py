@@ -1,0 +1,135 @@
+"""What a method logs in a round beside its models: numbers, tables, images."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.errors import MethodError
+from raypfl.messages import plain
+
+LOGGED = {"round": "int32", "name": "text", "value": "float64"}
+IMAGES = {"round": "int32", "name": "text", "png": "bytes"}
+ANALYSIS = "analysis-"
+"""What the names of the files begin with that hold a method's own tables."""
+
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+_KINDS = {"i": "int64", "u": "int64", "b": "int64", "f": "float64", "U": "text"}
+_GAP = 1  # pixels between images in a grid
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a method logged in a round.
+
+    Attributes
+    ----------
+    values : name -> number.
+    tables : name -> column -> ``[n]``.
+    images : name -> the bytes of a PNG file.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    tables: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    images: dict[str, bytes] = field(default_factory=dict)
+
+
+def refuse_bad_name(name: str) -> None:
+    """Raise a MethodError unless `name` can name a file and a metric."""
+    if not _NAME.fullmatch(name):
+        raise MethodError(f"{name!r} cannot be logged under this name; use letters, digits, and any of _ . - in it.")
+
+
+def number(name: str, value: Any) -> float:
+    """The one number that is to be logged."""
+    refuse_bad_name(name)
+    array = _array(value)
+    if array.size != 1 or array.dtype.kind not in "iubf":
+        raise MethodError(
+            f"cohort.log takes one number for {name!r}, not {_described(value, array)}; many of them are a table: "
+            f"cohort.log_table({name!r}, {{'value': ...}})."
+        )
+    return float(array.reshape(()))
+
+
+def columns(name: str, given: Mapping[str, Any], known: Mapping[str, str] | None) -> dict[str, np.ndarray]:
+    """The columns of a table that is to be logged, each ``[n]``; those of earlier rounds were of the `known` kinds."""
+    refuse_bad_name(name)
+    arrays = {str(column): _array(values) for column, values in given.items()}
+    for column, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in _KINDS or column == "round":
+            raise MethodError(
+                f"The column {column!r} of the table {name!r} is {_described(given[column], array)}; a column is one "
+                "row of numbers or texts, under any name but 'round', which is there already."
+            )
+    if len({len(array) for array in arrays.values()}) != 1:
+        lengths = {column: len(array) for column, array in arrays.items()}
+        raise MethodError(
+            f"The columns of the table {name!r} must be of one length, and at least one; they are {lengths}."
+        )
+    if known is not None:
+        _refuse_other_columns(name, arrays, known)
+    return {c: a.astype(float) if known and known[c] == "float64" else a for c, a in arrays.items()}
+
+
+def kinds(table: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Of a table's columns, as :class:`raypfl.federation.columns.Columns` has them."""
+    return {column: _KINDS[array.dtype.kind] for column, array in table.items()}
+
+
+def png(name: str, images: Tensor) -> bytes:
+    """Images ``[n, C, H, W]`` in a grid, as a PNG file: C is 1 or 3, uint8, or float between 0 and 1."""
+    from PIL import Image
+
+    refuse_bad_name(name)
+    pixels = plain(images).detach().cpu()
+    if pixels.dim() != 4 or pixels.shape[1] not in (1, 3) or not pixels.numel():
+        raise MethodError(
+            f"cohort.log_image takes images [n, C, H, W] with one channel or three for {name!r}, not "
+            f"{list(pixels.shape)}."
+        )
+    if pixels.is_floating_point():
+        pixels = (pixels.nan_to_num(0).clamp(0, 1) * 255).round()
+    grid = _grid(pixels.to(torch.uint8).numpy())
+    sink = io.BytesIO()
+    Image.fromarray(grid[..., 0] if grid.shape[2] == 1 else grid).save(sink, "png")
+    return sink.getvalue()
+
+
+def _grid(images: np.ndarray) -> np.ndarray:
+    """``uint8[n, C, H, W]`` side by side on white: ``[rows, columns, C]``."""
+    count, channels, height, width = images.shape
+    across = math.ceil(math.sqrt(count))
+    down = -(-count // across)
+    shape = (down * (height + _GAP) - _GAP, across * (width + _GAP) - _GAP, channels)
+    grid = np.full(shape, 255, np.uint8)
+    for i, image in enumerate(images):
+        top, left = i // across * (height + _GAP), i % across * (width + _GAP)
+        grid[top : top + height, left : left + width] = image.transpose(1, 2, 0)
+    return grid
+
+
+def _array(values: Any) -> np.ndarray:
+    return plain(values).detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _described(value: Any, array: np.ndarray) -> str:
+    return f"a {type(value).__name__} of shape {list(array.shape)}"
+
+
+def _refuse_other_columns(name: str, arrays: Mapping[str, np.ndarray], known: Mapping[str, str]) -> None:
+    now = kinds(arrays)
+    widened = {column: known[column] if kind == "int64" else kind for column, kind in now.items() if column in known}
+    if widened != known or now.keys() != known.keys():
+        raise MethodError(
+            f"The table {name!r} had the columns {dict(known)} in earlier rounds and has {now} now; log it under "
+            "another name."
+        )

@@ -1,0 +1,72 @@
+"""A cohort's reply, put together group by group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.errors import MethodError
+from raypfl.federation.work import Group, Value
+
+
+class Means:
+    """The means over the cohort of what clients logged, put together group by group."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, logged: Mapping[str, tuple[float, int]]) -> None:
+        for name, (some, count) in logged.items():
+            before, counted = self._sums.get(name, (0.0, 0))
+            self._sums[name] = before + some, counted + count
+
+    def result(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+
+class Total:
+    """The cohort's reply, put together group by group.
+
+    Attributes
+    ----------
+    senders : name -> how many clients sent so many numbers.
+    """
+
+    def __init__(self, clients: int, device: torch.device):
+        self.sample: dict[str, Value] = {}
+        self.senders: dict[str, Counter[int]] = {}
+        self._clients = clients
+        self._device = device
+        self._sums: dict[str, np.ndarray] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, group: Group, values: Mapping[str, Value]) -> None:
+        for name, value in values.items():
+            self.sample.setdefault(name, value)
+            self.senders.setdefault(name, Counter()).update(value.numbers.tolist())
+            if value.kind == "each":
+                rows = self._sums.setdefault(name, np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype))
+                rows[group.positions] = value.array
+            elif name in self._sums:
+                self._sums[name] += value.array
+                self._weights[name] += value.weight
+            else:
+                self._sums[name] = np.array(value.array)
+                self._weights[name] = value.weight
+
+    def result(self) -> dict[str, Tensor]:
+        result = {}
+        for name, array in self._sums.items():
+            tensor = torch.from_numpy(array).to(self._device)
+            if self.sample[name].kind == "mean":
+                if self._weights[name] <= 0:
+                    raise MethodError(
+                        f"The weights of Mean {name!r} sum to {self._weights[name]}; they must be positive."
+                    )
+                tensor = tensor / self._weights[name]
+            result[name] = tensor
+        return result
