@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raypfl.optimizers import SGD, LocalOptimizer
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
@@ -50,7 +52,10 @@ class TrainingSettings:
     ----------
     epochs, steps : passes over the client's data, or SGD steps if `steps` is given (batches go on over epochs).
     batch_size : samples a step; the last batch of an epoch may be smaller.
-    lr, momentum, nesterov, weight_decay : of SGD, as in ``torch.optim.SGD``; momentum starts afresh every round.
+    optimizer : ``sgd``; or another registered one, or one of your own: ``adam``, ``{name: adamw, beta2: 0.99}``,
+        ``module:Name``. What it remembers starts afresh every round.
+    momentum, nesterov : of SGD, as in ``torch.optim.SGD``.
+    lr, weight_decay : of any optimizer, as ``torch.optim`` has them.
     clip_norm : gradient norm to which a step is clipped, per client; None: not clipped.
     schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (toward 0
         after the last round); ``step`` (times `gamma` after each round in `milestones`).
@@ -65,6 +70,7 @@ class TrainingSettings:
     steps: int | None = None
     batch_size: int = 10
     lr: float = 0.1
+    optimizer: LocalOptimizer | Literal["sgd"] = "sgd"
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
@@ -76,6 +82,13 @@ class TrainingSettings:
     warmup_rounds: int = 0
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     channels_last: bool | None = None
+
+    @property
+    def local_optimizer(self) -> LocalOptimizer:
+        """The optimizer with its hyperparameters."""
+        if isinstance(self.optimizer, LocalOptimizer):
+            return self.optimizer
+        return SGD(momentum=self.momentum, nesterov=self.nesterov)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,12 +215,13 @@ def torch_sgd(
     lr: float,
     clip_norm: float | None = None,
     trained: str = "",
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     penalty: Callable[[Tensor], Tensor] = lambda p: torch.zeros(()),
     **options: Any,
 ) -> list[float]:
     """The loop that everybody writes: trains `net` in place; returns the losses."""
     moved = [p for name, p in net.named_parameters() if name.startswith(trained)]
-    optimizer = torch.optim.SGD(moved, lr=lr, **options)
+    optimizer = kind(moved, lr=lr, **options)
     losses = []
     net.train()
     for x, y in batches:

@@ -16,6 +16,7 @@ import raypfl
 from raypfl.methods import METHODS, Local
 from raypfl.recipes import RECIPES
 from tests.mlflow_support import with_database
+from tests.support import Federation
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,6 +71,18 @@ def test_the_method_of_the_guide_learns_and_is_charged_for_what_it_sends(my_meth
 def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_methods):
     alone = two_rounds(method=my_methods.PartlyPersonal(personal="*"))
     assert alone.evaluations.equals(two_rounds(method=Local()).evaluations)
+
+
+def test_the_rules_of_the_guide_to_optimizers_train(tmp_path, monkeypatch):
+    (source,) = blocks("docs/optimizers.md", "python")
+    (tmp_path / "my_rules.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    rules = importlib.import_module("my_rules")
+    clients = Federation().clients()
+    begun = clients.evaluate(clients.initial, "train")[1].sum()
+    for rule in (rules.Lion(), rules.Private(norm=0.5, noise=0.01)):
+        trained = clients.sgd(clients.loss, clients.initial, optimizer=rule, lr=0.02, epochs=5)
+        assert clients.evaluate(trained, "train")[1].sum() < begun
 
 
 def test_the_million_clients_of_the_guide_to_data_are_learnt_from_and_a_thousand_are_tested(tmp_path, monkeypatch):

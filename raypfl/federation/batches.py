@@ -231,7 +231,7 @@ def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1,
     epochs, steps : `epochs` passes, or exactly `steps` batches if that is given.
     """
     per_epoch = -(-sizes // batch_size)
-    totals = per_epoch * epochs if steps is None else np.full_like(per_epoch, steps)
+    totals = num_steps(sizes, batch_size, epochs, steps)
     step = np.arange(int(totals.max(initial=0)))
     epoch, place = np.divmod(step, per_epoch[:, None])
     at = place[:, :, None] * batch_size + np.arange(batch_size)
@@ -241,6 +241,12 @@ def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1,
     index = np.zeros(at.shape, dtype=np.int64)
     index[real] = shuffled[(begun[:, :, None] + at)[real]]
     return Order(index, real.sum(2))
+
+
+def num_steps(sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> np.ndarray:
+    """``int64[K]``: how many batches :func:`order` gives each client."""
+    per_epoch = -(-sizes // batch_size)
+    return per_epoch * epochs if steps is None else np.full_like(per_epoch, steps)
 
 
 def _shuffled(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

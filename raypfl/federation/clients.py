@@ -16,15 +16,17 @@ from torch.nn import functional as F
 from raypfl import rng
 from raypfl.errors import ClientError, MethodError
 from raypfl.evaluation.tally import tally
-from raypfl.federation.batches import Batch, GroupSamples, Order, order
+from raypfl.federation.batches import Batch, GroupSamples, Order, num_steps, order
 from raypfl.federation.bench import Bench
 from raypfl.federation.client_state import ClientState
-from raypfl.federation.executor import Executor, Loss, Sequential, SGDRule, Vectorised
+from raypfl.federation.executor import Executor, Sequential, Vectorised
 from raypfl.federation.minibatches import MiniBatch, Walk
+from raypfl.federation.minimised import Loss, Minimised, Report
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
+from raypfl.optimizers import LocalOptimizer, Update
 from raypfl.settings import TrainingSettings
 
 
@@ -44,6 +46,8 @@ class Clients:
     lr : the learning rate that the schedule gives this round.
     model : the clients' network as a function of a flat vector.
     networks : the method's further networks.
+    input_shape : of one sample, ``(C, H, W)``.
+    seed : of the run.
     state : what stays on the clients between rounds.
     """
 
@@ -62,6 +66,8 @@ class Clients:
         self.model = bench.model
         self.networks = bench.networks
         self.num_classes = bench.num_classes
+        self.input_shape = tuple(bench.samples.inputs.shape[1:])
+        self.seed = bench.seed
         self.training = bench.training
         self.state = ClientState(states or [{} for _ in ids], bench.model.device, lent)
         self.losses: Tensor | None = None
@@ -92,6 +98,13 @@ class Clients:
     def num_samples(self) -> PerClient:
         """``[K]`` training samples of each client, in floating point."""
         return per_client(torch.from_numpy(self._samples("train").sizes).to(self.device, self.model.dtype))
+
+    def num_steps(
+        self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None
+    ) -> PerClient:
+        """``[K]`` steps that :meth:`sgd` takes on each client, in floating point; given what it is given."""
+        counts = num_steps(self._samples("train").sizes, *self._pace(epochs, steps, batch_size))
+        return per_client(torch.from_numpy(counts).to(self.device, self.model.dtype))
 
     def label_counts(self, split: str = "train") -> PerClient:
         """``[K, num_classes]`` samples of each class; of several labels a sample: how often each is 1."""
@@ -143,27 +156,41 @@ class Clients:
         steps: int | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
+        optimizer: LocalOptimizer | None = None,
         train: str | Tensor | None = None,
         decay: str | Tensor | None = None,
         stream: str = "",
+        penalty: Loss | None = None,
+        correction: Tensor | None = None,
+        report: Report = "loss",
         **extras: Any,
     ) -> PerClient:
-        """Train each client from its start by SGD on its own training samples.
+        """Train each client from its start by steps down the gradient on its own training samples.
+
+        Reported as the round's training loss is the mean of `loss` over the mini-batches of all local steps, each at
+        the model as it is by then.
 
         Two calls in one round visit the same batches, so that their results can be compared, unless they name different
         streams.
 
         Parameters
         ----------
-        loss : ``loss(p, batch, **extras) -> scalar`` of one client's parameters ``p[P]``.
+        loss : ``loss(p, batch, **extras) -> scalar`` of one client's parameters ``p[P]``. It may return a pair, the
+            loss and what is added to it as by `penalty`, where both come from one forward pass.
         start : ``[P+B]``, the same for all, or ``[K, P+B]``.
-        epochs, steps, batch_size, lr : instead of the experiment's.
+        epochs, steps, batch_size, lr, optimizer : instead of the experiment's.
         train : the segments that move (see :meth:`FlatModel.names`), or ``bool[P+B]``; the rest stays bit for bit.
             Batch norm that stays still normalises by the batch.
         decay : the segments, or ``bool[P+B]``, that the experiment's weight decay acts on, if they move; None: all.
         stream : another name, other batches.
-        extras : passed to the loss by name. What came up per client (a state, a scattered row, a result) is passed row
-            by row; a model vector among them is cut to its parameters, another model (:meth:`other`) stays whole.
+        penalty : ``penalty(p, batch, **extras) -> scalar``, added to what is minimised, but not reported.
+        correction : ``[P]`` or ``[P+B]`` for all, or such a row a client: added to the gradient of every step, before
+            clipping and weight decay.
+        report : another function of the same form to report, where `loss` is but a surrogate; None: nothing, and the
+            round has no training loss.
+        extras : passed by name to the loss; with a penalty or a report, to those of them that name it. What came up
+            per client (a state, a scattered row, a result) is passed row by row; a model vector among them is cut to
+            its parameters, another model (:meth:`other`) stays whole.
 
         Returns
         -------
@@ -171,16 +198,19 @@ class Clients:
 
         Raises
         ------
-        ClientError : for clients whose loss or model is not finite, or whose loss is above the limit.
+        ClientError : for clients whose reported loss or model is not finite, or whose loss is above the limit.
         """
         samples, visits = self._visits(epochs, steps, batch_size, stream)
         moving = self.model.mask(train) if isinstance(train, str) else train
-        rule = self._rule(lr, moving, self.model.mask(decay) if isinstance(decay, str) else decay)
-        rows, keys, extras = self._rows(start), self._draws(stream), self._checked(extras)
-        executor = self._executor(loss, rows[0], partial(samples.some, 0), visits.unequal, extras, train=True)
-        trained, losses = self._or_plainer(executor, lambda e: e.sgd(loss, rows, samples, visits, rule, keys, extras))
-        self._refuse_divergence(trained, losses)
-        self.losses = losses
+        decayed = self.model.mask(decay) if isinstance(decay, str) else decay
+        update = self._update(optimizer, lr, moving, decayed)
+        rows, keys, minimised = self._models(start), self._draws(stream), Minimised(self.model, loss, penalty, report)
+        added, extras = self._corrections(correction), self._checked(extras)
+        executor = self._minimiser(minimised, rows, samples, visits, extras)
+        trained, reported = self._or_plainer(
+            executor, lambda e: e.sgd(minimised, rows, samples, visits, update, keys, extras, added)
+        )
+        self._report(trained, None if report is None else reported)
         return per_client(trained if moving is None else torch.where(moving, trained, rows))
 
     def walk(
@@ -191,17 +221,16 @@ class Clients:
         ``for batch in clients.walk(): theta = batch.step(loss, theta)`` is ``sgd``; see :meth:`MiniBatch.step`.
         """
 
-        def prepare(loss: Loss, rows: Tensor, extras: Mapping[str, Any]) -> Callable[..., Any]:
-            extras, some = self._checked(extras), partial(samples.some, 0)
-            executor = self._executor(loss, rows[0], some, visits.unequal, extras, train=True)
+        def prepare(minimised: Minimised, rows: Tensor, extras: Mapping[str, Any]) -> Callable[..., Any]:
+            executor = self._minimiser(minimised, rows, samples, visits, self._checked(extras))
             return lambda work: self._or_plainer(executor, work)
 
         samples, visits = self._visits(epochs, steps, batch_size, stream)
-        walk = Walk(samples, visits, self._rule(), self._draws(stream), prepare)
+        keys, vectors = self._draws(stream), (self._models, self._corrections)
+        walk = Walk(samples, visits, keys, self.model, *vectors, self._update, prepare)
         yield from walk
-        for of, losses in walk.losses.items():
-            self._refuse_divergence(walk.trained[of], losses)
-            self.losses = losses
+        for of, trained in walk.trained.items():
+            self._report(trained, walk.mean_loss(of))
 
     def grad(self, loss: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """Gradient of each client's mean loss, ``[K, P]``, at ``at`` (``[P+B]`` or ``[K, P+B]``).
@@ -210,8 +239,9 @@ class Clients:
         """
         keys = self._draws()
         chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
-        executor = self._executor(loss, rows[0], chosen[0].some, _unequal(chosen), extras, train=True)
-        return per_client(self._or_plainer(executor, lambda e: e.grad(loss, rows, chosen, keys, extras)[0]))
+        minimised = Minimised(self.model, loss)
+        executor = self._executor(minimised, rows[0], chosen[0].some, _unequal(chosen), extras, train=True)
+        return per_client(self._or_plainer(executor, lambda e: e.grad(minimised, rows, chosen, keys, extras)[0]))
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
@@ -379,24 +409,60 @@ class Clients:
     def _visits(
         self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str
     ) -> tuple[GroupSamples, Order]:
-        t, samples = self.training, self._samples("train")
-        if epochs is None and steps is None:
-            epochs, steps = t.epochs, t.steps
-        keys, size = self._keys("batches" + stream), batch_size or t.batch_size
-        visits = order(keys, samples.sizes, size, 1 if epochs is None else epochs, steps)
+        samples, (size, epochs, steps) = self._samples("train"), self._pace(epochs, steps, batch_size)
+        visits = order(self._keys("batches" + stream), samples.sizes, size, epochs, steps)
         self._refuse_lone_samples(visits.counts)
         if augmentation := self._bench.samples.augmentation:
             drawn = self._keys("augmentation" + stream)
             visits = visits.drawn(drawn, sum(one.draws for one in augmentation))
         return samples, visits
 
-    def _rule(self, lr: float | None = None, moving: Tensor | None = None, decayed: Tensor | None = None) -> SGDRule:
+    def _pace(self, epochs: int | None, steps: int | None, batch_size: int | None) -> tuple[int, int, int | None]:
+        """Batch size, epochs and steps of a call that gives some of them."""
         t = self.training
+        if epochs is None and steps is None:
+            epochs, steps = t.epochs, t.steps
+        return batch_size or t.batch_size, 1 if epochs is None else epochs, steps
+
+    def _update(
+        self,
+        optimizer: LocalOptimizer | None = None,
+        lr: float | None = None,
+        moving: Tensor | None = None,
+        decayed: Tensor | None = None,
+    ) -> Update:
+        t, optimizer = self.training, optimizer or self.training.local_optimizer
+        if optimizer.per_sample and self.model.num_buffers:
+            raise MethodError(
+                f"{type(optimizer).__name__} asks for the gradient of each sample, but batch norm mixes the samples of "
+                "a batch; choose a network with group norm."
+            )
         if moving is not None and decayed is not None:
             decayed = decayed & moving
         trained, decayed = (mask if mask is None else self.model.parameters(mask) for mask in (moving, decayed))
-        lr = self.lr if lr is None else lr
-        return SGDRule(lr, t.momentum, t.nesterov, t.weight_decay, t.clip_norm, trained, decayed)
+        return Update(optimizer, self.lr if lr is None else lr, t.weight_decay, t.clip_norm, trained, decayed)
+
+    def _models(self, theta: Tensor) -> Tensor:
+        """``[K, P+B]``, of a model vector or of one a client."""
+        return self._vectors("A model to train", theta, self.model.size)
+
+    def _corrections(self, correction: Tensor | None) -> Tensor | None:
+        """``[K, P]``, of what is added to gradients."""
+        if correction is None:
+            return None
+        return self.model.parameters(
+            self._vectors("A correction", correction, self.model.num_parameters, self.model.size)
+        )
+
+    def _vectors(self, what: str, given: Tensor, *lengths: int) -> Tensor:
+        rows = plain(given)
+        if rows.shape[-1:] and rows.shape[-1] in lengths and rows.shape[:-1] in ((), (len(self),)):
+            return self._rows(rows)
+        of = " or ".join(map(str, sorted(set(lengths))))
+        raise MethodError(
+            f"{what} has the shape {list(rows.shape)}; it must be a vector of {of} numbers for all clients, or "
+            f"[{len(self)}, {of}], a row for each client of the group."
+        )
 
     def _rows(self, theta: Tensor) -> Tensor:
         theta = plain(theta)
@@ -412,6 +478,13 @@ class Clients:
                 )
         return dict(extras)
 
+    def _minimiser(
+        self, minimised: Minimised, rows: Tensor, samples: GroupSamples, visits: Order, extras: Mapping[str, Any]
+    ) -> Executor:
+        """The executor that trains on these visits."""
+        minimised.refuse_unknown(extras)
+        return self._executor(minimised, rows[0], partial(samples.some, 0), visits.unequal, extras, train=True)
+
     def _executor(
         self,
         function: Loss,
@@ -425,13 +498,17 @@ class Clients:
 
         ``some(n)`` gives at most n samples of the first client.
         """
-        executor = self._bench.executor
-        if not unequal or not isinstance(executor, Vectorised) or function == self.loss:
+        executor, loss = self._bench.executor, getattr(function, "loss", function)
+        if (
+            not unequal
+            or not isinstance(executor, Vectorised)
+            or function in (self.loss, Minimised(self.model, self.loss))
+        ):
             return executor
         if executor.respects_padding(function, at, some(self.training.batch_size), extras, train):
             return executor
         warnings.warn(
-            f"The function {getattr(function, '__qualname__', function)} does not weigh its samples with batch.weight, "
+            f"The function {getattr(loss, '__qualname__', loss)} does not weigh its samples with batch.weight, "
             "so its clients run one by one; use batch.mean(values) to run them together.",
             stacklevel=3,
         )
@@ -463,18 +540,25 @@ class Clients:
                 repeatable=True,
             )
 
-    def _refuse_divergence(self, trained: Tensor, losses: Tensor) -> None:
+    def _report(self, trained: Tensor, losses: Tensor | None) -> None:
+        """Take ``losses[K]``, if there are any, as the round's, once neither they nor the models have diverged."""
         # A sum is finite only if all its terms are, and takes a fraction of the time that looking at each would.
-        good = torch.isfinite(losses) & (losses <= self._bench.loss_limit) & torch.isfinite(trained.sum(1))
+        good = torch.isfinite(trained.sum(1))
+        if losses is not None:
+            good &= torch.isfinite(losses) & (losses <= self._bench.loss_limit)
         if not bool(good.all()):
-            k = int((~good).nonzero()[0])
-            bad = [self.ids[i] for i in (~good).nonzero().flatten().tolist()]
-            raise ClientError(
-                f"Training diverged on client {self.ids[k]} in round {self.round}: mean loss {float(losses[k]):.3g}, "
-                f"limit {self._bench.loss_limit:.3g}. Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
-                clients=bad,
-                repeatable=True,
-            )
+            self._refuse_divergence((~good).nonzero().flatten().tolist(), losses)
+        self.losses = self.losses if losses is None else losses
+
+    def _refuse_divergence(self, bad: list[int], losses: Tensor | None) -> None:
+        limit, k = self._bench.loss_limit, bad[0]
+        how = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
+        raise ClientError(
+            f"Training diverged on client {self.ids[k]} in round {self.round}: {how}. "
+            f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
+            clients=[self.ids[i] for i in bad],
+            repeatable=True,
+        )
 
 
 def _unequal(batches: list[Batch]) -> bool:

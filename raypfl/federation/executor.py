@@ -1,8 +1,8 @@
 """Running a function of one client for a whole group: all clients at once, or one by one.
 
-A *loss* here is ``loss(p, batch, **extras) -> scalar`` of one client's trainable parameters ``p[P]``; a *function* is
-the same with any output. Extras come as ``{name: tensor}``; those that are :class:`PerClient` have a row for each
-client.
+A *loss* here is a :class:`Minimised` function of one client's trainable parameters ``p[P]``, a batch and extras; a
+*function* is the same with any output. Extras come as ``{name: tensor}``; those that are :class:`PerClient` have a row
+for each client.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,58 +18,13 @@ import torch
 from torch import Tensor, vmap
 
 from raypfl.federation.batches import Batch, Batches, GroupSamples, Order, StepBatches
+from raypfl.federation.descent import Descent, assemble, by_samples, sample_keys, segments
 from raypfl.federation.extras import Extras, chosen, of_client, rows_of, trimmed, with_rows
+from raypfl.federation.minimised import Loss, Minimised
 from raypfl.messages import one_client_at_a_time
 from raypfl.models.flat import FlatModel
 from raypfl.models.rowwise import RowWise
-
-Loss = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class SGDRule:
-    """One step of SGD on flat vectors, with the semantics of ``torch.optim.SGD`` and ``clip_grad_norm_``.
-
-    Attributes
-    ----------
-    trained : ``bool[P]`` entries that move, or None: all.
-    decayed : ``bool[P]`` entries that weight decay acts on, or None: all that move.
-    """
-
-    lr: float
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
-    trained: Tensor | None = None
-    decayed: Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether a step is ``theta - lr * grad`` and nothing else."""
-        return self.momentum == 0 and self.weight_decay == 0 and self.clip_norm is None and self.trained is None
-
-    def still(self, model: FlatModel) -> frozenset[str]:
-        """Segments of which no entry moves. No gradient of theirs is computed, nor of what only they need."""
-        if self.trained is None:
-            return frozenset()
-        parts = model.unflatten(self.trained)
-        return frozenset(name for name in model.parameter_names if not bool(parts[name].any()))
-
-    def step_(self, theta: Tensor, grad: Tensor, velocity: Tensor | None) -> None:
-        """Move ``theta[..., P]`` in place; `grad` and `velocity` (same shape) are overwritten."""
-        if self.trained is not None:
-            grad.mul_(self.trained)
-        if self.clip_norm is not None:
-            norm = grad.norm(dim=-1, keepdim=True)
-            grad.mul_((self.clip_norm / (norm + 1e-6)).clamp_max(1.0))
-        if self.weight_decay:
-            acts = self.trained if self.decayed is None else self.decayed
-            grad.add_(theta if acts is None else theta * acts, alpha=self.weight_decay)
-        if velocity is not None:
-            velocity.mul_(self.momentum).add_(grad)
-            grad = grad.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
-        theta.sub_(grad, alpha=self.lr)
+from raypfl.optimizers import Memory, Update
 
 
 class Executor(Protocol):
@@ -76,21 +32,28 @@ class Executor(Protocol):
 
     def sgd(
         self,
-        loss: Loss,
+        loss: Minimised,
         start: Tensor,
         samples: GroupSamples,
         visits: Order,
-        rule: SGDRule,
+        update: Update,
         keys: Tensor,
         extras: Extras,
+        correction: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean training loss[K])``."""
+        """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean of what is reported[K])``.
+
+        ``correction[K, P]`` is added to all gradients.
+        """
         ...
 
     def grad(
-        self, loss: Loss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras
+        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient of each client's loss on its batch: ``(gradients[K, P], losses[K], statistics[K, B] after it)``."""
+        """Gradient of each client's loss on its batch: ``(gradients[K, P], reported[K], statistics[K, B] after it)``.
+
+        With an `update` that asks for the gradients of single samples, it is what its optimizer makes of those.
+        """
         ...
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
@@ -130,49 +93,96 @@ class Sequential:
 
     def sgd(
         self,
-        loss: Loss,
+        loss: Minimised,
         start: Tensor,
         samples: GroupSamples,
         visits: Order,
-        rule: SGDRule,
+        update: Update,
         keys: Tensor,
         extras: Extras,
+        correction: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         trained = _copied(start)
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
         with self.model.bound() as bound, self.model.mode(train=True), _forked(start.device):
-            gradient, velocity = _Descent.buffers(rule, self.model.parameters(trained[0]))
-            still = rule.still(self.model)
+            gradient, still = Descent.buffer(update, self.model.parameters(trained[0])), _still(self.model, update)
             for k, steps in enumerate(visits.steps):
                 bound.bind(trained[k], still)
                 _seed(start.device, keys[k])
-                if velocity is not None:
-                    velocity.zero_()
-                descent = _Descent(self.model, rule, bound.theta, bound.tensors, gradient, velocity)
+                memory = update.init(self.model.parameters(trained[k]))
+                added = None if correction is None else correction[k]
+                descent = Descent(self.model, update, bound.theta, bound.tensors, gradient, memory, added)
                 mine = trimmed(self.model, of_client(extras, k))
                 own = samples.steps(k, visits)
                 for s in range(steps):
-                    batch = self._batch(own(s))
-                    with self._inside(keys[k] + s):
-                        value = loss(bound.theta, batch, **mine)
-                    descent.step(*_gradients(value, bound.tensors, bound.theta))
-                    losses[k] += value.detach() / int(steps)
+                    reported = self._step(loss, descent, self._batch(own(s)), keys[k] + s, mine)
+                    losses[k] += reported / int(steps)
         return trained, losses
 
+    def _step(self, loss: Minimised, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]) -> Tensor:
+        """Take a step; returns what is reported."""
+        if descent.update.optimizer.per_sample:
+            slope = partial(self._slope, loss, descent, extras)
+            gradient, reported = self._by_samples(descent.update, descent.theta, batch, key, slope)
+            descent.step_whole(gradient)
+            return reported
+        with self._inside(key):
+            value, reported = loss(descent.theta, batch, **extras)
+        descent.step(*_gradients(value, descent.tensors, descent.theta))
+        return reported.detach()
+
+    def _slope(
+        self, loss: Minimised, descent: Descent, extras: dict[str, Any], batch: Batch, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with self._inside(key):
+            value, reported = loss(descent.theta, batch, **extras)
+        slope = torch.empty_like(descent.theta)
+        assemble(segments(self.model, slope), *_gradients(value, descent.tensors, descent.theta), into=slope)
+        return slope, reported.detach()
+
+    def _by_samples(
+        self,
+        update: Update,
+        at: Tensor,
+        batch: Batch,
+        key: Tensor,
+        slope: Callable[[Batch, Tensor], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Gradient and report of a batch, from ``slope(batch, key)`` of its samples one by one."""
+
+        def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            keys = sample_keys(key, start, stop)
+            found = [slope(Batch(*(part[i : i + 1] for part in batch)), keys[i - start]) for i in range(start, stop)]
+            gradients, values = zip(*found, strict=True)
+            return torch.stack(gradients), torch.stack(values)
+
+        return by_samples(update, at.detach(), batch.weight, key, rows)
+
     def grad(
-        self, loss: Loss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras
+        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients, losses, statistics = [], [], []
         with self.model.mode(train=True), _forked(at.device):
             for k, batch in enumerate(batches):
                 _seed(at.device, keys[k])
                 p = self.model.parameters(at[k]).detach().requires_grad_()
-                with self.model.statistics(self.model.buffers(at[k])) as moved, self._inside(keys[k]):
-                    value = loss(p, self._batch(batch), **trimmed(self.model, of_client(extras, k)))
+                slope = partial(self._slope_at, loss, p, trimmed(self.model, of_client(extras, k)))
+                with self.model.statistics(self.model.buffers(at[k])) as moved:
+                    if update is None or not update.optimizer.per_sample:
+                        gradient, reported = slope(self._batch(batch), keys[k])
+                    else:
+                        gradient, reported = self._by_samples(update, p, self._batch(batch), keys[k], slope)
                     statistics.append(moved().detach())
-                gradients.append(torch.autograd.grad(value, p)[0])
-                losses.append(value.detach())
+                gradients.append(gradient)
+                losses.append(reported)
         return torch.stack(gradients), torch.stack(losses), torch.stack(statistics)
+
+    def _slope_at(
+        self, loss: Minimised, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with self._inside(key):
+            value, reported = loss(p, batch, **extras)
+        return torch.autograd.grad(value, p)[0], reported.detach()
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
         with self.model.mode(train=False), self._inside(None):
@@ -196,6 +206,14 @@ class Sequential:
         draws = RowWise(None, key) if key is not None and self.model.has_dropout else contextlib.nullcontext()
         with one_client_at_a_time(), self.precision.context(self.model.device), self.model.step(), draws:
             yield
+
+
+def _still(model: FlatModel, update: Update) -> frozenset[str]:
+    """Segments of which no entry moves. No gradient of theirs is computed, nor of what only they need."""
+    if update.trained is None:
+        return frozenset()
+    parts = model.unflatten(update.trained)
+    return frozenset(name for name in model.parameter_names if not bool(parts[name].any()))
 
 
 def _copied(rows: Tensor, order: Tensor | None = None) -> Tensor:
@@ -239,62 +257,6 @@ def _gradients(
     return [next(rest) if t.requires_grad else None for t in tensors], direct
 
 
-class _Descent:
-    """SGD steps on ``theta[..., P]``, which gradients reach tensor by tensor.
-
-    Parameters
-    ----------
-    tensors : views of `theta`, leaves by segment.
-    gradient, velocity : of `theta`'s shape, or None where the rule needs none; :meth:`buffers` makes them.
-    """
-
-    def __init__(
-        self,
-        model: FlatModel,
-        rule: SGDRule,
-        theta: Tensor,
-        tensors: Sequence[Tensor],
-        gradient: Tensor | None,
-        velocity: Tensor | None,
-    ):
-        self.rule = rule
-        self.theta = theta
-        self.tensors = tensors
-        self.gradient = gradient
-        self.velocity = velocity
-        self.views = [] if gradient is None else list(model.unflatten(gradient).values())
-
-    @staticmethod
-    def buffers(rule: SGDRule, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """A gradient and a velocity for vectors `like` these, where `rule` needs them."""
-        gradient = None if rule.plain else torch.zeros_like(like)
-        return gradient, torch.zeros_like(like) if rule.momentum else None
-
-    def step(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
-        """Step down the gradients of `tensors`, and the `direct` one of `theta`; None stands for zero."""
-        with torch.no_grad():
-            if self.gradient is None:
-                self._descend(grads, direct)
-            else:
-                _assemble(self.views, grads, self.gradient, direct)
-                self.rule.step_(self.theta, self.gradient, self.velocity)
-
-    def _descend(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
-        moved = [(t, g) for t, g in zip(self.tensors, grads, strict=True) if g is not None]
-        if moved:
-            torch._foreach_add_([t for t, _ in moved], [g for _, g in moved], alpha=-self.rule.lr)
-        if direct is not None:
-            self.theta.sub_(direct, alpha=self.rule.lr)
-
-
-def _assemble(views: Sequence[Tensor], grads: Sequence[Tensor | None], flat: Tensor, direct: Tensor | None) -> None:
-    """Put the gradients of a vector's segments into `views` of `flat`, and add the vector's own."""
-    for view, g in zip(views, grads, strict=True):
-        view.zero_() if g is None else view.copy_(g)
-    if direct is not None:
-        flat.add_(direct)
-
-
 class Vectorised:
     """All clients of the group at once with ``vmap``; unequal batches are padded and masked."""
 
@@ -304,71 +266,116 @@ class Vectorised:
 
     def sgd(
         self,
-        loss: Loss,
+        loss: Minimised,
         start: Tensor,
         samples: GroupSamples,
         visits: Order,
-        rule: SGDRule,
+        update: Update,
         keys: Tensor,
         extras: Extras,
+        correction: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         rank = np.argsort(-visits.steps, kind="stable")
         walk, steps = samples.walk(rank, visits), visits.steps[rank]
         parts = (self.model.parameters(start), self.model.buffers(start))
         if bool((rank[1:] > rank[:-1]).all()):
             theta, statistics = (_copied(rows) for rows in parts)
-            return self._longest_first(loss, theta, statistics, walk, steps, rule, keys, extras)
+            return self._longest_first(loss, theta, statistics, walk, steps, update, keys, extras, correction)
         ranked = torch.from_numpy(rank).to(start.device)
         theta, statistics = (_copied(rows, ranked) for rows in parts)
-        of = (theta, statistics, walk, steps, rule, keys[ranked], chosen(extras, ranked))
+        added = None if correction is None else correction[ranked]
+        of = (theta, statistics, walk, steps, update, keys[ranked], chosen(extras, ranked), added)
         trained, losses = self._longest_first(loss, *of)
         back = ranked.argsort()
         return trained[back], losses[back]
 
     def _longest_first(
         self,
-        loss: Loss,
+        loss: Minimised,
         theta: Tensor,
         statistics: Tensor,
         walk: Callable[..., Batch],
         steps: np.ndarray,
-        rule: SGDRule,
+        update: Update,
         keys: Tensor,
         extras: Extras,
+        correction: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Train in place, in the order of clients' steps: those still at it are always the first rows."""
-        gradient, velocity = _Descent.buffers(rule, theta)
+        gradient, memory = Descent.buffer(update, theta), update.init(theta)
         losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
         mine = list(rows_of(extras).values())
-        step, still = self._step(loss, extras), rule.still(self.model)
-        descent: _Descent | None = None
+        step, still = self._step(loss, extras), _still(self.model, update)
+        descent: Descent | None = None
         with self.model.mode(train=True), self._inside():
             for s in range(steps.max(initial=0)):
                 k = int((steps > s).sum())
                 if descent is None or len(descent.theta) > k:
-                    first = (None if rows is None else rows[:k] for rows in (gradient, velocity))
-                    descent = _Descent(self.model, rule, theta[:k], self._leaves(theta[:k], still), *first)
+                    buffers = (None if rows is None else rows[:k] for rows in (gradient, correction))
+                    descent = self._descent(update, theta[:k], still, memory, *buffers)
                 batch, active = walk(slice(k), s), [rows[:k] for rows in mine]
-                grads, direct, value, moved = step(
-                    descent.theta, descent.tensors, statistics[:k], keys[:k] + s, batch, active
-                )
-                descent.step(grads, direct)
-                if self.model.num_buffers:
-                    statistics[:k] = moved
+                if update.optimizer.per_sample:
+                    whole, value = self._by_samples(step, update, descent.theta, keys[:k] + s, batch, active)
+                    descent.step_whole(whole)
+                else:
+                    grads, direct, value, moved = step(
+                        descent.theta, descent.tensors, statistics[:k], keys[:k] + s, batch, active
+                    )
+                    descent.step(grads, direct)
+                    if self.model.num_buffers:
+                        statistics[:k] = moved
                 losses[:k] += value
         losses /= torch.from_numpy(steps).to(losses).clamp_min(1)
         return torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta, losses
 
+    def _descent(
+        self,
+        update: Update,
+        theta: Tensor,
+        still: Set[str],
+        memory: Memory,
+        gradient: Tensor | None,
+        correction: Tensor | None,
+    ) -> Descent:
+        """Of the clients whose models `theta` are, the first of all."""
+        mine = {name: rows[: len(theta)] for name, rows in memory.items()}
+        return Descent(self.model, update, theta, self._leaves(theta, still), gradient, mine, correction)
+
+    def _by_samples(
+        self,
+        step: Callable[..., Any],
+        update: Update,
+        theta: Tensor,
+        keys: Tensor,
+        batch: Batch,
+        mine: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients ``[K, P]`` and reports ``[K]`` of batches, from those of single samples, each as if a client's."""
+
+        def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            shape = (len(theta), stop - start)
+            at, *extras = (rows.repeat_interleave(stop - start, 0) for rows in (theta, *mine))
+            alone = Batch(*(part[:, start:stop].flatten(0, 1)[:, None] for part in batch))
+            leaves, none = self._leaves(at, _still(self.model, update)), at[:, :0]
+            grads, direct, values, _ = step(at, leaves, none, sample_keys(keys, start, stop).flatten(), alone, extras)
+            gradients = torch.empty_like(at)
+            assemble(segments(self.model, gradients), grads, direct, into=gradients)
+            return gradients.unflatten(0, shape), values.unflatten(0, shape)
+
+        return by_samples(update, theta, batch.weight, keys, rows)
+
     def grad(
-        self, loss: Loss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras
+        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         theta, statistics = self.model.parameters(at), self.model.buffers(at)
-        mine, leaves = list(rows_of(extras).values()), self._leaves(theta)
-        gradient = torch.empty_like(theta, memory_format=torch.contiguous_format)
+        mine = list(rows_of(extras).values())
         with self.model.mode(train=True), self._inside():
-            step = self._step(loss, extras)
-            grads, direct, value, moved = step(theta, leaves, statistics, keys, _padded(batches), mine)
-        _assemble(list(self.model.unflatten(gradient).values()), grads, gradient, direct)
+            step, batch = self._step(loss, extras), _padded(batches)
+            if update is not None and update.optimizer.per_sample:
+                return *self._by_samples(step, update, theta, keys, batch, mine), statistics
+            grads, direct, value, moved = step(theta, self._leaves(theta), statistics, keys, batch, mine)
+        gradient = torch.empty_like(theta, memory_format=torch.contiguous_format)
+        assemble(segments(self.model, gradient), grads, direct, into=gradient)
         return gradient, value, moved
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
@@ -407,25 +414,27 @@ class Vectorised:
                 return function(at, batch, **mine)
             key = torch.zeros((), dtype=torch.int64, device=batch.y.device)
             with self.model.statistics(self.model.buffers(at)), self.model.step(), self._rows(batch, key):
-                return function(self.model.parameters(at), batch, **trimmed(self.model, mine))
+                value = function(self.model.parameters(at), batch, **trimmed(self.model, mine))
+                return torch.stack(value)
 
     def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
         return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]
 
-    def _step(self, loss: Loss, extras: Extras) -> Callable[..., Any]:
+    def _step(self, loss: Minimised, extras: Extras) -> Callable[..., Any]:
         names = list(rows_of(extras))
         segments = self.model.parameter_names
 
         # Tensors one by one, not in a Batch and a dict: vmap takes a tenth of a small step to take those apart.
         def one(
             p: Tensor, statistics: Tensor, key: Tensor, x: Tensor, y: Tensor, weight: Tensor, *rest: Tensor
-        ) -> tuple[Tensor, Tensor]:
+        ) -> tuple[Tensor, ...]:
             tensors, mine = rest[: len(segments)], rest[len(segments) :]
             batch = Batch(x, y, weight)
             parts = self.model.parts(p, dict(zip(segments, tensors, strict=True)))
             with parts, self.model.statistics(statistics) as moved, self.model.step(), self._rows(batch, key):
-                value = loss(p, batch, **trimmed(self.model, with_rows(extras, dict(zip(names, mine, strict=True)))))
-            return value, moved()
+                own = trimmed(self.model, with_rows(extras, dict(zip(names, mine, strict=True))))
+                value, reported = loss(p, batch, **own)
+            return (value, moved()) if reported is value else (value, moved(), reported)
 
         rows = vmap(one)
 
@@ -441,10 +450,10 @@ class Vectorised:
             mine: Sequence[Tensor],
         ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor, Tensor]:
             p = theta.detach().requires_grad_()
-            values, moved = rows(p, statistics, keys, *batch, *tensors, *mine)
+            values, moved, *reported = rows(p, statistics, keys, *batch, *tensors, *mine)
             # The sum, and not values with a gradient of ones: PyTorch imports sympy to check that one's shape.
             grads, direct = _gradients(values.sum(), tensors, p)
-            return grads, direct, values.detach(), moved.detach()
+            return grads, direct, (reported[0] if reported else values).detach(), moved.detach()
 
         return step
 

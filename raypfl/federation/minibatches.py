@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from raypfl.federation.batches import Batch, GroupSamples, Order, StepBatches
-from raypfl.federation.executor import Executor, Loss, SGDRule
+from raypfl.federation.executor import Executor
 from raypfl.federation.extras import chosen
-from raypfl.messages import PerClient, per_client, plain
+from raypfl.federation.minimised import Loss, Minimised, Report
+from raypfl.messages import PerClient, per_client
+from raypfl.models.flat import FlatModel
+from raypfl.optimizers import LocalOptimizer, Memory, Update
 
 Gradient = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[Callable[[Executor], Gradient]], Gradient]
@@ -27,20 +30,29 @@ class Walk:
     Attributes
     ----------
     keys : ``int64[K]``, of the draws in each client's first step.
-    prepare : checks a loss, its start ``[K, P+B]`` and its extras, and gives what runs work on an executor that suits.
-    losses : mean training loss ``[K]`` of each model that was trained, by name.
+    models : checks a model vector, or one a client, and gives ``[K, P+B]``.
+    corrections : likewise ``[K, P]`` of what is added to gradients.
+    update : gives a step for an optimizer and a learning rate; None stands for the experiment's.
+    prepare : checks what is minimised, its start ``[K, P+B]`` and its extras, and gives what runs work on an executor
+        that suits.
+    losses : sums ``[K]`` of what is reported for each model that is trained, by name, where anything is.
+    taken : steps ``[K]`` that these are of.
     trained : these models, as they are by now.
     """
 
     samples: GroupSamples
     visits: Order
-    rule: SGDRule
     keys: Tensor
-    prepare: Callable[[Loss, Tensor, Mapping[str, Any]], Run]
+    model: FlatModel
+    models: Callable[[Tensor], Tensor]
+    corrections: Callable[[Tensor | None], Tensor | None]
+    update: Callable[[LocalOptimizer | None, float | None], Update]
+    prepare: Callable[[Minimised, Tensor, Mapping[str, Any]], Run]
     losses: dict[str, Tensor] = field(default_factory=dict)
+    taken: dict[str, Tensor] = field(default_factory=dict)
     trained: dict[str, Tensor] = field(default_factory=dict)
     _runs: dict[str, Run] = field(default_factory=dict)
-    _velocities: dict[str, Tensor] = field(default_factory=dict)
+    _memories: dict[tuple[str, LocalOptimizer], Memory] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[MiniBatch]:
         for s in range(self.visits.index.shape[1]):
@@ -51,18 +63,24 @@ class Walk:
         """Gathers the batches of several clients at once; see :meth:`GroupSamples.walk`."""
         return self.samples.walk(np.arange(len(self.keys)), self.visits)
 
-    def run(self, of: str, loss: Loss, rows: Tensor, extras: Mapping[str, Any]) -> Run:
+    def mean_loss(self, of: str) -> Tensor | None:
+        """Mean ``[K]`` of what is reported for the model `of`; None if nothing is."""
+        return self.losses[of] / self.taken[of].clamp_min(1) if of in self.losses else None
+
+    def run(self, of: str, loss: Minimised, rows: Tensor, extras: Mapping[str, Any]) -> Run:
         """What runs work for the model `of`, decided at its first step."""
         if of not in self._runs:
             self._runs[of] = self.prepare(loss, rows, extras)
-            self.losses[of] = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
+            if loss.report is not None:
+                self.losses[of], self.taken[of] = torch.zeros(2, len(rows), dtype=rows.dtype, device=rows.device)
         return self._runs[of]
 
-    def velocity(self, of: str, like: Tensor) -> Tensor | None:
-        """The momentum of the model `of`, ``[K, P]``."""
-        if self.rule.momentum and of not in self._velocities:
-            self._velocities[of] = torch.zeros_like(like)
-        return self._velocities.get(of)
+    def memory(self, of: str, update: Update, like: Tensor) -> Memory:
+        """What the optimizer remembers of the model `of`, ``[K, ...]``."""
+        known = (of, update.optimizer)
+        if known not in self._memories:
+            self._memories[known] = update.init(like)
+        return self._memories[known]
 
 
 class MiniBatch:
@@ -87,34 +105,53 @@ class MiniBatch:
         self.active = torch.zeros(len(walk.keys), 1, dtype=torch.bool, device=device)
         self.active[self._rows] = True
 
-    def step(self, loss: Loss, theta: Tensor, *, of: str = "", lr: float | None = None, **extras: Any) -> PerClient:
-        """One step of SGD down a loss on this mini-batch, with the experiment's momentum, clipping and weight decay.
+    def step(
+        self,
+        loss: Loss,
+        theta: Tensor,
+        *,
+        of: str = "",
+        lr: float | None = None,
+        optimizer: LocalOptimizer | None = None,
+        penalty: Loss | None = None,
+        correction: Tensor | None = None,
+        report: Report = "loss",
+        **extras: Any,
+    ) -> PerClient:
+        """One step down a loss on this mini-batch, with the experiment's clipping and weight decay.
 
         Parameters
         ----------
-        loss, extras : as for :meth:`Clients.sgd`.
-        theta : ``[K, P+B]``, where the step begins; stays as it is.
-        of : which of the method's models this is, so that each has a momentum of its own.
+        loss, optimizer, penalty, correction, report, extras : as for :meth:`Clients.sgd`.
+        theta : where the step begins, ``[K, P+B]``, or ``[P+B]`` for all; stays as it is.
+        of : which of the method's models this is, so that the optimizer remembers each apart.
         lr : instead of the round's.
 
         Returns
         -------
         ``[K, P+B]``, in which the rows of clients that are not active are those of `theta`.
         """
-        walk, here, rows = self._walk, self._rows, plain(theta)
-        run = walk.run(of, loss, rows, extras)
+        walk, here, rows = self._walk, self._rows, self._walk.models(theta)
+        size, minimised = walk.model.num_parameters, Minimised(walk.model, loss, penalty, report)
+        run, update = walk.run(of, minimised, rows, extras), walk.update(optimizer, lr)
         mine = extras if self._everybody else chosen(extras, here)
         moved = rows.clone(memory_format=torch.contiguous_format) if self._everybody else rows[here]
-        gradient, losses, statistics = run(lambda e: e.grad(loss, moved, self._batches, self._keys, mine))
-        size = gradient.shape[1]
-        velocity = walk.velocity(of, rows[:, :size])
-        mine_of = None if velocity is None else self._mine(velocity)
-        (walk.rule if lr is None else replace(walk.rule, lr=lr)).step_(moved[:, :size], gradient, mine_of)
+        gradient, reported, statistics = run(
+            lambda e: e.grad(minimised, moved, self._batches, self._keys, mine, update)
+        )
+        if (added := walk.corrections(correction)) is not None:
+            gradient += self._mine(added)
+        memory = walk.memory(of, update, rows[:, :size])
+        active = {name: self._mine(kept) for name, kept in memory.items()}
+        update.step_(moved[:, :size], gradient, active)
         moved[:, size:] = statistics
-        if velocity is not None and mine_of is not None and not self._everybody:
-            velocity[here] = mine_of
+        if not self._everybody:
+            for name, kept in memory.items():
+                kept[here] = active[name]
         out = moved if self._everybody else rows.clone().index_copy_(0, here, moved)
-        walk.losses[of][here] += losses / torch.from_numpy(walk.visits.steps).to(losses)[here]
+        if report is not None:
+            walk.losses[of][here] += reported
+            walk.taken[of][here] += 1
         walk.trained[of] = out
         return per_client(out)
 

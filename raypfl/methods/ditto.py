@@ -33,11 +33,13 @@ class Ditto(FedAvg):
     personal_epochs: int | None = None
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        def pulled(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
-            return clients.loss(p, batch) + self.lam / 2 * (p - anchor).square().sum()
+        def pull(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
+            return self.lam / 2 * (p - anchor).square().sum()
 
         personal = clients.state.get("personal", default=clients.initial)
-        clients.state["personal"] = clients.sgd(pulled, personal, epochs=self.personal_epochs, anchor=theta)
+        clients.state["personal"] = clients.sgd(
+            clients.loss, personal, penalty=pull, epochs=self.personal_epochs, anchor=theta
+        )
         return super().train(clients, theta)
 
     def personal_model(self, clients: Clients, server: Server) -> Tensor:

@@ -49,13 +49,13 @@ class FedProto(Method):
     def train(self, clients: Clients, means: Tensor) -> dict[str, Sum]:
         run, classes = features(clients.model), clients.num_classes
 
-        def pulled(p: Tensor, batch: Batch, means: Tensor) -> Tensor:
+        def pulled(p: Tensor, batch: Batch, means: Tensor) -> tuple[Tensor, Tensor]:
             z, logits = run(p, batch.x)
             member = F.one_hot(batch.y, classes).to(z.dtype) * batch.weight[:, None]
             count = member.sum(0)
             distance = (member.T @ z / count.clamp_min(1)[:, None] - means).square().sum(1)
             here = ((count > 0) & (means != 0).any(1)).to(z.dtype)
-            return clients.cross_entropy(logits, batch) + self.lam * (distance * here).sum() / here.sum().clamp_min(1)
+            return clients.cross_entropy(logits, batch), self.lam * (distance * here).sum() / here.sum().clamp_min(1)
 
         model = clients.state.get("model", default=clients.initial)
         clients.state["model"] = clients.sgd(pulled, model, means=means)

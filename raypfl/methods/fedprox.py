@@ -29,8 +29,8 @@ class FedProx(FedAvg):
     mu: float = 0.01
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        def pulled(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
-            return clients.loss(p, batch) + self.mu / 2 * (p - anchor).square().sum()
+        def pull(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
+            return self.mu / 2 * (p - anchor).square().sum()
 
-        trained = clients.sgd(pulled, theta, anchor=theta)
+        trained = clients.sgd(clients.loss, theta, penalty=pull, anchor=theta)
         return {"theta": Mean(trained, weight=self.weights(clients))}

@@ -40,11 +40,11 @@ class MTL(Method):
         server["mean"] = cohort.run(self.train, mean=server["mean"])["personal"]
 
     def train(self, clients: Clients, mean: Tensor) -> dict[str, Mean]:
-        def pulled(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
-            return clients.loss(p, batch) + self.lam / 2 * (p - anchor).square().sum()
+        def pull(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
+            return self.lam / 2 * (p - anchor).square().sum()
 
         personal = clients.state.get("personal", default=clients.initial)
-        clients.state["personal"] = clients.sgd(pulled, personal, anchor=mean)
+        clients.state["personal"] = clients.sgd(clients.loss, personal, penalty=pull, anchor=mean)
         weight = clients.num_samples if self.weighting == "samples" else None
         return {"personal": Mean(clients.state["personal"], weight)}
 

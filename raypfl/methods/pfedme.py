@@ -42,14 +42,14 @@ class PFedMe(FedAvg):
             raise ConfigError(f"method.inner_steps is {self.inner_steps}; it must be 0 or more.")
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        def pulled(p: Tensor, batch: Batch, center: Tensor) -> Tensor:
-            return clients.loss(p, batch) + self.lam / 2 * (p - center).square().sum()
+        def pull(p: Tensor, batch: Batch, center: Tensor) -> Tensor:
+            return self.lam / 2 * (p - center).square().sum()
 
         center: Tensor = per_client(theta.repeat(len(clients), 1))
         personal = center
         for batch in clients.walk():
             for _ in range(self.inner_steps):
-                personal = batch.step(pulled, personal, lr=self.inner_lr, center=center)
+                personal = batch.step(clients.loss, personal, penalty=pull, lr=self.inner_lr, center=center)
             center = torch.where(batch.active, center - clients.lr * self.lam * (center - personal), center)
         clients.state["personal"] = personal
         return {"theta": Mean(center, weight=self.weights(clients))}

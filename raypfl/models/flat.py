@@ -239,6 +239,17 @@ class FlatModel:
             )
 
     @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Within: calls at parameters other than the bound ones move but a copy of the statistics."""
+        outer = self._statistics
+        current = outer or (self._bound and self._bound.moving)
+        self._statistics = {name: rows.clone() for name, rows in current.items()} if current else outer
+        try:
+            yield
+        finally:
+            self._statistics = outer
+
+    @contextmanager
     def mode(self, train: bool) -> Iterator[None]:
         """Within: the network is in training or in evaluation mode."""
         was = self.module.training

@@ -2,7 +2,8 @@
 
 from raypfl.optimizers.adam import Adam, AdamW
 from raypfl.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
+from raypfl.optimizers.draws import Draws
 from raypfl.optimizers.sgd import SGD
 from raypfl.optimizers.update import Update
 
-__all__ = ["OPTIMIZERS", "SGD", "Adam", "AdamW", "LocalOptimizer", "Memory", "Update"]
+__all__ = ["OPTIMIZERS", "SGD", "Adam", "AdamW", "Draws", "LocalOptimizer", "Memory", "Update"]

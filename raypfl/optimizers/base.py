@@ -7,6 +7,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 from torch import Tensor
 
+from raypfl.optimizers.draws import Draws
 from raypfl.registry import Registry
 
 OPTIMIZERS = Registry("optimizer")
@@ -26,9 +27,12 @@ class LocalOptimizer:
     Attributes
     ----------
     decoupled : whether weight decay shrinks the vectors themselves (as AdamW's), instead of being added to gradients.
+    per_sample : whether it asks for the gradient of each sample's loss, to clip it or to add noise: they go through
+        `reduce` and `finish`, which give the gradient that `step_` is given. The network can have no batch norm.
     """
 
     decoupled: ClassVar[bool] = False
+    per_sample: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -46,6 +50,18 @@ class LocalOptimizer:
         the memory: ``[..., P]``, or ``[..., 1]`` for a number a row.
         """
         return {}
+
+    def reduce(self, gradients: Tensor, weight: Tensor) -> Tensor:
+        """Of ``gradients[..., n, P]`` of some of a batch's samples, the sum ``[..., P]``, by ``weight[..., n]``.
+
+        So many come at a time as there is memory for; the results are added up. Samples of weight 0 are padding. What
+        stands still has gradients of 0.
+        """
+        return (gradients * weight[..., None]).sum(-2)
+
+    def finish(self, total: Tensor, count: Tensor, draws: Draws) -> Tensor:
+        """A batch's gradient ``[..., P]`` from the `total` of what `reduce` gave, of ``count[..., 1]`` samples."""
+        return total / count.clamp_min(1)
 
     def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
         """Move ``theta[..., P]`` in place, down `grad` of the same shape; `memory` and `grad` are overwritten."""

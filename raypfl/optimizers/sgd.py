@@ -23,7 +23,7 @@ class SGD(LocalOptimizer):
 
     @property
     def plain(self) -> bool:
-        return self.momentum == 0
+        return self.momentum == 0 and type(self).step_ is SGD.step_
 
     def init(self, theta: Tensor) -> Memory:
         return {"velocity": torch.zeros_like(theta, memory_format=torch.contiguous_format)} if self.momentum else {}

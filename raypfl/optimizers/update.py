@@ -34,7 +34,7 @@ class Update:
     def plain(self) -> bool:
         """Whether a step is ``theta - lr * grad`` and nothing else."""
         alone = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
-        return alone and self.optimizer.plain
+        return alone and self.optimizer.plain and not self.optimizer.per_sample
 
     def init(self, theta: Tensor) -> Memory:
         """The optimizer's memory before the first step of ``theta[..., P]``."""
