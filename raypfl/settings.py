@@ -98,6 +98,7 @@ class EvaluationSettings:
     Attributes
     ----------
     every : rounds between evaluations of all clients; the last round is always evaluated. 0: the last round only.
+    at_start : evaluate before the first round too, as round 0.
     protocols : ``local`` (each client's own test split), ``global`` (the union of all clients' test splits), ``pm_v``
         and ``pm_l`` (the union, classes weighted as the client has them), ``unseen`` (clients that are never trained),
         ``ood/POOL``, ``ood/corrupt/NAME[/SEVERITY]``, ``val`` (each client's own validation split).
@@ -109,6 +110,7 @@ class EvaluationSettings:
     """
 
     every: int = 5
+    at_start: bool = False
     protocols: tuple[str, ...] = ("local", "global")
     batch_size: int = 512
     metric: Literal["accuracy", "weighted", "worst_decile", "auc", "loss", "ece", "std"] = "accuracy"

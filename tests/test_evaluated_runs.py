@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -12,8 +13,12 @@ import raypfl
 from raypfl.data import load_federated
 from raypfl.errors import ConfigError
 from raypfl.evaluation.tables import summarise
-from raypfl.methods import Ditto, FedAvg, Local
-from tests.runs import experiment
+from raypfl.federation.events import Evaluated, RoundFinished
+from raypfl.methods import METHODS, Ditto, FedAvg, Local
+from raypfl.tracking import numbers
+from raypfl.tracking.contenders import contenders
+from raypfl.tracking.replay import events_of
+from tests.runs import Interrupt, experiment, same_tables
 from tests.support import EXECUTORS
 
 
@@ -256,3 +261,37 @@ def test_class_weights_for_samples_of_several_labels_are_refused(tmp_path, arran
     arranged(labels=lambda data: np.zeros((len(data.labels), 3), dtype=np.float32))
     with pytest.raises(ConfigError, match="has 'pm_v', which needs samples of one class each"):
         raypfl.run(experiment(tmp_path, evaluation__protocols=["pm_v"]))
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"partial"}))
+def test_evaluation_before_the_first_round_is_of_the_models_that_a_run_begins_with(tmp_path, method):
+    short = {"rounds": 1, "partition__clients": 4, "cohort__size": 2, "evaluation__every": 0}
+    without = raypfl.run(experiment(tmp_path, method=method, **short))
+    events = []
+    result = raypfl.run(
+        experiment(tmp_path, method=method, **short, evaluation__at_start="true"), listeners=[events.append]
+    )
+    begun = result.evaluations.filter(pc.field("round") == 0)
+    assert result.evaluations.slice(begun.num_rows).equals(without.evaluations)
+    assert result.weights_hash == without.weights_hash and result.ledger.equals(without.ledger)
+    assert [type(e) for e in events if isinstance(e, RoundFinished | Evaluated)] == [
+        Evaluated,
+        RoundFinished,
+        Evaluated,
+    ]
+    keys = ["client", "protocol", "model", "samples"]
+    assert begun.select(keys).equals(without.evaluations.select(keys))
+
+
+def test_round_0_is_in_the_report_and_a_stopped_run_does_not_evaluate_it_again(tmp_path):
+    changes = {"method": "fedavg", "evaluation__at_start": "true"}
+    whole = raypfl.run(experiment(tmp_path, **changes))
+    assert set(whole.evaluations["round"].to_pylist()) == {0, 3, 6}
+    assert whole.summary(0)[0]["accuracy"] < 0.3 < 0.5 < whole.summary()[0]["accuracy"]
+    (one,) = contenders([whole])
+    curve = numbers.accuracy(one, "local", "global", "megabytes")
+    assert curve.x[0] == 0 and len(curve.x) == 3
+    stopped = raypfl.run(experiment(tmp_path, **changes), listeners=[Interrupt(2)])
+    assert same_tables(raypfl.resume(stopped.run_dir), whole)
+    replayed = [e.round for e in events_of(whole) if isinstance(e, Evaluated)]
+    assert replayed == [0, 3, 6]

@@ -66,7 +66,10 @@ class RoundFinished:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """All clients were evaluated; `summary` has a dict for each protocol and model, see ``evaluation.summarise``."""
+    """All clients were evaluated after `round`, which is 0 before the first one.
+
+    `summary` has a dict for each protocol and model, see ``evaluation.summarise``.
+    """
 
     round: int
     summary: list[dict[str, Any]]

@@ -51,7 +51,7 @@ class Judge:
         if not clients or not protocols:
             return tabulate(round, {}, [], [])
         # Methods that fine-tune what is judged do so at the rate of the round before.
-        lr = learning_rate(self.experiment.training, round - 1, self.experiment.rounds)
+        lr = learning_rate(self.experiment.training, max(round - 1, 0), self.experiment.rounds)
         arguments = self._arguments(state, clients) | {"protocols": protocols, "maker": maker(unseen)}
         total = Total(len(clients), torch.device("cpu"))
         for pairs in self._portions(clients):

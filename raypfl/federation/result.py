@@ -118,7 +118,7 @@ class Result:
     analysis : the tables that it logged, by name: round, and its own columns.
     images : a row for each PNG file that it logged: round, name, file.
 
-    Rounds are numbered from 1 in all of them.
+    Rounds are numbered from 1 in all of them; 0 is before the first one.
     """
 
     experiment: Experiment

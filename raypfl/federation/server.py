@@ -163,11 +163,11 @@ class Server:
             self._one_round()
         if self._owes_evaluation():
             self._undisturbed(self._evaluate)
-        if self._due(self.experiment.checkpoint.every):
+        if self.round and self._due(self.experiment.checkpoint.every):
             self._save()
 
     def _owes_evaluation(self) -> bool:
-        return self.round > self._evaluated and self._due(self.experiment.evaluation.every)
+        return self.round > self._evaluated and (self.round == 0 or self._due(self.experiment.evaluation.every))
 
     def _chosen(self) -> Selection:
         return select(self._validated, self.experiment.evaluation)
@@ -192,7 +192,8 @@ class Server:
     def _restore_or_start(self) -> None:
         self.states = self._exchanger.states = StateTable()
         if not self._restore():
-            self.round, self._evaluated, self.state = 0, 0, self.method.start(self.task)
+            self.round, self.state = 0, self.method.start(self.task)
+            self._evaluated = -1 if self.experiment.evaluation.at_start else 0
             self._sent = dict.fromkeys(("up", "down"), 0)
             self._tables = _empty_tables()
             self._validated = {}

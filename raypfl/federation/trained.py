@@ -104,7 +104,7 @@ class TrainedModels:
         """
         refuse_stranger(client, self.num_clients)
         method, settings = self.experiment.method, self.experiment
-        lr = learning_rate(settings.training, self.round - 1, settings.rounds)
+        lr = learning_rate(settings.training, max(self.round - 1, 0), settings.rounds)
         clients = Clients(self._bench, (client,), self.round, lr, [self._state_of(client)])
         unseen = client in self.outline.unseen
         make = method.unseen_model if unseen else method.personal_model

@@ -148,7 +148,7 @@ class RunRecord:
         self._uri = tracking_uri(started.experiment)
         self._warn = warn
         self._warned = False
-        self._rounds = self._evaluations = 0  # the last ones recorded before, if the run is resumed
+        self._rounds = self._evaluations = -1  # the last ones recorded before, if the run is resumed
         self._monitor: Any = None
         self._events: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
         # A daemon, so that a run which dies without a last event does not keep the process alive.
@@ -254,11 +254,11 @@ class RunRecord:
 
     def _learn_what_is_there(self, client: MlflowClient, metrics: Mapping[str, float]) -> None:
         def last(metric: str) -> int:
-            return max((point.step for point in client.get_metric_history(self.run_id, metric)), default=0)
+            return max((point.step for point in client.get_metric_history(self.run_id, metric)), default=-1)
 
         self._rounds = last("clients")
         judged = next((key for key in metrics if key.startswith("accuracy/")), None)
-        self._evaluations = last(judged) if judged else 0
+        self._evaluations = last(judged) if judged else -1
 
     def _record(self, client: MlflowClient, heard: Sequence[_Heard]) -> None:
         points: list[tuple[int, entries.Point]] = []

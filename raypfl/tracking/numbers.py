@@ -137,7 +137,7 @@ def _curve(runs: Sequence[Mapping[int, float]], places: Sequence[Mapping[int, fl
 
 
 def _places(result: Result, against: Against) -> dict[int, float]:
-    """Where each round's end is."""
+    """Where each round's end is, and where the run begins, which is the end of round 0."""
     rounds = result.rounds["round"].to_numpy()
     if against == "round":
         reached = rounds.astype(float)
@@ -145,7 +145,7 @@ def _places(result: Result, against: Against) -> dict[int, float]:
         reached = np.cumsum(result.rounds["seconds"].to_numpy())
     else:
         reached = np.cumsum(result.rounds["bytes_up"].to_numpy() + result.rounds["bytes_down"].to_numpy()) / 1e6
-    return dict(zip(rounds.tolist(), reached.tolist(), strict=True))
+    return {0: 0.0, **dict(zip(rounds.tolist(), reached.tolist(), strict=True))}
 
 
 def _by_round(result: Result, protocol: str, model: str) -> dict[int, float]:

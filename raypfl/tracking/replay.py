@@ -32,6 +32,8 @@ def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
         0,
     )
     judged = set(pc.unique(result.evaluations["round"]).to_pylist())
+    if 0 in judged:
+        yield Evaluated(0, result.summary(0))
     sent = {way: [*accumulate(result.rounds[f"bytes_{way}"].to_pylist())] for way in ("up", "down")}
     for i, row in enumerate(result.rounds.to_pylist()):
         del row["cohort"]
