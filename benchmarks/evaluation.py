@@ -89,7 +89,7 @@ def prepared(experiment: raypfl.Experiment, data: FederatedData, folder: str) ->
     job = _job(experiment, Path(folder), data, lambda event: None)
     task = make_task(job.experiment, data, torch.device("cpu"))
     worker = Worker(make_bench(job.experiment, data, task), experiment.method)
-    server = Server(job, task, Inline(worker), lambda event: None, {})
+    server = Server(job, task, worker.bench.pools, Inline(worker), lambda event: None, {})
     server._restore_or_start()
     server.round = 1
     draws = np.random.default_rng(1)

@@ -21,6 +21,7 @@ from raypfl.federation.clients import Clients
 from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.executor import Precision, Sequential, Vectorised
 from raypfl.federation.ledger import Ledger
+from raypfl.federation.pool import Pools
 from raypfl.federation.schedule import even
 from raypfl.federation.states import StateTable
 from raypfl.federation.work import Worker
@@ -36,6 +37,7 @@ NO_RETRIES = FailureSettings(retries=0)
 EXECUTORS = ["vectorised", "sequential"]
 CLASSES = 3
 SHAPE = (2, 4, 4)
+POOLED = 9
 MEAN = np.array([3.0, 5.0])
 STD = np.array([2.0, 4.0])
 
@@ -88,8 +90,8 @@ class Federation:
     def __post_init__(self) -> None:
         draws = np.random.default_rng(self.seed)
         count = sum(self.sizes)
-        self.inputs = draws.integers(0, 17, (count + 9, *SHAPE), dtype=np.uint8)
-        self.labels = draws.integers(0, CLASSES, count + 9)
+        self.inputs = draws.integers(0, 17, (count + POOLED, *SHAPE), dtype=np.uint8)
+        self.labels = draws.integers(0, CLASSES, count + POOLED)
         shuffled = draws.permutation(count)
         self.split = np.split(shuffled, np.cumsum(self.sizes)[:-1])
         self.states = StateTable()
@@ -107,24 +109,35 @@ class Federation:
     @cached_property
     def task(self) -> Task:
         sizes = np.array(self.sizes)
-        task = Task(self.model, self.seed, 10, len(sizes), CLASSES, SHAPE, sizes)
+        task = Task(self.model, self.seed, 10, len(sizes), CLASSES, SHAPE, sizes, pools={"auxiliary": POOLED})
         task.networks.update(self.method.networks(task) if self.method else {})  # type: ignore[attr-defined]
         return task
 
     @cached_property
+    def all_samples(self) -> Samples:
+        gain, offset = (torch.from_numpy(v).to(self.model.dtype).reshape(-1, 1, 1) for v in (1 / STD, -MEAN / STD))
+        return Samples(self.inputs, self.labels, gain, offset, self.augmentation)
+
+    @cached_property
+    def pools(self) -> Pools:
+        """One, ``auxiliary``: the nine samples that no client has."""
+        where = np.arange(len(self.labels) - POOLED, len(self.labels))
+        return Pools(self.all_samples, {"auxiliary": where}, seed=self.seed)
+
+    @cached_property
     def bench(self) -> Bench:
         precision = Precision(self.training.precision == "bf16", bool(self.training.channels_last))
-        gain, offset = (torch.from_numpy(v).to(self.model.dtype).reshape(-1, 1, 1) for v in (1 / STD, -MEAN / STD))
         return Bench(
             model=self.model,
             executor={"vectorised": Vectorised, "sequential": Sequential}[self.executor](self.model, precision),
-            samples=Samples(self.inputs, self.labels, gain, offset, self.augmentation),
+            samples=self.all_samples,
             split=lambda client, name: self.split[client] if name == "train" else np.zeros(0, dtype=np.int64),
             num_clients=len(self.sizes),
             num_classes=CLASSES,
             training=self.training,
             seed=self.seed,
             networks=self.task.networks,
+            pools=self.pools,
             loss_limit=self.loss_limit,
         )
 
@@ -136,6 +149,7 @@ class Federation:
             states=self.states,
             ledger=self.ledger,
             failures=self.failures,
+            pools=self.pools,
             costs=np.array(self.sizes, dtype=float),
             cut_for=lambda cohort: (even(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
             warn=self.warnings.append,

@@ -20,6 +20,7 @@ import raypfl
 from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from raypfl.evaluation.scoring import score
 from raypfl.evaluation.tables import tabulate
+from raypfl.federation.pool import Pools
 from raypfl.messages import per_client
 from raypfl.methods import Ditto
 from raypfl.settings import TrainingSettings
@@ -145,7 +146,7 @@ def test_class_weighted_accuracy_is_the_sum_over_everybodys_tests_weighed_by_the
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_common_test_set_is_passed_once_through_the_global_model(executor, monkeypatch):
     fed = judged_federation(executor)
-    fed.bench.pools = {"ood/strange": np.arange(20, 31)}
+    fed.bench.pools = Pools(fed.bench.samples, {"ood/strange": np.arange(20, 31)})
     seen = []
     predict = type(fed.bench.executor).predict
     monkeypatch.setattr(
@@ -190,7 +191,7 @@ def test_a_common_set_whose_labels_are_several_is_scored_as_a_whole(executor):
     fed = judged_federation(executor)
     fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.float32)
     fed.bench.samples = replace(fed.bench.samples, labels=fed.labels)
-    fed.bench.pools = {"strange": np.arange(20, 34)}
+    fed.bench.pools = Pools(fed.bench.samples, {"strange": np.arange(20, 34)})
     cut = scored(fed, None, models_of(fed)[1], ("ood/strange",), groups=((0, 2), (1,), (3,)))
     assert cut == scored(fed, None, models_of(fed)[1], ("ood/strange",))
     assert cut["ood/strange", "global", -1]["samples"] == 14

@@ -53,6 +53,8 @@ class DataConfig:
     split : ``auto``: a published test split, where there is one, is divided over the clients class by class in
         proportion to their training samples; ``merged``: it is merged with the training samples first, and each client
         holds out `test_fraction` of its own.
+    normalise : of a pool from another data set: by whose mean and deviation its mini-batches are normalised, the
+        ``clients``' or its ``own``. What models are tested on is always normalised as the clients' data are.
     augmentation : how images are changed at random each time that SGD steps on them, in this order; models are judged
         on images as they are. In YAML a list of names, or of options with a name among them.
 
@@ -80,6 +82,7 @@ class DataConfig:
     unseen_fraction: float = 0.0
     cache: str | None = None
     split: Literal["auto", "merged"] = "auto"
+    normalise: Literal["clients", "own"] = "clients"
     augmentation: tuple[Augmentation, ...] = ()
 
     def __post_init__(self) -> None:
@@ -148,6 +151,7 @@ _CHOICES = {
     "split": ("auto", "merged"),
     "fit": ("stretch", "crop"),
     "uncertain": ("positive", "negative"),
+    "normalise": ("clients", "own"),
 }
 # What a pool from another data set cannot have: nobody holds it, and it has no clients.
 _NOT_OF_POOLS = ("pools", "test_fraction", "val_fraction", "unseen_fraction", "cache", "rare", "augmentation")

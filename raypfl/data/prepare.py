@@ -39,6 +39,7 @@ _OF_HOLDINGS = {
     "unseen_fraction",
     "cache",
     "split",
+    "normalise",
     "augmentation",
 }
 
@@ -65,8 +66,9 @@ def holdings_key(samples: str, data: DataConfig, partition: Partition, seed: int
     """What the holdings depend on, `samples` being the digest of the prepared samples."""
     held_out = (data.test_fraction, data.val_fraction, data.unseen_fraction, data.split, list(data.shares().items()))
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in partition.files() if path.is_file()]
-    name = PARTITIONS.name_of(type(partition))
-    return _key(_FORMAT, samples, seed, held_out, name, asdict(partition), _code(type(partition)), files)
+    name, apart = PARTITIONS.name_of(type(partition)), _normalised_apart(data)
+    parts = (samples, seed, held_out, name, asdict(partition), _code(type(partition)), files)
+    return _key(_FORMAT, *parts, *([apart] if apart else []))
 
 
 def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -127,6 +129,10 @@ def prepared_holdings(
     order = np.lexsort((client, split))
     trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, held.unseen))
     mean, std = _moments(columns["input"], trained_on, about["scale"])
+    apart = {
+        name: [part.tolist() for part in _moments(columns["input"], _of(split, names.index(name)), about["scale"])]
+        for name in _normalised_apart(data)
+    }
     coded = pa.DictionaryArray.from_arrays(split[order], pa.array(names))
     return {"client": client[order], "split": coded, "sample": order.astype(np.int64)}, {
         "clients": held.clients,
@@ -134,7 +140,16 @@ def prepared_holdings(
         "splits": names,
         "mean": mean.tolist(),
         "std": std.tolist(),
-    }
+    } | ({"pool_moments": apart} if apart else {})
+
+
+def _normalised_apart(data: DataConfig) -> list[str]:
+    """The pools that are normalised by their own mean and deviation."""
+    return [name for name, config in pools.elsewhere(data).items() if config.normalise == "own"]
+
+
+def _of(split: np.ndarray, code: int) -> np.ndarray:
+    return np.flatnonzero(split == code)
 
 
 def _padded(column: np.ndarray, counts: list[int], padding: int, dtype: Any) -> np.ndarray:

@@ -38,6 +38,7 @@ class FederatedData:
     num_clients : clients are numbered from 0.
     unseen : ``int64[U]``, the clients that are never trained, ascending.
     pools : names of the pools, whose samples belong to no client, e.g. ``auxiliary``.
+    pool_moments : name -> (mean, std), as above, of the pools that are normalised by their own.
     fingerprint : SHA-256 of the samples and of who holds them, the same on every machine.
     """
 
@@ -51,6 +52,7 @@ class FederatedData:
     num_clients: int
     unseen: np.ndarray
     pools: tuple[str, ...]
+    pool_moments: dict[str, tuple[np.ndarray, np.ndarray]]
     fingerprint: str
     _splits: dict[str, _Rows]
     _pools: dict[str, np.ndarray]
@@ -216,11 +218,17 @@ def _joined(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData
         num_clients=num_clients,
         unseen=np.array(holdings.about["unseen"], dtype=np.int64),
         pools=pools,
+        pool_moments={name: _floats(of) for name, of in holdings.about.get("pool_moments", {}).items()},
         fingerprint=hashlib.sha256((samples.digest + holdings.digest).encode()).hexdigest(),
         _splits={name: _Rows(np.searchsorted(client[spans[name]], steps), sample[spans[name]]) for name in SPLITS},
         _pools={name: sample[spans[name]] for name in pools},
         _origin=origin,
     )
+
+
+def _floats(moments: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
+    mean, std = (np.array(part, dtype=np.float32) for part in moments)
+    return mean, std
 
 
 def cache_folder(data: DataConfig, cache: str | Path | None = None) -> Path:

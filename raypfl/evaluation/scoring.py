@@ -66,7 +66,7 @@ def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[s
         if protocol in OWN:
             rows[protocol] = metrics(tally(clients.answers(models, clients.own(OWN[protocol])), count))
         elif protocol.startswith("ood/"):
-            of = parts(protocol, _everyone(clients), clients.bench.pools)
+            of = parts(protocol, _everyone(clients), clients.bench.pools.where)
             rows[protocol] = metrics(_on(clients, models, of, again=True))
     return rows | _everywhere(clients, models, protocols)
 
@@ -108,7 +108,7 @@ def _shared(
     for protocol in protocols:
         if protocol.startswith("ood/"):
             values[protocol] = Sum(
-                _share(clients, model, list(parts(protocol, _everyone(clients), clients.bench.pools)), shares)
+                _share(clients, model, list(parts(protocol, _everyone(clients), clients.bench.pools.where)), shares)
             )
     if weighted:
         values["alpha"] = Each(_classes(clients))

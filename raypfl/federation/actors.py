@@ -147,7 +147,7 @@ class ServerActor:
         from raypfl.federation.allocator import keep_freed_memory
         from raypfl.federation.ray_backend import RayBackend
         from raypfl.federation.server import Server
-        from raypfl.federation.setup import make_task, threads_of_server
+        from raypfl.federation.setup import make_task, pools_of_server, threads_of_server
 
         self._news = _News(run, uuid.uuid4().hex)
         self._actors = self._hired(self._actors)
@@ -158,6 +158,7 @@ class ServerActor:
         job, data = ray.cloudpickle.loads(order)
         torch.set_num_threads(threads_of_server(job.experiment))
         task = make_task(job.experiment, data, reserved_device())
+        pools = pools_of_server(job.experiment, data, task)
         facts = {
             "backend": "ray",
             "actors": len(self._actors),
@@ -166,7 +167,7 @@ class ServerActor:
         }
         backend.assemble(ASSEMBLY)
         try:
-            return Server(job, task, backend, self._news.events.append, facts).run()
+            return Server(job, task, pools, backend, self._news.events.append, facts).run()
         finally:
             self._actors = backend.survivors
             gc.collect()  # a server is full of cycles, and its clients' states fill the object store until it is gone

@@ -215,9 +215,14 @@ class Order:
         _, steps, size = self.index.shape
         with np.errstate(over="ignore"):
             of_step = rng.mix(keys[:, None] + np.arange(steps, dtype=np.uint64))
-            of_place = rng.mix(of_step[:, :, None] + np.arange(size, dtype=np.uint64))
-            drawn = rng.uniform(of_place[..., None] + np.arange(each, dtype=np.uint64))
-        return replace(self, draws=drawn)
+        return replace(self, draws=draws(of_step, size, each))
+
+
+def draws(keys: np.ndarray, size: int, each: int) -> np.ndarray:
+    """``float64[..., size, each]`` in [0, 1) for the batches with these keys, ``uint64[...]``."""
+    with np.errstate(over="ignore"):
+        of_place = rng.mix(keys[..., None] + np.arange(size, dtype=np.uint64))
+        return rng.uniform(of_place[..., None] + np.arange(each, dtype=np.uint64))
 
 
 def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> Order:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypfl.federation.batches import Samples
 from raypfl.federation.executor import Executor, Sequential
+from raypfl.federation.pool import Pools
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings
 
@@ -25,7 +26,7 @@ class Bench:
     Attributes
     ----------
     split : ``split(client, name) -> int64[n]`` sample numbers of one client's split.
-    pools : samples that belong to no client, by name.
+    pools : samples that belong to no client.
     networks : further networks of the method (:meth:`raypfl.Method.networks`).
     loss_limit : a training loss above it is a failure.
     evaluation_batch : samples a model and forward pass, where nothing is trained.
@@ -43,7 +44,7 @@ class Bench:
     num_classes: int
     training: TrainingSettings
     seed: int
-    pools: Mapping[str, np.ndarray] = field(default_factory=dict)
+    pools: Pools = field(kw_only=True)
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
     evaluation_batch: int = 512

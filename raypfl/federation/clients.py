@@ -22,6 +22,7 @@ from raypfl.federation.client_state import ClientState
 from raypfl.federation.executor import Executor, Sequential, Vectorised
 from raypfl.federation.minibatches import MiniBatch, Walk
 from raypfl.federation.minimised import Loss, Minimised, Report
+from raypfl.federation.pool import Pool
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
@@ -305,10 +306,9 @@ class Clients:
             )
         return per_client(torch.cat(outputs, dim=1).to(self.model.dtype))
 
-    def pool(self, name: str) -> tuple[Tensor, Tensor]:
-        """Samples that belong to no client: normalised inputs ``[n, C, H, W]`` and labels ``[n]``."""
-        x, y = self._bench.samples.take(self._bench.pools[name])
-        return self._bench.samples.normalise(x), y
+    def pool(self, name: str) -> Pool:
+        """Samples that belong to no client (``data.pools``): its mini-batches are those of ``cohort.pool(name)``."""
+        return self._bench.pools.pool(name, self.round)
 
     def evaluate(self, theta: Tensor, split: str = "test") -> tuple[PerClient, PerClient, PerClient]:
         """Each client's model on its own split: correct answers, summed loss and samples, each ``[K]``."""

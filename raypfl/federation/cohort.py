@@ -20,6 +20,7 @@ from raypfl.federation.ledger import Entry, Ledger, Phase
 from raypfl.federation.logged import Logged, number, png
 from raypfl.federation.logged import columns as checked_columns
 from raypfl.federation.placement import Timings
+from raypfl.federation.pool import Pool, Pools
 from raypfl.federation.schedule import cut
 from raypfl.federation.states import StateTable
 from raypfl.federation.totals import Means, Total
@@ -54,6 +55,7 @@ class Exchanger:
     states: StateTable
     ledger: Ledger
     failures: FailureSettings
+    pools: Pools
     costs: np.ndarray
     cut_for: Callable[[int], tuple[list[int], str]]
     warn: Callable[[str], None]
@@ -324,6 +326,15 @@ class Cohort:
         answer = _Answer(total.result(), place(function))
         self._exchanger.said = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
+
+    def pool(self, name: str) -> Pool:
+        """Samples that belong to no client (``data.pools``), in mini-batches on the server's device.
+
+        Raises
+        ------
+        ConfigError : if there is no such pool.
+        """
+        return self._exchanger.pools.pool(name, self.round)
 
     def log(self, **values: float | Tensor) -> None:
         """Log numbers of this round, such as ``cohort.log(distillation_loss=0.3)``.

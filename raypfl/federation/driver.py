@@ -44,7 +44,7 @@ from raypfl.federation.result import (
 )
 from raypfl.federation.schedule import cohort_size, groups_for
 from raypfl.federation.server import Job, Server
-from raypfl.federation.setup import make_bench, make_model, make_task, threads_of_server
+from raypfl.federation.setup import make_bench, make_model, make_task, pools_of_server, threads_of_server
 from raypfl.federation.stopping import StopRequest
 from raypfl.federation.threads import threads
 from raypfl.federation.trial import faster, refuse_channels_last
@@ -268,7 +268,8 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Ru
         of_clients = task if here == there else make_task(experiment, data, there)
         worker = Worker(make_bench(experiment, data, of_clients), experiment.method)
         facts = {"backend": "inline", "actors": 1, "device": str(there)}
-        return Server(job, task, Inline(worker, stop, experiment.engine.threads), emit, facts).run()
+        pools = pools_of_server(experiment, data, task)
+        return Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, facts).run()
 
 
 def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:

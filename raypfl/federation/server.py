@@ -29,6 +29,7 @@ from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFin
 from raypfl.federation.judging import Judge
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
+from raypfl.federation.pool import Pools
 from raypfl.federation.schedule import Draw, cohort_size, draw, groups_for
 from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
@@ -91,11 +92,12 @@ class Server:
 
     Parameters
     ----------
+    pools : as the server reads them.
     emit : is told of every event, in order.
     facts : about the backend, for the run's record.
     """
 
-    def __init__(self, job: Job, task: Task, backend: Backend, emit: Listener, facts: dict[str, Any]):
+    def __init__(self, job: Job, task: Task, pools: Pools, backend: Backend, emit: Listener, facts: dict[str, Any]):
         self.job = job
         self.task = task
         self.backend = backend
@@ -119,6 +121,7 @@ class Server:
             states=self.states,
             ledger=self.ledger,
             failures=job.experiment.failures,
+            pools=pools,
             costs=client_costs(job.experiment, task.num_samples),
             cut_for=lambda cohort: (groups_for(job.experiment, cohort), job.experiment.engine.executor),
             warn=self._warn,

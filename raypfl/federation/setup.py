@@ -18,6 +18,7 @@ from raypfl.federation.batches import Samples
 from raypfl.federation.bench import ROOM, Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
 from raypfl.federation.outline import DataOutline
+from raypfl.federation.pool import Pools
 from raypfl.federation.residence import moved, room_on
 from raypfl.methods.base import Method, Task
 from raypfl.models import MODELS, FlatModel
@@ -58,6 +59,7 @@ def make_task(experiment: Experiment, data: ClientData | DataOutline, device: to
         num_samples=data.sizes("train"),
         num_test_samples=data.sizes("test"),
         unseen=data.unseen,
+        pools={name: len(where) for name, where in _pools(data).items()},
     )
     return replace(task, networks=experiment.method.networks(task))
 
@@ -78,7 +80,7 @@ def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Tas
         num_classes=data.num_classes,
         training=experiment.training,
         seed=experiment.seed,
-        pools={} if isinstance(data, DataOutline) else {name: data.pool(name) for name in data.pools},
+        pools=_read(experiment, data, samples),
         networks=task.networks,
         loss_limit=experiment.failures.loss_limit,
         evaluation_batch=experiment.evaluation.batch_size,
@@ -86,6 +88,24 @@ def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Tas
         room=min(room - samples.resident, ROOM),
         unseen=frozenset(task.unseen.tolist()),
     )
+
+
+def pools_of_server(experiment: Experiment, data: ClientData, task: Task) -> Pools:
+    """The pools as the server reads them: from where they are mapped, batch by batch."""
+    return _read(experiment, data, samples_for(data, task.model, experiment.data.augmentation, room=0.0))
+
+
+def _read(experiment: Experiment, data: ClientData | DataOutline, samples: Samples) -> Pools:
+    moments = data.pool_moments if isinstance(data, FederatedData) else {}
+    apart = {}
+    for name, (mean, std) in moments.items():
+        gain, offset = _affine(data.scale, mean, std, samples.gain)
+        apart[name] = replace(samples, gain=gain, offset=offset)
+    return Pools(samples, _pools(data), apart, experiment.seed)
+
+
+def _pools(data: ClientData | DataOutline) -> dict[str, np.ndarray]:
+    return {} if isinstance(data, DataOutline) else {name: data.pool(name) for name in data.pools}
 
 
 def threads_of_server(experiment: Experiment) -> int:
@@ -103,9 +123,12 @@ def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
 
 def normalisation(data: ClientData | DataOutline, model: FlatModel) -> tuple[torch.Tensor, torch.Tensor]:
     """``gain, offset``, each ``[C, 1, 1]``: a network sees ``inputs * gain + offset``."""
-    gain = 1.0 / (data.scale * data.std.astype(np.float64))
-    offset = -data.mean.astype(np.float64) / data.std
-    channels = [torch.from_numpy(values).to(model.device, model.dtype).reshape(-1, 1, 1) for values in (gain, offset)]
+    return _affine(data.scale, data.mean, data.std, torch.empty(0, dtype=model.dtype, device=model.device))
+
+
+def _affine(scale: float, mean: np.ndarray, std: np.ndarray, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    gain, offset = 1.0 / (scale * std.astype(np.float64)), -mean.astype(np.float64) / std
+    channels = [torch.from_numpy(values).to(like).reshape(-1, 1, 1) for values in (gain, offset)]
     return channels[0], channels[1]
 
 

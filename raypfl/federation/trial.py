@@ -25,6 +25,7 @@ from raypfl.federation.batches import Samples
 from raypfl.federation.bench import Bench
 from raypfl.federation.clients import Clients, FallenBack
 from raypfl.federation.executor import Precision, Sequential, Vectorised
+from raypfl.federation.pool import Pools
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings
 
@@ -309,10 +310,12 @@ def _clients(
     inputs = draws.integers(0, 256, (count * size, *input_shape), dtype=np.uint8)
     labels = draws.integers(0, num_classes, count * size)
     scale = torch.full((input_shape[0], 1, 1), 1 / 255, dtype=model.dtype, device=model.device)
+    samples = Samples(inputs, labels, scale, torch.zeros_like(scale))
     bench = Bench(
         model=model,
         executor=executor,
-        samples=Samples(inputs, labels, scale, torch.zeros_like(scale)),
+        samples=samples,
+        pools=Pools(samples),
         split=lambda client, _: np.arange(client * size, (client + 1) * size),
         num_clients=count,
         num_classes=num_classes,

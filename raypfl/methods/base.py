@@ -37,6 +37,7 @@ class Task:
     networks : the method's own, by name.
     num_test_samples : ``int64[num_clients]``, in each client's test split.
     unseen : ``int64[U]``, clients that are never trained.
+    pools : name -> number of samples that belong to no client.
     """
 
     model: FlatModel
@@ -49,6 +50,7 @@ class Task:
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     num_test_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     unseen: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    pools: Mapping[str, int] = field(default_factory=dict)
 
 
 def _refused(method: Method, name: str, value: Any) -> None:
