@@ -13,7 +13,9 @@ from raypfl.config import Experiment, experiments
 from raypfl.data import Dirichlet
 from raypfl.errors import ConfigError
 from raypfl.methods import Ditto, FedAvg
+from raypfl.optimizers import SGD, Adam, AdamW, LocalOptimizer
 from raypfl.recipes import RECIPES
+from raypfl.settings import TrainingSettings
 
 
 def refusal(**values) -> str:
@@ -30,6 +32,52 @@ def test_a_component_is_named_or_described_or_given():
     expected = Experiment(method=Ditto(lam=2.0))
     assert Experiment(method={"name": "ditto", "lam": 2}) == expected
     assert Experiment(method="ditto").override(["method.lam=2"]) == expected
+
+
+def test_a_local_optimizer_is_named_or_described_or_given():
+    expected = Experiment(training=TrainingSettings(lr=0.01, optimizer=Adam(beta1=0.5)))
+    assert Experiment(training={"lr": 0.01, "optimizer": {"name": "adam", "beta1": 0.5}}) == expected
+    assert (
+        Experiment().override(["training.optimizer.beta1=0.5", "training.optimizer=adam", "training.lr=0.01"])
+        == expected
+    )
+    assert expected.override(["training.optimizer=sgd", "training.lr=0.1"]) == Experiment()
+    assert Experiment(training={"optimizer": "sgd", "momentum": 0.9}).training.local_optimizer == SGD(momentum=0.9)
+    (compared,) = experiments({"training": {"optimizer": "adam", "lr": 0.01}}, ["training.optimizer.beta1=0.5"])
+    assert compared == expected
+
+
+class Phased(FedAvg):
+    """Has an optimizer of its own."""
+
+    head_optimizer: LocalOptimizer = SGD(momentum=0.9)
+
+
+def test_a_method_may_have_a_local_optimizer_as_an_option():
+    expected = Experiment(method=Phased(head_optimizer=AdamW(eps=1e-3)))
+    described = {"name": f"{__name__}:Phased", "head_optimizer": {"name": "adamw", "eps": 1e-3}}
+    assert Experiment(method=described) == Experiment.from_yaml(expected.to_yaml()) == expected
+    assert Experiment(method=Phased()).override(["method.head_optimizer=adamw"]).method.head_optimizer == AdamW()
+    said = refusal(method={"name": f"{__name__}:Phased", "head_optimizer": {"name": "adam", "beta": 1}})
+    assert "method.head_optimizer.beta is not an option of adam; did you mean" in said
+
+
+@pytest.mark.parametrize(
+    "training, said",
+    [
+        (
+            {"optimizer": "adam", "momentum": 0.9},
+            "training.momentum is 0.9, which is SGD's, but training.optimizer is Adam.",
+        ),
+        ({"optimizer": "addam"}, "There is no optimizer called 'addam'; did you mean 'adam'?"),
+        ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "options are training.momentum and training.nesterov"),
+        ({"optimizer": {"name": "adam", "beta1": 1.0}}, "beta1 of Adam is 1.0; it must be at least 0 and below 1"),
+        ({"optimizer": 3}, "training.optimizer is 3; it must be a name"),
+        ({"optimizer": "adam", "lrr": 3}, "training.lrr is not a setting of training; did you mean 'lr'?"),
+    ],
+)
+def test_a_local_optimizer_that_cannot_be_is_refused(training, said):
+    assert said in refusal(training=training)
 
 
 def test_options_without_a_name_are_those_of_the_default():
@@ -51,6 +99,7 @@ def test_a_partition_is_an_instance_with_its_options():
         {"method": "ditto", "model": {"name": "mlp", "hidden": (3, 4)}, "seed": 3},
         {"training": {"lr": 1e-7, "schedule": "step", "milestones": [1, 2]}, "cohort": {"size": 3}},
         {"cohort": {"availability": {"low": 0.2, "high": 1.0}}, "failures": {"loss_limit": float("inf")}},
+        {"training": {"lr": 1e-3, "optimizer": {"name": "adamw", "beta2": 0.99}}},
         {"training": {"lr": np.float64(0.3)}, "seed": np.int64(2), "name": "Ångström"},
     ],
 )

@@ -45,7 +45,7 @@ def assign(values: dict[str, Any], path: list[str], value: Any) -> None:
     """Set what stands at `path` in nested dicts, in place; a part that is a name alone gets options beside it."""
     for depth, key in enumerate(path[:-1], start=1):
         inner = values.get(key)
-        if isinstance(inner, str) and depth == 1:
+        if isinstance(inner, str) and (depth == 1 or path[:depth] == ["training", "optimizer"]):
             inner = {"name": inner}
         if not isinstance(inner, dict | None):
             raise ConfigError(

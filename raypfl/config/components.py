@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from raypfl.config.sentences import sentences
 from raypfl.errors import ConfigError, did_you_mean
+from raypfl.optimizers import OPTIMIZERS, LocalOptimizer
 from raypfl.registry import Registry
 
 Option = inspect.Parameter
@@ -33,6 +34,7 @@ def checked_options(
     ValueError : with a sentence a line for every option that is unknown, missing or of the wrong type.
     """
     known = options_of(entry, hidden)
+    options = _with_optimizers(entry, options, where)
     try:
         valid = _options_model(entry, known)(**options)
     except ValidationError as error:
@@ -105,6 +107,18 @@ def unknown(option: str, called: str, known: Iterable[str], *entries: Callable[.
             has = f"{entry.__name__} has {option}, but without a type"
             return f"is no option yet: {has}; write `{option}: {kind}` in the class."
     return f"is not an option of {called}" + (f"; {did_you_mean(option, known)}" if known else ", which has none.")
+
+
+def optimizer(value: Any, where: str) -> LocalOptimizer:
+    """A local optimizer, as `build` makes it."""
+    return build(OPTIMIZERS, LocalOptimizer, "sgd", value, where)
+
+
+def _with_optimizers(entry: Callable[..., Any], options: dict[str, Any], where: str) -> dict[str, Any]:
+    """`options`, in which those that are declared as local optimizers are made of names and options."""
+    declared = {name for name, hint in _hints(entry).items() if LocalOptimizer in (hint, *get_args(hint))}
+    given = {name: value for name, value in options.items() if name in declared and isinstance(value, str | dict)}
+    return {**options, **{name: optimizer(value, f"{where}.{name}") for name, value in given.items()}}
 
 
 def _options_model(entry: Callable[..., Any], known: dict[str, Option]) -> type[BaseModel]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +15,14 @@ from pydantic import (
     PlainValidator,
     ValidationError,
     ValidationInfo,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
 from raypfl.augmentation import AUGMENTATIONS, Augmentation
 from raypfl.config.assignments import assign, parsed
-from raypfl.config.components import build, checked_options, described, found, made, named
+from raypfl.config.components import build, checked_options, described, found, made, named, optimizer
 from raypfl.config.limits import contradictions, outside_limits
 from raypfl.config.sentences import joined, sentences
 from raypfl.config.yaml_text import read, write
@@ -31,6 +32,7 @@ from raypfl.errors import ConfigError, did_you_mean
 from raypfl.methods import METHODS, FedAvg, Method
 from raypfl.models import MODELS
 from raypfl.models.weights import is_file
+from raypfl.optimizers import OPTIMIZERS, SGD, LocalOptimizer
 from raypfl.settings import (
     CheckpointSettings,
     CohortSettings,
@@ -88,6 +90,17 @@ def _model(value: Any) -> ModelSettings:
     return ModelSettings(name=name, weights=weights, options=_plain(options))
 
 
+def _training(value: Any, validate: Callable[[Any], TrainingSettings]) -> TrainingSettings:
+    given = value if isinstance(value, dict) else vars(value) if isinstance(value, TrainingSettings) else None
+    if given is None or given.get("optimizer", "sgd") == "sgd":
+        return validate(value)
+    chosen = optimizer(given["optimizer"], "training.optimizer")
+    if type(chosen) is SGD and chosen != SGD():
+        raise ValueError("training.optimizer is sgd, whose options are training.momentum and training.nesterov.")
+    settings = validate({key: one for key, one in given.items() if key != "optimizer"})
+    return settings if type(chosen) is SGD else dataclasses.replace(settings, optimizer=chosen)
+
+
 _partition = partial(build, PARTITIONS, Partition, "dirichlet")
 _method = partial(build, METHODS, Method, "fedavg")
 
@@ -119,7 +132,7 @@ class Experiment(BaseModel):
     model: Annotated[ModelSettings, PlainValidator(_model)] = Field(default_factory=ModelSettings)
     method: Annotated[Method, PlainValidator(_method)] = Field(default_factory=FedAvg)
     cohort: CohortSettings = Field(default_factory=CohortSettings)
-    training: TrainingSettings = Field(default_factory=TrainingSettings)
+    training: Annotated[TrainingSettings, WrapValidator(_training)] = Field(default_factory=TrainingSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     ray: RaySettings = Field(default_factory=RaySettings)
@@ -188,8 +201,16 @@ def _settings(section: str) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
+_COMPONENTS = (
+    (METHODS, Method),
+    (PARTITIONS, Partition),
+    (AUGMENTATIONS, Augmentation),
+    (OPTIMIZERS, LocalOptimizer),
+)
+
+
 def _plain(value: Any) -> Any:
-    for registry, base in ((METHODS, Method), (PARTITIONS, Partition), (AUGMENTATIONS, Augmentation)):
+    for registry, base in _COMPONENTS:
         if isinstance(value, base):
             return _plain(described(registry, value))
     if isinstance(value, ModelSettings):

@@ -86,6 +86,12 @@ def _cohort(experiment: Experiment) -> list[str]:
 
 def _training(experiment: Experiment) -> list[str]:
     lines, training = [], experiment.training
+    for name in ("momentum", "nesterov"):
+        if training.optimizer != "sgd" and getattr(training, name):
+            kind = type(training.optimizer).__name__
+            lines.append(
+                f"training.{name} is {getattr(training, name)}, which is SGD's, but training.optimizer is {kind}."
+            )
     if training.nesterov and training.momentum == 0:
         lines.append("training.nesterov is true, but training.momentum is 0; give a momentum such as 0.9.")
     if (training.schedule == "step") != bool(training.milestones):

@@ -198,6 +198,8 @@ def _key(ways: Sequence[Way], model: FlatModel, training: TrainingSettings, *oth
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
     network = (str(model.module), _source(model.module))
     parts = [ways, network, training.batch_size, training.precision, others, device, torch.get_num_threads()]
+    if training.optimizer != "sgd":
+        parts.append(training.optimizer)
     return hashlib.sha256(repr([*parts, torch.__version__, raypfl.__version__]).encode()).hexdigest()[:24]
 
 

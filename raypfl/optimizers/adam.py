@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from raypfl.errors import ConfigError
 from raypfl.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
 
 
@@ -23,6 +24,13 @@ class Adam(LocalOptimizer):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} of Adam is {getattr(self, name)}; it must be at least 0 and below 1.")
+        if self.eps <= 0:
+            raise ConfigError(f"eps of Adam is {self.eps}; it must be above 0.")
 
     def init(self, theta: Tensor) -> Memory:
         first, second = (torch.zeros_like(theta, memory_format=torch.contiguous_format) for _ in range(2))

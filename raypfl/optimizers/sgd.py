@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from raypfl.errors import ConfigError
 from raypfl.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
 
 
@@ -20,6 +21,10 @@ class SGD(LocalOptimizer):
 
     momentum: float = 0.0
     nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum of SGD is {self.momentum}; it must be at least 0 and below 1.")
 
     @property
     def plain(self) -> bool:
