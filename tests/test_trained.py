@@ -186,3 +186,21 @@ def test_a_checkpoint_finds_one_clients_state_and_the_server_alone(tmp_path: Pat
     (path / "states-00000.safetensors").write_bytes(b"damaged")
     alone = checkpoint.load(str(tmp_path), pytest.fail, whole=False)
     assert alone is not None and torch.equal(alone.server["theta"], torch.ones(2))
+
+
+def test_a_model_that_takes_exchanges_is_made_by_them_from_folder_and_file(tmp_path: Path):
+    described = experiment(
+        tmp_path,
+        method="tests.prediction_methods:Hypernetwork",
+        rounds=2,
+        data__unseen_fraction=0.2,
+        evaluation__protocols="[local,unseen]",
+    )
+    result = raypfl.run(described)
+    folder, file = TrainedModels.of_run(result.run_dir), in_one_file(result.run_dir, tmp_path / "models.safetensors")
+    rows = [row for row in result.evaluations.to_pylist() if row["round"] == 2 and row["samples"]]
+    assert {row["protocol"] for row in rows} == {"local", "unseen"}
+    for row in rows:
+        models = (one.personal_model(row["client"]) for one in (folder, file))
+        found = [accuracy(model, folder.outline.data, row["client"]) for model in models]
+        assert found == pytest.approx([row["accuracy"]] * 2, abs=1e-9)

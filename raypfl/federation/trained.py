@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +15,20 @@ from torch import Tensor
 from raypfl.data import load_federated
 from raypfl.errors import CheckpointError, ConfigError
 from raypfl.federation import checkpoint, models_file
+from raypfl.federation.backend import Inline
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import Clients, learning_rate
+from raypfl.federation.cohort import Exchanger, Judged
+from raypfl.federation.judging import Shown, maker, personalize
+from raypfl.federation.ledger import Ledger
 from raypfl.federation.outline import DataOutline
 from raypfl.federation.result import description, refuse_stranger
 from raypfl.federation.server import checkpoints_of
-from raypfl.federation.setup import make_bench, make_task, normalisation
+from raypfl.federation.setup import client_costs, make_bench, make_task, normalisation
+from raypfl.federation.states import StateShard, StateTable
+from raypfl.federation.work import Worker
 from raypfl.messages import plain
-from raypfl.methods.base import Method
+from raypfl.methods.base import Method, Task
 from raypfl.models.predictor import Predictor
 
 if TYPE_CHECKING:
@@ -32,8 +39,9 @@ if TYPE_CHECKING:
 class TrainedModels:
     """What a run's global model and its clients' personal models are made of, and those models.
 
-    They are the models that were evaluated after the last round. A method that fine-tunes its models for that does so
-    here too, which takes the clients' data; the others need none.
+    They are the models that were evaluated after the last round. A method that fine-tunes its models for that, or has
+    exchanges with its clients (:meth:`raypfl.Method.personalize`), does so here too, which takes the clients' data; the
+    others need none.
 
     Parameters
     ----------
@@ -103,22 +111,49 @@ class TrainedModels:
         DataError : if making the model takes the client's data, and they are not on this machine.
         """
         refuse_stranger(client, self.num_clients)
-        method, settings = self.experiment.method, self.experiment
-        lr = learning_rate(settings.training, max(self.round - 1, 0), settings.rounds)
-        clients = Clients(self._bench, (client,), self.round, lr, [self._state_of(client)])
-        unseen = client in self.outline.unseen
-        make = method.unseen_model if unseen else method.personal_model
-        theta = make(clients, method.judged_with(self.server))
+        method, unseen = self.experiment.method, client in self.outline.unseen
+        clients = Clients(self._bench, (client,), self.round, self._lr, [self._state_to_judge(client, unseen)])
+        theta = getattr(method, maker(unseen))(clients, Shown(method.judged_with(self.server)))
         if theta is None and unseen:
             return self.global_model()
         if theta is None:
             raise ConfigError(f"{type(method).__name__} makes no personal models; its clients share the global one.")
         return self._predictor(plain(theta).reshape(-1))
 
+    def _state_to_judge(self, client: int, unseen: bool) -> Mapping[str, np.ndarray]:
+        """What a client keeps once the method has personalized it, as a cohort of one in this process."""
+        method, state = self.experiment.method, self._state_of(client)
+        if not method.has("personalize"):
+            return state
+        states = StateTable()
+        if state:
+            own = {name: np.asarray(value)[None] for name, value in state.items()}
+            states.stage((client,), StateShard(np.array([client]), own).stack())
+        exchanger = Exchanger(
+            task=self._task,
+            backend=Inline(Worker(self._bench, method)),
+            states=states,
+            ledger=Ledger(),
+            failures=self.experiment.failures,
+            costs=client_costs(self.experiment, self._task.num_samples),
+            cut_for=lambda clients: ([clients], self.experiment.engine.executor),
+            warn=warnings.warn,
+        )
+        personalize(method, self.server, Judged(exchanger, [client], self.round, self._lr, unseen))
+        place = states.place(client)
+        return {} if place is None else place.stack.of(place.k)
+
+    @property
+    def _lr(self) -> float:
+        return learning_rate(self.experiment.training, max(self.round - 1, 0), self.experiment.rounds)
+
+    @cached_property
+    def _task(self) -> Task:
+        return make_task(self.experiment, self.outline, torch.device("cpu"))
+
     @cached_property
     def _bench(self) -> Bench:
-        task = make_task(self.experiment, self.outline, torch.device("cpu"))
-        return make_bench(self.experiment, self.outline, task)
+        return make_bench(self.experiment, self.outline, self._task)
 
     def _predictor(self, theta: Tensor) -> Predictor:
         model = self._bench.model
