@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from raypfl.methods import Task as Task
     from raypfl.models import MODELS as MODELS
     from raypfl.models import FlatModel as FlatModel
+    from raypfl.models import Predictor as Predictor
     from raypfl.tracking.mlflow import MLflowListener as MLflowListener
     from raypfl.tracking.mlflow_models import trained_models as trained_models
 
@@ -43,6 +44,7 @@ _HOMES = {
     "MODELS": "raypfl.models",
     "Mean": "raypfl.messages",
     "Method": "raypfl.methods",
+    "Predictor": "raypfl.models",
     "Result": "raypfl.federation",
     "Scatter": "raypfl.messages",
     "Sum": "raypfl.messages",

@@ -18,7 +18,8 @@ _FILE = '  File "'
 def place(function: Callable[..., Any]) -> str:
     """``"Mine.train (my_methods.py, line 12)"``."""
     code = getattr(function, "__code__", None)
-    return function.__qualname__ + (f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else "")
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name + (f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else "")
 
 
 def lines(error: BaseException) -> str:

@@ -97,7 +97,7 @@ class PerClient(torch.Tensor):
             raise MethodError(
                 "A loss sees one client at a time, but this one uses a tensor that holds a row for every client of the "
                 "group. Pass it by name instead: clients.sgd(loss, start, anchor=personal), with loss(p, batch, "
-                "anchor)."
+                "anchor). So does the function of a Predictor: Predictor(function, memory=rows)."
             )
         return super().__torch_function__(func, types, args, kwargs or {})
 

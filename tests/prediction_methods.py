@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl import Each, FlatModel, Mean, Method, Scatter
+from raypfl import Each, FlatModel, Mean, Method, Predictor, Scatter
+from raypfl.methods import FedAvg
+from raypfl.models.heads import features
 
 
 class Described(nn.Module):
@@ -94,3 +96,34 @@ class Hypernetwork(Method):
 
     def personal_model(self, clients, server):
         return clients.state["theta"]
+
+
+class NearestNeighbours(FedAvg):
+    """The global model, mixed with the labels of a client's own nearest training samples (Marfoq et al. 2022, kNN-Per).
+
+    Attributes
+    ----------
+    neighbours : k, that vote, each by exp(-distance) between what goes into the output layer.
+    share : lambda, of the votes in the prediction.
+    """
+
+    neighbours: int = 5
+    share: float = 0.5
+
+    def personal_model(self, clients, server):
+        theta, inner = server["theta"], features(clients.model)
+        memory = clients.map(lambda p, batch: inner(p, batch.x)[0], theta)
+        labels = clients.map(lambda p, batch: batch.y, theta)
+        there = clients.map(lambda p, batch: batch.weight, theta)  # 0 where a shorter memory is padded
+
+        def predict(x, theta, memory, labels, there):
+            z, logits = inner(theta, x)
+            distance = (z[:, None] - memory).norm(dim=2) + torch.where(there > 0, 0.0, torch.inf)
+            nearest, index = distance.topk(min(self.neighbours, len(memory)), largest=False)
+            votes = torch.softmax(-nearest, dim=1)[..., None] * F.one_hot(labels[index], logits.shape[1])
+            mixed = self.share * votes.sum(1) + (1 - self.share) * logits.softmax(dim=1)
+            return mixed.clamp_min(1e-12).log()
+
+        return Predictor(predict, theta=theta, memory=memory, labels=labels, there=there)
+
+    unseen_model = personal_model

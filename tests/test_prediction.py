@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
 
 import raypfl
-from raypfl.errors import RaypflError
-from raypfl.messages import Mean, Scatter
+from raypfl.errors import MethodError, RaypflError
+from raypfl.messages import Mean, Scatter, per_client
 from raypfl.methods import FedAvg
-from tests.prediction_methods import Hypernetwork
+from raypfl.models import Predictor
+from tests.prediction_methods import Hypernetwork, NearestNeighbours
 from tests.runs import experiment
-from tests.support import EXECUTORS
+from tests.support import CLASSES, EXECUTORS, Federation, as_module
 
 NEWCOMERS = {"data__unseen_fraction": 0.25, "evaluation__protocols": ["local", "global", "unseen"]}
 
@@ -46,7 +48,7 @@ class ShiftedAlone(FedAvg):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_clients_known_and_new_are_judged_with_what_the_exchanges_gave_them_and_nothing_stays(tmp_path, executor):
-    base = experiment(tmp_path, engine__executor=executor, **NEWCOMERS)
+    base = experiment(tmp_path, rounds=3, engine__executor=executor, **NEWCOMERS)
     result, alone = (raypfl.run(base.replace(method=method)) for method in (Shifted(), ShiftedAlone()))
     assert set(pc.unique(result.evaluations["model"]).to_pylist()) == {"personal", "global"}
     assert result.evaluations.equals(alone.evaluations)
@@ -145,3 +147,96 @@ def test_a_client_that_cannot_be_given_its_model_is_not_left_out_of_the_mean(tmp
     skipping = experiment(tmp_path, rounds=1, failures__on_client_failure="skip", failures__retries=0)
     with pytest.raises(RaypflError, match=r"Client \d+ could not be given its model. Training diverged on client"):
         raypfl.run(skipping.replace(method=Adrift()))
+
+
+# ------------------------------------------------------------------------------- predictors that are no vector
+class Wrapped(ShiftedAlone):
+    """The same models as predictors."""
+
+    def personal_model(self, clients, server):
+        shift = per_client(torch.tensor(clients.ids) / 100)
+        return Predictor(lambda x, theta, shift: clients.model(theta + shift, x), theta=server["theta"], shift=shift)
+
+    unseen_model = personal_model
+
+
+PROTOCOLS = ["local", "global", "unseen", "pm_l", "ood/corrupt/brightness/2"]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_predictor_of_the_network_is_judged_as_the_network(tmp_path, executor):
+    base = experiment(
+        tmp_path, rounds=1, engine__executor=executor, **(NEWCOMERS | {"evaluation__protocols": PROTOCOLS})
+    )
+    predictors, vectors = (raypfl.run(base.replace(method=method)) for method in (Wrapped(), ShiftedAlone()))
+    a, b = predictors.evaluations.to_pylist(), vectors.evaluations.to_pylist()
+    assert [row["accuracy"] for row in a] == [row["accuracy"] for row in b]
+    assert [row["loss"] for row in a] == pytest.approx([row["loss"] for row in b], rel=1e-5)
+    assert {row["protocol"] for row in a} == set(PROTOCOLS)
+
+
+def votes(
+    fed: Federation, method: NearestNeighbours, theta: torch.Tensor, client: int, x: torch.Tensor
+) -> torch.Tensor:
+    """A client's probabilities, one sample at a time, by modules of torch alone."""
+    net = as_module(fed.factory, theta)
+    inner, head = net[:-1], net[-1]
+    own, labels = fed.samples(client)
+    with torch.no_grad():
+        memory, rows = inner(own), []
+        for z in inner(x):
+            chance = torch.zeros(CLASSES, dtype=torch.float64)
+            distances = (memory - z).norm(dim=1)
+            nearest = distances.argsort()[: method.neighbours]
+            for i in nearest:
+                chance[labels[i]] += torch.exp(-distances[i])
+            rows.append(method.share * chance / chance.sum() + (1 - method.share) * head(z).softmax(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("sizes", [(7, 7, 7, 7)])
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_nearest_neighbours_vote_as_they_do_by_hand_also_where_some_clients_have_fewer_than_k(executor, sizes):
+    method = NearestNeighbours(neighbours=5, share=0.7)
+    fed = Federation(sizes=sizes, executor=executor, method=method)
+    fed.bench.split = lambda client, name: fed.split[client] if name == "train" else fed.split[3 - client]
+    theta, clients = fed.model.init(1), fed.clients()
+    correct, loss, samples = clients.evaluate(method.personal_model(clients, {"theta": theta}))
+    for k in range(4):
+        x, y = fed.samples(3 - k)
+        chances = votes(fed, method, theta, k, x)
+        assert int(correct[k]) == int((chances.argmax(1) == y).sum()) and int(samples[k]) == len(y)
+        assert float(loss[k]) == pytest.approx(float(-chances.gather(1, y[:, None]).log().sum()), rel=1e-9)
+    assert fed.warnings == []
+
+
+def test_a_predictor_is_a_network_like_any_other_once_it_is_trained(tmp_path):
+    described = experiment(tmp_path, method="tests.prediction_methods:NearestNeighbours", rounds=2, evaluation__every=2)
+    result = raypfl.run(described)
+    models = raypfl.trained_models(result.run_dir)
+    data = models.outline.data
+    rows = result.evaluations.filter((pc.field("protocol") == "local") & (pc.field("model") == "personal")).to_pylist()
+    assert rows
+    for row in rows:
+        where = data.indices(row["client"], "test")
+        guesses = models.personal_model(row["client"])(torch.from_numpy(data.inputs[where])).argmax(1).numpy()
+        assert (guesses == data.labels[where]).mean() == pytest.approx(row["accuracy"], abs=1e-9)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_a_predictor_gets_wrong_is_said_in_a_sentence(executor):
+    clients = Federation(executor=executor, method=FedAvg()).clients()
+    clients.bench.split = lambda client, name: np.arange(4)
+    theta, rows = clients.initial, per_client(torch.zeros(len(clients), 1, dtype=torch.float64))
+
+    def predict(x, theta, rows):
+        return clients.model(theta, x).mean(0)
+
+    with pytest.raises(MethodError, match=r"needs tensors with a row for each client.*marked as such are none"):
+        Predictor(predict, theta=theta)
+    with pytest.raises(MethodError, match=r"marked as such are \{'theta': 1, 'rows': 4\}"):
+        Predictor(predict, theta=per_client(theta[None]), rows=rows)
+    with pytest.raises(MethodError, match=r"predict .* returned \[3\] for 4 samples"):
+        clients.evaluate(Predictor(predict, theta=theta, rows=rows))
+    with pytest.raises(MethodError, match=r"the function of a Predictor: Predictor\(function, memory=rows\)"):
+        clients.evaluate(Predictor(lambda x, theta, bias: clients.model(theta, x) + rows, theta=theta, bias=rows))

@@ -12,12 +12,13 @@ from torch import Tensor
 from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, parts
 from raypfl.evaluation.tally import class_weighted, metrics, tally
 from raypfl.messages import Each, LentChanged, Sum, plain
+from raypfl.models.predictor import Predictor
 
 if TYPE_CHECKING:
     from raypfl.federation.clients import Clients
     from raypfl.federation.testing import Change
 
-PersonalModel = Callable[["Clients"], Tensor | None]
+PersonalModel = Callable[["Clients"], Tensor | Predictor | None]
 
 
 def score(
@@ -31,7 +32,7 @@ def score(
 
     Parameters
     ----------
-    personal : gives a group's personal models, ``[K, P+B]`` or ``[P+B]``, or None.
+    personal : gives a group's personal models, ``[K, P+B]``, ``[P+B]`` or a predictor, or None.
     shared : the global model ``[P+B]``, or None.
     shares : for each client ``(i, n)``: the i-th of n shares of a common test set is tested here with the global model.
 
@@ -59,8 +60,8 @@ def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[s
         models = personal(clients)
     if models is None:
         return {}
-    models, count = plain(models), len(clients)
-    models = models.expand(count, -1)
+    count = len(clients)
+    models = models if isinstance(models, Predictor) else plain(models).expand(count, -1)
     rows = {}
     for protocol in protocols:
         if protocol in OWN:
@@ -71,7 +72,7 @@ def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[s
     return rows | _everywhere(clients, models, protocols)
 
 
-def _everywhere(clients: Clients, models: Tensor, protocols: Collection[str]) -> dict[str, Tensor]:
+def _everywhere(clients: Clients, models: Tensor | Predictor, protocols: Collection[str]) -> dict[str, Tensor]:
     """Metrics of personal models on everybody's test samples, which all protocols have from one pass."""
     weighted = [protocol for protocol in WEIGHTED if protocol in protocols]
     if "global" not in protocols and not weighted:
@@ -129,7 +130,7 @@ def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tupl
     return torch.cat([sums, sums.new_zeros(len(clients) - 1, sums.shape[1])])
 
 
-def _on(clients: Clients, models: Tensor, of: Iterable[Part], again: bool = False) -> Tensor:
+def _on(clients: Clients, models: Tensor | Predictor, of: Iterable[Part], again: bool = False) -> Tensor:
     """The tally of models on common samples; `again` if other models will be tested on the same."""
     total = tally([], len(models))
     for part in of:

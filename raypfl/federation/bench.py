@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -65,6 +66,14 @@ class Bench:
             trained = (client for client in range(self.num_clients) if client not in self.unseen)
             self._unions[split] = np.concatenate([self.split(client, split) for client in trained])
         return self._unions[split]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within: the clients' network and the method's own are in evaluation mode."""
+        with contextlib.ExitStack() as modes:
+            for network in (self.model, *self.networks.values()):
+                modes.enter_context(network.mode(train=False))
+            yield
 
     @cached_property
     def one_by_one(self) -> Sequential:

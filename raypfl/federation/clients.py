@@ -27,6 +27,7 @@ from raypfl.federation.testing import Answers, Change, for_owners, on_common, on
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
+from raypfl.models.predictor import Predictor
 from raypfl.optimizers import LocalOptimizer, Update
 from raypfl.settings import TrainingSettings
 
@@ -310,9 +311,10 @@ class Clients:
         """Samples that belong to no client (``data.pools``): its mini-batches are those of ``cohort.pool(name)``."""
         return self._bench.pools.pool(name, self.round)
 
-    def evaluate(self, theta: Tensor, split: str = "test") -> tuple[PerClient, PerClient, PerClient]:
+    def evaluate(self, theta: Tensor | Predictor, split: str = "test") -> tuple[PerClient, PerClient, PerClient]:
         """Each client's model on its own split: correct answers, summed loss and samples, each ``[K]``."""
-        sums = tally(self.answers(self._rows(theta), self.own(split)), len(self)).to(self.device)
+        models = theta if isinstance(theta, Predictor) else self._rows(theta)
+        sums = tally(self.answers(models, self.own(split)), len(self)).to(self.device)
         return per_client(sums[:, 1]), per_client(sums[:, 2]), per_client(sums[:, 0])
 
     def own(self, split: str) -> list[np.ndarray]:
@@ -320,16 +322,17 @@ class Clients:
         return [self._bench.split(client, split) for client in self.ids]
 
     def answers(
-        self, models: Tensor, where: np.ndarray | Sequence[np.ndarray], change: Change | None = None
+        self, models: Tensor | Predictor, where: np.ndarray | Sequence[np.ndarray], change: Change | None = None
     ) -> Iterator[Answers]:
-        """The outputs of models ``[M, P+B]`` on the samples of these numbers, batch by batch.
+        """The outputs of M models, ``[M, P+B]`` or a predictor's, on the samples of these numbers, batch by batch.
 
         Parameters
         ----------
         where : ``int64[n]``, the same for all models, or a list of one such array a model.
         change : of the inputs of samples that are the same for all.
         """
-        bench, models = self._bench, plain(models)
+        bench = self._bench
+        models = models if isinstance(models, Predictor) else plain(models)
 
         def begun(executor: Executor) -> tuple[Answers | None, Iterator[Answers]]:
             size = bench.evaluation_batch
@@ -339,7 +342,7 @@ class Clients:
                 parts = on_own(executor, bench.samples, models, where, size)
             return next(parts, None), parts
 
-        with self.model.mode(train=False):
+        with bench.evaluating():
             first, rest = self._or_plainer(bench.executor, begun)
             if first is not None:
                 yield first

@@ -8,6 +8,7 @@ for each client.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from raypfl.federation.extras import Extras, chosen, of_client, rows_of, trimmed
 from raypfl.federation.minimised import Loss, Minimised
 from raypfl.messages import one_client_at_a_time
 from raypfl.models.flat import FlatModel
+from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
 from raypfl.optimizers import Memory, Update
 
@@ -60,8 +62,9 @@ class Executor(Protocol):
         """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it."""
         ...
 
-    def predict(self, at: Tensor, x: Tensor, own: bool) -> Tensor:
-        """Outputs ``[K, b, ...]`` of the models ``at[K, P+B]``, without gradients; the caller sets evaluation mode.
+    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
+        """Outputs ``[K, b, ...]`` of K models, ``[K, P+B]`` or a predictor's, without gradients; the caller sets
+        evaluation mode.
 
         `x` has each model's own inputs, ``[K, b, C, H, W]``, or the same for all, ``[b, C, H, W]``.
         """
@@ -189,13 +192,13 @@ class Sequential:
             rows = [function(at[k], self._batch(b), **of_client(extras, k)) for k, b in enumerate(batches)]
         return torch.stack(rows)
 
-    def predict(self, at: Tensor, x: Tensor, own: bool) -> Tensor:
+    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
         with torch.no_grad(), self.precision.context(self.model.device):
-            if own:
-                rows = [self.model(theta, self.precision.layout(part)) for theta, part in zip(at, x, strict=True)]
+            xs = map(self.precision.layout, x) if own else itertools.repeat(self.precision.layout(x), len(at))
+            if isinstance(at, Predictor):
+                rows = [at.outputs(part, at.of(k)) for k, part in enumerate(xs)]
             else:
-                x = self.precision.layout(x)
-                rows = [self.model(theta, x) for theta in at]
+                rows = [self.model(theta, part) for theta, part in zip(at, xs, strict=True)]
             return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
     def _batch(self, batch: Batch) -> Batch:
@@ -383,8 +386,11 @@ class Vectorised:
         with self.model.mode(train=False), self._inside():
             return one(at, _padded(batches), rows_of(extras))
 
-    def predict(self, at: Tensor, x: Tensor, own: bool) -> Tensor:
+    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
         with torch.no_grad(), self.precision.context(self.model.device):
+            if isinstance(at, Predictor):
+                one = vmap(lambda part, mine: at.outputs(part, at.shared | mine), in_dims=(0 if own else None, 0))
+                return one(x, at.rows)
             if len(at) == 1:
                 return self.model(at[0], x[0] if own else x)[None]
             return vmap(self.model, in_dims=(0, 0 if own else None))(at, x)

@@ -18,6 +18,7 @@ from raypfl.federation.totals import Total
 from raypfl.federation.tree import cloned, put_together, taken_apart
 from raypfl.messages import Each, Scatter, Sum
 from raypfl.methods.base import Method
+from raypfl.models.predictor import Predictor
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -128,8 +129,10 @@ def _score(
     shares = [(i, total) for i in position.tolist()]
     make = getattr(method, maker)
 
-    def models(group: Clients) -> torch.Tensor | None:
+    def models(group: Clients) -> torch.Tensor | Predictor | None:
         made = make(group, server)
+        if isinstance(made, Predictor):
+            return _for_all(made, len(group), make)
         return None if made is None else _fitting(made, [len(group), group.model.size], make)
 
     return score(clients, models, shared, protocols, shares)
@@ -144,6 +147,15 @@ def _fitting(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], sa
             f"all parameters and buffer entries, {meant}. {said}"
         )
         raise MethodError(text.rstrip())
+    return made
+
+
+def _for_all(made: Predictor, clients: int, maker: Callable[..., Any]) -> Predictor:
+    if len(made) != clients:
+        raise MethodError(
+            f"{place(maker)} returned a Predictor of {len(made)} clients, but the group has {clients}: a tensor "
+            "that is passed row by row must have a row for each."
+        )
     return made
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypfl.federation.batches import Samples
 from raypfl.federation.executor import Executor, Vectorised
+from raypfl.models.predictor import Predictor
 
 Change = Callable[[Tensor, np.ndarray, int], Tensor]
 """``change(x, where, first)``: inputs ``uint8[n, C, H, W]``, as they are to be tested on, of the samples ``where[n]``,
@@ -40,9 +41,9 @@ class Answers(NamedTuple):
 
 
 def on_own(
-    executor: Executor, samples: Samples, models: Tensor, where: Sequence[np.ndarray], size: int
+    executor: Executor, samples: Samples, models: Tensor | Predictor, where: Sequence[np.ndarray], size: int
 ) -> Iterator[Answers]:
-    """Each of the models ``[K, P+B]`` on the samples ``where[k]``, at most `size` a model and forward pass."""
+    """Each of K models, ``[K, P+B]`` or a predictor's, on its samples ``where[k]``, at most `size` a forward pass."""
     if isinstance(executor, Vectorised) and len(models) > 1:
         yield from _together(executor, samples, models, where, size)
         return
@@ -54,9 +55,14 @@ def on_own(
 
 
 def on_common(
-    executor: Executor, samples: Samples, models: Tensor, where: np.ndarray, size: int, change: Change | None = None
+    executor: Executor,
+    samples: Samples,
+    models: Tensor | Predictor,
+    where: np.ndarray,
+    size: int,
+    change: Change | None = None,
 ) -> Iterator[Answers]:
-    """Every one of the models ``[K, P+B]`` on the samples ``where[n]``."""
+    """Every one of K models, ``[K, P+B]`` or a predictor's, on the samples ``where[n]``."""
     for first in range(0, len(where), size):
         part = where[first : first + size]
         x, y = samples.take(part)
@@ -74,7 +80,7 @@ def for_owners(answers: Iterator[Answers], sizes: Sequence[int]) -> Iterator[Ans
 
 
 def _together(
-    executor: Executor, samples: Samples, models: Tensor, where: Sequence[np.ndarray], size: int
+    executor: Executor, samples: Samples, models: Tensor | Predictor, where: Sequence[np.ndarray], size: int
 ) -> Iterator[Answers]:
     sizes = np.array([len(mine) for mine in where])
     size = min(size, max(1, TOGETHER * size // len(where)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
 from raypfl.data import load_federated
 from raypfl.errors import CheckpointError, ConfigError
@@ -30,6 +30,7 @@ from raypfl.federation.work import Worker
 from raypfl.messages import plain
 from raypfl.methods.base import Method, Task
 from raypfl.models.predictor import Predictor
+from raypfl.models.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -90,7 +91,7 @@ class TrainedModels:
         """Clients are numbered from 0."""
         return self.outline.num_clients
 
-    def global_model(self) -> Predictor:
+    def global_model(self) -> TrainedModel:
         """The global model, in evaluation mode.
 
         Raises
@@ -100,9 +101,9 @@ class TrainedModels:
         theta = self.experiment.method.global_model(self.server)
         if theta is None:
             raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
-        return self._predictor(theta)
+        return self._trained(self._bench.model.as_module(theta))
 
-    def personal_model(self, client: int) -> Predictor:
+    def personal_model(self, client: int) -> TrainedModel:
         """A client's own model, in evaluation mode; of a client that was never trained, what the method gives those.
 
         Raises
@@ -113,12 +114,14 @@ class TrainedModels:
         refuse_stranger(client, self.num_clients)
         method, unseen = self.experiment.method, client in self.outline.unseen
         clients = Clients(self._bench, (client,), self.round, self._lr, [self._state_to_judge(client, unseen)])
-        theta = getattr(method, maker(unseen))(clients, Shown(method.judged_with(self.server)))
-        if theta is None and unseen:
+        made = getattr(method, maker(unseen))(clients, Shown(method.judged_with(self.server)))
+        if made is None and unseen:
             return self.global_model()
-        if theta is None:
+        if made is None:
             raise ConfigError(f"{type(method).__name__} makes no personal models; its clients share the global one.")
-        return self._predictor(plain(theta).reshape(-1))
+        if isinstance(made, Predictor):
+            return self._trained(made.as_module(0, self._bench.evaluating))
+        return self._trained(self._bench.model.as_module(plain(made).reshape(-1)))
 
     def _state_to_judge(self, client: int, unseen: bool) -> Mapping[str, np.ndarray]:
         """What a client keeps once the method has personalized it, as a cohort of one in this process."""
@@ -155,9 +158,8 @@ class TrainedModels:
     def _bench(self) -> Bench:
         return make_bench(self.experiment, self.outline, self._task)
 
-    def _predictor(self, theta: Tensor) -> Predictor:
-        model = self._bench.model
-        return Predictor(model.as_module(theta), *normalisation(self.outline, model))
+    def _trained(self, network: nn.Module) -> TrainedModel:
+        return TrainedModel(network, *normalisation(self.outline, self._bench.model))
 
 
 def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapshot]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raypfl.errors import MethodError
 from raypfl.models.flat import FlatModel
+from raypfl.models.predictor import Predictor
 from raypfl.registry import Registry
 
 if TYPE_CHECKING:
@@ -114,16 +115,19 @@ class Method:
         counts what is sent apart from training. By default there is nothing to do.
         """
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor | None:
-        """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients."""
+    def personal_model(self, clients: Clients, server: Server) -> Tensor | Predictor | None:
+        """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients.
+
+        What is not the network at a vector (a memory of samples, a mixture of models) is a :class:`raypfl.Predictor`.
+        """
         return None
 
-    def unseen_model(self, clients: Clients, server: Server) -> Tensor | None:
-        """What clients get that never took part: ``[K, P+B]``, or None: the global model as it is. Runs on the clients.
+    def unseen_model(self, clients: Clients, server: Server) -> Tensor | Predictor | None:
+        """What clients get that never took part, as `personal_model`, or None: the global model as it is.
 
-        It may use their training samples, as in ``clients.sgd(clients.loss, server["theta"])``; what it leaves in
-        ``clients.state`` is forgotten. By default None or, of a method that has `personalize`, what `personal_model`
-        makes of them.
+        Runs on the clients. It may use their training samples, as in ``clients.sgd(clients.loss, server["theta"])``;
+        what it leaves in ``clients.state`` is forgotten. By default None or, of a method that has `personalize`, what
+        `personal_model` makes of them.
         """
         return self.personal_model(clients, server) if self.has("personalize") else None
 

@@ -3,5 +3,6 @@
 from raypfl.models import convolutional, dense, residual  # registers them
 from raypfl.models.flat import FlatModel, Segment
 from raypfl.models.networks import MODELS
+from raypfl.models.predictor import Predictor
 
-__all__ = ["MODELS", "FlatModel", "Segment", "convolutional", "dense", "residual"]
+__all__ = ["MODELS", "FlatModel", "Predictor", "Segment", "convolutional", "dense", "residual"]

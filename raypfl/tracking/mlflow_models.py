@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from raypfl.federation.checkpoint import Snapshot
     from raypfl.federation.outline import DataOutline
-    from raypfl.models.predictor import Predictor
+    from raypfl.models.trained_model import TrainedModel
 
 GLOBAL = "global_model"
 FILE = "models.safetensors"
@@ -124,7 +124,7 @@ def _log_global_model(client: MlflowClient, run_id: str, models: TrainedModels) 
     client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, models.round)])
 
 
-def _save(model: Predictor, images: np.ndarray, path: str, about: Any) -> None:
+def _save(model: TrainedModel, images: np.ndarray, path: str, about: Any) -> None:
     """With an example of its input and, from that, its signature; the requirements, if inferred, take a minute."""
     import mlflow.pytorch
     from mlflow.models import ModelSignature

@@ -1,0 +1,34 @@
+"""A trained network that takes images as they are stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class TrainedModel(nn.Module):
+    """A network behind the normalisation that it was trained with: ``images[n, C, H, W] -> logits[n, classes]``.
+
+    Images are what the data set has, of any number type: pixels from 0 to 255 mostly, 0 to 16 for digits.
+
+    Parameters
+    ----------
+    gain, offset : ``[C, 1, 1]``; the network sees ``images * gain + offset``.
+
+    Attributes
+    ----------
+    network : the network alone.
+    """
+
+    gain: Tensor
+    offset: Tensor
+
+    def __init__(self, network: nn.Module, gain: Tensor, offset: Tensor):
+        super().__init__()
+        self.network = network
+        self.register_buffer("gain", gain)
+        self.register_buffer("offset", offset)
+        self.train(network.training)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain))
