@@ -136,6 +136,7 @@ class TrainedModels:
             task=self._task,
             backend=Inline(Worker(self._bench, method)),
             states=states,
+            pools=self._bench.pools,
             ledger=Ledger(),
             failures=self.experiment.failures,
             costs=client_costs(self.experiment, self._task.num_samples),

@@ -111,8 +111,8 @@ class Method:
 
         Runs on the server when clients are judged, with everybody who is, in cohorts no larger than those of a round;
         ``cohort.unseen`` says whether they are clients that are never trained. What clients put into ``clients.state``
-        is there for `personal_model` and `unseen_model`, and then forgotten, as are changes to `server`. The ledger
-        counts what is sent apart from training. By default there is nothing to do.
+        is there for `personal_model` and `unseen_model`, and then forgotten, as are changes to `server` and what is
+        logged. The ledger counts what is sent apart from training. By default there is nothing to do.
         """
 
     def personal_model(self, clients: Clients, server: Server) -> Tensor | Predictor | None:
