@@ -9,6 +9,7 @@ from raypfl.errors import RaypflError
 if TYPE_CHECKING:
     from raypfl import augmentation as augmentation
     from raypfl import methods as methods
+    from raypfl import objectives as objectives
     from raypfl import report as report
     from raypfl.config import Experiment as Experiment
     from raypfl.federation import Result as Result
@@ -56,7 +57,7 @@ _HOMES = {
     "trained_models": "raypfl.tracking.mlflow_models",
 }
 
-_MODULES = ("augmentation", "methods", "report")
+_MODULES = ("augmentation", "methods", "objectives", "report")
 
 __all__ = ["RaypflError", "__version__", *_HOMES, *_MODULES]
 

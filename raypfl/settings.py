@@ -103,8 +103,9 @@ class EvaluationSettings:
         and ``pm_l`` (the union, classes weighted as the client has them), ``unseen`` (clients that are never trained),
         ``ood/POOL``, ``ood/corrupt/NAME[/SEVERITY]``, ``val`` (each client's own validation split).
     batch_size : samples a model and forward pass.
-    metric : by which the best round is chosen, on ``val`` alone: ``accuracy``, ``weighted``, ``worst_decile``, ``auc``,
-        ``loss``, ``ece`` or ``std``, of the personal models if the method makes any.
+    metrics : further ones: registered names, or ``module:attribute`` of a ``raypfl.objectives.Metric`` of your own.
+    metric : by which the best round is chosen, on ``val`` alone: a metric, or ``weighted``, ``worst_decile`` or ``std``
+        of the objective's primary one, of the personal models if the method makes any; None: the primary one.
     mode : whether more (``max``) or less (``min``) of it is better; ``auto``: as the metric has it.
     patience : the run stops after so many evaluations in a row without a better one; None: it does all its rounds.
     """
@@ -113,7 +114,8 @@ class EvaluationSettings:
     at_start: bool = False
     protocols: tuple[str, ...] = ("local", "global")
     batch_size: int = 512
-    metric: Literal["accuracy", "weighted", "worst_decile", "auc", "loss", "ece", "std"] = "accuracy"
+    metrics: tuple[Any, ...] = ()
+    metric: str | None = None
     mode: Literal["auto", "max", "min"] = "auto"
     patience: int | None = None
 

@@ -138,7 +138,7 @@ class Moon(FedAvg):
         def loss(p, batch, sent, previous):
             z, logits = run(p, batch.x)
             near, far = (F.cosine_similarity(z, m.features(batch.x)) / self.temperature for m in (sent, previous))
-            return clients.cross_entropy(logits, batch) + self.mu * batch.mean(F.softplus(far - near))
+            return clients.objective.loss(logits, batch) + self.mu * batch.mean(F.softplus(far - near))
 
         previous = clients.state.get("previous", default=theta)
         trained = clients.sgd(loss, theta, sent=clients.other(theta), previous=clients.other(previous))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from raypfl import rng
 from raypfl.augmentation import Augmentation, augmented
+from raypfl.evaluation import Measures
 from raypfl.federation.backend import Inline
 from raypfl.federation.batches import Samples, order
 from raypfl.federation.bench import Bench
@@ -27,6 +28,7 @@ from raypfl.federation.states import StateTable
 from raypfl.federation.work import Worker
 from raypfl.methods.base import Method, Task
 from raypfl.models import FlatModel
+from raypfl.objectives import fitting, kind_of
 from raypfl.settings import FailureSettings, TrainingSettings
 
 torch.set_num_threads(1)
@@ -136,6 +138,7 @@ class Federation:
             num_classes=CLASSES,
             training=self.training,
             seed=self.seed,
+            measures=Measures(fitting(kind_of(self.labels)), targets=CLASSES),
             networks=self.task.networks,
             pools=self.pools,
             loss_limit=self.loss_limit,

@@ -187,7 +187,7 @@ def test_whatever_is_no_step_of_training_sees_images_and_labels_as_they_are(exec
         means, counts = clients.class_means(lambda p, x: x.flatten(1), theta)
         batches = clients.batches(3, "describe")
         parts = [
-            *clients.evaluate(theta, "train"),
+            *clients.evaluate(theta, "train").values(),
             clients.grad(clients.loss, theta),
             clients.map(lambda p, batch: batch.mean(batch.x), theta),
             *(tensor for batch in batches for tensor in batch),

@@ -24,7 +24,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
-for module in "models optimizers methods messages evaluation settings".split():
+for module in "models objectives optimizers methods messages evaluation settings".split():
     importlib.import_module("raypfl." + module)
 for module in "clients executor work cohort schedule ledger states backend".split():
     importlib.import_module("raypfl.federation." + module)

@@ -79,10 +79,10 @@ def test_the_rules_of_the_guide_to_optimizers_train(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     rules = importlib.import_module("my_rules")
     clients = Federation().clients()
-    begun = clients.evaluate(clients.initial, "train")[1].sum()
+    begun = clients.evaluate(clients.initial, "train")["loss"].sum()
     for rule in (rules.Lion(), rules.Private(norm=0.5, noise=0.01)):
         trained = clients.sgd(clients.loss, clients.initial, optimizer=rule, lr=0.02, epochs=5)
-        assert clients.evaluate(trained, "train")[1].sum() < begun
+        assert clients.evaluate(trained, "train")["loss"].sum() < begun
 
 
 def test_the_million_clients_of_the_guide_to_data_are_learnt_from_and_a_thousand_are_tested(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 import raypfl
 from raypfl.data import load_federated
 from raypfl.errors import ConfigError
-from raypfl.evaluation.tables import summarise
+from raypfl.evaluation import Measures, summarise
 from raypfl.federation.events import Evaluated, RoundFinished
 from raypfl.methods import METHODS, Ditto, FedAvg, Local
 from raypfl.tracking import numbers
@@ -104,7 +104,7 @@ def test_aggregates_are_means_deviations_and_the_worst_tenth():
     accuracy = [0.1, 0.9, 0.5, 0.3] * 5
     columns = {"protocol": ["local"] * 20, "model": ["personal"] * 20, "samples": [1, 3] * 10, "accuracy": accuracy}
     columns |= {"loss": [1.0, 2.0] * 10, "ece": [0.1, None] * 10, "auc": [None] * 20, "left_out": [None] * 20}
-    (row,) = summarise(columns)
+    (row,) = summarise(Measures(), columns)
     assert row["accuracy"] == pytest.approx(0.45) and row["std"] == pytest.approx(np.std(accuracy))
     assert row["worst_decile"] == pytest.approx(0.1) and row["loss"] == pytest.approx(1.5)
     assert row["weighted"] == pytest.approx((0.1 + 2.7 + 0.5 + 0.9) / 8)
@@ -289,7 +289,7 @@ def test_round_0_is_in_the_report_and_a_stopped_run_does_not_evaluate_it_again(t
     assert set(whole.evaluations["round"].to_pylist()) == {0, 3, 6}
     assert whole.summary(0)[0]["accuracy"] < 0.3 < 0.5 < whole.summary()[0]["accuracy"]
     (one,) = contenders([whole])
-    curve = numbers.accuracy(one, "local", "global", "megabytes")
+    curve = numbers.judged(one, "local", "global", "megabytes")
     assert curve.x[0] == 0 and len(curve.x) == 3
     stopped = raypfl.run(experiment(tmp_path, **changes), listeners=[Interrupt(2)])
     assert same_tables(raypfl.resume(stopped.run_dir), whole)

@@ -17,12 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypfl
+from raypfl.evaluation import Measures
 from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from raypfl.evaluation.scoring import score
 from raypfl.evaluation.tables import tabulate
 from raypfl.federation.pool import Pools
 from raypfl.messages import per_client
 from raypfl.methods import Ditto
+from raypfl.objectives import MultiLabel
 from raypfl.settings import TrainingSettings
 from tests.support import CLASSES, EXECUTORS, Federation, as_module
 
@@ -67,7 +69,7 @@ def scored(fed, personal=None, shared=None, protocols=("local", "global"), group
                 total.setdefault(name, torch.zeros(4, rows.shape[1], dtype=torch.float64))[list(ids)] = rows
             else:
                 total[name] = total.get(name, 0) + rows.sum(0)
-    table = tabulate(7, total, range(4), protocols)
+    table = tabulate(fed.bench.measures, 7, total, range(4), protocols)
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     return {(row["protocol"], row["model"], row["client"]): row for row in rows}
 
@@ -166,8 +168,9 @@ def test_a_common_test_set_is_passed_once_through_the_global_model(executor, mon
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_the_curve(executor):
     fed = judged_federation(executor)
-    fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.float32)
+    fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.int8)
     fed.bench.samples = replace(fed.bench.samples, labels=fed.labels)
+    fed.bench.measures = Measures(MultiLabel(), targets=CLASSES)
     personal, shared = models_of(fed), models_of(fed)[0] + 0.3
     table = scored(fed, personal, shared, ("local", "global"), groups=((0, 2), (1, 3)))
     union = np.concatenate(fed.tests)
@@ -189,8 +192,9 @@ def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_t
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_common_set_whose_labels_are_several_is_scored_as_a_whole(executor):
     fed = judged_federation(executor)
-    fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.float32)
+    fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.int8)
     fed.bench.samples = replace(fed.bench.samples, labels=fed.labels)
+    fed.bench.measures = Measures(MultiLabel(), targets=CLASSES)
     fed.bench.pools = Pools(fed.bench.samples, {"strange": np.arange(20, 34)})
     cut = scored(fed, None, models_of(fed)[1], ("ood/strange",), groups=((0, 2), (1,), (3,)))
     assert cut == scored(fed, None, models_of(fed)[1], ("ood/strange",))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.errors import ClientError
-from raypfl.evaluation.tally import tally
+from raypfl.evaluation.tally import Tally
 from raypfl.federation.batches import Samples
 from raypfl.federation.clients import learning_rate
 from raypfl.messages import per_client
@@ -462,9 +462,10 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
     fed.bench.evaluation_batch = 3
     clients = fed.clients()
     models = starts_of(fed) + 0.1
-    correct, loss, samples = clients.evaluate(per_client(models), split="train")
+    judged = clients.evaluate(per_client(models), split="train")
+    samples, correct, loss = (judged[name] for name in ("samples", "accuracy", "loss"))
     everywhere = np.concatenate(fed.split)
-    union = tally(clients.answers(models, everywhere), 4)
+    union = Tally(fed.bench.measures).of(clients.answers(models, everywhere), 4)
     union_correct, union_loss = union[:, 1], union[:, 2]
     logits = clients.logits(models, fed.samples(1)[0])
     assert samples.tolist() == list(fed.sizes)
@@ -472,8 +473,8 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
         net = as_module(fed.factory, models[k]).eval()
         with torch.no_grad():
             x, y = fed.samples(k)
-            assert correct[k] == (net(x).argmax(1) == y).sum()
-            assert float(loss[k]) == pytest.approx(float(F.cross_entropy(net(x), y, reduction="sum")), rel=1e-5)
+            assert samples[k] * correct[k] == (net(x).argmax(1) == y).sum()
+            assert float(loss[k]) == pytest.approx(float(F.cross_entropy(net(x), y)), rel=1e-5)
             x, y = (torch.cat(part) for part in zip(*(fed.samples(c) for c in range(4)), strict=True))
             assert union_correct[k] == (net(x).argmax(1) == y).sum()
             assert float(union_loss[k]) == pytest.approx(float(F.cross_entropy(net(x), y, reduction="sum")), rel=1e-5)
@@ -483,7 +484,8 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_clients_without_test_samples_score_nothing(executor):
     clients = Federation(executor=executor).clients()
-    assert [column.tolist() for column in clients.evaluate(clients.initial)] == [[0] * 4] * 3
+    judged = clients.evaluate(clients.initial)
+    assert judged["samples"].tolist() == [0] * 4 and judged["accuracy"].isnan().all()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

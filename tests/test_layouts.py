@@ -59,7 +59,7 @@ class TrainsHelped(FedAvg):
 
     def train(self, clients, theta):
         def loss(p, batch):
-            return clients.cross_entropy(clients.model(p, batch.x)[0], batch)
+            return clients.objective.loss(clients.model(p, batch.x)[0], batch)
 
         return {"theta": raypfl.Mean(clients.sgd(loss, theta))}
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import raypfl
 from raypfl.data import RawData
 from raypfl.errors import ConfigError
-from raypfl.methods import METHODS, FedAvg
+from raypfl.methods import FedAvg
 from tests.runs import experiment
 from tests.support import CLASSES, FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp
 
@@ -85,8 +85,10 @@ def test_a_run_on_samples_of_several_labels_learns_them(tmp_path, method):
     assert judged["local", "personal"]["auc"] > 0.7
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if METHODS.get(name).one_class])
-def test_a_method_that_needs_samples_of_one_class_each_says_so(tmp_path, method):
-    sentence = f"method is '{method}', which needs samples of one class each, but those of .*:marked' have several"
+@pytest.mark.parametrize("method", ["creff", "fednh", "fedproto", "fedrod"])
+def test_a_method_that_learns_classification_alone_says_so(tmp_path, method):
+    sentence = (
+        f"method is '{method}', which learns the objective 'classification', but that of .*:marked' is 'multi-label'"
+    )
     with pytest.raises(ConfigError, match=sentence):
         raypfl.run(labelled(tmp_path, method))

@@ -60,7 +60,7 @@ def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
     def loss(p, batch, teacher):
         outputs = clients.model(p, batch.x)
         distance = batch.mean((outputs - teacher(batch.x)).square().mean(1))
-        return clients.cross_entropy(outputs, batch) + 0.5 * distance
+        return clients.objective.loss(outputs, batch) + 0.5 * distance
 
     teacher = clients.other(per_client(teachers) if whose == "each its own" else teachers[0])
     expected = distilled_in_torch(fed, starts, teachers, 0.5)

@@ -19,9 +19,10 @@ from raypfl.federation.events import Evaluated, Progress, RoundFinished, RunFini
 from raypfl.methods import METHODS
 from raypfl.tracking import outcome
 from raypfl.tracking.console import LiveView, PlainView, View, view
-from raypfl.tracking.contenders import contenders, labels, over_seeds, setting
+from raypfl.tracking.contenders import contenders, labels, setting
 from raypfl.tracking.picture import draw
 from raypfl.tracking.progress import RunLine, lines_for, minutes
+from raypfl.tracking.units import over_seeds
 
 PNG = b"\x89PNG"
 
@@ -41,7 +42,10 @@ class MadeUp:
 
     def summary(self, round: int | None = None) -> list[dict]:
         wanted = round or max(self.evaluations["round"].to_pylist())
-        return summarise(self.evaluations.filter(pa.compute.equal(self.evaluations["round"], wanted)).to_pydict())
+        return summarise(
+            self.experiment.measures,
+            self.evaluations.filter(pa.compute.equal(self.evaluations["round"], wanted)).to_pydict(),
+        )
 
 
 def made_up(method, models=("global",), level=0.8, seed=0, clients=20, rounds=(5, 10)) -> MadeUp:
@@ -182,15 +186,16 @@ def with_columns(results: list[MadeUp], **values: float) -> list[MadeUp]:
 
 
 def test_samples_of_several_labels_are_told_by_their_auc():
-    results = with_columns(comparison(), auc=0.777, left_out=0.0)
+    labelled = [replace(one, experiment=one.experiment.override(["objective=multi-label"])) for one in comparison()]
+    results = with_columns(labelled, auc=0.777, left_out=0.0)
     text = printed(lambda console: show(console, results, {}, ["digits"]))
-    told = [line.split()[2:6] for line in text.splitlines() if line.split()[1:2] == ["local"]]
+    told = [line.split()[2:7] for line in text.splitlines() if line.split()[1:2] == ["local"]]
     shared, own = (one.scores("local", one.deployed("local"), "accuracy") for one in contenders(results))
     assert told == [
-        ["–", "77.7", "0.0", over_seeds([100 * shared[0]])],
-        ["77.7", "77.7", "0.0", over_seeds([100 * own[0]])],
+        ["–", "77.7", "0.0", "77.7", over_seeds([100 * shared[0]])],
+        ["77.7", "77.7", "0.0", "77.7", over_seeds([100 * own[0]])],
     ]
-    assert "AUC" in text and "Accuracy in %" not in text and "ECE" not in text
+    assert "Macro AUC in %" in text and "Accuracy in %" not in text and "ECE" not in text
 
 
 def test_calibration_errors_are_told_where_there_is_room():
@@ -275,14 +280,14 @@ def test_a_line_follows_its_run():
     for event in events(experiment):
         line(event)
         seen.append(line.status)
-    assert (line.round, line.rounds, line.accuracies, line.traffic) == (4, 4, "– / 50.0", "4.0 / 8.0")
+    assert (line.round, line.rounds, line.reached, line.traffic) == (4, 4, "– / 50.0", "4.0 / 8.0")
     assert list(dict.fromkeys(seen)) == ["waiting", "running", "finished"]
 
 
 def test_a_line_of_a_run_whose_evaluation_found_no_model_has_no_accuracies():
     line = RunLine("mine", 3)
     line(Evaluated(1, []))
-    assert line.accuracies == ""
+    assert line.reached == ""
 
 
 def test_runs_with_several_seeds_say_which():

@@ -106,13 +106,13 @@ def test_the_round_that_validation_chose_has_rows_of_its_own(whole):
 
 def test_a_curve_is_the_seeds_mean_and_its_band_spans_them(results):
     (fedavg, *_) = contenders(results)
-    curve = numbers.accuracy(fedavg, "local", "global")
+    curve = numbers.judged(fedavg, "local", "global")
     ends = [accuracy(one, "local", "global").mean() for one in results[:2]]
     assert curve.x.tolist() == [1, 2, 3]
     np.testing.assert_allclose([curve.mean[-1], curve.low[-1], curve.high[-1]], [np.mean(ends), min(ends), max(ends)])
-    sent = numbers.accuracy(fedavg, "local", "global", "megabytes").x
+    sent = numbers.judged(fedavg, "local", "global", "megabytes").x
     np.testing.assert_allclose(sent[-1], fmean(sum(one.megabytes) for one in results[:2]))
-    assert numbers.accuracy(fedavg, "local", "personal") is None
+    assert numbers.judged(fedavg, "local", "personal") is None
 
 
 def test_every_client_is_paired_with_itself(results):
@@ -243,7 +243,7 @@ def test_seeds_of_different_lengths_are_compared_where_all_were_and_the_reader_i
     told = text(page([results[0], short], tmp_path))
     assert "fedavg, seed 1, stopped after round 2." in told
     assert "The seeds of fedavg ended after 2 and 3 rounds" in told
-    assert numbers.accuracy(contenders([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
+    assert numbers.judged(contenders([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
 
 
 def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):

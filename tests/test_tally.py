@@ -10,9 +10,14 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
+from raypfl.evaluation import Measures
 from raypfl.evaluation.scoring import weights
-from raypfl.evaluation.tally import METRICS, class_weighted, macro_auc, metrics, tally
+from raypfl.evaluation.tally import Tally
 from raypfl.federation.testing import Answers
+from raypfl.objectives import Classification, MultiLabel
+from raypfl.objectives.multi_label import macro_auc
+
+ONE_CLASS, LABELS = Classification(), MultiLabel()
 
 
 def answers(logits, y, **fields):
@@ -21,8 +26,20 @@ def answers(logits, y, **fields):
     return [Answers(slice(0, len(logits)), logits, y, fields.pop("weight", None), **fields)]
 
 
-def of(sums, name, row=0):
-    return float(metrics(sums)[row, METRICS.index(name)])
+def tally(answers, rows, classes=0, objective=ONE_CLASS):
+    return Tally(Measures(objective, targets=classes), by_class=classes > 0).of(answers, rows)
+
+
+def labels_tally(answers):
+    return tally(answers, 1, objective=LABELS)
+
+
+def metrics(sums, objective=ONE_CLASS):
+    return Tally(Measures(objective)).values(sums)
+
+
+def of(sums, name, row=0, objective=ONE_CLASS):
+    return float(metrics(sums, objective)[row, Measures(objective).columns.index(name)])
 
 
 def random_answers(models=3, samples=40, classes=5, seed=0):
@@ -117,18 +134,24 @@ def test_labels_without_positives_or_without_negatives_are_left_out_of_the_area_
 
 def test_labels_may_be_whole_numbers_as_a_data_set_has_them():
     scores, targets = multi_label()
-    whole = tally(answers(scores[None], targets.to(torch.int8)[None]), 1)
-    torch.testing.assert_close(whole, tally(answers(scores[None], targets[None]), 1), equal_nan=True)
+    whole = labels_tally(answers(scores[None], targets.to(torch.int8)[None]))
+    torch.testing.assert_close(whole, labels_tally(answers(scores[None], targets[None])), equal_nan=True)
 
 
 def test_several_labels_a_sample_are_judged_by_their_mean_and_by_the_area_under_the_curve():
     scores, targets = multi_label()
     halves = [answers(scores[None, a:b], targets[None, a:b])[0] for a, b in ((0, 25), (25, 60))]
-    sums = tally(halves, 1)
-    assert of(sums, "accuracy") == pytest.approx(float(((scores > 0) == (targets > 0.5)).float().mean()))
-    assert of(sums, "loss") == pytest.approx(float(F.binary_cross_entropy_with_logits(scores, targets)), rel=1e-6)
-    assert of(sums, "auc") == pytest.approx(roc_auc_score(targets.numpy(), scores.numpy(), average="macro"))
-    assert np.isnan(of(sums, "ece")) and of(sums, "left_out") == 0
+    sums = labels_tally(halves)
+    assert of(sums, "accuracy", objective=LABELS) == pytest.approx(
+        float(((scores > 0) == (targets > 0.5)).float().mean())
+    )
+    assert of(sums, "loss", objective=LABELS) == pytest.approx(
+        float(F.binary_cross_entropy_with_logits(scores, targets)), rel=1e-6
+    )
+    assert of(sums, "auc", objective=LABELS) == pytest.approx(
+        roc_auc_score(targets.numpy(), scores.numpy(), average="macro")
+    )
+    assert np.isnan(of(sums, "ece", objective=LABELS)) and of(sums, "left_out", objective=LABELS) == 0
 
 
 # --------------------------------------------------------------------------------------------------- PM(V) and PM(L)
@@ -138,7 +161,12 @@ def predictor(guesses, labels, classes):
 
 
 def weighted_accuracy(sums, protocol, counts):
-    return float(class_weighted(sums, weights(protocol, torch.tensor([counts], dtype=torch.float64)))[0, 1])
+    return float(class_weighted(sums, protocol, counts)[0, 1])
+
+
+def class_weighted(sums, protocol, counts):
+    tally = Tally(Measures(targets=len(counts)), by_class=True)
+    return tally.class_weighted(sums, weights(protocol, torch.tensor([counts], dtype=torch.float64)))
 
 
 def test_a_constant_predictor_is_worth_the_share_of_its_class():
@@ -165,5 +193,5 @@ def test_an_unbalanced_test_set_is_weighed_by_the_general_formula_not_by_recalls
     # sum of alpha(y) right / sum of alpha(y), by hand: PM(L) with alpha = (1/4, 3/4), PM(V) with (1, 1)
     assert weighted_accuracy(sums, "pm_l", [1, 3]) == pytest.approx((3 / 4) / (4 / 4 + 3 / 4))
     assert weighted_accuracy(sums, "pm_v", [1, 3]) == pytest.approx(3 / 5)
-    row = class_weighted(sums, weights("pm_v", torch.tensor([[0.0, 2.0]])))[0]
+    row = class_weighted(sums, "pm_v", [0.0, 2.0])[0]
     assert row[0] == 1 and row[1] == 0

@@ -110,6 +110,7 @@ def outline(clients: int) -> DataOutline:
     return DataOutline(
         input_shape=(1, 8, 8),
         num_classes=10,
+        kind="classes",
         scale=16.0,
         mean=np.zeros(1, np.float32),
         std=np.ones(1, np.float32),

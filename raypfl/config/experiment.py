@@ -29,10 +29,13 @@ from raypfl.config.yaml_text import read, write
 from raypfl.data import DATASETS, PARTITIONS, DataConfig, Dirichlet, Partition
 from raypfl.data.datasets import no_pool
 from raypfl.errors import ConfigError, did_you_mean
+from raypfl.evaluation.measures import Measures
 from raypfl.methods import METHODS, FedAvg, Method
 from raypfl.models import MODELS
 from raypfl.models.weights import is_file
+from raypfl.objectives import METRICS, OBJECTIVES, Classification, Metric, Objective
 from raypfl.optimizers import OPTIMIZERS, SGD, LocalOptimizer
+from raypfl.registry import Registry
 from raypfl.settings import (
     CheckpointSettings,
     CohortSettings,
@@ -101,6 +104,14 @@ def _training(value: Any, validate: Callable[[Any], TrainingSettings]) -> Traini
     return settings if type(chosen) is SGD else dataclasses.replace(settings, optimizer=chosen)
 
 
+def _objective(value: Any) -> Objective | None:
+    return None if value is None else build(OBJECTIVES, Objective, "", value)
+
+
+def _metrics(given: Any) -> tuple[Metric, ...]:
+    return tuple(build(METRICS, Metric, "", one, "evaluation.metrics") for one in given)
+
+
 _partition = partial(build, PARTITIONS, Partition, "dirichlet")
 _method = partial(build, METHODS, Method, "fedavg")
 
@@ -130,6 +141,7 @@ class Experiment(BaseModel):
     data: Annotated[DataConfig, PlainValidator(_data)] = Field(default_factory=DataConfig)
     partition: Annotated[Partition, PlainValidator(_partition)] = Field(default_factory=Dirichlet)
     model: Annotated[ModelSettings, PlainValidator(_model)] = Field(default_factory=ModelSettings)
+    objective: Annotated[Objective | None, PlainValidator(_objective)] = None
     method: Annotated[Method, PlainValidator(_method)] = Field(default_factory=FedAvg)
     cohort: CohortSettings = Field(default_factory=CohortSettings)
     training: Annotated[TrainingSettings, WrapValidator(_training)] = Field(default_factory=TrainingSettings)
@@ -140,6 +152,11 @@ class Experiment(BaseModel):
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
     output: str = "runs"
+
+    @property
+    def measures(self) -> Measures:
+        """By which metrics models are judged; of an experiment that leaves its objective to the data: of one class."""
+        return Measures(self.objective or Classification(), self.evaluation.metrics)
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Experiment:
@@ -179,6 +196,11 @@ class Experiment(BaseModel):
             raise ConfigError(joined(lines, "The experiment"))
         return experiment
 
+    @field_validator("evaluation", mode="after")
+    @classmethod
+    def _with_metrics(cls, value: EvaluationSettings) -> EvaluationSettings:
+        return dataclasses.replace(value, metrics=_metrics(value.metrics))
+
     @field_validator("*", mode="after")
     @classmethod
     def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:
@@ -201,11 +223,13 @@ def _settings(section: str) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
-_COMPONENTS = (
+_COMPONENTS: tuple[tuple[Registry, type], ...] = (
     (METHODS, Method),
     (PARTITIONS, Partition),
     (AUGMENTATIONS, Augmentation),
     (OPTIMIZERS, LocalOptimizer),
+    (OBJECTIVES, Objective),
+    (METRICS, Metric),
 )
 
 

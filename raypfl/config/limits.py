@@ -9,7 +9,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from raypfl.data.population import is_described
+from raypfl.errors import did_you_mean
+from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import mistakes
+from raypfl.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
     from raypfl.config.experiment import Experiment
@@ -117,4 +120,20 @@ def _evaluation(experiment: Experiment) -> list[str]:
             f"evaluation.patience is {evaluation.patience}, but evaluation.protocols has no 'val', on which a run is "
             f"stopped; add it."
         )
+    return [*lines, *_metric_mistakes(experiment)]
+
+
+def _metric_mistakes(experiment: Experiment) -> list[str]:
+    own, given = [metric.name for metric in experiment.evaluation.metrics], experiment.objective
+    objectives = [OBJECTIVES.get(name)() for name in OBJECTIVES] if given is None else [given]
+    lines = [f"evaluation.metrics has a metric without a name: {one!r}." for one in own if not one]
+    taken = {name for one in objectives[: given is not None] for name in Measures(one).columns}
+    lines += [
+        f"evaluation.metrics has {name!r}, which models are judged by already; leave it out."
+        for i, name in enumerate(own)
+        if name in taken or name in own[:i]
+    ]
+    known = {name for one in objectives for name in Measures(one, experiment.evaluation.metrics).aggregates}
+    if (metric := experiment.evaluation.metric) is not None and metric not in known:
+        lines.append(f"evaluation.metric is {metric!r}, which is no metric; {did_you_mean(metric, known)}")
     return lines

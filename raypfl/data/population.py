@@ -79,6 +79,11 @@ class DescribedData:
         self._bytes = 0
 
     @property
+    def kind(self) -> str:
+        """Of the targets, one of :data:`raypfl.objectives.KINDS`."""
+        return "classes"
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of the class's name and numbers and of all clients' sizes, the same on every machine."""
         said = (self.name, self.num_clients, self.num_classes, self.input_shape, self.scale, self.mean, self.std)

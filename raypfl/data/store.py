@@ -17,6 +17,7 @@ from raypfl.data.partitions import Partition
 from raypfl.data.population import DescribedData, is_described
 from raypfl.data.prepare import holdings_key, prepared_holdings, prepared_samples, samples_key
 from raypfl.errors import ConfigError, DataError, did_you_mean
+from raypfl.objectives import kind_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,6 +62,11 @@ class FederatedData:
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
+
+    @property
+    def kind(self) -> str:
+        """Of the targets, one of :data:`raypfl.objectives.KINDS`."""
+        return kind_of(self.labels)
 
     @property
     def multi_label(self) -> bool:

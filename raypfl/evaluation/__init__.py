@@ -1,8 +1,19 @@
 """How models are judged, and which round is best."""
 
+from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import PROTOCOLS, refuse_untestable
 from raypfl.evaluation.scoring import score
 from raypfl.evaluation.selection import Selection, deciding, select
 from raypfl.evaluation.tables import summarise, tabulate
 
-__all__ = ["PROTOCOLS", "Selection", "deciding", "refuse_untestable", "score", "select", "summarise", "tabulate"]
+__all__ = [
+    "PROTOCOLS",
+    "Measures",
+    "Selection",
+    "deciding",
+    "refuse_untestable",
+    "score",
+    "select",
+    "summarise",
+    "tabulate",
+]

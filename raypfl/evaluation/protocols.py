@@ -12,14 +12,18 @@ from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 
 if TYPE_CHECKING:
     from raypfl.data import ClientData
+    from raypfl.objectives import Objective
 
-OWN = {"local": "test", "val": "val", "unseen": "test"}
+OWN = {"local": "test", "val": "val", "train": "train", "unseen": "test"}
 """Protocols on a client's own samples: the split."""
 
 WEIGHTED = ("pm_v", "pm_l")
 """Protocols on all clients' test data in which classes count as much as they do for the client."""
 
-PROTOCOLS = ("local", "global", "unseen", "val", *WEIGHTED, "ood/POOL", "ood/corrupt/NAME", "ood/corrupt/NAME/SEVERITY")
+PROTOCOLS = (
+    *("local", "global", "unseen", "val", *WEIGHTED, "train"),
+    *("ood/POOL", "ood/corrupt/NAME", "ood/corrupt/NAME/SEVERITY"),
+)
 
 _FIXED = (*OWN, "global", *WEIGHTED)
 _OOD, _CORRUPT = "ood/", "ood/corrupt/"
@@ -42,7 +46,7 @@ def mistakes(protocols: Sequence[str]) -> list[str]:
     return lines + [f"evaluation.protocols has {name!r}, {why}" for name in protocols if (why := _unknown(name))]
 
 
-def refuse_untestable(protocols: Iterable[str], data: ClientData) -> None:
+def refuse_untestable(protocols: Iterable[str], data: ClientData, objective: Objective) -> None:
     """Raise a ConfigError if the data has nothing to test on for a protocol.
 
     The union of the test splits may well be empty: then there is nothing to judge.
@@ -59,11 +63,12 @@ def refuse_untestable(protocols: Iterable[str], data: ClientData) -> None:
         labels = getattr(data, "labels", None)
         if name.startswith(_CORRUPT) and labels is None:
             raise ConfigError(f"evaluation.protocols has {name!r}, which cannot be had of a described population.")
-        if name in WEIGHTED and labels is not None and labels.ndim > 1:
+        if name in WEIGHTED and objective.targets != "classes":
             raise ConfigError(f"evaluation.protocols has {name!r}, which needs samples of one class each.")
         if name.startswith(_OOD) and not name.startswith(_CORRUPT):
             pool = pool_of(name, data.pools)
-            if labels is not None and (labels[data.pool(pool)] < 0).any():
+            classes = labels is not None and objective.targets in ("classes", "labels")
+            if classes and (data.labels[data.pool(pool)] < 0).any():  # type: ignore[union-attr]
                 raise ConfigError(
                     f"evaluation.protocols has {name!r}, but samples of the pool {pool!r} are of no known class."
                 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, parts
-from raypfl.evaluation.tally import class_weighted, metrics, tally
+from raypfl.evaluation.tally import Tally
 from raypfl.messages import Each, LentChanged, Sum, plain
 from raypfl.models.predictor import Predictor
 
@@ -38,9 +38,9 @@ def score(
 
     Returns
     -------
-    ``personal/...`` and, of own samples, ``global/...``: the metrics of each client, ``Each`` of ``[K, 6]``. Of common
-    samples ``global/...``: the global model's tally, ``Sum`` of ``[K, W]``; and ``global/alpha``: training samples by
-    class, ``Each`` of ``[K, C]``.
+    ``personal/...`` and, of own samples, ``global/...``: the metrics of each client, ``Each`` of ``[K, columns]``. Of
+    common samples ``global/...``: the global model's tally, ``Sum`` of ``[K, W]``; and ``global/alpha``: training
+    samples by class, ``Each`` of ``[K, C]``.
     """
     values: dict[str, Each | Sum] = {}
     portions = [_personal(portion, personal, protocols) for portion in clients.portions()]
@@ -62,13 +62,13 @@ def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[s
         return {}
     count = len(clients)
     models = models if isinstance(models, Predictor) else plain(models).expand(count, -1)
-    rows = {}
+    plainly, rows = Tally(clients.bench.measures), {}
     for protocol in protocols:
         if protocol in OWN:
-            rows[protocol] = metrics(tally(clients.answers(models, clients.own(OWN[protocol])), count))
+            rows[protocol] = plainly.values(plainly.of(clients.answers(models, clients.own(OWN[protocol])), count))
         elif protocol.startswith("ood/"):
             of = parts(protocol, _everyone(clients), clients.bench.pools.where)
-            rows[protocol] = metrics(_on(clients, models, of, again=True))
+            rows[protocol] = plainly.values(_on(clients, models, of, again=True))
     return rows | _everywhere(clients, models, protocols)
 
 
@@ -77,10 +77,11 @@ def _everywhere(clients: Clients, models: Tensor | Predictor, protocols: Collect
     weighted = [protocol for protocol in WEIGHTED if protocol in protocols]
     if "global" not in protocols and not weighted:
         return {}
-    sums = tally(clients.answers(models, _everyone(clients)), len(clients), clients.num_classes if weighted else 0)
-    rows = {"global": metrics(sums)} if "global" in protocols else {}
+    tally = Tally(clients.bench.measures, by_class=bool(weighted))
+    sums = tally.of(clients.answers(models, _everyone(clients)), len(clients))
+    rows = {"global": tally.values(sums)} if "global" in protocols else {}
     for protocol in weighted:
-        rows[protocol] = class_weighted(sums, weights(protocol, _classes(clients).to(sums)))
+        rows[protocol] = tally.class_weighted(sums, weights(protocol, _classes(clients).to(sums)))
     return rows
 
 
@@ -98,14 +99,14 @@ def _shared(
     everywhere = weighted or "global" in protocols
     for protocol, split in OWN.items():
         if protocol in protocols or (protocol == "local" and everywhere):
-            classes = clients.num_classes if weighted and protocol == "local" else 0
-            sums = tally(clients.answers_for_owners(model, clients.own(split)), len(clients), classes)
+            tally = Tally(clients.bench.measures, by_class=weighted and protocol == "local")
+            sums = tally.of(clients.answers_for_owners(model, clients.own(split)), len(clients))
             if protocol in protocols:
-                values[protocol] = Each(metrics(sums))
+                values[protocol] = Each(tally.values(sums))
             if protocol == "local" and everywhere:
                 # The union of the clients' tests; an area under a curve is not the sum of its parts'.
                 union = [Part(_everyone(clients))]
-                values["global"] = Sum(_share(clients, model, union, shares) if _has_labels(clients) else sums)
+                values["global"] = Sum(_share(clients, model, union, shares) if tally.whole else sums)
     for protocol in protocols:
         if protocol.startswith("ood/"):
             values[protocol] = Sum(
@@ -117,8 +118,8 @@ def _shared(
 
 
 def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tuple[int, int]]) -> Tensor:
-    """The tally ``[K, W]`` of this group's shares of a common test set; with labels, the first share is all of it."""
-    if _has_labels(clients):
+    """The tally ``[K, W]`` of this group's shares of a common test set; if such do not add up, the first is all."""
+    if Tally(clients.bench.measures).whole:
         mine = whole if any(i == 0 for i, _ in shares) else []
     else:
         cuts = [[(len(part.where) * i // n, len(part.where) * (i + 1) // n) for i, n in shares] for part in whole]
@@ -132,10 +133,11 @@ def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tupl
 
 def _on(clients: Clients, models: Tensor | Predictor, of: Iterable[Part], again: bool = False) -> Tensor:
     """The tally of models on common samples; `again` if other models will be tested on the same."""
-    total = tally([], len(models))
+    tally = Tally(clients.bench.measures)
+    total = tally.empty(len(models))
     for part in of:
         change = _change(clients, part, again)
-        total = total + tally(clients.answers(models, part.where, change), len(models)).to(total.device)
+        total = total + tally.of(clients.answers(models, part.where, change), len(models)).to(total.device)
     return total
 
 
@@ -170,7 +172,3 @@ def _classes(clients: Clients) -> Tensor:
     """Training samples of each class, ``float64[K, C]``."""
     labels = [clients.bench.samples.take(where)[1] for where in clients.own("train")]
     return torch.stack([torch.bincount(y, minlength=clients.num_classes) for y in labels]).double()
-
-
-def _has_labels(clients: Clients) -> bool:
-    return clients.bench.samples.labels.ndim > 1

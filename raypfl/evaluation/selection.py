@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from raypfl.evaluation.measures import Measures
 from raypfl.settings import EvaluationSettings
 
 PROTOCOL = "val"
-LOWER_IS_BETTER = ("loss", "ece", "std")
 
 
 class Selection(NamedTuple):
@@ -31,15 +31,16 @@ class Selection(NamedTuple):
         return settings.patience is not None and self.waited >= settings.patience
 
 
-def select(validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> Selection:
+def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> Selection:
     """The best of the evaluated rounds.
 
     Parameters
     ----------
     validated : round -> its :func:`deciding` aggregates, ascending. A metric that is missing or NaN is never best.
     """
-    sign = -1 if lower_is_better(settings) else 1
-    values = {round: sign * row.get(settings.metric, math.nan) for round, row in validated.items()}
+    metric = settings.metric or measures.primary.name
+    sign = -1 if _lower_is_better(measures, metric, settings.mode) else 1
+    values = {round: sign * row.get(metric, math.nan) for round, row in validated.items()}
     known = {round: value for round, value in values.items() if not math.isnan(value)}
     if not known:
         return Selection(None, None, len(values))
@@ -57,6 +58,6 @@ def deciding(summary: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return None if row is None else dict(row)
 
 
-def lower_is_better(settings: EvaluationSettings) -> bool:
+def _lower_is_better(measures: Measures, metric: str, mode: str) -> bool:
     """As the settings say or, if they leave it open, as the metric has it."""
-    return settings.metric in LOWER_IS_BETTER if settings.mode == "auto" else settings.mode == "min"
+    return measures.lower_is_better(metric) if mode == "auto" else mode == "min"

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import OWN, WEIGHTED
 from raypfl.evaluation.scoring import weights
-from raypfl.evaluation.tally import METRICS, class_weighted, metrics
+from raypfl.evaluation.tally import Tally
 
-COLUMNS = ("round", "client", "protocol", "model", *METRICS)
 MODELS = ("personal", "global")
-_OPTIONAL = ("ece", "auc", "left_out")
 
 
 def tabulate(
-    round: int, scores: Mapping[str, Tensor], clients: Sequence[int], protocols: Iterable[str]
+    measures: Measures, round: int, scores: Mapping[str, Tensor], clients: Sequence[int], protocols: Iterable[str]
 ) -> dict[str, list[Any]]:
     """Columns of the evaluations table, a row for each (protocol, model, client).
 
@@ -28,85 +27,86 @@ def tabulate(
         ``Sum`` added up. A client without samples to test on gets no row; where the global model is tested once for
         all, the row belongs to no client and has client -1.
     """
-    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    columns: dict[str, list[Any]] = {name: [] for name in measures.kinds}
     for protocol in protocols:
         for model in MODELS:
-            rows, owners = _rows(scores, model, protocol, clients)
+            rows, owners = _rows(measures, scores, model, protocol, clients)
             kept = rows[:, 0] > 0
             rows, owners = rows[kept], owners[kept]
             count = len(rows)
             values = {"round": [round] * count, "client": owners.tolist()}
             values |= {"protocol": [protocol] * count, "model": [model] * count}
-            values |= {name: _plain(name, rows[:, i]) for i, name in enumerate(METRICS)}
+            values |= {name: _plain(measures, name, rows[:, i]) for i, name in enumerate(measures.columns)}
             for name, column in values.items():
                 columns[name] += column
     return columns
 
 
-def summarise(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def summarise(measures: Measures, columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """The aggregates of one round's rows, a dict for each (protocol, model).
 
-    Keys: ``protocol``, ``model``; ``accuracy`` (mean over clients), ``std`` (population, over clients),
-    ``worst_decile`` (mean of the worst tenth of the clients, at least one), ``weighted`` (by samples), ``loss`` (mean
-    over clients); where they are defined, ``ece`` (mean over clients), ``auc`` and ``auc_std`` (mean and population
-    standard deviation over the clients that have one), ``left_out`` (labels without an area, of all clients).
+    Keys: ``protocol``, ``model``; of the primary metric, by its name, the mean over clients, ``std`` (population, over
+    clients), ``worst_decile`` (mean of the worst tenth of the clients, at least one) and ``weighted`` (by samples);
+    of each further metric, by its name, the mean over clients, or their sum where it is one to be added up. A client
+    for which a metric is not defined is left out of it; a metric that no client has is left out altogether.
     """
     protocols, models = np.array(columns["protocol"]), np.array(columns["model"])
-    numbers = {
-        name: np.array(columns[name], dtype=float)
-        for name in ("samples", "accuracy", "loss", *_OPTIONAL)
-        if name in columns
-    }
+    numbers = {name: np.array(columns[name], dtype=float) for name in ("samples", *measures.metrics) if name in columns}
     summary = []
     for protocol in dict.fromkeys(columns["protocol"]):
         for model in MODELS:
             chosen = (protocols == protocol) & (models == model)
             if chosen.any():
                 rows = {name: column[chosen] for name, column in numbers.items()}
-                summary.append({"protocol": protocol, "model": model} | _aggregates(rows))
+                summary.append({"protocol": protocol, "model": model} | _aggregates(measures, rows))
     return summary
 
 
-def _aggregates(rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-    accuracy = rows["accuracy"]
-    worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]
-    values = {
-        "accuracy": float(accuracy.mean()),
-        "std": float(accuracy.std()),
-        "worst_decile": float(worst.mean()),
-        "weighted": float(np.average(accuracy, weights=rows["samples"])),
-        "loss": float(rows["loss"].mean()),
+def _aggregates(measures: Measures, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    known = {
+        name: np.ones(len(rows[name]), dtype=bool) if measures.always(name) else ~np.isnan(rows[name])
+        for name in measures.metrics
+        if name in rows
     }
-    known = {name: rows[name][~np.isnan(rows[name])] for name in _OPTIONAL if name in rows}
-    for name, column in known.items():
-        if column.size:
-            values[name] = float(column.sum() if name == "left_out" else column.mean())
-    if "auc" in values:
-        values["auc_std"] = float(known["auc"].std())
+    values = {}
+    primary = measures.primary
+    if known[primary.name].any():
+        have = known[primary.name]
+        each = rows[primary.name][have]
+        from_worst = np.sort(each) if primary.higher_is_better else np.sort(each)[::-1]
+        values = {
+            primary.name: float(each.mean()),
+            "std": float(each.std()),
+            "worst_decile": float(from_worst[: max(1, len(each) // 10)].mean()),
+            "weighted": float(np.average(each, weights=rows["samples"][have])),
+        }
+    for metric in measures.others:
+        if metric.name in known and known[metric.name].any():
+            column = rows[metric.name][known[metric.name]]
+            values[metric.name] = float(column.sum() if metric.added else column.mean())
     return values
 
 
 def _rows(
-    scores: Mapping[str, Tensor], model: str, protocol: str, clients: Sequence[int]
+    measures: Measures, scores: Mapping[str, Tensor], model: str, protocol: str, clients: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Metrics ``float64[n, 6]`` and whose they are, ``int64[n]``."""
+    """``float64[n, columns]`` and whose they are, ``int64[n]``."""
     everybody, nobody = np.asarray(clients, dtype=np.int64), np.array([-1])
     if model == "global" and protocol in WEIGHTED and "global/global" in scores:
         alpha = weights(protocol, scores["global/alpha"])
-        return class_weighted(scores["global/global"][None], alpha).numpy(), everybody
+        return Tally(measures, by_class=True).class_weighted(scores["global/global"][None], alpha).numpy(), everybody
     if (found := scores.get(f"{model}/{protocol}")) is None:
-        return np.zeros((0, len(METRICS))), everybody[:0]
+        return np.zeros((0, len(measures.columns))), everybody[:0]
     if model == "global" and protocol not in OWN:
-        return metrics(found[None]).numpy(), nobody
+        return Tally(measures).values(found[None]).numpy(), nobody
     return found.numpy(), everybody
 
 
-def _plain(name: str, values: np.ndarray) -> list[Any]:
+def _plain(measures: Measures, name: str, values: np.ndarray) -> list[Any]:
     if name == "samples":
         return values.astype(np.int64).tolist()
-    if name not in _OPTIONAL:
-        return values.tolist()
     column: list[Any] = values.tolist()
-    for i in np.flatnonzero(np.isnan(values)).tolist():
-        column[i] = None
+    if not measures.always(name):
+        for i in np.flatnonzero(np.isnan(values)).tolist():
+            column[i] = None
     return column

@@ -1,113 +1,159 @@
 """Sums over test samples, from which a model's metrics follow; those of the parts of a test set add up to the whole's.
 
-A tally has a row for each model, ``float64[K, W]``: samples, right answers, loss, AUC times samples, labels left out of
-it, the gap of each calibration bin and, if it is kept by class, samples, right answers and loss of each class.
+A tally has a row for each model, ``float64[K, W]``: samples, the sums of each metric and, if it is kept by class,
+samples and the sum of each mean over samples, of each class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from raypfl.errors import MethodError
+from raypfl.evaluation.measures import Measures
+from raypfl.objectives import BinnedSums, Metric, OverAll, SampleMean, SampleSums, Scores
+from raypfl.objectives.base import unrounded
 
 if TYPE_CHECKING:
     from raypfl.federation.testing import Answers
 
-METRICS = ("samples", "accuracy", "loss", "ece", "auc", "left_out")
-"""Columns of :func:`metrics`; see ``docs/evaluation.md`` for what they are."""
 
-BINS = 15
-_SAMPLES, _RIGHT, _LOSS, _AUC, _LEFT_OUT, _GAPS = range(6)
-_BY_CLASS = _GAPS + BINS
+@dataclass(frozen=True)
+class Tally:
+    """How sums stand in a row.
 
-
-def tally(answers: Iterable[Answers], rows: int, classes: int = 0) -> Tensor:
-    """The tally ``float64[rows, W]`` of all answers, a row for each model, or for each owner of the samples.
-
-    Parameters
+    Attributes
     ----------
-    classes : keep it by class too, of so many; 0: do not. For samples of one class each alone.
+    by_class : keep them by class too; for samples of one class each alone.
     """
-    sums: Tensor | None = None
-    labelled: list[Answers] = []
-    for part in answers:
+
+    measures: Measures
+    by_class: bool = False
+
+    @cached_property
+    def spans(self) -> dict[str, slice]:
+        """The columns of each metric's sums."""
+        spans, first = {}, 1
+        for metric in (*self._dense, *self._sparse):
+            last = first + metric.width(self.measures.targets)
+            spans[metric.name], first = slice(first, last), last
+        return spans
+
+    @cached_property
+    def _dense(self) -> list[SampleMean | SampleSums]:
+        """Metrics to whose sums every sample adds, which stand first and side by side."""
+        return [m for m in self.measures.metrics.values() if isinstance(m, SampleMean | SampleSums)]
+
+    @cached_property
+    def _sparse(self) -> list[Metric]:
+        return [m for m in self.measures.metrics.values() if not isinstance(m, SampleMean | SampleSums)]
+
+    @cached_property
+    def means(self) -> list[str]:
+        """The metrics that can be weighed by class."""
+        return [name for name, metric in self.measures.metrics.items() if isinstance(metric, SampleMean)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether a metric needs all outputs at once, so that tallies of parts do not add up."""
+        return any(isinstance(metric, OverAll) for metric in self.measures.metrics.values())
+
+    @property
+    def _plain_width(self) -> int:
+        return max((span.stop for span in self.spans.values()), default=1)
+
+    def empty(self, rows: int, device: torch.device | str = "cpu") -> Tensor:
+        """Of no samples."""
+        width = self._plain_width + self.by_class * (1 + len(self.means)) * self.measures.targets
+        return torch.zeros(rows, width, dtype=torch.float64, device=device)
+
+    def of(self, answers: Iterable[Answers], rows: int) -> Tensor:
+        """The tally ``float64[rows, W]`` of all answers, a row for each model, or for each owner of the samples."""
+        sums: Tensor | None = None
+        kept: list[Answers] = []
+        for part in answers:
+            if sums is None:
+                sums = self.empty(rows, part.outputs.device)
+            self._add(sums, part)
+            if self.whole:
+                kept.append(part)
         if sums is None:
-            sums = _empty(rows, classes, part.outputs.device)
-        if part.y.dim() == part.outputs.dim():
-            labelled.append(part)
-            _add_labels(sums, part)
-        else:
-            _add_classes(sums, part, classes)
-    if sums is None:
-        return _empty(rows, classes, torch.device("cpu"))
-    if labelled:
-        sums[:, _GAPS:_BY_CLASS] = torch.nan
-        _add_auc(sums, labelled)
+            return self.empty(rows)
+        if kept:
+            self._add_whole(sums, kept)
+        return sums
+
+    def values(self, sums: Tensor) -> Tensor:
+        """``float64[..., columns]``, the columns of `Measures`, of tallies ``[..., W]``; NaN for what has no value."""
+        count = sums[..., 0]
+        known = {
+            name: metric.value(sums[..., self.spans[name]], count) for name, metric in self.measures.metrics.items()
+        }
+        return self._in_columns({"samples": count, **known})
+
+    def class_weighted(self, sums: Tensor, alpha: Tensor) -> Tensor:
+        """The same if a sample of class c weighs ``alpha[..., c]``, from tallies by class ``[..., W]``.
+
+        `samples` are those of a weight above 0. (Dai et al. 2023, acc_i of section 5)
+        """
+        count, *parts = sums[..., self._plain_width :].unflatten(-1, (1 + len(self.means), -1)).unbind(-2)
+        total = (alpha * count).sum(-1)
+        known = {name: (alpha * part).sum(-1) / total for name, part in zip(self.means, parts, strict=True)}
+        return self._in_columns({"samples": (count * (alpha > 0)).sum(-1), **known})
+
+    def _in_columns(self, known: dict[str, Tensor]) -> Tensor:
+        unknown = torch.full_like(known["samples"], torch.nan)
+        return torch.stack([known.get(name, unknown) for name in self.measures.columns], dim=-1)
+
+    def _add(self, sums: Tensor, part: Answers) -> None:
+        outputs = unrounded(part.outputs)
+        y = part.y.expand(len(outputs), *part.y.shape[1:])
+        scores = self.measures.objective.scores(outputs, y)
+        dense = [row for metric in self._dense for row in _summed(metric, scores, self.measures.targets)]
+        binned = [(m, *m.binned(scores)) for m in self._sparse if isinstance(m, BinnedSums)]
+        values = [outputs.new_ones(outputs.shape[:2]), *dense, *(added for *_, added in binned)]
+        kind = torch.float64 if any(v.dtype == torch.float64 for v in values) else outputs.dtype
+        rows = torch.stack([v.to(kind) for v in values])
+        rows = (rows if part.weight is None else rows * part.weight).double()
+        mine, whole = sums[part.models], 1 + len(dense)
+        _add(mine, part.owners, rows[:whole])
+        for (metric, bins, _), row in zip(binned, rows[whole:], strict=True):
+            _add_at(mine, part.owners, bins + self.spans[metric.name].start, row)
+        if self.by_class:
+            kept = [0, *(self.spans[name].start for name in self.means)]
+            for i, row in enumerate(rows[kept]):
+                _add_at(mine, part.owners, y + (self._plain_width + i * self.measures.targets), row)
+
+    def _add_whole(self, sums: Tensor, parts: list[Answers]) -> None:
+        every = range(len(sums))
+        for k in every:
+            chosen = [_of(k, part) for part in parts if k in every[part.models]]
+            outputs, targets = (torch.cat(tensors) for tensors in zip(*chosen, strict=True)) if chosen else (None, None)
+            if outputs is None or targets is None or not len(outputs):
+                continue
+            for metric in self._sparse:
+                if isinstance(metric, OverAll):
+                    sums[k, self.spans[metric.name]] = metric.of_all(outputs, targets) * sums[k, 0]
+
+
+def _summed(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> list[Tensor]:
+    """What a metric adds up of each sample, ``[k, b]`` each."""
+    shape = list(scores.outputs.shape[:2])
+    if isinstance(metric, SampleMean):
+        rows, says, wanted = metric.each(scores), "each(scores)", shape
     else:
-        sums[:, _AUC : _LEFT_OUT + 1] = torch.nan
-    return sums
-
-
-def metrics(sums: Tensor) -> Tensor:
-    """``float64[..., 6]``, the columns of `METRICS`, of tallies ``[..., W]``; all but `samples` NaN without samples."""
-    count = sums[..., _SAMPLES]
-    gaps = sums[..., _GAPS:_BY_CLASS].abs().sum(-1)
-    means = [total / count for total in (sums[..., _RIGHT], sums[..., _LOSS], gaps, sums[..., _AUC])]
-    return torch.stack([count, *means, sums[..., _LEFT_OUT]], dim=-1)
-
-
-def class_weighted(sums: Tensor, alpha: Tensor) -> Tensor:
-    """The columns of `METRICS` if a sample of class c weighs ``alpha[..., c]``, from tallies by class ``[..., W]``.
-
-    `samples` are those of a weight above 0. (Dai et al. 2023, acc_i of section 5)
-    """
-    count, right, loss = sums[..., _BY_CLASS:].unflatten(-1, (3, -1)).unbind(-2)
-    total = (alpha * count).sum(-1)
-    weighed = (count * (alpha > 0)).sum(-1)
-    unknown = torch.full_like(total, torch.nan)
-    means = [(alpha * part).sum(-1) / total for part in (right, loss)]
-    return torch.stack([weighed, *means, unknown, unknown, unknown], dim=-1)
-
-
-def _empty(rows: int, classes: int, device: torch.device) -> Tensor:
-    return torch.zeros(rows, _BY_CLASS + 3 * classes, dtype=torch.float64, device=device)
-
-
-def _add_classes(sums: Tensor, part: Answers, classes: int) -> None:
-    logits = _unrounded(part.outputs)
-    y = part.y.expand(logits.shape[:2])
-    top, guess = logits.max(-1)
-    right = (guess == y).to(logits.dtype)
-    below = logits - top[..., None]
-    # What is below e^-80 adds nothing to 1, and exp takes ten times as long where its results are denormal.
-    odds = below.clamp_min(-80.0).exp_().sum(-1)
-    loss = odds.log() - below.gather(-1, y[..., None])[..., 0]
-    confidence = odds.reciprocal_().nan_to_num_(0.0)
-    # Bin b is ((b - 1) / 15, b / 15], and a confidence of 0 is in none.
-    bins = (confidence * BINS).ceil_().clamp_(1, BINS).long().add_(_GAPS - 1)
-    rows = torch.stack([torch.ones_like(loss), right, loss, right - confidence])
-    rows = (rows if part.weight is None else rows * part.weight).double()
-    _add(sums[part.models], part.owners, rows[:3])
-    _add_at(sums[part.models], part.owners, bins, rows[3])
-    for i, values in enumerate(rows[:3] if classes else []):
-        _add_at(sums[part.models], part.owners, y + (_BY_CLASS + i * classes), values)
-
-
-def _add_labels(sums: Tensor, part: Answers) -> None:
-    logits = _unrounded(part.outputs)
-    y = part.y.to(logits.dtype).expand(logits.shape)
-    right = ((logits > 0) == (y > 0.5)).to(logits.dtype).mean(-1)
-    loss = F.binary_cross_entropy_with_logits(logits, y, reduction="none").mean(-1)
-    rows = torch.stack([torch.ones_like(loss), right, loss])
-    _add(sums[part.models], part.owners, (rows if part.weight is None else rows * part.weight).double())
-
-
-def _unrounded(outputs: Tensor) -> Tensor:
-    """In the precision that sums are taken in; single or double is left as it is, since rounding makes ties."""
-    return outputs.float() if outputs.dtype == torch.bfloat16 else outputs
+        rows, says, wanted = metric.sums(scores), "sums(scores)", [*shape, metric.width(targets)]
+    if list(rows.shape) != wanted:
+        raise MethodError(
+            f"The metric {metric.name!r} gives {list(rows.shape)} for {shape[0]} models and {shape[1]} samples; its "
+            f"{says} must give {wanted}, numbers for each sample of each model."
+        )
+    return [rows] if isinstance(metric, SampleMean) else list(rows.unbind(-1))
 
 
 def _add(sums: Tensor, owners: Tensor | None, values: Tensor) -> None:
@@ -126,48 +172,14 @@ def _add_at(sums: Tensor, owners: Tensor | None, columns: Tensor, values: Tensor
         sums.index_put_((owners, columns[0]), values[0], accumulate=True)
 
 
-def _add_auc(sums: Tensor, parts: list[Answers]) -> None:
-    every = range(len(sums))
-    for k in every:
-        chosen = [_of(k, part) for part in parts if k in every[part.models]]
-        scores, targets = (torch.cat(tensors) for tensors in zip(*chosen, strict=True)) if chosen else (None, None)
-        if scores is not None and targets is not None and len(scores):
-            area, left_out = macro_auc(scores, targets)
-            sums[k, _AUC] = area * sums[k, _SAMPLES]
-            sums[k, _LEFT_OUT] = left_out
-
-
 def _of(k: int, part: Answers) -> tuple[Tensor, Tensor]:
-    """Row k's scores and targets ``[n, L]``."""
+    """Row k's outputs and targets, ``[n, ...]``."""
     row = 0 if part.owners is not None else k - part.models.start
-    scores, targets = _unrounded(part.outputs[row]), part.y.expand(part.outputs.shape)[row]
+    outputs, y = unrounded(part.outputs[row]), part.y.expand(len(part.outputs), *part.y.shape[1:])[row]
     if part.owners is not None:
         real = part.owners == k
     elif part.weight is not None:
         real = part.weight[row] > 0
     else:
-        return scores, targets
-    return scores[real], targets[real]
-
-
-def macro_auc(scores: Tensor, targets: Tensor) -> tuple[float, int]:
-    """Mean over labels of the area under the ROC curve; labels without positives or without negatives are left out.
-
-    The area is the chance that a positive scores above a negative, ties counting half (Hanley and McNeil 1982).
-
-    Parameters
-    ----------
-    scores : ``[n, L]``. targets : ``[n, L]``, positive above one half.
-
-    Returns
-    -------
-    The mean, NaN if no label is left, and the number of labels left out.
-    """
-    areas = []
-    for score, target in zip(scores.unbind(1), targets.unbind(1), strict=True):
-        positive = target > 0.5
-        above, below = score[positive], score[~positive].sort().values
-        if len(above) and len(below):
-            wins = torch.searchsorted(below, above) + torch.searchsorted(below, above, right=True)
-            areas.append(float(wins.double().sum()) / (2 * len(above) * len(below)))
-    return (sum(areas) / len(areas) if areas else float("nan")), scores.shape[1] - len(areas)
+        return outputs, y
+    return outputs[real], y[real]

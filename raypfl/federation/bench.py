@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from raypfl.evaluation.measures import Measures
 from raypfl.federation.batches import Samples
 from raypfl.federation.executor import Executor, Sequential
 from raypfl.federation.pool import Pools
 from raypfl.models.flat import FlatModel
+from raypfl.objectives import Objective
 from raypfl.settings import TrainingSettings
 
 ROOM = 512 * 2**20
@@ -27,6 +29,7 @@ class Bench:
     Attributes
     ----------
     split : ``split(client, name) -> int64[n]`` sample numbers of one client's split.
+    measures : what is learned, and by which metrics models are judged.
     pools : samples that belong to no client.
     networks : further networks of the method (:meth:`raypfl.Method.networks`).
     loss_limit : a training loss above it is a failure.
@@ -46,6 +49,7 @@ class Bench:
     training: TrainingSettings
     seed: int
     pools: Pools = field(kw_only=True)
+    measures: Measures = field(default_factory=Measures)
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
     evaluation_batch: int = 512
@@ -54,6 +58,11 @@ class Bench:
     unseen: frozenset[int] = frozenset()
     corrupted: dict[Any, Tensor] = field(default_factory=dict)
     _unions: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned."""
+        return self.measures.objective
 
     @cached_property
     def initial(self) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from raypfl import rng
 from raypfl.errors import ClientError, MethodError
-from raypfl.evaluation.tally import tally
+from raypfl.evaluation.tally import Tally
 from raypfl.federation.batches import Batch, GroupSamples, Order, num_steps, order
 from raypfl.federation.bench import Bench
 from raypfl.federation.client_state import ClientState
@@ -46,6 +46,7 @@ class Clients:
     ids : the clients' numbers.
     round : the round's number, from 1.
     lr : the learning rate that the schedule gives this round.
+    objective : what is learned: ``clients.objective.loss(outputs, batch)``.
     model : the clients' network as a function of a flat vector.
     networks : the method's further networks.
     input_shape : of one sample, ``(C, H, W)``.
@@ -67,6 +68,7 @@ class Clients:
         self.lr = lr
         self.model = bench.model
         self.networks = bench.networks
+        self.objective = bench.objective
         self.num_classes = bench.num_classes
         self.input_shape = tuple(bench.samples.inputs.shape[1:])
         self.seed = bench.seed
@@ -115,18 +117,8 @@ class Clients:
         return per_client(torch.stack(rows).to(self.model.dtype))
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
-        """One client's mean cross-entropy on a batch, at parameters `p`."""
-        return self.cross_entropy(self.model(p, batch.x), batch)
-
-    def cross_entropy(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Mean cross-entropy of ``logits[b, classes]`` on a batch; of several labels a sample: the binary one, over
-        samples and labels."""
-        logits = logits.float() if self._half else logits
-        if batch.y.dim() > 1:
-            return batch.mean((F.softplus(logits) - batch.y.to(logits.dtype) * logits).mean(1))
-        # F.cross_entropy is no single operation under vmap, which takes it to pieces in Python.
-        log_probabilities = F.log_softmax(logits, dim=-1)
-        return -batch.mean(log_probabilities.gather(1, batch.y[:, None]).squeeze(1))
+        """One client's objective on a batch, at parameters `p`."""
+        return self.objective.loss(self.model(p, batch.x), batch)
 
     def other(self, theta: Tensor, model: FlatModel | None = None) -> Other:
         """Another model as it is, for a loss beside the one that is trained: a teacher, an earlier model.
@@ -311,11 +303,13 @@ class Clients:
         """Samples that belong to no client (``data.pools``): its mini-batches are those of ``cohort.pool(name)``."""
         return self._bench.pools.pool(name, self.round)
 
-    def evaluate(self, theta: Tensor | Predictor, split: str = "test") -> tuple[PerClient, PerClient, PerClient]:
-        """Each client's model on its own split: correct answers, summed loss and samples, each ``[K]``."""
-        models = theta if isinstance(theta, Predictor) else self._rows(theta)
-        sums = tally(self.answers(models, self.own(split)), len(self)).to(self.device)
-        return per_client(sums[:, 1]), per_client(sums[:, 2]), per_client(sums[:, 0])
+    def evaluate(self, theta: Tensor | Predictor, split: str = "test") -> dict[str, PerClient]:
+        """Each client's model on its own split: ``samples`` and every metric by name, ``[K]`` each; NaN without any."""
+        models, measures = theta if isinstance(theta, Predictor) else self._rows(theta), self._bench.measures
+        tally = Tally(measures)
+        rows = tally.values(tally.of(self.answers(models, self.own(split)), len(self))).to(self.device)
+        columns = dict(zip(measures.columns, rows.unbind(1), strict=True))
+        return {name: per_client(columns[name]) for name in ("samples", *measures.metrics)}
 
     def own(self, split: str) -> list[np.ndarray]:
         """Numbers of the samples in each client's split, ``int64[n]`` for each client."""
@@ -380,10 +374,6 @@ class Clients:
     def received(self, arguments: Mapping[str, Any]) -> None:
         """Note the round's broadcasts, which an extra may be without a doubt about its first axis."""
         self._shared = {id(a) for a in arguments.values() if isinstance(a, Tensor) and not isinstance(a, PerClient)}
-
-    @property
-    def _half(self) -> bool:
-        return self.training.precision == "bf16"
 
     def _samples(self, split: str) -> GroupSamples:
         if split not in self._gathered:
@@ -502,11 +492,8 @@ class Clients:
         ``some(n)`` gives at most n samples of the first client.
         """
         executor, loss = self._bench.executor, getattr(function, "loss", function)
-        if (
-            not unequal
-            or not isinstance(executor, Vectorised)
-            or function in (self.loss, Minimised(self.model, self.loss))
-        ):
+        weighs = self.objective.weighs and function in (self.loss, Minimised(self.model, self.loss))
+        if not unequal or not isinstance(executor, Vectorised) or weighs:
             return executor
         if executor.respects_padding(function, at, some(self.training.batch_size), extras, train):
             return executor

@@ -16,8 +16,8 @@ import torch
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.data.store import cache_folder
-from raypfl.errors import ConfigError, RaypflError
-from raypfl.evaluation import refuse_untestable
+from raypfl.errors import ConfigError, RaypflError, did_you_mean
+from raypfl.evaluation import Measures, refuse_untestable
 from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
 from raypfl.federation.cluster import client_actors, connected, for_client, for_server
@@ -44,7 +44,14 @@ from raypfl.federation.result import (
 )
 from raypfl.federation.schedule import cohort_size, groups_for
 from raypfl.federation.server import Job, Server
-from raypfl.federation.setup import make_bench, make_model, make_task, pools_of_server, threads_of_server
+from raypfl.federation.setup import (
+    make_bench,
+    make_measures,
+    make_model,
+    make_task,
+    pools_of_server,
+    threads_of_server,
+)
 from raypfl.federation.stopping import StopRequest
 from raypfl.federation.threads import threads
 from raypfl.federation.trial import faster, refuse_channels_last
@@ -52,6 +59,7 @@ from raypfl.federation.work import Worker
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import digest
+from raypfl.objectives import KINDS, OBJECTIVES
 
 DRIVER_POLL = 0.2
 STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again stops without that."
@@ -167,9 +175,10 @@ def make_room(ray: Any) -> None:
 
 def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     """The clients' network, if settings, data, network and method fit together."""
-    refuse_untestable(experiment.evaluation.protocols, data)
+    measures = make_measures(experiment, data)
+    refuse_untestable(experiment.evaluation.protocols, data, measures.objective)
     _refuse_without_models(experiment.method)
-    _refuse_several_labels(experiment, data)
+    _refuse_another_objective(experiment, data, measures)
     _refuse_to_augment(experiment, data)
     if experiment.cohort.size and experiment.cohort.size > data.num_clients:
         raise ConfigError(
@@ -192,19 +201,33 @@ def _refuse_without_models(method: Method) -> None:
         )
 
 
-def _refuse_several_labels(experiment: Experiment, data: ClientData) -> None:
-    if experiment.method.one_class and getattr(data, "multi_label", False):
+def _refuse_another_objective(experiment: Experiment, data: ClientData, measures: Measures) -> None:
+    """Data, objective, method and the metric that chooses the best round must fit together."""
+    objective, name = measures.objective, OBJECTIVES.name_of(type(measures.objective))
+    if objective.targets not in ("", data.kind):
         raise ConfigError(
-            f"method is {METHODS.name_of(type(experiment.method))!r}, which needs samples of one class each, but those "
-            f"of {data.name!r} have several labels."
+            f"objective is {name!r}, which is for {KINDS[objective.targets]}, but the targets of {data.name!r} are "
+            f"{KINDS[data.kind]}."
+        )
+    if not isinstance(objective, experiment.method.objectives):
+        able = " or ".join(repr(OBJECTIVES.name_of(one)) for one in experiment.method.objectives)
+        raise ConfigError(
+            f"method is {METHODS.name_of(type(experiment.method))!r}, which learns the objective {able}, but that of "
+            f"{data.name!r} is {name!r}; choose another method."
+        )
+    metric = experiment.evaluation.metric
+    if metric is not None and metric not in measures.aggregates:
+        raise ConfigError(
+            f"evaluation.metric is {metric!r}, which the objective {name!r} does not have; "
+            f"{did_you_mean(metric, measures.aggregates)}"
         )
 
 
 def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
-    channels, height, width = data.input_shape
-    if experiment.data.augmentation and min(height, width) == 1:
+    shape = data.input_shape
+    if experiment.data.augmentation and (len(shape) != 3 or min(shape[1:]) == 1):
         raise ConfigError(
-            f"data.augmentation is for images, but the samples of {data.name!r} are {channels}x{height}x{width}, which "
+            f"data.augmentation is for images, but the samples of {data.name!r} are {'x'.join(map(str, shape))}, which "
             f"has no rows and columns to change; leave it out."
         )
 
@@ -235,6 +258,7 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
     """What the server is to do; what the settings left open is settled from here on, and in a resume."""
     engine, training = experiment.engine, experiment.training
     model = _fitting_model(experiment, data)
+    experiment = experiment.replace(objective=make_measures(experiment, data).objective)
     why = reason_before(folder, experiment)
     if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("trying executors"))

@@ -10,7 +10,7 @@ import torch
 
 from raypfl.authors import place
 from raypfl.errors import MethodError, RaypflError
-from raypfl.evaluation import score, tabulate
+from raypfl.evaluation import Measures, score, tabulate
 from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.cohort import Exchanger, Judged
 from raypfl.federation.schedule import cohort_size, even, groups_for
@@ -37,6 +37,7 @@ class Judge:
         self.method = experiment.method
         self.exchanger = exchanger
         self.task = exchanger.task
+        self.measures = Measures(self.task.objective, experiment.evaluation.metrics, self.task.num_classes)
 
     def columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
         """Columns of the evaluations table, given the server's state after a round."""
@@ -50,7 +51,7 @@ class Judge:
         self, state: dict[str, Any], round: int, clients: list[int], protocols: list[str], unseen: bool
     ) -> dict[str, list[Any]]:
         if not clients or not protocols:
-            return tabulate(round, {}, [], [])
+            return tabulate(self.measures, round, {}, [], [])
         # Methods that fine-tune what is judged do so at the rate of the round before.
         lr = learning_rate(self.experiment.training, max(round - 1, 0), self.experiment.rounds)
         arguments = self._arguments(state, clients) | {"protocols": protocols, "maker": maker(unseen)}
@@ -61,7 +62,7 @@ class Judge:
             for group, reply in self.exchanger.run(call, groups, _unjudged):
                 total.add(group, reply.values)
             self.exchanger.states.abandon()
-        return tabulate(round, total.result(), clients, protocols)
+        return tabulate(self.measures, round, total.result(), clients, protocols)
 
     def _arguments(self, state: dict[str, Any], clients: list[int]) -> dict[str, Any]:
         skeleton, tensors = taken_apart(self.method.judged_with(state))

@@ -60,6 +60,7 @@ def write(path: str | Path, experiment: Experiment, snapshot: Snapshot, outline:
         "server": encoded(snapshot.server, tensors),
         "input_shape": outline.input_shape,
         "num_classes": outline.num_classes,
+        "kind": outline.kind,
         "scale": outline.scale,
     }
     tensors = {f"server/{name}": tensor for name, tensor in tensors.items()}
@@ -110,6 +111,7 @@ class ModelsFile:
         self.outline = DataOutline(
             input_shape=tuple(about["input_shape"]),
             num_classes=about["num_classes"],
+            kind=about.get("kind", "classes"),
             scale=about["scale"],
             mean=facts["mean"],
             std=facts["std"],

@@ -15,7 +15,7 @@ class DataOutline:
 
     Attributes
     ----------
-    input_shape, num_classes, scale, mean, std, num_clients, unseen : as of :class:`raypfl.data.FederatedData`.
+    input_shape, num_classes, kind, scale, mean, std, num_clients, unseen : as of :class:`raypfl.data.FederatedData`.
 
     Parameters
     ----------
@@ -28,6 +28,7 @@ class DataOutline:
         *,
         input_shape: tuple[int, int, int],
         num_classes: int,
+        kind: str,
         scale: float,
         mean: np.ndarray,
         std: np.ndarray,
@@ -35,7 +36,7 @@ class DataOutline:
         sizes: Mapping[str, np.ndarray],
         data: Callable[[], ClientData],
     ):
-        self.input_shape, self.num_classes = input_shape, num_classes
+        self.input_shape, self.num_classes, self.kind = input_shape, num_classes, kind
         self.scale, self.mean, self.std = scale, mean, std
         self.unseen = unseen
         self.num_clients = len(sizes["train"])
@@ -48,6 +49,7 @@ class DataOutline:
         return cls(
             input_shape=data.input_shape,
             num_classes=data.num_classes,
+            kind=data.kind,
             scale=data.scale,
             mean=data.mean,
             std=data.std,

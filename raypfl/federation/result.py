@@ -111,7 +111,7 @@ class Result:
     best_round : the best evaluated round by validation data; None: nothing was validated.
     facts : what the run found out as it began, see ``events.RunStarted``.
     rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
-    evaluations : a row for each (round, client, protocol, model): samples, accuracy, loss, ece, auc, left_out.
+    evaluations : a row for each (round, client, protocol, model): samples, and every metric.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
         ``training`` or ``prediction``.
     logged : a row for each number that the method logged: round, name, value.
@@ -183,7 +183,9 @@ class Result:
         if not self.evaluations.num_rows:
             return []
         wanted = pc.max(self.evaluations["round"]) if round is None else round
-        return summarise(self.evaluations.filter(pc.equal(self.evaluations["round"], wanted)).to_pydict())
+        return summarise(
+            self.experiment.measures, self.evaluations.filter(pc.equal(self.evaluations["round"], wanted)).to_pydict()
+        )
 
     @property
     def megabytes(self) -> tuple[float, float]:

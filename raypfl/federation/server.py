@@ -18,7 +18,7 @@ import torch
 import raypfl
 from raypfl.authors import located, told
 from raypfl.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
-from raypfl.evaluation import Selection, deciding, select, summarise
+from raypfl.evaluation import Measures, Selection, deciding, select, summarise
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Backend
 from raypfl.federation.checkpoint import Snapshot
@@ -41,18 +41,6 @@ from raypfl.models.weights import origin
 if TYPE_CHECKING:
     from raypfl.config import Experiment
 
-EVALUATIONS = {
-    "round": "int32",
-    "client": "int32",
-    "protocol": "text",
-    "model": "text",
-    "samples": "int64",
-    "accuracy": "float64",
-    "loss": "float64",
-    "ece": "float64 or none",
-    "auc": "float64 or none",
-    "left_out": "float64 or none",
-}
 ROUNDS = {
     "round": "int32",
     "loss": "float64",
@@ -127,6 +115,7 @@ class Server:
             warn=self._warn,
         )
         self._judge = Judge(job.experiment, self._exchanger)
+        self.measures = self._judge.measures
 
     def run(self) -> RunFinished:
         """All rounds that are left; a stop or a failure leaves a checkpoint of the last finished round behind.
@@ -173,7 +162,7 @@ class Server:
         return self.round > self._evaluated and (self.round == 0 or self._due(self.experiment.evaluation.every))
 
     def _chosen(self) -> Selection:
-        return select(self._validated, self.experiment.evaluation)
+        return select(self.measures, self._validated, self.experiment.evaluation)
 
     def _is_over(self) -> bool:
         chosen = self._chosen()
@@ -198,7 +187,7 @@ class Server:
             self.round, self.state = 0, self.method.start(self.task)
             self._evaluated = -1 if self.experiment.evaluation.at_start else 0
             self._sent = dict.fromkeys(("up", "down"), 0)
-            self._tables = _empty_tables()
+            self._tables = _empty_tables(self.measures)
             self._validated = {}
         self.ledger.rows = self._tables["ledger"].waiting
 
@@ -304,7 +293,7 @@ class Server:
         columns = self._judge.columns(self.state, self.round)
         self._tables["evaluations"].waiting.extend(columns)
         self._evaluated = self.round
-        summary = summarise(columns)
+        summary = summarise(self.measures, columns)
         if (row := deciding(summary)) is not None:
             self._validated[self.round] = row
         self.emit(Evaluated(self.round, summary))
@@ -396,7 +385,7 @@ class Server:
         for shard in snapshot.states:
             self.states.stage(shard.clients.tolist(), self.backend.keep(shard.stack()), pack=shard.pack)
         self.states.commit()
-        self._tables = _empty_tables() | snapshot.tables
+        self._tables = _empty_tables(self.measures) | snapshot.tables
         rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])
         self._sent = {way: sum(rounds[f"bytes_{way}"].to_pylist()) for way in self._sent}
         self.round = self._saved = snapshot.round
@@ -405,9 +394,9 @@ class Server:
         return True
 
 
-def _empty_tables() -> dict[str, Table]:
-    kinds = {"rounds": ROUNDS, "evaluations": EVALUATIONS, "ledger": LEDGER, "logged": LOGGED, "images": IMAGES}
-    return {name: Table(Columns(columns)) for name, columns in kinds.items()}
+def _empty_tables(measures: Measures) -> dict[str, Table]:
+    of = {"rounds": ROUNDS, "evaluations": measures.kinds, "ledger": LEDGER, "logged": LOGGED, "images": IMAGES}
+    return {name: Table(Columns(columns)) for name, columns in of.items()}
 
 
 def checkpoints_of(experiment: Experiment, run_dir: str) -> str:

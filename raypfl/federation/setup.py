@@ -14,6 +14,7 @@ from torch import nn
 from raypfl import rng
 from raypfl.augmentation import Augmentation
 from raypfl.data import ClientData, DescribedData, FederatedData
+from raypfl.evaluation import Measures
 from raypfl.federation.batches import Samples
 from raypfl.federation.bench import ROOM, Bench
 from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
@@ -23,17 +24,24 @@ from raypfl.federation.residence import moved, room_on
 from raypfl.methods.base import Method, Task
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.weights import Pretrained
+from raypfl.objectives import fitting
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
 
 
+def make_measures(experiment: Experiment, data: ClientData | DataOutline) -> Measures:
+    """What is learned of this data, and by which metrics models are judged."""
+    objective = experiment.objective or fitting(data.kind)
+    return Measures(objective, experiment.evaluation.metrics, data.num_classes)
+
+
 def make_model(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
     settings = experiment.model
-    entry = MODELS.get(settings.name)
+    entry, outputs = MODELS.get(settings.name), make_measures(experiment, data).objective.outputs(data.num_classes)
     factory: Callable[[], nn.Module] = partial(
-        entry, input_shape=data.input_shape, num_classes=data.num_classes, **settings.options
+        entry, input_shape=data.input_shape, num_classes=outputs, **settings.options
     )
     if settings.weights is not None:
         factory = Pretrained(factory, settings.name, settings.weights)
@@ -48,7 +56,7 @@ def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) ->
 
 def make_task(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> Task:
     """What the method may know, its own networks built."""
-    model = make_model(experiment, data, device)
+    model, measures = make_model(experiment, data, device), make_measures(experiment, data)
     task = Task(
         model=model,
         seed=experiment.seed,
@@ -60,6 +68,7 @@ def make_task(experiment: Experiment, data: ClientData | DataOutline, device: to
         num_test_samples=data.sizes("test"),
         unseen=data.unseen,
         pools={name: len(where) for name, where in _pools(data).items()},
+        objective=measures.objective,
     )
     return replace(task, networks=experiment.method.networks(task))
 
@@ -80,6 +89,7 @@ def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Tas
         num_classes=data.num_classes,
         training=experiment.training,
         seed=experiment.seed,
+        measures=make_measures(experiment, data),
         pools=_read(experiment, data, samples),
         networks=task.networks,
         loss_limit=experiment.failures.loss_limit,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raypfl.errors import MethodError
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
+from raypfl.objectives import Classification, Objective
 from raypfl.registry import Registry
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ class Task:
     ----------
     model : the clients' network.
     seed : of the run.
-    rounds, num_clients, num_classes : of the experiment.
-    input_shape : ``(C, H, W)``.
+    rounds, num_clients : of the experiment.
+    num_classes : how many classes, labels, numbers or tokens a sample's target is one of, or has.
+    input_shape : of a sample, such as ``(C, H, W)``.
+    objective : what is learned.
     num_samples : ``int64[num_clients]`` training samples of each client.
     networks : the method's own, by name.
     num_test_samples : ``int64[num_clients]``, in each client's test split.
@@ -46,12 +49,13 @@ class Task:
     rounds: int
     num_clients: int
     num_classes: int
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
     num_samples: np.ndarray
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     num_test_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     unseen: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     pools: Mapping[str, int] = field(default_factory=dict)
+    objective: Objective = field(default_factory=Classification)
 
 
 def _refused(method: Method, name: str, value: Any) -> None:
@@ -71,10 +75,10 @@ class Method:
 
     Attributes
     ----------
-    one_class : whether it needs samples of one class each; a run of it on samples of several labels is then refused.
+    objectives : what it can learn, with subclasses; a run of it with another objective is refused.
     """
 
-    one_class: ClassVar[bool] = False
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

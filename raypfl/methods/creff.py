@@ -14,6 +14,7 @@ from raypfl.errors import ConfigError
 from raypfl.messages import Mean, Sum
 from raypfl.methods.base import METHODS, Method, Server, Task
 from raypfl.models.heads import features
+from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
     from raypfl.federation.batches import Batch
@@ -40,7 +41,7 @@ class CReFF(Method):
     weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
     """
 
-    one_class: ClassVar[bool] = True
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
     features: int = 100
     feature_steps: int = 100

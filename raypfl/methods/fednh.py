@@ -15,6 +15,7 @@ from raypfl.messages import Mean, Sum, per_client, plain
 from raypfl.methods.base import METHODS, Method, Server, Task
 from raypfl.models.heads import PrototypeHead, features, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
+from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
     from raypfl.federation.clients import Clients
@@ -52,7 +53,7 @@ class FedNH(Method):
         mean is over the class's ``owners``; or over its ``samples``.
     """
 
-    one_class: ClassVar[bool] = True
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
     rho: float = 0.9
     scale: float = 30.0

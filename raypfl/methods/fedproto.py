@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from raypfl.messages import Sum
 from raypfl.methods.base import METHODS, Method, Server, Task
 from raypfl.models.heads import features
+from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
     from raypfl.federation.batches import Batch
@@ -33,7 +34,7 @@ class FedProto(Method):
     lam : strength of the pull, lambda.
     """
 
-    one_class: ClassVar[bool] = True
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
     lam: float = 0.1
 
@@ -55,7 +56,8 @@ class FedProto(Method):
             count = member.sum(0)
             distance = (member.T @ z / count.clamp_min(1)[:, None] - means).square().sum(1)
             here = ((count > 0) & (means != 0).any(1)).to(z.dtype)
-            return clients.cross_entropy(logits, batch), self.lam * (distance * here).sum() / here.sum().clamp_min(1)
+            penalty = self.lam * (distance * here).sum() / here.sum().clamp_min(1)
+            return clients.objective.loss(logits, batch), penalty
 
         model = clients.state.get("model", default=clients.initial)
         clients.state["model"] = clients.sgd(pulled, model, means=means)

@@ -10,6 +10,7 @@ from raypfl.messages import Mean, per_client, plain
 from raypfl.methods.base import METHODS, Method, Server, Task
 from raypfl.methods.finetuning import refuse_negative
 from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
+from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
     from raypfl.federation.batches import Batch
@@ -35,7 +36,7 @@ class FedROD(Method):
     weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
     """
 
-    one_class: ClassVar[bool] = True
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
     head: Literal["linear", "hypernetwork"] = "linear"
     hidden: int = 64
@@ -61,7 +62,7 @@ class FedROD(Method):
 
     def train(self, clients: Clients, shared: Tensor) -> dict[str, Mean]:
         def balanced(p: Tensor, batch: Batch, prior: Tensor) -> Tensor:
-            return clients.cross_entropy(clients.model(p, batch.x) + prior, batch)
+            return clients.objective.loss(clients.model(p, batch.x) + prior, batch)
 
         kept, personal = clients.model.mask(self._kept), clients.model.mask("*.personal.*")
         counts = clients.label_counts()

@@ -17,7 +17,7 @@ from raypfl.report.svg import FAINT, contender_colour, contender_group, drawn
 from raypfl.report.words import listed, protocol_in_words, signed
 from raypfl.tracking import data_picture, numbers
 from raypfl.tracking.contenders import COLOURS, Contender
-from raypfl.tracking.numbers import MODELS, Against, Curve, accuracy, clients, loss, pairs
+from raypfl.tracking.numbers import MODELS, Against, Curve, clients, judged, loss, pairs
 from raypfl.tracking.picture import line
 
 NARROW, WIDE, SQUARE = (380, 290), (900, 380), (300, 290)
@@ -49,7 +49,7 @@ def curves(compared: Sequence[Contender], protocol: str, against: Against, wide:
         (i, model): curve
         for i, one in enumerate(compared)
         for model in MODELS
-        if (curve := accuracy(one, protocol, model, against))
+        if (curve := judged(one, protocol, model, against))
     }
     free = {key for key, curve in found.items() if against == "megabytes" and not curve.x.any()}
 

@@ -22,7 +22,8 @@ from raypfl.report.figures import Drawing
 from raypfl.report.shades import on_dark, on_light
 from raypfl.report.words import listed, protocol_in_words, signed
 from raypfl.tracking import data_table
-from raypfl.tracking.contenders import Contender, contenders, over_seeds, setting
+from raypfl.tracking.contenders import Contender, contenders, setting
+from raypfl.tracking.units import over_seeds
 
 _CURVES = 6  # protocols that have a figure of their own
 _PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val")

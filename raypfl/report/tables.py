@@ -10,8 +10,9 @@ from typing import Any
 from raypfl.config.assignments import dotted
 from raypfl.federation import Result
 from raypfl.report.words import plain, protocol_in_words
-from raypfl.tracking.contenders import Contender, over_seeds
-from raypfl.tracking.numbers import MODELS, Message, accuracy, messages, seconds
+from raypfl.tracking.contenders import Contender
+from raypfl.tracking.numbers import MODELS, Message, judged, messages, seconds
+from raypfl.tracking.units import over_seeds
 
 _METRICS = {
     "accuracy/personal": "personal",
@@ -93,7 +94,7 @@ def course(compared: Sequence[Contender], protocol: str) -> tuple[list[str], lis
         f"{one.label}, {model}": dict(zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True))
         for one in compared
         for model in MODELS
-        if (curve := accuracy(one, protocol, model))
+        if (curve := judged(one, protocol, model))
     }
     rounds = sorted(set().union(*found.values()))
     chosen = dict.fromkeys([*rounds[:: max(len(rounds) // _ROWS, 1)], *rounds[-1:]])

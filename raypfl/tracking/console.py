@@ -115,7 +115,7 @@ class LiveView(View):
         table.add_column("")
         table.add_column("method", no_wrap=True)
         table.add_column("rounds")
-        for heading in ("", "loss", "personal / global %", "MB up / down", "time"):
+        for heading in ("", "loss", _judged_by(self.lines), "MB up / down", "time"):
             table.add_column(heading, justify="right", no_wrap=True)
         shown = self.lines
         if len(self.lines) > _MOST_LINES:
@@ -171,7 +171,7 @@ class PlainView(View):
                 return f"{line.label}: {line.facts}, in {nearby(Path(event.run_dir))}"
             case RunFinished():
                 self._steps.clear()
-                return ", ".join([f"{line.label}: {_end_text(line)}", *_accuracies(line)])
+                return ", ".join([f"{line.label}: {_end_text(line)}", *_reached(line)])
         return ""
 
 
@@ -187,7 +187,7 @@ def _cells(line: RunLine) -> list[RenderableType]:
     values = (
         f"{line.round}/{line.rounds}",
         "" if line.loss is None else f"{line.loss:.3f}",
-        f"{line.accuracies} ({line.judged})" if line.judged else line.accuracies,
+        f"{line.reached} ({line.judged})" if line.judged else line.reached,
         line.traffic,
         f"{line.clock:>9}",
     )
@@ -203,13 +203,24 @@ def _end_text(line: RunLine) -> str:
 
 def _round_text(line: RunLine) -> str:
     parts = [f"{line.label}: round {line.round}/{line.rounds}", f"loss {line.loss:.3f}"]
-    parts += [*_accuracies(line), f"{line.traffic} MB up / down", line.clock]
+    parts += [*_reached(line), f"{line.traffic} MB up / down", line.clock]
     return ", ".join(part for part in parts if part)
 
 
-def _accuracies(line: RunLine) -> list[str]:
-    when = f" ({line.judged})" if line.judged else ""
-    return [f"personal / global {line.accuracies} %{when}"] if line.accuracies else []
+def _judged_by(lines: Sequence[RunLine]) -> str:
+    """The heading of what runs reached; a run's unit is known once it has started."""
+    units = {line.unit for line in lines if line.status != "waiting"} or {line.unit for line in lines}
+    if len(units) > 1:
+        return "personal / global"
+    (unit,) = units
+    return f"personal / global{unit.sign}" if unit.sign else f"{unit.heading} personal / global"
+
+
+def _reached(line: RunLine) -> list[str]:
+    if not line.reached:
+        return []
+    when, what = f" ({line.judged})" if line.judged else "", "" if line.unit.sign else f"{line.unit.heading} "
+    return [f"{what}personal / global {line.reached}{line.unit.sign}{when}"]
 
 
 def _ends_a_tenth(line: RunLine) -> bool:

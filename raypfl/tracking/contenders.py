@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from raypfl.config.assignments import dotted
+from raypfl.evaluation.measures import Measures
+from raypfl.tracking.units import Unit
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -32,6 +33,16 @@ class Contender:
     label: str
     colour: str
     results: tuple[Result, ...]
+
+    @property
+    def measures(self) -> Measures:
+        """By which metrics its runs were judged."""
+        return self.results[0].experiment.measures
+
+    @property
+    def unit(self) -> Unit:
+        """Of the primary metric."""
+        return Unit(self.measures.primary)
 
     def scores(self, protocol: str, model: str, metric: str, best: bool = False) -> list[float]:
         """One number a seed, of the last evaluated round or of the best; empty where the method has no such model."""
@@ -62,7 +73,7 @@ class Contender:
 
     def deployed(self, protocol: str) -> str:
         """``personal`` where the method makes personal models, else ``global``."""
-        return "personal" if self.scores(protocol, "personal", "accuracy") else "global"
+        return "personal" if self.scores(protocol, "personal", self.measures.primary.name) else "global"
 
 
 def contenders(results: Sequence[Result]) -> list[Contender]:
@@ -94,14 +105,6 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
 def colour(index: int) -> str:
     """The colour of the contender at `index`."""
     return COLOURS[index % len(COLOURS)]
-
-
-def over_seeds(values: Sequence[float], digits: int = 1) -> str:
-    """``"94.2"``, or ``"94.2±0.3"`` (standard deviation) over several seeds, or ``"–"`` without any."""
-    if not values:
-        return "–"
-    spread = f"±{stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{fmean(values):.{digits}f}{spread}"
 
 
 def setting(experiment: Experiment) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypfl.config.assignments import dotted
 from raypfl.federation.events import Evaluated, RoundFinished, RunStarted
-from raypfl.tracking.contenders import contenders, over_seeds, setting
+from raypfl.tracking.contenders import contenders, setting
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,15 +64,18 @@ def description_of(started: RunStarted, run_id: str, uri: str) -> str:
 
 
 def comparison_of(results: Sequence[Result]) -> str:
-    """What is read beside a comparison: the accuracies that its runs ended with, mean ± deviation over seeds."""
+    """What is read beside a comparison: the primary metric that its runs ended with, mean ± deviation over seeds."""
     compared = contenders(results)
-    lines = [setting(results[0].experiment), "", "| method | tested on | personal % | global % | worst decile % |"]
+    unit = compared[0].unit
+    sign = unit.sign or f" {unit.heading}"
+    headings = ("method", "tested on", *(f"{name}{sign}" for name in ("personal", "global", "worst decile")))
+    lines = [setting(results[0].experiment), "", f"| {' | '.join(headings)} |"]
     lines.append("|:--|:--|--:|--:|--:|")
     for one in compared:
         for protocol in one.protocols:
             worst = one.scores(protocol, one.deployed(protocol), "worst_decile")
-            accuracies = [one.scores(protocol, model, "accuracy") for model in ("personal", "global")]
-            cells = [over_seeds([100 * value for value in values]) for values in (*accuracies, worst)]
+            means = [one.scores(protocol, model, unit.metric.name) for model in ("personal", "global")]
+            cells = [unit.over_seeds(values) for values in (*means, worst)]
             lines.append(" | ".join(["", one.label, protocol, *cells, ""]).strip())
     return "\n".join(lines)
 

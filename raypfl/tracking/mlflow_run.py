@@ -256,8 +256,8 @@ class RunRecord:
         def last(metric: str) -> int:
             return max((point.step for point in client.get_metric_history(self.run_id, metric)), default=-1)
 
-        self._rounds = last("clients")
-        judged = next((key for key in metrics if key.startswith("accuracy/")), None)
+        self._rounds, primary = last("clients"), self._started.experiment.measures.primary.name
+        judged = next((key for key in metrics if key.startswith(f"{primary}/")), None)
         self._evaluations = last(judged) if judged else -1
 
     def _record(self, client: MlflowClient, heard: Sequence[_Heard]) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypfl.tracking.contenders import Contender
+from raypfl.tracking.units import Unit
 
 if TYPE_CHECKING:
     from raypfl.federation import Result
@@ -55,8 +56,8 @@ class Message:
     megabytes: float
 
 
-def accuracy(contender: Contender, protocol: str, model: str, against: Against = "round") -> Curve | None:
-    """Mean accuracy over clients in %, in the rounds in which all seeds were evaluated.
+def judged(contender: Contender, protocol: str, model: str, against: Against = "round") -> Curve | None:
+    """Mean of the primary metric over clients, in its unit, in the rounds in which all seeds were evaluated.
 
     None: there is no such model, or no such round.
     """
@@ -77,12 +78,12 @@ def logged(contender: Contender, name: str) -> Curve | None:
 
 
 def clients(contender: Contender, protocol: str, model: str) -> np.ndarray:
-    """Final accuracy of every client in %, ``float64[clients of all seeds]``."""
+    """The primary metric of every client at the end, in its unit, ``float64[clients of all seeds]``."""
     return np.concatenate([np.empty(0), *(_final(result, protocol, model)[1] for result in contender.results)])
 
 
 def pairs(contender: Contender, protocol: str) -> np.ndarray:
-    """Final accuracy in % of the clients of all seeds, ``float64[n, 2]``: of the global model, of the personal one."""
+    """The same of the clients of all seeds, ``float64[n, 2]``: of the global model, of the personal one."""
     rows = []
     for result in contender.results:
         (ids, shared), (owners, own) = (_final(result, protocol, model) for model in ("global", "personal"))
@@ -149,17 +150,19 @@ def _places(result: Result, against: Against) -> dict[int, float]:
 
 
 def _by_round(result: Result, protocol: str, model: str) -> dict[int, float]:
-    rows = _rows(result, protocol, model)
-    means = rows.group_by("round", use_threads=False).aggregate([("accuracy", "mean")]).to_pydict()
-    return {number: 100 * mean for number, mean in zip(means["round"], means["accuracy_mean"], strict=True)}
+    unit = Unit(result.experiment.measures.primary)
+    name = unit.metric.name
+    means = _rows(result, protocol, model).group_by("round", use_threads=False).aggregate([(name, "mean")]).to_pydict()
+    return dict(zip(means["round"], unit.of(means[f"{name}_mean"]), strict=True))
 
 
 def _final(result: Result, protocol: str, model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the clients and their accuracies in the last evaluated round."""
+    """Numbers of the clients and how they did in the last evaluated round."""
+    unit = Unit(result.experiment.measures.primary)
     last = _rows(result, protocol, model).filter(pc.field("round") == pc.max(result.evaluations["round"]))
-    return last["client"].to_numpy(), 100 * last["accuracy"].to_numpy()
+    return last["client"].to_numpy(), unit.factor * last[unit.metric.name].to_numpy()
 
 
 def _rows(result: Result, protocol: str, model: str) -> pa.Table:
     chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
-    return result.evaluations.filter(chosen)
+    return result.evaluations.filter(chosen & pc.field(result.experiment.measures.primary.name).is_valid())

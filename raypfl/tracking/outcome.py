@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -14,67 +15,51 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.tracking.contenders import Contender, contenders, labels, over_seeds, setting
+from raypfl.evaluation.measures import Measures
+from raypfl.tracking.contenders import Contender, contenders, labels, setting
 from raypfl.tracking.mlflow_run import tracking_uri
 from raypfl.tracking.numbers import seconds
+from raypfl.tracking.units import Unit, capital, over_seeds
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
     from raypfl.federation import Result
 
-_NOTE = """\
-Accuracy in %, mean over clients, of their personal models and of the global
-one, tested on a client's own data (local) or on everybody's (global). Spread
-over clients (std, worst decile): of the personal models, if there are any."""
-_CALIBRATION_NOTE = "ECE: expected calibration error in %, of the models that the spread is of."
-_LABELS_NOTE = """\
-Macro AUC in %, mean over clients, of their personal models and of the global
-one, tested on a client's own data (local) or on everybody's (global). Its std
-over clients and the share of right labels: of the personal models, if any."""
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
-_DISPENSABLE = ("ECE", "std", "AUC\nstd", "seconds")  # left out in this order where there is no room for all
+_NOTE_WIDTH = 78
 _UNBOUNDED = 10_000  # columns of a terminal
 _SMOOTHS = 0.9  # and above: defaults of options for which a tenth would be too little
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A metric under its heading, of one of a contender's models or of the one that clients would use."""
+    """An aggregate under its heading, of one of a contender's models or of the one that clients would use."""
 
     heading: str
-    metric: str
+    aggregate: str
+    measures: Measures
     model: str = ""
     spread: bool = False
-    least_is_best: bool = False
+
+    @property
+    def unit(self) -> Unit:
+        return Unit(self.measures.of(self.aggregate))
 
     def values(self, contender: Contender, protocol: str, best: bool) -> list[float]:
-        """In %, one a seed."""
+        """One a seed, in the metric's unit."""
         if self.spread:
-            values = contender.spread(protocol, self.metric, best)
+            values = contender.spread(protocol, self.aggregate, best)
         else:
-            values = contender.scores(protocol, self.model or contender.deployed(protocol), self.metric, best)
-        return [100 * value for value in values]
+            values = contender.scores(protocol, self.model or contender.deployed(protocol), self.aggregate, best)
+        return self.unit.of(values)
 
     def wins(self, values: Sequence[float], rivals: Sequence[Sequence[float]]) -> bool:
         """Whether `values` are the best of several."""
-        means = [fmean(rival) for rival in rivals if rival]
-        return len(means) > 1 and bool(values) and fmean(values) == (min if self.least_is_best else max)(means)
-
-
-_ONE_CLASS = (
-    _Column("personal", "accuracy", "personal"),
-    _Column("global", "accuracy", "global"),
-    _Column("std", "std", spread=True, least_is_best=True),
-    _Column("worst\ndecile", "worst_decile", spread=True),
-)
-_CALIBRATION = _Column("ECE", "ece", least_is_best=True)
-_SEVERAL_LABELS = (
-    _Column("AUC\npersonal", "auc", "personal"),
-    _Column("AUC\nglobal", "auc", "global"),
-    _Column("AUC\nstd", "auc_std", spread=True, least_is_best=True),
-    _Column("right\nlabels", "accuracy"),
-)
+        means, best = [fmean(rival) for rival in rivals if rival], max
+        if self.measures.lower_is_better(self.aggregate):
+            best = min
+        return len(means) > 1 and bool(values) and fmean(values) == best(means)
 
 
 def table(results: Sequence[Result], without: Sequence[str] = ()) -> Table:
@@ -136,30 +121,40 @@ def _show_table(console: Console, judged: Sequence[Result]) -> None:
     """The table, with those columns for which there is room, and what its numbers are."""
     drawn, left_out = _with_room(console, judged)
     console.print(drawn)
-    known = _columns(contenders(judged))
-    note = _LABELS_NOTE if known == _SEVERAL_LABELS else _NOTE
-    console.print(Text(note.replace("(std, ", "(") if "std" in left_out else note, "dim"))
-    if _CALIBRATION in known and _CALIBRATION.heading not in left_out:
-        console.print(Text(_CALIBRATION_NOTE, "dim"))
+    compared = contenders(judged)
+    unit, others = compared[0].unit, _others(compared)
+    spread = "worst decile" if "std" in left_out else "std, worst decile"
+    note = (
+        f"{capital(unit.words)}{' in %' if unit.sign else ''}, mean over clients, of their personal models and of the "
+        "global one, tested on a client's own data (local) or on everybody's (global). Spread over clients "
+        f"({spread}): of the personal models, if there are any."
+    )
+    console.print(Text(fill(note, _NOTE_WIDTH), "dim"))
+    named = [column for column in others if column.heading not in left_out and column.unit.metric.words]
+    if named:
+        told = [f"{one.unit.heading}: {one.unit.words}{' in %' if one.unit.sign else ''}" for one in named]
+        console.print(Text(fill(f"{'; '.join(told)}, of the models that the spread is of.", _NOTE_WIDTH), "dim"))
 
 
 def _with_room(console: Console, judged: Sequence[Result]) -> tuple[Table, Sequence[str]]:
     """The table that fits the console, if need be with methods' names on several lines, and what it is without."""
     unbounded = console.options.update(max_width=_UNBOUNDED)
-    names = {one.label for one in contenders(judged)}
+    compared = contenders(judged)
+    names = {one.label for one in compared}
     folded = max(map(len, names)) - max(len(word) for name in names for word in name.split())
+    dispensable = [*(column.heading for column in reversed(_others(compared))), "std", "seconds"]
     left_out: Sequence[str] = ()
     drawn = table(judged)
     needed = console.measure(drawn, options=unbounded).maximum
-    while needed > console.width and len(left_out) < len(_DISPENSABLE):
-        left_out = _DISPENSABLE[: len(left_out) + 1]
+    while needed > console.width and len(left_out) < len(dispensable):
+        left_out = dispensable[: len(left_out) + 1]
         drawn = table(judged, left_out)
         needed = console.measure(drawn, options=unbounded).maximum - folded
     return drawn, left_out
 
 
 def as_json(results: Sequence[Result], pictures: Mapping[str, Path]) -> dict[str, Any]:
-    """The same for programs; of the pictures, ``picture`` is the one of accuracies, if there is one."""
+    """The same for programs; of the pictures, ``picture`` is the one of results, if there is one."""
     files = {heading.lower().replace(" ", "_"): str(path) for heading, path in pictures.items()}
     return {"picture": None, **files, "runs": [_run_as_json(result) for result in results]}
 
@@ -180,7 +175,22 @@ def _whereabouts(results: Sequence[Result], pictures: Mapping[str, Path]) -> lis
     return facts
 
 
-def _columns(compared: Sequence[Contender]) -> tuple[_Column, ...]:
+def _columns(compared: Sequence[Contender]) -> list[_Column]:
+    measures = compared[0].measures
+    name = measures.primary.name
+    return [
+        _Column("personal", name, measures, "personal"),
+        _Column("global", name, measures, "global"),
+        _Column("std", "std", measures, spread=True),
+        _Column("worst\ndecile", "worst_decile", measures, spread=True),
+        *_others(compared),
+    ]
+
+
+def _others(compared: Sequence[Contender]) -> list[_Column]:
+    """Of the metrics beside the primary one that tables show and that somebody has."""
+    measures = compared[0].measures
+
     def known(metric: str) -> bool:
         return any(
             one.scores(protocol, model, metric)
@@ -189,9 +199,11 @@ def _columns(compared: Sequence[Contender]) -> tuple[_Column, ...]:
             for model in ("personal", "global")
         )
 
-    if known("auc"):
-        return _SEVERAL_LABELS
-    return (*_ONE_CLASS, _CALIBRATION) if known("ece") else _ONE_CLASS
+    return [
+        _Column(metric.heading or metric.name, metric.name, measures)
+        for metric in measures.others
+        if metric.shown and known(metric.name)
+    ]
 
 
 def _row(
@@ -206,9 +218,9 @@ def _row(
     tested_on = f"{protocol}*" if best_round else protocol
     cells = [Text(contender.label if first else "", f"bold {contender.colour}"), Text(tested_on)]
     for column in columns:
-        values = column.values(contender, *line)
-        wins = column.wins(values, [column.values(rival, *line) for rival in rivals])
-        cells.append(Text(over_seeds(values), "bold" if wins else ""))
+        values, others = column.values(contender, *line), [column.values(rival, *line) for rival in rivals]
+        digits = column.unit.digits(value for some in others for value in some)
+        cells.append(Text(over_seeds(values, digits), "bold" if column.wins(values, others) else ""))
     megabytes = zip(*(result.megabytes for result in contender.results), strict=True)
     spent = dict(zip(_COSTS, [*map(fmean, megabytes), fmean(map(seconds, contender.results))], strict=True))
     return cells + [Text(f"{spent[heading]:,.1f}" if first else "") for heading in costs]

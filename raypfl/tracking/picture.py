@@ -1,4 +1,4 @@
-"""One picture of a comparison: accuracy over rounds, and how it is spread over the clients at the end."""
+"""One picture of a comparison: the primary metric over rounds, and how it is spread over the clients at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from raypfl.tracking.contenders import Contender, contenders, setting
-from raypfl.tracking.numbers import MODELS, accuracy, clients
+from raypfl.tracking.numbers import MODELS, clients, judged
+from raypfl.tracking.units import capital
 
 if TYPE_CHECKING:
     from raypfl.federation import Result
@@ -47,9 +48,9 @@ _MANY_CLIENTS = 60  # beyond it, points on the curves would merge
 def draw(results: Sequence[Result], path: str | Path) -> Path:
     """Write a PNG of finished runs of one comparison.
 
-    Left: mean accuracy over clients on their own test data by round, of the personal models (solid) and of the global
-    one (dashed); a band spans the seeds. Right: the final accuracy of each client, sorted, with the model that the
-    client would use: its personal one where the method makes one.
+    Left: the primary metric by round, mean over clients on their own test data, of the personal models (solid) and of
+    the global one (dashed); a band spans the seeds. Right: each client's at the end, from worst to best, with the model
+    that the client would use: its personal one where the method makes one.
 
     Parameters
     ----------
@@ -65,7 +66,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
-        dashed = [one.label for one in compared if one.scores(protocol, "global", "accuracy")]
+        dashed = [one.label for one in compared if one.scores(protocol, "global", one.measures.primary.name)]
         for contender in compared:
             turn = dashed.index(contender.label) if contender.label in dashed else 0
             lines = {model: line(model, turn, len(dashed)) for model in MODELS}
@@ -93,7 +94,7 @@ def _dot(model: str) -> dict[str, Any]:
 
 def _curves(axes: Axes, contender: Contender, protocol: str, lines: dict[str, dict[str, Any]]) -> None:
     for model, line in lines.items():
-        if curve := accuracy(contender, protocol, model):
+        if curve := judged(contender, protocol, model):
             if len(contender.results) > 1:
                 axes.fill_between(curve.x, curve.low, curve.high, color=contender.colour, alpha=0.15, linewidth=0)
             axes.plot(curve.x, curve.mean, color=contender.colour, **line, **(_dot(model) if len(curve.x) == 1 else {}))
@@ -101,37 +102,47 @@ def _curves(axes: Axes, contender: Contender, protocol: str, lines: dict[str, di
 
 def _sorted_clients(axes: Axes, contender: Contender, protocol: str, lines: dict[str, dict[str, Any]]) -> None:
     model = contender.deployed(protocol)
-    reached = np.sort(clients(contender, protocol, model))
+    reached = from_worst(contender, clients(contender, protocol, model))
     share = 100 * (np.arange(len(reached)) + 0.5) / len(reached)
     marker = "o" if len(reached) <= _MANY_CLIENTS else None
     axes.plot(share, reached, color=contender.colour, marker=marker, markersize=4, **lines[model])
 
 
+def from_worst(contender: Contender, reached: np.ndarray) -> np.ndarray:
+    """Clients' values of the primary metric, from the worst to the best."""
+    return np.sort(reached) if contender.unit.metric.higher_is_better else np.sort(reached)[::-1]
+
+
 def _explain(left: Axes, right: Axes, compared: list[Contender], protocol: str) -> None:
     tested = "their own test data" if protocol == "local" else f"the {protocol} test data"
-    left.set(title="Accuracy over rounds, mean over clients", xlabel="round", ylabel=f"accuracy on {tested} (%)")
-    right.set(
-        title="Accuracy of each client at the end", xlabel="clients, from worst to best (%)", ylabel="accuracy (%)"
-    )
+    unit = compared[0].unit
+    what, percent = capital(unit.words), unit.metric.percent
+    left.set(title=f"{what} over rounds, mean over clients", xlabel="round", ylabel=f"{unit.words} on {tested}")
+    if percent:
+        left.set_ylabel(f"{unit.words} on {tested} (%)")
+    right.set(title=f"{what} of each client at the end", xlabel="clients, from worst to best (%)", ylabel=unit.label)
     right.set_xlim(0, 100)
     right.axvspan(0, 10, color=_INK, alpha=0.05, linewidth=0)
     right.text(1, 0.98, "worst\ndecile", transform=right.get_xaxis_transform(), va="top", fontsize=8, color="#777777")
     for axes in (left, right):
         axes.grid(True)
         axes.set_axisbelow(True)
-        axes.yaxis.set_major_locator(MaxNLocator(9, steps=_STEPS, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(9, steps=_STEPS, integer=percent))
     low, high = left.get_xlim()
     if high - low < 1:  # a single round, around which fractions of rounds would be marked
         left.set_xlim(low - 1, high + 1)
     left.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=True))
-    models = [model for model in MODELS if any(one.scores(protocol, model, "accuracy") for one in compared)]
+    models = [
+        model for model in MODELS if any(one.scores(protocol, model, one.measures.primary.name) for one in compared)
+    ]
     keys = [Line2D([], [], color=_INK, label=f"{model} model", **line(model)) for model in models]
-    left.legend(handles=keys, loc="lower right", frameon=False)
+    left.legend(handles=keys, loc="lower right" if unit.metric.higher_is_better else "upper right", frameon=False)
 
 
 def _legend(figure: Figure, compared: list[Contender], protocol: str) -> None:
     def label(one: Contender) -> str:
-        return f"{one.label}  {100 * fmean(one.scores(protocol, one.deployed(protocol), 'accuracy')):.1f} %"
+        scores = one.scores(protocol, one.deployed(protocol), one.measures.primary.name)
+        return f"{one.label}  {one.unit.printed(fmean(scores))}{one.unit.sign}"
 
     handles = [Line2D([], [], color=one.colour, linewidth=5, label=label(one)) for one in compared]
     figure.legend(

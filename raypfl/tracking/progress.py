@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from raypfl.evaluation.measures import Measures
 from raypfl.federation.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.tracking.contenders import colour, labels
+from raypfl.tracking.units import Unit
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -32,7 +34,8 @@ class RunLine:
         self.round = self.first_round = 0
         self.loss: float | None = None
         self.bytes_up = self.bytes_down = 0
-        self._accuracy: dict[str, float] = {}
+        self.unit = Unit(Measures().primary)
+        self._reached: dict[str, float] = {}
         self._judged = 0
         self._facts: dict[str, Any] = {}
         self._began: float | None = None
@@ -44,13 +47,14 @@ class RunLine:
             case RunStarted():
                 self.status, self.rounds, self._facts = "running", event.experiment.rounds, event.facts
                 self.first_round = self.round = event.first_round
+                self.unit = Unit(event.experiment.measures.primary)
                 self._began = time.monotonic()
             case RoundFinished():
                 self.round, self.loss = event.round, event.loss
                 self.bytes_up, self.bytes_down = event.bytes_up_total, event.bytes_down_total
                 self._ends.append(time.monotonic())
             case Evaluated():
-                self._accuracy, self._judged = _accuracies(event.summary), event.round
+                self._reached, self._judged = self._means(event.summary), event.round
             case RunFinished():
                 self.status, self._ended = event.status, time.monotonic()
 
@@ -72,17 +76,24 @@ class RunLine:
         return f"{minutes(pace * (self.rounds - self.round))} left"
 
     @property
-    def accuracies(self) -> str:
-        """Accuracy in % of personal and of global models on the clients' own test data: ``"94.1 / 90.2"``."""
-        if not self._accuracy:
+    def reached(self) -> str:
+        """The primary metric of personal and of global models on the clients' own test data: ``"94.1 / 90.2"``."""
+        if not self._reached:
             return ""
-        known = [self._accuracy.get(model) for model in ("personal", "global")]
-        return " / ".join("–" if one is None else f"{100 * one:.1f}" for one in known)
+        known = [self._reached.get(model) for model in ("personal", "global")]
+        return " / ".join("–" if one is None else self.unit.printed(one) for one in known)
+
+    def _means(self, summary: list[dict[str, Any]]) -> dict[str, float]:
+        protocols = [row["protocol"] for row in summary]
+        shown = "local" if "local" in protocols else next(iter(protocols), "")  # none where no model was there yet
+        rows = {row["model"]: row for row in summary if row["protocol"] == shown}
+        name = self.unit.metric.name
+        return {model: row[name] for model, row in rows.items() if name in row}
 
     @property
     def judged(self) -> str:
-        """``"round 2"``, if the accuracies are of that round and others have been finished since."""
-        return f"round {self._judged}" if self._accuracy and self._judged < self.round else ""
+        """``"round 2"``, if what was reached is of that round and others have been finished since."""
+        return f"round {self._judged}" if self._reached and self._judged < self.round else ""
 
     @property
     def traffic(self) -> str:
@@ -121,9 +132,3 @@ def minutes(seconds: float) -> str:
     whole, rest = divmod(round(seconds), 60)
     hours, whole = divmod(whole, 60)
     return f"{hours}:{whole:02}:{rest:02}" if hours else f"{whole}:{rest:02}"
-
-
-def _accuracies(summary: list[dict[str, Any]]) -> dict[str, float]:
-    protocols = [row["protocol"] for row in summary]
-    shown = "local" if "local" in protocols else next(iter(protocols), "")  # none where no model was there yet
-    return {row["model"]: row["accuracy"] for row in summary if row["protocol"] == shown}

@@ -1,0 +1,61 @@
+"""What is learned: loss, metrics, and what targets look like."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raypfl.objectives.base import (
+    KINDS,
+    METRICS,
+    OBJECTIVES,
+    BinnedSums,
+    Loss,
+    Metric,
+    Objective,
+    OverAll,
+    SampleMean,
+    SampleSums,
+    Scores,
+)
+from raypfl.objectives.classification import Accuracy, CalibrationError, Classification
+from raypfl.objectives.multi_label import MultiLabel
+from raypfl.objectives.next_token import NextToken
+from raypfl.objectives.regression import Regression
+
+__all__ = [
+    "KINDS",
+    "METRICS",
+    "OBJECTIVES",
+    "Accuracy",
+    "BinnedSums",
+    "CalibrationError",
+    "Classification",
+    "Loss",
+    "Metric",
+    "MultiLabel",
+    "NextToken",
+    "Objective",
+    "OverAll",
+    "Regression",
+    "SampleMean",
+    "SampleSums",
+    "Scores",
+    "fitting",
+    "kind_of",
+]
+
+_FITTING: dict[str, type[Objective]] = {one.targets: one for one in (Classification, MultiLabel, Regression, NextToken)}
+
+
+def kind_of(targets: np.ndarray) -> str:
+    """The kind of a data set's targets, of `KINDS`: by their type and shape."""
+    if targets.dtype.kind == "f":
+        return "numbers"
+    if targets.ndim == 1:
+        return "classes"
+    return "labels" if targets.dtype == np.int8 else "tokens"
+
+
+def fitting(kind: str) -> Objective:
+    """The objective for targets of a kind, where an experiment names none."""
+    return _FITTING[kind]()
