@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from raypfl.errors import MethodError
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Down: `tensor` goes to every client of the cohort, as a bare tensor does.
+    """Down: `tensor`, or each of a list of tensors, goes to every client of the cohort, as a bare one does.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class Broadcast:
         so that not every client's state holds a copy.
     """
 
-    tensor: Tensor
+    tensor: Tensor | Sequence[Tensor]
     charged: bool | int | Tensor = True
 
 

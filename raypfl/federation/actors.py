@@ -73,7 +73,7 @@ class ClientActor:
 
         assert self._worker is not None
         try:
-            return self._worker.work(call, lambda: _opened(call.broadcast), group, states_of(group.states, fetched))
+            return self._worker.work(call, opened, group, states_of(group.states, fetched))
         except Exception as error:
             return failure(error), None
 
@@ -85,9 +85,11 @@ def reserved_device() -> torch.device:
     return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
 
 
-def _opened(broadcast: Any) -> Mapping[str, np.ndarray]:
-    """The arrays of a broadcast, which lie in the call itself if they are few."""
-    return ray.get(broadcast) if isinstance(broadcast, ray.ObjectRef) else broadcast
+def opened(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:
+    """The arrays of broadcasts, each a reference or, if they are few, the arrays themselves."""
+    references = [handle for handle in handles if isinstance(handle, ray.ObjectRef)]
+    found = iter(ray.get(references) if references else [])
+    return [next(found) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
 
 
 def fetched(handles: list[Any]) -> list[Stack]:

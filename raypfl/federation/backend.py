@@ -63,7 +63,11 @@ class Backend(Protocol):
     """Runs the groups of an exchange somewhere."""
 
     def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Put what all groups need where they can get at it."""
+        """Put what all groups need where they can get at it, as it is now."""
+        ...
+
+    def opened(self, handle: Any) -> Mapping[str, np.ndarray]:
+        """What :meth:`broadcast` was given."""
         ...
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
@@ -97,7 +101,10 @@ class Inline:
         self._threads = threads
 
     def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
-        return arrays
+        return {name: np.array(array) for name, array in arrays.items()}
+
+    def opened(self, handle: Any) -> Mapping[str, np.ndarray]:
+        return handle
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
         for group in groups:
@@ -106,7 +113,7 @@ class Inline:
             try:
                 with self._stop.interruptible(), threads(self._threads or torch.get_num_threads()):
                     states = states_of(group.states, lambda stacks: stacks)
-                    reply, stack = self._worker.work(call, lambda: call.broadcast, group, states)
+                    reply, stack = self._worker.work(call, list, group, states)
             except Exception as error:
                 yield group, failure(error)
             else:

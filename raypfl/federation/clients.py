@@ -24,6 +24,7 @@ from raypfl.federation.minibatches import MiniBatch, Walk
 from raypfl.federation.minimised import Loss, Minimised, Report
 from raypfl.federation.pool import Pool
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
+from raypfl.federation.tree import taken_apart
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
@@ -373,7 +374,7 @@ class Clients:
 
     def received(self, arguments: Mapping[str, Any]) -> None:
         """Note the round's broadcasts, which an extra may be without a doubt about its first axis."""
-        self._shared = {id(a) for a in arguments.values() if isinstance(a, Tensor) and not isinstance(a, PerClient)}
+        self._shared = {id(a) for a in taken_apart(dict(arguments))[1].values() if not isinstance(a, PerClient)}
 
     def _samples(self, split: str) -> GroupSamples:
         if split not in self._gathered:

@@ -15,6 +15,7 @@ from torch import Tensor
 from raypfl.authors import place
 from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.federation.backend import Backend, Failed
+from raypfl.federation.broadcasts import Broadcasts
 from raypfl.federation.clients import Clients
 from raypfl.federation.ledger import Entry, Ledger, Phase
 from raypfl.federation.logged import Logged, number, png
@@ -24,8 +25,9 @@ from raypfl.federation.pool import Pool, Pools
 from raypfl.federation.schedule import cut
 from raypfl.federation.states import StateTable
 from raypfl.federation.totals import Means, Total
+from raypfl.federation.tree import taken_apart
 from raypfl.federation.work import Call, Group, Reply
-from raypfl.messages import Broadcast, Scatter, numbers_charged, plain
+from raypfl.messages import Broadcast, Scatter, numbers_charged
 from raypfl.methods.base import Method, Task
 from raypfl.settings import FailureSettings
 
@@ -64,6 +66,7 @@ class Exchanger:
 
     def __post_init__(self) -> None:
         self._timings = Timings(self.costs)
+        self._broadcasts = Broadcasts(self.backend)
 
     @property
     def tries(self) -> int:
@@ -80,9 +83,7 @@ class Exchanger:
         cut_for: Callable[[int], tuple[list[int], str]] | None = None,
     ) -> tuple[Call, list[Group]]:
         """An exchange and its groups, for ``(position, client)`` pairs; `cut_for` in place of the exchanger's own."""
-        tensors = {n: plain(a) for n, a in arguments.items() if isinstance(a, Tensor)}
-        shared = self.backend.broadcast({n: t.detach().cpu().numpy() for n, t in tensors.items()})
-        scalars = {n: a for n, a in arguments.items() if not isinstance(a, Tensor | Scatter)}
+        to_all, tensors = taken_apart({n: a for n, a in arguments.items() if not isinstance(a, Scatter)})
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
         pairs = list(clients)
         ids, positions = np.array([c for _, c in pairs]), np.array([p for p, _ in pairs])
@@ -100,7 +101,7 @@ class Exchanger:
             )
             for index, members in enumerate(cut(self.costs[ids], sizes, executor))
         ]
-        return Call(next(self._numbers), function, round, lr, shared, scalars), groups
+        return Call(next(self._numbers), function, round, lr, self._broadcasts.sent(tensors, round), to_all), groups
 
     def run(self, call: Call, groups: list[Group], losing: Callable[[int, str], None]) -> Iterable[tuple[Group, Reply]]:
         """Run groups until each has succeeded or lost its failing clients; replies in the order of the groups.
@@ -150,7 +151,7 @@ class Exchanger:
             )
             for index, part in enumerate(parts)
         ]
-        call = Call(next(self._numbers), _as_they_are, round, 0.0, self.backend.broadcast({}), {})
+        call = Call(next(self._numbers), _as_they_are, round, 0.0, self._broadcasts.sent({}, round), {})
         try:
             for _ in self.run(call, groups, _not_lost):
                 pass
@@ -297,8 +298,8 @@ class Cohort:
         ----------
         function : a client function of the method, ``self.train``: called as ``function(clients, **arguments)`` on
             groups of clients, returning ``{name: Mean | Sum | Each}``.
-        arguments : go down. A tensor is a broadcast, as is a ``Broadcast``, which says what of it is charged; a
-            ``Scatter`` sends each client its row; numbers and strings go to everybody.
+        arguments : go down. A tensor is a broadcast, as is a list of them, and a ``Broadcast``, which says what of it
+            is charged; a ``Scatter`` sends each client its row; numbers and strings go to everybody.
 
         Returns
         -------
@@ -308,7 +309,7 @@ class Cohort:
         name = self._name_of(function)
         self._check(arguments)
         self._charge_down(arguments)
-        arguments = {n: a.tensor if isinstance(a, Broadcast) else a for n, a in arguments.items()}
+        arguments = {name: _unwrapped(value) for name, value in arguments.items()}
         pairs = [(p, c) for p, c in enumerate(self.ids) if self.present[p]]
         if not pairs:
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
@@ -373,7 +374,7 @@ class Cohort:
                     f"Scatter for {name!r} has {len(value.rows)} rows, but the cohort of round {self.round} has "
                     f"{len(self.ids)} clients."
                 )
-            if not isinstance(value, Tensor | Broadcast | Scatter | int | float | str):
+            if not isinstance(value, Scatter | int | float | str) and not _is_broadcast(value):
                 raise MethodError(
                     f"cohort.run cannot send {name!r}, a {type(value).__name__}; send tensors, Broadcast, "
                     "Scatter, numbers or strings."
@@ -401,11 +402,13 @@ class Cohort:
 
     def _charge_down(self, arguments: Mapping[str, Any]) -> None:
         for name, value in arguments.items():
-            match Broadcast(value) if isinstance(value, Tensor) else value:
-                case Broadcast(tensor, charged):
-                    self._charge_received(name, tensor.numel(), charged, tensor.element_size())
-                case Scatter(rows, charged):
-                    self._charge_received(name, rows.shape[1:].numel(), charged, rows.element_size())
+            if isinstance(value, Scatter):
+                rows = value.rows
+                self._charge_received(name, rows.shape[1:].numel(), value.charged, rows.element_size())
+            else:
+                charged = value.charged if isinstance(value, Broadcast) else True
+                for each, tensor in taken_apart(_unwrapped(value), name)[1].items():
+                    self._charge_received(each, tensor.numel(), charged, tensor.element_size())
 
     def _charge_received(self, name: str, whole: int, charged: bool | int | Tensor, size: int) -> None:
         numbers = numbers_charged(name, charged, len(self.ids), whole)
@@ -441,8 +444,17 @@ class Judged(Cohort):
         raise RaypflError(f"Client {client} could not be given its model. {why}")
 
 
+def _unwrapped(value: Any) -> Any:
+    return value.tensor if isinstance(value, Broadcast) else value
+
+
+def _is_broadcast(value: Any) -> bool:
+    tensors = _unwrapped(value)
+    return all(isinstance(one, Tensor) for one in (tensors if isinstance(tensors, list | tuple) else [tensors]))
+
+
 def _shapes(values: Mapping[str, Any]) -> str:
     """``"theta [9610]"``, of a client's."""
-    tensors = {name: value.rows[0] if isinstance(value, Scatter) else value for name, value in values.items()}
-    shapes = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if isinstance(tensor, Tensor)]
+    sent = {name: value.rows[0] if isinstance(value, Scatter) else value for name, value in values.items()}
+    shapes = [f"{name} {list(tensor.shape)}" for name, tensor in taken_apart(sent)[1].items()]
     return ", ".join(shapes) or "nothing"

@@ -15,7 +15,7 @@ from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.cohort import Exchanger, Judged
 from raypfl.federation.schedule import cohort_size, even, groups_for
 from raypfl.federation.totals import Total
-from raypfl.federation.tree import cloned, put_together, taken_apart
+from raypfl.federation.tree import cloned
 from raypfl.messages import Each, Scatter, Sum
 from raypfl.methods.base import Method
 from raypfl.models.predictor import Predictor
@@ -65,13 +65,12 @@ class Judge:
         return tabulate(self.measures, round, total.result(), clients, protocols)
 
     def _arguments(self, state: dict[str, Any], clients: list[int]) -> dict[str, Any]:
-        skeleton, tensors = taken_apart(self.method.judged_with(state))
-        arguments: dict[str, Any] = {f"server/{name}": tensor for name, tensor in tensors.items()}
+        arguments: dict[str, Any] = {"server": self.method.judged_with(state)}
         if (shared := self.method.global_model(state)) is not None:
             said = self.exchanger.said
             arguments["shared"] = _fitting(shared, [self.task.model.size], self.method.global_model, said)
         position = Scatter(torch.arange(len(clients)))
-        return arguments | {"skeleton": skeleton, "position": position, "total": len(clients)}
+        return arguments | {"position": position, "total": len(clients)}
 
     def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
         """``(position, client)``: all at once, or as many as a round has, where they are a cohort of the method's."""
@@ -118,20 +117,19 @@ class Shown(dict[str, Any]):
 def _score(
     clients: Clients,
     method: Method,
-    skeleton: Any,
+    server: dict[str, Any],
     protocols: list[str],
     maker: str,
     position: torch.Tensor,
     total: int,
     shared: torch.Tensor | None = None,
-    **tensors: torch.Tensor,
 ) -> Mapping[str, Each | Sum]:
-    server = Shown(put_together(skeleton, {name.removeprefix("server/"): tensor for name, tensor in tensors.items()}))
+    known = Shown(server)
     shares = [(i, total) for i in position.tolist()]
     make = getattr(method, maker)
 
     def models(group: Clients) -> torch.Tensor | Predictor | None:
-        made = make(group, server)
+        made = make(group, known)
         if isinstance(made, Predictor):
             return _for_all(made, len(group), make)
         return None if made is None else _fitting(made, [len(group), group.model.size], make)

@@ -12,8 +12,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raypfl.errors import RaypflError, Stopped
-from raypfl.federation.actors import fetched
+from raypfl.federation.actors import fetched, opened
 from raypfl.federation.backend import Done, Failed
+from raypfl.federation.broadcasts import INSIDE
 from raypfl.federation.placement import Dispatch
 from raypfl.federation.states import Stack
 from raypfl.federation.work import Call, Group, Reply
@@ -21,9 +22,6 @@ from raypfl.federation.work import Call, Group, Reply
 APART = 1_000_000
 """Bytes of a client's state from which it is an object of its own, so that it is gone as soon as there is a newer one.
 An object costs about a millisecond, as much as copying so many bytes."""
-
-INSIDE = 64_000
-"""Bytes up to which a broadcast is part of every call, which costs less than to make it an object and fetch that."""
 
 POLL = 0.1
 """Seconds between looks at whether the run was asked to stop."""
@@ -82,6 +80,9 @@ class RayBackend:
     def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         return whole if sum(array.nbytes for array in whole.values()) <= INSIDE else ray.put(whole)
+
+    def opened(self, handle: Any) -> Mapping[str, np.ndarray]:
+        return opened([handle])[0]
 
     def keep(self, stack: Stack) -> Any:
         return ray.put(stack)

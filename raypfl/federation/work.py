@@ -15,8 +15,10 @@ from torch import Tensor
 from raypfl.authors import place
 from raypfl.errors import MethodError
 from raypfl.federation.bench import Bench
+from raypfl.federation.broadcasts import Sent
 from raypfl.federation.clients import Clients
 from raypfl.federation.states import Stack
+from raypfl.federation.tree import put_together
 from raypfl.messages import Each, Mean, Sum, numbers_charged, per_client, plain
 from raypfl.methods.base import Method
 
@@ -27,19 +29,19 @@ class Call:
 
     Attributes
     ----------
-    number : of the call, counted over the run, so that an actor unpacks its broadcast once.
+    number : of the call, counted over the run, so that an actor unpacks what is sent to all once.
     function : name of the method's client function, or a function ``f(clients, method, **arguments)`` of the engine's.
     round, lr : of the round; rounds are numbered from 1.
-    broadcast : name -> array; on Ray a reference to that.
-    scalars : name -> number or string.
+    broadcast : the tensors among the arguments.
+    arguments : name -> number or string, or a :class:`raypfl.federation.tree.Leaf` for each tensor, in dicts and lists.
     """
 
     number: int
     function: str | Callable[..., Mapping[str, Any]]
     round: int
     lr: float
-    broadcast: Any
-    scalars: Mapping[str, Any]
+    broadcast: Sent
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,23 +114,24 @@ class Worker:
         self.bench = bench
         self.method = method
         self._unpacked: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._large: dict[int, Tensor] = {}
 
     def work(
         self,
         call: Call,
-        broadcast: Callable[[], Mapping[str, np.ndarray]],
+        opened: Callable[[list[Any]], list[Mapping[str, np.ndarray]]],
         group: Group,
         states: list[Mapping[str, np.ndarray]],
     ) -> tuple[Reply, Stack | None]:
         """Run the call's function for a group; returns its reply and, if it changed them, its clients' new states.
 
-        `broadcast` is asked for the call's arrays once a call.
+        `opened` gives the arrays behind what the backend made of them; large ones are asked for but once.
         """
         begun = time.perf_counter()
-        shared = self._broadcast(call.number, broadcast)
+        shared = self._shared(call, opened)
         clients = Clients(self.bench, group.clients, call.round, call.lr, states)
         rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
-        arguments = {**shared, **rows, **call.scalars}
+        arguments = {**put_together(dict(call.arguments), shared), **rows}
         clients.received(arguments)
         versions = {name: tensor._version for name, tensor in shared.items()}
         with warnings.catch_warnings(record=True) as caught:
@@ -158,12 +161,22 @@ class Worker:
             )
         return {name: _reduced(who, name, value, clients) for name, value in (returned or {}).items()}
 
-    def _broadcast(self, number: int, arrays: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
-        # Copied once a call: what Ray hands out is read-only shared memory, to which a tensor must never write, and
-        # which is not free for the next round's as long as somebody looks at it.
-        if self._unpacked[0] != number:
-            self._unpacked = (number, {name: self._tensor(array) for name, array in arrays().items()})
+    def _shared(self, call: Call, opened: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]) -> dict[str, Tensor]:
+        if self._unpacked[0] != call.number:
+            sent = call.broadcast
+            missing = {number: handle for number, handle in sent.large.values() if number not in self._large}
+            small, *large = opened([sent.small, *missing.values()])
+            new = {number: self._own(arrays[""]) for number, arrays in zip(missing, large, strict=True)}
+            self._large = {number: tensor for number, tensor in self._large.items() if number in sent.kept} | new
+            known = {name: self._large[number] for name, (number, _) in sent.large.items()}
+            self._unpacked = (call.number, known | {name: self._own(array) for name, array in small.items()})
         return self._unpacked[1]
+
+    def _own(self, array: np.ndarray) -> Tensor:
+        # What Ray hands out is read-only shared memory, to which a tensor must never write, and which is not free for
+        # the next round's as long as somebody looks at it. The other backend makes copies.
+        mine = array.flags.owndata and array.flags.writeable
+        return torch.from_numpy(array).to(self.bench.model.device) if mine else self._tensor(array)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self.bench.model.device)
@@ -171,7 +184,7 @@ class Worker:
     def _refuse_changed(self, shared: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
         for name, tensor in shared.items():
             if tensor._version != versions[name]:
-                self._unpacked = (-1, {})
+                self._unpacked, self._large = (-1, {}), {}
                 raise MethodError(
                     f"A client function changed its argument {name!r} in place, but all clients share it; work on "
                     f"{name}.clone()."

@@ -1,0 +1,88 @@
+"""What goes down to everybody: a large tensor is sent once, as long as it stays the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from raypfl.messages import plain
+
+if TYPE_CHECKING:
+    from raypfl.federation.backend import Backend
+
+INSIDE = 64_000
+"""Bytes up to which tensors are part of every call, which costs less than to make them objects and fetch those."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The tensors that a call sends to every group.
+
+    Attributes
+    ----------
+    small : name -> array, or a reference to that.
+    large : name -> a number and ``{"": array}``, or a reference to that. The same number is the same tensor.
+    kept : numbers that later calls may name again.
+    """
+
+    small: Any
+    large: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor that was sent: `round` is the last one in which it was."""
+
+    number: int
+    handle: Any
+    tensor: weakref.ref[Tensor]
+    round: int
+
+
+class Broadcasts:
+    """Puts tensors where all groups can get at them.
+
+    A tensor of the server's state that was sent in this round or the one before is not put there again, unless it has
+    changed. So a ring of past models costs one model a round.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._known: dict[int, _Known] = {}  # by the tensor's id, as long as it lives
+        self._numbers = count()
+
+    def sent(self, tensors: Mapping[str, Tensor], round: int) -> Sent:
+        """The tensors of a call in a round."""
+        arrays = {name: plain(tensor).detach().cpu().numpy() for name, tensor in tensors.items()}
+        large = [name for name, array in arrays.items() if array.nbytes > INSIDE]
+        known = {name: self._sent(tensors[name], arrays.pop(name), round) for name in large}
+        self._known = {
+            key: one for key, one in self._known.items() if one.round >= round - 1 and one.tensor() is not None
+        }
+        kept = frozenset(one.number for one in self._known.values())
+        return Sent(self._backend.broadcast(arrays), {name: (o.number, o.handle) for name, o in known.items()}, kept)
+
+    def _sent(self, tensor: Tensor, array: np.ndarray, round: int) -> _Known:
+        before = self._known.get(id(tensor))
+        if before and before.tensor() is tensor and _same_bits(self._backend.opened(before.handle)[""], array):
+            number, handle = before.number, before.handle
+        else:
+            number, handle = next(self._numbers), self._backend.broadcast({"": array})
+        self._known[id(tensor)] = _Known(number, handle, weakref.ref(tensor), round)
+        return self._known[id(tensor)]
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    # Compared, not taken on trust: what is changed through tensor.data or a NumPy view has the version that it had.
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = f"u{min(a.itemsize, 8)}"
+    one, other = (np.ascontiguousarray(array).reshape(-1).view(bits) for array in (a, b))
+    return np.array_equal(one, other)
