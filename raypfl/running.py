@@ -42,13 +42,14 @@ class _Work:
 
     Attributes
     ----------
-    folder : of the run or of the comparison. lines, jobs : one a run, in order.
+    folder : of the run or of the comparison. planned, lines, jobs : one a run, in order.
     tried : recipe or file, and the assignments that changed it. tags : for MLflow.
     changes : with which this is to go on if it is cut off.
     session : within which the jobs go.
     """
 
     folder: Path
+    planned: Sequence[Experiment]
     lines: Sequence[RunLine]
     jobs: Sequence[Callable[..., Result]]
     tried: Sequence[str]
@@ -90,7 +91,7 @@ def begin(planned: Sequence[Experiment], tried: Sequence[str], shown: Shown) -> 
         return
     folder = new_folder(planned[0]).absolute()
     job = partial(federation.run, planned[0], run_dir=folder)
-    _carry_out(_Work(folder, lines_for(planned), [job], tried, {"recipe": tried[0]}), shown)
+    _carry_out(_Work(folder, planned, lines_for(planned), [job], tried, {"recipe": tried[0]}), shown)
 
 
 def go_on(folder: Path, changes: Sequence[str], shown: Shown) -> None:
@@ -103,9 +104,11 @@ def go_on(folder: Path, changes: Sequence[str], shown: Shown) -> None:
     if comparison := Comparison.load(folder):
         _carry_out(_compared(comparison, changes), shown)
         return
-    lines = lines_for([description(folder).override(changes)])
+    planned = [description(folder).override(changes)]
     job = partial(federation.resume, folder, overrides=changes)
-    _carry_out(_Work(folder.absolute(), lines, [job], [str(folder / RECIPE)], changes=changes), shown)
+    _carry_out(
+        _Work(folder.absolute(), planned, lines_for(planned), [job], [str(folder / RECIPE)], changes=changes), shown
+    )
 
 
 def _compared(comparison: Comparison, changes: Sequence[str]) -> _Work:
@@ -123,7 +126,7 @@ def _compared(comparison: Comparison, changes: Sequence[str]) -> _Work:
             left.append(experiment)
     tags = {"recipe": comparison.words[0]}
     session = partial(_together, left) if left else _Work.session
-    return _Work(comparison.folder.absolute(), lines, jobs, comparison.words, tags, changes, session)
+    return _Work(comparison.folder.absolute(), planned, lines, jobs, comparison.words, tags, changes, session)
 
 
 def _known(folder: Path) -> Callable[..., Result]:
@@ -146,8 +149,8 @@ def _carry_out(work: _Work, shown: Shown) -> None:
     with MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in) as tracked:
         try:
             with view(progress, work.lines, shown.quiet) as lines, work.session([lines.listener(0)]):
-                for i, job in enumerate(work.jobs):
-                    results.append(job(listeners=[lines.listener(i), tracked]))
+                for i, (job, mine) in enumerate(zip(work.jobs, tracked.for_each(work.planned), strict=True)):
+                    results.append(job(listeners=[lines.listener(i), mine]))
                     if results[-1].status == "stopped":
                         raise KeyboardInterrupt
         except KeyboardInterrupt:  # also before a first round, between two runs, or for the second time

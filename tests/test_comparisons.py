@@ -69,6 +69,21 @@ def test_one_method_with_two_sets_of_options_has_two_folders():
     assert [run.name for run in sorted(only_folder().glob("ditto*"))] == ["ditto-s0", "ditto-s0-2"]
 
 
+def test_settings_of_a_methods_own_are_in_the_table_the_report_and_mlflow(elsewhere: Path, mlflow_database: Path):
+    with_database(elsewhere / "runs", mlflow_database)
+    tracked = [*SMALL, "tracking.system_metrics=false", "tracking.models_mb=0"]
+    own = "{name: ditto, settings: {training.lr: 0.05, training.optimizer: adam}}"
+    done = raypfl("run", *tracked, f"methods=[fedavg, {own}]")
+    assert done.exit_code == 0, done.output
+    label = "ditto training.optimizer=adam training.lr=0.05"
+    assert f"{label}, seed 0" in done.stdout and "\nfedavg, seed 0" in done.stdout
+    (parent,) = runs_of(elsewhere / "runs", "tags.kind = 'comparison'")
+    assert f"{label} | local" in parent.data.tags["mlflow.note.content"]
+    children = runs_of(elsewhere / "runs", "tags.kind = 'run'")
+    names = {child.info.run_name: child.data.params["training.lr"] for child in children}
+    assert names == {"fedavg s0": "0.1", "ditto s0 training.optimizer=adam training.lr=0.05": "0.05"}
+
+
 def test_an_interrupted_comparison_goes_on_to_all_its_ends_and_the_same_bits(
     elsewhere: Path, cut_off, mlflow_database: Path
 ):

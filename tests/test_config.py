@@ -80,6 +80,42 @@ def test_a_local_optimizer_that_cannot_be_is_refused(training, said):
     assert said in refusal(training=training)
 
 
+def test_a_method_of_a_comparison_may_have_settings_of_its_own():
+    own = {"training": {"lr": 0.05, "optimizer": "adam"}, "model": {"name": "lenet"}, "rounds": 7}
+    values = {
+        "methods": ["fedavg", {"name": "ditto", "lam": 2, "settings": own}],
+        "training": {"epochs": 3},
+        "seeds": 2,
+    }
+    fedavg, again, ditto, _ = experiments(values, ["training.lr=0.2", "training.batch_size=5"])
+    assert fedavg.method == again.method == FedAvg() and fedavg.training == TrainingSettings(
+        lr=0.2, epochs=3, batch_size=5
+    )
+    assert ditto.method == Ditto(lam=2.0) and (ditto.model.name, ditto.model.options, ditto.rounds) == ("lenet", {}, 7)
+    assert ditto.training == TrainingSettings(lr=0.05, epochs=3, batch_size=5, optimizer=Adam())
+    (same,) = experiments({"method": {"name": "ditto", "settings": {"model.hidden": [3], "training.lr": 0.05}}})
+    assert same.model.options == {"hidden": [3]} and same.training.lr == 0.05
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (
+            {"partition.alpha": 1},
+            "settings of method 'ditto' has partition.alpha, which all methods of a comparison share",
+        ),
+        (
+            {"training.lrr": 1},
+            "With the settings of method 'ditto': training.lrr is not a setting of training; did you",
+        ),
+        ("fast", "settings of method 'ditto' is 'fast'; it must be dotted keys and values"),
+    ],
+)
+def test_settings_of_a_methods_own_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        experiments({"methods": ["fedavg", {"name": "ditto", "settings": settings}]})
+
+
 def test_options_without_a_name_are_those_of_the_default():
     assert Experiment(partition={"clients": 7}, method={"server_lr": 0.5}, model={"hidden": [5]}) == Experiment(
         partition=Dirichlet(clients=7), method=FedAvg(server_lr=0.5), model={"name": "mlp", "hidden": [5]}

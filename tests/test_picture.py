@@ -13,7 +13,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from raypfl.config import Experiment
+from raypfl.config import Experiment, experiments
 from raypfl.evaluation import summarise
 from raypfl.federation.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.methods import METHODS
@@ -122,6 +122,21 @@ def test_twelve_methods_have_colours_of_their_own():
 def test_namesakes_are_told_apart_by_the_options_that_differ():
     runs = [Experiment(method=m) for m in ("fedavg", {"name": "ditto", "lam": 0.1}, {"name": "ditto", "lam": 1})]
     assert labels(runs) == ["fedavg", "ditto lam=0.1", "ditto lam=1.0"]
+
+
+def test_settings_of_a_methods_own_are_told_beside_its_name_and_of_the_first_ones_nothing_is():
+    own = {"training": {"lr": 0.05}, "model.hidden": [8]}
+    methods = ["fedavg", {"name": "ditto", "settings": own}, {"name": "local", "settings": {"training.lr": 0.2}}]
+    told = ["fedavg", "ditto training.lr=0.05 model.hidden=[8]", "local training.lr=0.2"]
+    assert labels(experiments({"methods": methods})) == told
+    assert labels(experiments({"methods": methods, "seeds": 2})) == [label for label in told for _ in range(2)]
+    methods[1] = {"name": "ditto", "settings": {"model": "lenet", "training.optimizer": "adam"}}
+    assert labels(experiments({"methods": methods[:2]}))[1] == "ditto model=lenet training.optimizer=adam"
+    many = {f"training.{key}": 3 for key in ("epochs", "batch_size", "clip_norm", "weight_decay")}
+    methods[1] = {"name": "ditto", "settings": many}
+    assert labels(experiments({"methods": methods[:2]})) == ["fedavg · settings A", "ditto · settings B"]
+    twice = ["fedavg", {"name": "fedavg", "settings": {"training.lr": 0.2}}]
+    assert labels(experiments({"methods": twice})) == ["fedavg training.lr=0.1", "fedavg training.lr=0.2"]
 
 
 def test_runs_of_other_settings_are_told_by_the_one_that_differs_or_by_a_letter():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from raypfl.config.yaml_text import read
 from raypfl.errors import ConfigError
 from raypfl.methods import Method
 
+_OWN = ("training", "model", "cohort", "rounds")
+"""What a method of a comparison may have of its own."""
+
 
 def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> list[Experiment]:
     """The experiments of a comparison: each of its methods from each of its seeds, method by method.
@@ -21,8 +24,10 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
     Parameters
     ----------
     source : an `Experiment` as YAML text, file or mapping, in which ``methods: [fedavg, {name: ditto, lam: 1}]`` may
-        stand for ``method``, and ``seeds: 3`` asks for as many repetitions, the first of them with ``seed``.
-    assignments : ``dotted.key=value``; ``method.lam=1`` reaches each of the methods that has a `lam`.
+        stand for ``method``, and ``seeds: 3`` asks for as many repetitions, the first of them with ``seed``. A method
+        may have settings of its own, as in ``{name: ditto, settings: {training.lr: 0.05}}``.
+    assignments : ``dotted.key=value``; ``method.lam=1`` reaches each of the methods that has a `lam`. Settings of a
+        method's own win over them.
 
     Raises
     ------
@@ -38,7 +43,7 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
             assign(values, path, value)
     methods, seeds = _methods(values), _seeds(values)
     base = Experiment(**values)
-    compared = [base.replace(method=method) for method in methods]
+    compared = [_with_settings(base, *_parted(method)) for method in methods]
     return [one.replace(seed=one.seed + i) for one in _with_options(compared, of_methods) for i in range(seeds)]
 
 
@@ -53,6 +58,51 @@ def _methods(values: dict[str, Any]) -> list[Any]:
     if not isinstance(methods, list) or not methods:
         raise ConfigError(f"methods is {methods!r}; it must be a list, such as [fedavg, ditto].")
     return methods
+
+
+def _parted(method: Any) -> tuple[Any, dict[str, Any]]:
+    """A method without, and the settings of its own."""
+    if not isinstance(method, Mapping) or "settings" not in method:
+        return method, {}
+    settings = method["settings"]
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"settings of method {method.get('name')!r} is {settings!r}; it must be dotted keys and values, such as "
+            "{training.lr: 0.05}."
+        )
+    return {key: value for key, value in method.items() if key != "settings"}, dict(settings)
+
+
+def _with_settings(base: Experiment, method: Any, settings: Mapping[str, Any]) -> Experiment:
+    """`base` with a method and the settings of its own.
+
+    Of a section, what is given changes what is there, unless it has a name: ``model: {name: cnn}`` is another model.
+    """
+    experiment = base.replace(method=method)
+    if not settings:
+        return experiment
+    values = experiment.to_dict()
+    name = values["method"]["name"]
+    for path, value in sorted(_paths(settings), key=lambda pair: len(pair[0])):
+        if path[0] not in _OWN:
+            raise ConfigError(
+                f"settings of method {name!r} has {'.'.join(path)}, which all methods of a comparison share; one may "
+                f"have its own {', '.join(_OWN)}."
+            )
+        assign(values, path, value)
+    try:
+        return Experiment(**values)
+    except ConfigError as error:
+        raise ConfigError(f"With the settings of method {name!r}: {error}") from None
+
+
+def _paths(settings: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[list[str], Any]]:
+    for key, value in settings.items():
+        path = (*above, *str(key).split("."))
+        if isinstance(value, Mapping) and "name" not in value:
+            yield from _paths(value, path)
+        else:
+            yield list(path), value
 
 
 def _seeds(values: dict[str, Any]) -> int:

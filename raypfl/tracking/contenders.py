@@ -25,6 +25,9 @@ COLOURS = (
 _BESIDE = ("name", "seed", "output", "engine", "ray", "checkpoint", "tracking", "method")
 _BESIDE_KEYS = ("data.root", "data.download", "data.cache", "training.channels_last")
 
+_MOST_TOLD = 3
+"""Settings of a method's own that its name has; of more, it has a letter."""
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -87,8 +90,19 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
     """A short name for each experiment: its method, with the options that tell it from namesakes.
 
     Where experiments differ in a setting beside, all of their names have that; where in several, a letter for them:
-    ``ditto lam=0.1 · settings B``.
+    ``ditto lam=0.1 · settings B``. If these are settings of a method's own, which its name tells already, it has what
+    differs from the first one's.
     """
+    return [f"{name}{words}" for name, words in zip(*_named(experiments), strict=True)]
+
+
+def settings_told(experiments: Sequence[Experiment]) -> list[str]:
+    """What of each of the `labels` tells of settings beside method and options."""
+    return [words.strip(" ·") for words in _named(experiments)[1]]
+
+
+def _named(experiments: Sequence[Experiment]) -> tuple[list[str], list[str]]:
+    """Methods with their options, and what tells their settings apart."""
     methods = [experiment.to_dict()["method"] for experiment in experiments]
     names = {method["name"] for method in methods}
     short = {name: name.rpartition(":")[2] for name in names}
@@ -98,8 +112,7 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
         _label(method, short[method["name"]], [other for other in methods if other["name"] == method["name"]])
         for method in methods
     ]
-    told = _told_apart([_settings(experiment) for experiment in experiments])
-    return [f"{name}{words}" for name, words in zip(named, told, strict=True)]
+    return named, _told_apart(named, [_settings(experiment) for experiment in experiments])
 
 
 def colour(index: int) -> str:
@@ -130,15 +143,28 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
     return {key: value for key, value in dotted(parts).items() if key not in _BESIDE_KEYS}
 
 
-def _told_apart(settings: Sequence[dict[str, Any]]) -> list[str]:
+def _told_apart(names: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[str]:
     keys = dict.fromkeys(key for one in settings for key in one)
     differing = [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
-    if len(differing) < 2:
+    of_name = dict(zip(names, settings, strict=True))
+    if len(of_name) > 1 and all(of_name[name] == one for name, one in zip(names, settings, strict=True)):
+        own = [_own(one, settings[0], differing) for one in settings]
+        if max(map(len, own)) <= _MOST_TOLD:
+            return ["".join(f" {key}={value}" for key, value in mine.items()) for mine in own]
+    elif len(differing) < 2:
         return ["".join(f" {key}={one.get(key)}" for key in differing) for one in settings]
     kinds: list[dict[str, Any]] = []
     for one in settings:
         kinds += [one] if one not in kinds else []
     return [f" · settings {_letter(kinds.index(one))}" for one in settings]
+
+
+def _own(settings: dict[str, Any], first: dict[str, Any], differing: Sequence[str]) -> dict[str, Any]:
+    """What `settings` have otherwise than the first ones; of another network or optimizer, the name alone."""
+    own = {key: settings[key] for key in differing if key in settings and settings[key] != first.get(key)}
+    named = [key.removesuffix(".name") for key in own if key.endswith(".name")]
+    rest = {key: value for key, value in own.items() if not key.startswith(tuple(f"{name}." for name in named))}
+    return {**{name: own[f"{name}.name"] for name in named}, **rest}
 
 
 def _letter(index: int) -> str:

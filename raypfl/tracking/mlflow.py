@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -13,11 +13,14 @@ from raypfl.federation import folders
 from raypfl.federation.events import Event, RunStarted
 from raypfl.federation.result import Result
 from raypfl.tracking import mlflow_entries as entries
+from raypfl.tracking.contenders import settings_told
 from raypfl.tracking.mlflow_run import NOTE, RUN_ID_FILE, STATUS, Comparison, RunRecord, tracking_uri
 from raypfl.tracking.replay import events_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+    from raypfl.config import Experiment
 
 __all__ = ["RUN_ID_FILE", "MLflowListener", "track", "tracking_uri"]
 
@@ -69,6 +72,11 @@ class MLflowListener:
             self._records += [self._current] if self._current else []
         elif self._current:
             self._current.put(event)
+
+    def for_each(self, experiments: Sequence[Experiment]) -> list[MLflowListener]:
+        """A listener for each run of a comparison; settings that tell one from the others are in its name."""
+        told = settings_told(experiments)
+        return [self.beside({"settings": words} if words else {}) for words in told]
 
     def beside(self, tags: Mapping[str, str] | None = None) -> MLflowListener:
         """A listener for a run that goes while others do, in the same comparison; each listener hears one at a time.
@@ -136,8 +144,8 @@ def track(run_dir: str | Path, uri: str | None = None) -> None:
     results = [Result.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
     name = comparison.words[0] if comparison else None
     with MLflowListener(name, warn=problems.append, kept_in=run_dir if comparison else None) as listener:
-        for result in results:
+        for result, mine in zip(results, listener.for_each([one.experiment for one in results]), strict=True):
             for event in events_of(result, uri):
-                listener(event)
+                mine(event)
     if problems:
         raise RaypflError("\n".join(problems))

@@ -225,7 +225,8 @@ class RunRecord:
         experiment = self._started.experiment
         home = self._experiment_id(client)
         tags = {**_context(), **entries.tags_of(self._started), **self._tags, **self._above(client, home)}
-        run = client.create_run(home, self._began, tags, entries.name_of(experiment))
+        name = " ".join(filter(None, [entries.name_of(experiment), self._tags.get("settings")]))
+        run = client.create_run(home, self._began, tags, name)
         run_id = run.info.run_id
         Path(self.run_dir, RUN_ID_FILE).write_text(run_id)
         client.set_tag(run_id, NOTE, entries.description_of(self._started, run_id, self._uri))
