@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,10 @@ from rich.console import Console
 
 from raypfl.config import Experiment, experiments
 from raypfl.evaluation import summarise
+from raypfl.federation.columns import Columns
 from raypfl.federation.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.federation.ledger import LEDGER
+from raypfl.federation.tables import arrow
 from raypfl.methods import METHODS
 from raypfl.tracking import outcome
 from raypfl.tracking.console import LiveView, PlainView, View, view
@@ -39,6 +42,7 @@ class MadeUp:
     weights_hash: str = "3fa2c19d88e0ffff"
     megabytes: tuple[float, float] = (23.1, 23.0)
     best_round: int | None = None
+    ledger: pa.Table = field(default_factory=lambda: arrow(Columns(LEDGER)))
 
     def summary(self, round: int | None = None) -> list[dict]:
         wanted = round or max(self.evaluations["round"].to_pylist())

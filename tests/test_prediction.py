@@ -6,12 +6,17 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
+from rich.console import Console
 
 import raypfl
+from raypfl import report
 from raypfl.errors import MethodError, RaypflError
 from raypfl.messages import Mean, Scatter, per_client
 from raypfl.methods import FedAvg
 from raypfl.models import Predictor
+from raypfl.tracking import outcome
+from raypfl.tracking.contenders import contenders
+from raypfl.tracking.numbers import messages
 from tests.prediction_methods import Hypernetwork, NearestNeighbours
 from tests.runs import experiment
 from tests.support import CLASSES, EXECUTORS, Federation, as_module
@@ -147,6 +152,24 @@ def test_a_client_that_cannot_be_given_its_model_is_not_left_out_of_the_mean(tmp
     skipping = experiment(tmp_path, rounds=1, failures__on_client_failure="skip", failures__retries=0)
     with pytest.raises(RaypflError, match=r"Client \d+ could not be given its model. Training diverged on client"):
         raypfl.run(skipping.replace(method=Adrift()))
+
+
+def test_the_table_and_the_report_say_what_a_model_takes_beside_training(tmp_path):
+    base = experiment(tmp_path, rounds=2, evaluation__every=1, **NEWCOMERS)
+    result, plain = (raypfl.run(base.replace(method=method)) for method in (Hypernetwork(size=7), FedAvg()))
+    (embed,) = pc.unique(result.ledger.filter(pc.field("name") == "embed")["numbers"]).to_pylist()
+    down = 4 * (embed + result.facts["parameters"]) / 1e3
+    console = Console(record=True, width=100)
+    outcome.show(console, [result, plain], {}, ["digits"], tmp_path)
+    said = [line for line in console.export_text().splitlines() if "takes" in line]
+    assert len(said) == 1 and said[0].endswith(f"takes 0.0 kB up and {down:,.1f} kB down beside.")
+    sent = [message for one in contenders([result]) for message in messages(one)]
+    assert [message.phase for message in sent] == ["training"] * 7 + ["prediction"] * 3
+    trained = sum(message.megabytes for message in sent if message.phase == "training")
+    assert trained == pytest.approx(sum(result.megabytes))
+    pages = [report.write([one], tmp_path / "page.html").read_text() for one in (result, plain)]
+    assert ["Messages of prediction give clients" in page for page in pages] == [True, False]
+    assert [page.count("<small>prediction</small>") for page in pages] == [3, 0]
 
 
 # ------------------------------------------------------------------------------- predictors that are no vector

@@ -23,6 +23,7 @@ from raypfl.report.shades import on_dark, on_light
 from raypfl.report.words import listed, protocol_in_words, signed
 from raypfl.tracking import data_table
 from raypfl.tracking.contenders import Contender, contenders, setting
+from raypfl.tracking.numbers import prediction
 from raypfl.tracking.units import over_seeds
 
 _CURVES = 6  # protocols that have a figure of their own
@@ -101,6 +102,7 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
         "efforts": [figures.curves(compared, main, against) for against in ("megabytes", "seconds")],
         "holdings": _holdings(compared),
         "ledger": tables.ledger(compared),
+        "predicted": any(prediction(one) for one in compared),
         "differing": differing,
         "shared": shared,
         "facts_differing": facts_differing,

@@ -42,6 +42,7 @@ class Message:
     Attributes
     ----------
     exchange : within a round, from 1. direction : ``down`` or ``up``.
+    phase : ``training``, or ``prediction``: what clients are given to be judged with.
     numbers : least and most that a client sends or gets at a time.
     bytes : of one message, mean. times : that it was sent, to or from one client, mean over seeds.
     megabytes : in all, of 10^6 bytes, mean over seeds.
@@ -50,6 +51,7 @@ class Message:
     name: str
     exchange: int
     direction: str
+    phase: str
     numbers: tuple[int, int]
     bytes: float
     times: float
@@ -99,7 +101,7 @@ def seconds(result: Result) -> float:
 
 def messages(contender: Contender) -> list[Message]:
     """The ledger by tensor, in the order in which messages are sent."""
-    keys = ["exchange", "direction", "name"]
+    keys = ["phase", "exchange", "direction", "name"]
     whole = pa.concat_tables([result.ledger for result in contender.results])
     total = pc.multiply(whole["bytes"], pc.cast(whole["clients"], pa.int64()))
     whole = whole.append_column("total", total)
@@ -111,13 +113,21 @@ def messages(contender: Contender) -> list[Message]:
             name=row["name"],
             exchange=row["exchange"] + 1,
             direction=row["direction"],
+            phase=row["phase"],
             numbers=(row["numbers_min"], row["numbers_max"]),
             bytes=row["total_sum"] / max(row["clients_sum"], 1),
             times=row["clients_sum"] / seeds,
             megabytes=row["total_sum"] / seeds / 1e6,
         )
-        for row in sorted(rows, key=lambda row: (row["exchange"], row["direction"]))
+        for row in sorted(rows, key=lambda row: (row["phase"] == "prediction", row["exchange"], row["direction"]))
     ]
+
+
+def prediction(contender: Contender) -> tuple[float, float] | None:
+    """kB of 10^3 bytes, up and down, that a client's model takes when it is judged; None: it takes no exchange."""
+    sent = [message for message in messages(contender) if message.phase == "prediction"]
+    up, down = (sum(one.bytes for one in sent if one.direction == way) / 1e3 for way in ("up", "down"))
+    return (up, down) if sent else None
 
 
 def _finite(contender: Contender, columns: Sequence[tuple[pa.ChunkedArray, pa.ChunkedArray]]) -> Curve | None:

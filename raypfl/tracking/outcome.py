@@ -18,7 +18,7 @@ from rich.text import Text
 from raypfl.evaluation.measures import Measures
 from raypfl.tracking.contenders import Contender, contenders, labels, setting
 from raypfl.tracking.mlflow_run import tracking_uri
-from raypfl.tracking.numbers import seconds
+from raypfl.tracking.numbers import prediction, seconds
 from raypfl.tracking.units import Unit, capital, over_seeds
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raypfl.federation import Result
 
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
+_PREDICTION = "{}: a client's model, when it is judged, takes {:,.1f} kB up and {:,.1f} kB down beside."
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
 _UNBOUNDED = 10_000  # columns of a terminal
@@ -134,6 +135,9 @@ def _show_table(console: Console, judged: Sequence[Result]) -> None:
     if named:
         told = [f"{one.unit.heading}: {one.unit.words}{' in %' if one.unit.sign else ''}" for one in named]
         console.print(Text(fill(f"{'; '.join(told)}, of the models that the spread is of.", _NOTE_WIDTH), "dim"))
+    for contender in compared:
+        if sent := prediction(contender):
+            console.print(Text(_PREDICTION.format(contender.label, *sent), "dim"))
 
 
 def _with_room(console: Console, judged: Sequence[Result]) -> tuple[Table, Sequence[str]]:
