@@ -224,12 +224,13 @@ def test_nearest_neighbours_vote_as_they_do_by_hand_also_where_some_clients_have
     fed = Federation(sizes=sizes, executor=executor, method=method)
     fed.bench.split = lambda client, name: fed.split[client] if name == "train" else fed.split[3 - client]
     theta, clients = fed.model.init(1), fed.clients()
-    correct, loss, samples = clients.evaluate(method.personal_model(clients, {"theta": theta}))
+    found = clients.evaluate(method.personal_model(clients, {"theta": theta}))
     for k in range(4):
         x, y = fed.samples(3 - k)
         chances = votes(fed, method, theta, k, x)
-        assert int(correct[k]) == int((chances.argmax(1) == y).sum()) and int(samples[k]) == len(y)
-        assert float(loss[k]) == pytest.approx(float(-chances.gather(1, y[:, None]).log().sum()), rel=1e-9)
+        right, loss = (chances.argmax(1) == y).double().mean(), -chances.gather(1, y[:, None]).log().mean()
+        assert [float(found[name][k]) for name in ("samples", "accuracy")] == [len(y), pytest.approx(float(right))]
+        assert float(found["loss"][k]) == pytest.approx(float(loss), rel=1e-9)
     assert fed.warnings == []
 
 
