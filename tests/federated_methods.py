@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import torch
 from torch.nn import functional as F
 
 from raypfl import Mean
@@ -144,3 +145,22 @@ class Moon(FedAvg):
         trained = clients.sgd(loss, theta, sent=clients.other(theta), previous=clients.other(previous))
         clients.state["previous"] = trained
         return {"theta": Mean(trained, clients.num_samples)}
+
+
+class PerFedAvg(FedAvg):
+    """Personalized FedAvg (Fallah et al. 2020) with second derivatives, both steps on the same mini-batch.
+
+    Attributes
+    ----------
+    alpha : step size of a client's own step from the shared model.
+    """
+
+    alpha: float = 0.1
+
+    def train(self, clients, theta):
+        def after_a_step(p, batch):
+            before = p.clone()
+            (slope,) = torch.autograd.grad(clients.loss(before, batch), before, create_graph=True)
+            return clients.loss(before - self.alpha * slope, batch)
+
+        return {"theta": Mean(clients.sgd(after_a_step, theta), clients.num_samples)}

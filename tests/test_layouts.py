@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from raypfl.federation.events import RunStarted, Warned
 from raypfl.methods import FedAvg
 from raypfl.tracking.progress import RunLine
 from tests.runs import experiment
-from tests.support import FP64, Federation, close
+from tests.support import EXECUTORS, FP64, Federation, close
 
 
 class Reshaping(nn.Module):
@@ -146,14 +147,14 @@ def test_a_network_that_does_not_work_channels_last_is_judged_without():
         close(laid.logits(laid.initial, x), plain.logits(plain.initial, x))
 
 
-def test_an_error_of_a_function_itself_is_no_reason_to_run_it_another_way():
-    clients = Federation(Reshaping, executor="sequential", training=replace(FP64, channels_last=True)).clients()
-    calls = []
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_error_of_a_function_itself_is_not_laid_to_the_way_in_which_it_runs(executor):
+    clients = Federation(Reshaping, executor=executor, training=replace(FP64, channels_last=True)).clients()
 
     def failing(p, batch):
-        calls.append(1)
         raise RuntimeError("no view of mine")
 
-    with pytest.raises(RuntimeError, match="no view of mine"):
-        clients.sgd(failing, clients.initial)
-    assert len(calls) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="no view of mine"):
+            clients.sgd(failing, clients.initial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,9 +14,11 @@ from torch.nn import functional as F
 
 from raypfl.errors import ClientError, RaypflError
 from raypfl.messages import per_client
+from tests.federated_methods import PerFedAvg
 from tests.support import (
     CLASSES,
     EXECUTORS,
+    FP64,
     Federation,
     NormalisedConv,
     as_module,
@@ -222,3 +225,100 @@ def test_a_loss_above_the_limit_and_a_model_that_overflows_are_refused(executor)
     assert caught.value.clients == (2,)
     with pytest.raises(ClientError, match="diverged"):
         clients.sgd(clients.loss, clients.initial, steps=1, lr=float("inf"))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+def test_a_map_with_a_row_a_sample_is_padded_with_zeros_to_the_largest_client(factory, executor):
+    fed = Federation(factory, executor=executor)
+    clients, starts = fed.clients(), starts_of(fed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = clients.map(lambda p, batch: fed.model(p, batch.x).exp(), per_client(starts))
+    assert outputs.shape == (4, 11, CLASSES)
+    for k, size in enumerate(fed.sizes):
+        net = as_module(factory, starts[k]).eval()
+        close(outputs[k, :size], net(fed.samples(k)[0]).exp().detach())
+        assert not outputs[k, size:].any()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_vector_that_is_by_chance_as_long_as_the_largest_batch_is_not_taken_for_rows(executor):
+    clients = Federation(executor=executor, sizes=(2, 3)).clients()
+
+    def shares(p, batch):
+        return batch.mean(F.one_hot(batch.y, CLASSES).to(p.dtype)) + 1
+
+    expected = clients.label_counts() / clients.num_samples[:, None] + 1
+    close(clients.map(shares, clients.initial), expected.as_subclass(Tensor))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_mistake_that_no_way_mends_is_raised_as_the_plainest_way_raises_it(executor):
+    clients = Federation(executor=executor, sizes=(4, 4)).clients()
+
+    def mistaken(p, batch):
+        return clients.loss(p, batch) + (batch.x.flatten(1) @ torch.ones(31, dtype=p.dtype)).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match=r"\(4x32 and 31\)|size mismatch|mat.*vec"):
+            clients.sgd(mistaken, clients.initial)
+
+
+def test_memory_that_runs_out_is_no_reason_to_fall_back():
+    clients, tries = Federation().clients(), []
+
+    def huge(p, batch):
+        tries.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        clients.map(huge, clients.initial, clients.batches(3, "some"))
+    assert len(tries) == 1
+
+
+def test_a_walk_that_has_fallen_back_does_not_try_every_step_anew():
+    fed, tries = Federation(training=replace(FP64, epochs=3)), []
+    clients = fed.clients()
+
+    def peeking(p, batch):
+        tries.append(len(batch.y))
+        return with_item(clients.loss(p, batch))
+
+    theta = clients.initial.repeat(4, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in clients.walk():
+            theta = batch.step(peeking, theta)
+    assert len(caught) == 1
+    close(theta, bare_loop(fed, clients.initial.expand(4, -1))[0])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_all_that_a_client_has_is_asked_for_by_any_large_number(executor):
+    fed = Federation(executor=executor, training=replace(FP64, batch_size=10**9))
+    clients = fed.clients()
+    batches = clients.batches(10**9, "all")
+    assert [len(batch.y) for batch in batches] == list(fed.sizes)
+    assert all(torch.equal(b.y.sort()[0], fed.samples(k)[1].sort()[0]) for k, b in enumerate(batches))
+    close(clients.sgd(clients.loss, clients.initial), bare_loop(fed, clients.initial.expand(4, -1))[0])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.filterwarnings("ignore::raypfl.federation.clients.FallenBack")
+def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
+    fed = Federation(sizes=(9,), executor=executor, method=PerFedAvg(alpha=0.5))
+    p = fed.model.init(fed.seed)
+    for x, y in fed.visits(0):
+        p = p.requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(fed.model(p, x), y), p, create_graph=True)
+        value = F.cross_entropy(fed.model(p - 0.5 * slope, x), y)
+        p = (p - fed.training.lr * torch.autograd.grad(value, p)[0]).detach()
+    close(fed.play(None)["theta"], p)
+
+
+@pytest.mark.filterwarnings("ignore::raypfl.federation.clients.FallenBack")
+def test_a_loss_that_differentiates_is_trained_on_unequal_batches_too():
+    theta = [Federation(executor=e, method=PerFedAvg()).play(None)["theta"] for e in EXECUTORS]
+    close(*theta)

@@ -16,6 +16,7 @@ from raypfl.federation import checkpoint
 from raypfl.federation.backend import Inline
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.states import Stack, StateTable, shards_of
+from raypfl.messages import per_client
 from tests.support import Federation
 from tests.test_cohort import Probe
 
@@ -194,3 +195,23 @@ def test_whatever_changed_between_checkpoints_the_newest_states_come_back(rounds
                 expected = contents(table)
                 table = restored(Path(folder))
                 assert contents(table) == expected
+
+
+def test_a_default_may_be_made_for_new_clients_alone():
+    fed, asked = Federation(), []
+    clients = fed.clients()
+    clients.state._rows = [{"w": np.array([1.0, 2.0])}, {}, {"w": np.array([3.0, 4.0])}, {}]
+
+    def made(new):
+        asked.append(new.tolist())
+        return torch.stack([torch.full((2,), float(k)) for k in new])
+
+    rows = clients.state.get("w", default=made)
+    assert asked == [[1, 3]] and rows.tolist() == [[1, 2], [1, 1], [3, 4], [3, 3]]
+    assert clients.state.get("v", default=made).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    each = per_client(torch.arange(8.0).reshape(4, 2))
+    assert clients.state.get("w", default=each).tolist() == [[1, 2], [2, 3], [3, 4], [6, 7]]
+    with pytest.raises(KeyError, match=r"Some clients of the group have no 'w' yet; .* default\(new\)"):
+        clients.state.get("w")
+    clients.state._rows = [{"w": np.array([1.0, 2.0])}] * 4
+    assert clients.state.get("w", default=made).tolist() == [[1, 2]] * 4 and len(asked) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch import Tensor
 from raypfl.errors import MethodError
 from raypfl.federation.states import Stack
 from raypfl.messages import Lent, PerClient, per_client, plain
+
+Default = Tensor | Callable[[Tensor], Tensor]
 
 
 class ClientState(MutableMapping[str, Tensor]):
@@ -33,15 +35,21 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = False
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The clients' values of `name` ``[K, ...]``; those without get `default` (a row, or ``[K, ...]``)."""
+        """The clients' values of `name` ``[K, ...]``; those without get `default`.
+
+        That is a row for all, rows ``[K, ...]``, or a function ``default(new)`` of their places in the group,
+        ``int64[n]``, which gives their rows ``[n, ...]`` and is called if there are any.
+        """
         if name in self._new:
             return self._new[name]
-        if not any(name in row for row in self._rows):
-            if default is None:
-                return None
-            return self._default_rows(default)
-        if default is None and not all(name in row for row in self._rows):
-            raise KeyError(f"Some clients of the group have no {name!r} yet; give clients.state.get a default.")
+        new = [k for k, row in enumerate(self._rows) if name not in row]
+        if len(new) == len(self._rows):
+            return None if default is None else self._default_rows(default, new)
+        if default is None and new:
+            raise KeyError(
+                f"Some clients of the group have no {name!r} yet; give clients.state.get a default: a row for all, or a "
+                "function default(new) that gives the rows of the clients at these places."
+            )
         if self._lent:
             with warnings.catch_warnings(action="ignore"):  # torch warns that it may be read-only, as it is meant to be
                 return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(Lent)
@@ -51,10 +59,9 @@ class ClientState(MutableMapping[str, Tensor]):
         for k, row in enumerate(self._rows):
             if name in row:
                 stored[k] = row[name]
-        rows = torch.from_numpy(stored).to(self._device, None if default is None else default.dtype)
-        without = [k for k, row in enumerate(self._rows) if name not in row]
-        if without:
-            rows[without] = plain(self._default_rows(default))[without]
+        rows = torch.from_numpy(stored).to(self._device, default.dtype if isinstance(default, Tensor) else None)
+        if new:
+            rows[new] = plain(self._default_rows(default, new)).to(rows.dtype)
         return per_client(rows)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -89,10 +96,13 @@ class ClientState(MutableMapping[str, Tensor]):
         """The states as they are now."""
         return Stack.updated(self._rows, {name: plain(value).cpu().numpy() for name, value in self._new.items()})
 
-    def _default_rows(self, default: Tensor) -> PerClient:
+    def _default_rows(self, default: Default, new: list[int]) -> PerClient:
+        """The rows of those clients that are `new`."""
         if isinstance(default, PerClient):
-            return default
+            return default if len(new) == len(self._rows) else per_client(default[new])
+        if not isinstance(default, Tensor):
+            return per_client(plain(default(torch.tensor(new))).to(self._device))
         if self._lent:
             return default.to(self._device)[None].as_subclass(Lent)
         # A copy: a row that is a view of the initial model could be changed in place, and that model with it.
-        return per_client(default.to(self._device).repeat(len(self._rows), *[1] * default.dim()))
+        return per_client(default.to(self._device).repeat(len(new), *[1] * default.dim()))

@@ -142,6 +142,18 @@ class Clients:
         vector = plain(theta).detach()
         return Other(model, vector if vector.dim() == 1 else per_client(vector))
 
+    def generators(self, stream: str = "") -> list[torch.Generator]:
+        """A generator of each client's own draws, the same for the same stream in a round, whatever the group.
+
+        They draw on the CPU, so that any device has the same numbers: ``torch.randn(3, generator=g).to(device)``.
+        """
+        return [torch.Generator().manual_seed(int(key)) for key in self._keys("generator" + stream)]
+
+    def randn(self, *shape: int, stream: str = "") -> PerClient:
+        """``[K, *shape]`` standard normal draws, the same for the same stream in a round, whatever the group."""
+        rows = [torch.randn(shape, generator=g, dtype=self.model.dtype) for g in self.generators(stream)]
+        return per_client(torch.stack(rows).to(self.device))
+
     def sgd(
         self,
         loss: Loss,
@@ -218,7 +230,13 @@ class Clients:
 
         def prepare(minimised: Minimised, rows: Tensor, extras: Mapping[str, Any]) -> Callable[..., Any]:
             executor = self._minimiser(minimised, rows, samples, visits, self._checked(extras))
-            return lambda work: self._or_plainer(executor, work)
+
+            def run(work: Callable[[Executor], Any]) -> Any:
+                nonlocal executor
+                result, executor = self._tried(executor, work)
+                return result
+
+            return run
 
         samples, visits = self._visits(epochs, steps, batch_size, stream)
         keys, vectors = self._draws(stream), (self._models, self._corrections)
@@ -241,14 +259,17 @@ class Clients:
     def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
 
-        `at` is any flat vector, one for all or one a client: the clients' network's, or another's.
+        `at` is any flat vector, one for all or one a client: the clients' network's, or another's. A function with a
+        row for each sample, ``[b, ...]``, gives ``[K, b, ...]`` with the b of the client that has most; zeros stand
+        behind the rows of the others.
         """
+        keys = self._draws()
         chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
         with contextlib.ExitStack() as modes:
             for network in self.networks.values():
                 modes.enter_context(network.mode(train=False))
             executor = self._executor(function, rows[0], chosen[0].some, _unequal(chosen), extras, train=False)
-            values = self._or_plainer(executor, lambda e: e.map(function, rows, chosen, extras))
+            values = self._or_plainer(executor, lambda e: e.map(function, rows, chosen, keys, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
     def vjp(
@@ -263,7 +284,7 @@ class Clients:
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
         """A batch of `size` samples of each client (all it has, if fewer), the same for the same stream in a round."""
         samples = self._samples(split)
-        visits = order(self._keys("batch" + stream), samples.sizes, size, steps=1)
+        visits = order(self._keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
         positions = [torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]]) for k in range(len(self))]
         return [samples.client(k, p.to(self.device)) for k, p in enumerate(positions)]
 
@@ -404,7 +425,8 @@ class Clients:
         self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str
     ) -> tuple[GroupSamples, Order]:
         samples, (size, epochs, steps) = self._samples("train"), self._pace(epochs, steps, batch_size)
-        visits = order(self._keys("batches" + stream), samples.sizes, size, epochs, steps)
+        keys = self._keys("batches" + stream)
+        visits = order(keys, samples.sizes, min(size, samples.width), epochs, steps)
         self._refuse_lone_samples(visits.counts)
         if augmentation := self._bench.samples.augmentation:
             drawn = self._keys("augmentation" + stream)
@@ -496,30 +518,38 @@ class Clients:
         weighs = self.objective.weighs and function in (self.loss, Minimised(self.model, self.loss))
         if not unequal or not isinstance(executor, Vectorised) or weighs:
             return executor
-        if executor.respects_padding(function, at, some(self.training.batch_size), extras, train):
+        because = executor.unfit_for_padding(function, at, some(self.training.batch_size), extras, train)
+        if because is None:
             return executor
-        warnings.warn(
-            f"The function {getattr(loss, '__qualname__', loss)} does not weigh its samples with batch.weight, "
-            "so its clients run one by one; use batch.mean(values) to run them together.",
-            stacklevel=3,
-        )
+        warnings.warn(f"The function {getattr(loss, '__qualname__', loss)} {because}", stacklevel=3)
         return self._bench.one_by_one
 
     def _or_plainer(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:
-        """The result of `work`; where torch cannot do it so, in the next plainer way, with a warning."""
+        """The result of `work`; where torch cannot do it so but in a plainer way, that one's, with a warning."""
+        return self._tried(executor, work)[0]
+
+    def _tried(self, executor: Executor, work: Callable[[Executor], Any]) -> tuple[Any, Executor]:
+        """The result of `work`, and the executor that it ran on."""
         try:
-            return work(executor)
+            return work(executor), executor
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            said = str(error)
-            if isinstance(executor, Vectorised) and any(sign in said for sign in ("vmap", "have storage")):
-                plainer, what = self._bench.one_by_one, "cannot be vectorised, so clients run one by one"
-            elif isinstance(executor, Sequential) and executor.precision.channels_last and "view size is not" in said:
-                plainer, what = self._bench.unlaid, "does not work on images channels last, so they stay as they are"
-            else:
+            plainer, what = self._plainer(executor)
+            if plainer is None:
                 raise
-            because = FallenBack.BECAUSE + said.splitlines()[0]
-            warnings.warn(f"A function of this method {what}.{because}", FallenBack, stacklevel=3)
-        return self._or_plainer(plainer, work)
+            said = str(error).partition("\n")[0]
+        result = self._tried(plainer, work)  # if it is the function's own mistake, this raises it
+        warnings.warn(f"A function of this method {what}.{FallenBack.BECAUSE}{said}", FallenBack, stacklevel=4)
+        return result
+
+    def _plainer(self, executor: Executor) -> tuple[Executor | None, str]:
+        """A way that asks less of a function, and what it means that it takes this one."""
+        if isinstance(executor, Vectorised):
+            return self._bench.one_by_one, "cannot be vectorised, so clients run one by one"
+        if isinstance(executor, Sequential) and executor.precision.channels_last:
+            return self._bench.unlaid, "does not work on images channels last, so they stay as they are"
+        return None, ""
 
     def _refuse_lone_samples(self, counts: np.ndarray) -> None:
         lone = np.flatnonzero((counts == 1).any(1))

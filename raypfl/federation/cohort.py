@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
+from raypfl import rng
 from raypfl.authors import place
 from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.federation.backend import Backend, Failed
@@ -290,6 +291,13 @@ class Cohort:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def generator(self, stream: str = "") -> torch.Generator:
+        """A generator of the server's own draws, the same for the same stream in a round.
+
+        It draws on the CPU, so that any device has the same numbers: ``torch.randn(3, generator=g).to(device)``.
+        """
+        return torch.Generator().manual_seed(rng.key(self.task.seed, "server" + stream, self.round))
 
     def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
         """One exchange: call one of the method's client functions on every client of the cohort.

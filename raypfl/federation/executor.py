@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, vmap
+from torch import Tensor, nn, vmap
 
 from raypfl.federation.batches import Batch, Batches, GroupSamples, Order, StepBatches
 from raypfl.federation.descent import Descent, assemble, by_samples, sample_keys, segments
 from raypfl.federation.extras import Extras, chosen, of_client, rows_of, trimmed, with_rows
 from raypfl.federation.minimised import Loss, Minimised
+from raypfl.federation.unkeyed import torch_streams
 from raypfl.messages import one_client_at_a_time
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
@@ -58,8 +59,11 @@ class Executor(Protocol):
         """
         ...
 
-    def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
-        """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it."""
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+        """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it.
+
+        Where it gives a row for each sample, rows of zeros stand behind those of clients with fewer than the largest.
+        """
         ...
 
     def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
@@ -187,9 +191,15 @@ class Sequential:
             value, reported = loss(p, batch, **extras)
         return torch.autograd.grad(value, p)[0], reported.detach()
 
-    def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
-        with self.model.mode(train=False), self._inside(None):
-            rows = [function(at[k], self._batch(b), **of_client(extras, k)) for k, b in enumerate(batches)]
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+        rows = []
+        with self.model.mode(train=False), self._inside(None), _forked(at.device):
+            for k, batch in enumerate(batches):
+                _seed(at.device, keys[k])
+                rows.append(function(at[k], self._batch(batch), **of_client(extras, k)))
+        sizes = [len(batch.y) for batch in batches]
+        if len(set(sizes)) > 1 and [len(row) if row.dim() else 0 for row in rows] == sizes:
+            return nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return torch.stack(rows)
 
     def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
@@ -381,10 +391,19 @@ class Vectorised:
         assemble(segments(self.model, gradient), grads, direct, into=gradient)
         return gradient, value, moved
 
-    def map(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> Tensor:
-        one = vmap(lambda p, batch, mine: function(p, batch, **with_rows(extras, mine)))
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+        one, padded = vmap(lambda p, batch, mine: function(p, batch, **with_rows(extras, mine))), _padded(batches)
         with self.model.mode(train=False), self._inside():
-            return one(at, _padded(batches), rows_of(extras))
+            values = one(at, padded, rows_of(extras))
+            if values.shape[1:2] != padded.y.shape[1:2] or not self._gives_rows(function, at, batches, extras):
+                return values
+        return values.masked_fill(padded.weight.reshape(*padded.weight.shape, *[1] * (values.dim() - 2)) == 0, 0)
+
+    def _gives_rows(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
+        """Whether a function gives a row for each sample: seen at the client with fewest, if others have more."""
+        sizes = [len(batch.y) for batch in batches]
+        k = int(np.argmin(sizes))
+        return sizes[k] < max(sizes) and len(function(at[k], batches[k], **of_client(extras, k))) == sizes[k]
 
     def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
         with torch.no_grad(), self.precision.context(self.model.device):
@@ -395,8 +414,8 @@ class Vectorised:
                 return self.model(at[0], x[0] if own else x)[None]
             return vmap(self.model, in_dims=(0, 0 if own else None))(at, x)
 
-    def respects_padding(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> bool:
-        """Whether `function` leaves padding rows out: tried on the first client of a group.
+    def unfit_for_padding(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> str | None:
+        """What keeps `function` from running on padded batches, if anything: tried on the first client of a group.
 
         `at` is that client's model vector, `batch` some samples of it; a loss is tried in training mode. Nothing is
         remembered: the answer may change over rounds, and must not depend on which groups this process saw before.
@@ -408,20 +427,32 @@ class Vectorised:
             Batch(twice, torch.cat([batch.y, batch.y.flip(0)]), weight),
             Batch(strange, torch.cat([batch.y, torch.zeros_like(batch.y)]), weight),
         ]
-        alone, *values = [self._value(function, at, b, extras, train) for b in (batch, *padded)]
+        with _forked(at.device):
+            before = torch_streams(at.device)
+            alone, *values = [self._value(function, at, b, extras, train) for b in (batch, *padded)]
+            if not torch.equal(before, torch_streams(at.device)):
+                return "draws random numbers, so its clients run one by one, each with a stream of its own."
+        if alone.shape[:1] == batch.y.shape[:1]:  # perhaps a row for each sample, and more for padding
+            values = [value[: len(alone)] for value in values]
         # In bf16 a matrix product of more rows may round otherwise.
         rtol = 2e-2 if self.precision.autocast else 1e-4
-        return all(torch.allclose(alone, v, rtol=rtol, atol=1e-6, equal_nan=True) for v in values)
+        if all(v.shape == alone.shape and torch.allclose(alone, v, rtol, 1e-6, equal_nan=True) for v in values):
+            return None
+        return (
+            "does not weigh its samples with batch.weight, so its clients run one by one; use batch.mean(values) to "
+            "run them together."
+        )
 
     def _value(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
         mine = of_client(extras, 0)
-        with torch.no_grad(), self.model.mode(train), self._inside():
+        with self.model.mode(train), self._inside():
             if not train:
-                return function(at, batch, **mine)
-            key = torch.zeros((), dtype=torch.int64, device=batch.y.device)
+                return function(at.detach(), batch, **mine).detach()
+            key, p = torch.zeros((), dtype=torch.int64, device=batch.y.device), self.model.parameters(at)
             with self.model.statistics(self.model.buffers(at)), self.model.step(), self._rows(batch, key):
-                value = function(self.model.parameters(at), batch, **trimmed(self.model, mine))
-                return torch.stack(value)
+                # A loss may itself differentiate.
+                value = function(p.detach().requires_grad_(), batch, **trimmed(self.model, mine))
+                return torch.stack(value).detach()
 
     def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
         return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]

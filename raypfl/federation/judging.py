@@ -16,6 +16,7 @@ from raypfl.federation.cohort import Exchanger, Judged
 from raypfl.federation.schedule import cohort_size, even, groups_for
 from raypfl.federation.totals import Total
 from raypfl.federation.tree import cloned
+from raypfl.federation.unkeyed import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.messages import Each, Scatter, Sum
 from raypfl.methods.base import Method
 from raypfl.models.predictor import Predictor
@@ -96,7 +97,8 @@ class Judge:
 def personalize(method: Method, state: dict[str, Any], cohort: Judged) -> None:
     """Let a method give clients their models, if that takes exchanges; what it changes on the server is forgotten."""
     if method.has("personalize"):
-        method.personalize(cloned(state), cohort)
+        with refuse_unkeyed(method.personalize, cohort.task.model.device, ON_SERVER):
+            method.personalize(cloned(state), cohort)
 
 
 def maker(unseen: bool) -> str:
@@ -129,7 +131,8 @@ def _score(
     make = getattr(method, maker)
 
     def models(group: Clients) -> torch.Tensor | Predictor | None:
-        made = make(group, known)
+        with refuse_unkeyed(make, group.device, ON_CLIENTS):
+            made = make(group, known)
         if isinstance(made, Predictor):
             return _for_all(made, len(group), make)
         return None if made is None else _fitting(made, [len(group), group.model.size], make)

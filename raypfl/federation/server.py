@@ -35,6 +35,7 @@ from raypfl.federation.setup import client_costs
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
 from raypfl.federation.tables import Table, arrow
 from raypfl.federation.tree import cloned, put_together, taken_apart
+from raypfl.federation.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
 from raypfl.methods.base import Task
 from raypfl.models.weights import origin
 
@@ -184,7 +185,7 @@ class Server:
     def _restore_or_start(self) -> None:
         self.states = self._exchanger.states = StateTable()
         if not self._restore():
-            self.round, self.state = 0, self.method.start(self.task)
+            self.round, self.state = 0, self._begun()
             self._evaluated = -1 if self.experiment.evaluation.at_start else 0
             self._sent = dict.fromkeys(("up", "down"), 0)
             self._tables = _empty_tables(self.measures)
@@ -232,11 +233,19 @@ class Server:
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
         cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, number, lr, self._analysis())
         try:
-            self._undisturbed(lambda: self.method.round(self.state, cohort))
+            self._undisturbed(lambda: self._played(cohort))
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
         self.states.commit()
         self._record(cohort, len(drawn.dropped), time.perf_counter() - begun)
+
+    def _begun(self) -> dict[str, Any]:
+        with refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
+            return self.method.start(self.task)
+
+    def _played(self, cohort: Cohort) -> None:
+        with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
+            self.method.round(self.state, cohort)
 
     def _drawn(self, number: int) -> Draw:
         unseen = self.task.unseen

@@ -164,7 +164,8 @@ class _Fetched(Samples):
     data: DescribedData | DataOutline = field(kw_only=True)
 
     def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = self.data.take(where)
+        with torch.random.fork_rng(devices=[]):  # a population may seed torch for what it makes
+            x, y = self.data.take(where)
         return moved(x, self.gain.device), moved(y, self.gain.device)
 
     def labels_of(self, where: np.ndarray) -> torch.Tensor:

@@ -19,6 +19,7 @@ from raypfl.federation.broadcasts import Sent
 from raypfl.federation.clients import Clients
 from raypfl.federation.states import Stack
 from raypfl.federation.tree import put_together
+from raypfl.federation.unkeyed import ON_CLIENTS, refuse_unkeyed
 from raypfl.messages import Each, Mean, Sum, numbers_charged, per_client, plain
 from raypfl.methods.base import Method
 
@@ -136,7 +137,7 @@ class Worker:
         versions = {name: tensor._version for name, tensor in shared.items()}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            returned = self._function(call)(clients, **arguments)
+            returned = self._run(call, clients, arguments)
         self._refuse_changed(shared, versions)
         values = self._values(call, returned, len(clients))
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
@@ -146,11 +147,12 @@ class Worker:
         logged = {name: (float(rows.double().sum()), len(rows)) for name, rows in clients.logged.items()}
         return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged), stack
 
-    def _function(self, call: Call) -> Callable[..., Mapping[str, Any]]:
-        if isinstance(call.function, str):
-            return getattr(self.method, call.function)
-        function = call.function
-        return lambda clients, **arguments: function(clients, self.method, **arguments)
+    def _run(self, call: Call, clients: Clients, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(call.function, str):
+            return call.function(clients, self.method, **arguments)
+        function = getattr(self.method, call.function)
+        with refuse_unkeyed(function, clients.device, ON_CLIENTS):
+            return function(clients, **arguments)
 
     def _values(self, call: Call, returned: Mapping[str, Any] | None, clients: int) -> dict[str, Value]:
         who = place(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
