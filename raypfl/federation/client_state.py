@@ -47,8 +47,8 @@ class ClientState(MutableMapping[str, Tensor]):
             return None if default is None else self._default_rows(default, new)
         if default is None and new:
             raise KeyError(
-                f"Some clients of the group have no {name!r} yet; give clients.state.get a default: a row for all, or a "
-                "function default(new) that gives the rows of the clients at these places."
+                f"Some clients of the group have no {name!r} yet; give clients.state.get a default: a row for all, or "
+                "a function default(new) that gives the rows of the clients at these places."
             )
         if self._lent:
             with warnings.catch_warnings(action="ignore"):  # torch warns that it may be read-only, as it is meant to be
