@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class RaypflError(Exception):
@@ -67,3 +67,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     meant = {full: short for full, short in _ABBREVIATED.items() if short in known} | {one: one for one in known}
     near = difflib.get_close_matches(name, meant, n=1, cutoff=0.5)
     return f"did you mean {meant[near[0]]!r}?" if near else f"known are: {', '.join(known)}."
+
+
+def known_pool(name: str, pools: Collection[str]) -> str:
+    """The name of a pool, if there is one that is called so.
+
+    Raises
+    ------
+    ConfigError : if there is none.
+    """
+    if name not in pools:
+        hint = did_you_mean(name, pools) if pools else f"data.pools describes none; a share is {{{name}: 0.1}}."
+        raise ConfigError(f"There is no pool called {name!r}; {hint}")
+    return name

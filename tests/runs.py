@@ -9,8 +9,12 @@ from pathlib import Path
 import raypfl
 from raypfl.federation.events import RoundFinished
 
+NEEDED = {"feddf": {"data__pools": "{auxiliary: 0.3}"}}
+"""What a method must be given."""
+
 
 def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
+    changes = NEEDED.get(str(changes.get("method")), {}) | changes
     base = raypfl.Experiment(
         rounds=6,
         method="ditto",

@@ -18,8 +18,10 @@ from raypfl.evaluation import Measures
 from raypfl.federation.backend import Inline
 from raypfl.federation.batches import Samples, order
 from raypfl.federation.bench import Bench
+from raypfl.federation.central import Place
 from raypfl.federation.clients import Clients
 from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.events import Event
 from raypfl.federation.executor import Precision, Sequential, Vectorised
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.pool import Pools
@@ -88,6 +90,7 @@ class Federation:
     augmentation: Sequence[Augmentation] = ()
     method: Method | None = None
     warnings: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         draws = np.random.default_rng(self.seed)
@@ -152,7 +155,7 @@ class Federation:
             states=self.states,
             ledger=self.ledger,
             failures=self.failures,
-            pools=self.pools,
+            place=Place(self.pools, Precision(), self.events.append),
             costs=np.array(self.sizes, dtype=float),
             cut_for=lambda cohort: (even(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
             warn=self.warnings.append,

@@ -23,13 +23,13 @@ class Strides(Sequential):
 
     strides = 0
 
-    def sgd(self, loss, start, samples, visits, rule, keys, extras):
+    def sgd(self, loss, start, samples, visits, update, keys, extras, correction=None):
         self.strides += 1
         trained = start.clone()
-        trained[:, : self.model.num_parameters] += self.strides * (1 if rule.trained is None else rule.trained)
+        trained[:, : self.model.num_parameters] += self.strides * (1 if update.trained is None else update.trained)
         return trained, start.new_zeros(len(start))
 
-    def grad(self, loss, at, batches, keys, extras):
+    def grad(self, loss, at, batches, keys, extras, update=None):
         self.strides += 1
         slope = torch.full_like(at[:, : self.model.num_parameters], self.strides)
         return slope, at.new_zeros(len(at)), self.model.buffers(at)

@@ -22,7 +22,7 @@ from raypfl.federation.trained import TrainedModels, newest
 from raypfl.methods import METHODS
 from tests.runs import experiment
 
-PERSONAL = [name for name in METHODS if name not in ("fedavg", "fedprox")]
+PERSONAL = [name for name in METHODS if METHODS.get(name)().has("personal_model")]
 
 
 def in_one_file(run_dir: Path, file: Path) -> TrainedModels:

@@ -16,7 +16,7 @@ from raypfl.data.datasets import SPLITS, DataConfig
 from raypfl.data.partitions import Partition
 from raypfl.data.population import DescribedData, is_described
 from raypfl.data.prepare import holdings_key, prepared_holdings, prepared_samples, samples_key
-from raypfl.errors import ConfigError, DataError, did_you_mean
+from raypfl.errors import ConfigError, DataError, did_you_mean, known_pool
 from raypfl.objectives import kind_of
 
 
@@ -98,10 +98,7 @@ class FederatedData:
         ------
         ConfigError : if there is no such pool.
         """
-        if name not in self._pools:
-            known = did_you_mean(name, self.pools) if self.pools else "data.pools describes none."
-            raise ConfigError(f"There is no pool called {name!r}; {known}")
-        return self._pools[name]
+        return self._pools[known_pool(name, self._pools)]
 
     def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Inputs ``[n, C, H, W]`` and labels ``[n]``, or ``[n, L]``, of the samples that have these numbers."""

@@ -18,12 +18,12 @@ from raypfl.authors import place
 from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.broadcasts import Broadcasts
+from raypfl.federation.central import Central, Place
 from raypfl.federation.clients import Clients
 from raypfl.federation.ledger import Entry, Ledger, Phase
 from raypfl.federation.logged import Logged, number, png
 from raypfl.federation.logged import columns as checked_columns
 from raypfl.federation.placement import Timings
-from raypfl.federation.pool import Pool, Pools
 from raypfl.federation.schedule import cut
 from raypfl.federation.states import StateTable
 from raypfl.federation.totals import Means, Total
@@ -48,6 +48,7 @@ class Exchanger:
 
     Attributes
     ----------
+    place : where the server computes.
     costs : ``float[num_clients]`` what each client's turn is expected to take, in any unit.
     cut_for : ``(sizes of the groups, executor)`` for a cohort of a given size.
     warn : told of what a person should know.
@@ -59,7 +60,7 @@ class Exchanger:
     states: StateTable
     ledger: Ledger
     failures: FailureSettings
-    pools: Pools
+    place: Place
     costs: np.ndarray
     cut_for: Callable[[int], tuple[list[int], str]]
     warn: Callable[[str], None]
@@ -250,8 +251,8 @@ class _Answer(dict[str, Tensor]):
         )
 
 
-class Cohort:
-    """The clients of one round.
+class Cohort(Central):
+    """The clients of one round, and the server that asks them.
 
     Attributes
     ----------
@@ -279,6 +280,7 @@ class Cohort:
         self.round = round
         self.lr = lr
         self.task = exchanger.task
+        self.place = exchanger.place
         self.present = np.ones(len(ids), dtype=bool)
         self.losses: dict[int, float] = {}
         self.failed: dict[int, str] = {}
@@ -336,15 +338,6 @@ class Cohort:
         answer = _Answer(total.result(), place(function))
         self._exchanger.said = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
-
-    def pool(self, name: str) -> Pool:
-        """Samples that belong to no client (``data.pools``), in mini-batches on the server's device.
-
-        Raises
-        ------
-        ConfigError : if there is no such pool.
-        """
-        return self._exchanger.pools.pool(name, self.round)
 
     def log(self, **values: float | Tensor) -> None:
         """Log numbers of this round, such as ``cohort.log(distillation_loss=0.3)``.

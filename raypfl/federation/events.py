@@ -39,6 +39,16 @@ class RunStarted:
 
 
 @dataclass(frozen=True)
+class ServerAtWork:
+    """What takes the server long is so far: `done` steps of `total`, or of nobody knows how many."""
+
+    round: int
+    text: str
+    done: int
+    total: int | None
+
+
+@dataclass(frozen=True)
 class RoundFinished:
     """A round is done; `round` counts finished rounds, from 1.
 
@@ -107,5 +117,5 @@ class RunFinished:
     images: Any = field(default=None, repr=False)
 
 
-Event = Progress | RunStarted | RoundFinished | Evaluated | Checkpointed | Warned | RunFinished
+Event = Progress | RunStarted | ServerAtWork | RoundFinished | Evaluated | Checkpointed | Warned | RunFinished
 Listener = Callable[[Event], None]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from raypfl.federation.extras import Extras, chosen, of_client, rows_of, trimmed
 from raypfl.federation.minimised import Loss, Minimised
 from raypfl.federation.unkeyed import torch_streams
 from raypfl.messages import one_client_at_a_time
-from raypfl.models.flat import FlatModel
+from raypfl.models.flat import BoundModel, FlatModel
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
 from raypfl.optimizers import Memory, Update
@@ -114,17 +114,67 @@ class Sequential:
         with self.model.bound() as bound, self.model.mode(train=True), _forked(start.device):
             gradient, still = Descent.buffer(update, self.model.parameters(trained[0])), _still(self.model, update)
             for k, steps in enumerate(visits.steps):
-                bound.bind(trained[k], still)
-                _seed(start.device, keys[k])
-                memory = update.init(self.model.parameters(trained[k]))
                 added = None if correction is None else correction[k]
-                descent = Descent(self.model, update, bound.theta, bound.tensors, gradient, memory, added)
+                descent = self._begun(bound, trained[k], still, update, gradient, keys[k], added)
                 mine = trimmed(self.model, of_client(extras, k))
                 own = samples.steps(k, visits)
                 for s in range(steps):
                     reported = self._step(loss, descent, self._batch(own(s)), keys[k] + s, mine)
                     losses[k] += reported / int(steps)
         return trained, losses
+
+    def train(
+        self,
+        loss: Minimised,
+        theta: Tensor,
+        batches: Iterable[Batch],
+        update: Update,
+        rate: Callable[[int], float],
+        key: Tensor,
+        extras: Extras,
+        training: bool = True,
+    ) -> Iterator[Tensor]:
+        """Train one model ``theta[P+B]`` in place, a step for each batch; yields what each reports.
+
+        Parameters
+        ----------
+        rate : the learning rate of each step, in place of the update's.
+        training : whether the network is in training mode. Batches are drawn while it is not.
+        """
+        mine, still = trimmed(self.model, dict(extras)), _still(self.model, update)
+        gradient = Descent.buffer(update, self.model.parameters(theta))
+        with self.model.bound() as bound, _forked(theta.device):
+            descent = self._begun(bound, theta, still, update, gradient, key)
+            for s, batch in enumerate(self._drawn(batches)):
+                descent.update = replace(update, lr=rate(s))
+                with self.model.mode(training):
+                    reported = self._step(loss, descent, self._batch(batch), key + s, mine)
+                yield reported
+
+    def _drawn(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        waiting = iter(batches)
+        while True:
+            with self.model.mode(train=False), torch.no_grad():
+                batch = next(waiting, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _begun(
+        self,
+        bound: BoundModel,
+        vector: Tensor,
+        still: Set[str],
+        update: Update,
+        gradient: Tensor | None,
+        key: Tensor,
+        correction: Tensor | None = None,
+    ) -> Descent:
+        """Steps of a model vector ``[P+B]``, which is trained in place from its first one on."""
+        bound.bind(vector, still)
+        _seed(vector.device, key)
+        memory = update.init(self.model.parameters(vector))
+        return Descent(self.model, update, bound.theta, bound.tensors, gradient, memory, correction)
 
     def _step(self, loss: Minimised, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]) -> Tensor:
         """Take a step; returns what is reported."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raypfl import rng
-from raypfl.errors import ConfigError, MethodError, did_you_mean
+from raypfl.errors import MethodError, known_pool
 from raypfl.federation.batches import Batch, Samples, draws
 
 
@@ -37,20 +37,8 @@ class Pools:
         ------
         ConfigError : if there is no such pool.
         """
-        return Pool(name, self.apart.get(name, self.samples), self.where[known(name, self.where)], self.seed, round)
-
-
-def known(name: str, pools: Mapping[str, object]) -> str:
-    """The name, if one of the pools has it.
-
-    Raises
-    ------
-    ConfigError : if none has.
-    """
-    if name not in pools:
-        hint = did_you_mean(name, pools) if pools else f"give it some samples, as in data.pools={{{name}: 0.1}}."
-        raise ConfigError(f"There is no pool called {name!r}; {hint}")
-    return name
+        where = self.where[known_pool(name, self.where)]
+        return Pool(name, self.apart.get(name, self.samples), where, self.seed, round)
 
 
 class Pool:

@@ -21,6 +21,7 @@ from raypfl.errors import CheckpointError, EmptyCohort, LostState, MethodError, 
 from raypfl.evaluation import Measures, Selection, deciding, select, summarise
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Backend
+from raypfl.federation.central import Place
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import learning_rate
 from raypfl.federation.cohort import Cohort, Exchanger
@@ -31,7 +32,7 @@ from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.pool import Pools
 from raypfl.federation.schedule import Draw, cohort_size, draw, groups_for
-from raypfl.federation.setup import client_costs
+from raypfl.federation.setup import client_costs, precision_of
 from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
 from raypfl.federation.tables import Table, arrow
 from raypfl.federation.tree import cloned, put_together, taken_apart
@@ -110,7 +111,7 @@ class Server:
             states=self.states,
             ledger=self.ledger,
             failures=job.experiment.failures,
-            pools=pools,
+            place=Place(pools, precision_of(job.experiment), self.emit),
             costs=client_costs(job.experiment, task.num_samples),
             cut_for=lambda cohort: (groups_for(job.experiment, cohort), job.experiment.engine.executor),
             warn=self._warn,

@@ -73,9 +73,14 @@ def make_task(experiment: Experiment, data: ClientData | DataOutline, device: to
     return replace(task, networks=experiment.method.networks(task))
 
 
+def precision_of(experiment: Experiment) -> Precision:
+    """How forward and backward passes of the clients' network are computed."""
+    return Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
+
+
 def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Task) -> Bench:
     """What the clients of one process share."""
-    precision = Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
+    precision = precision_of(experiment)
     room = room_on(task.model.device, experiment.ray.data_share, experiment.ray.gpus_per_actor)
     samples = samples_for(data, task.model, experiment.data.augmentation, room)
     together = experiment.engine.executor == "vectorised"

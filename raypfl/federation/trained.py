@@ -16,15 +16,17 @@ from raypfl.data import load_federated
 from raypfl.errors import CheckpointError, ConfigError
 from raypfl.federation import checkpoint, models_file
 from raypfl.federation.backend import Inline
+from raypfl.federation.central import Place
 from raypfl.federation.checkpoint import Snapshot
 from raypfl.federation.clients import Clients, learning_rate
 from raypfl.federation.cohort import Exchanger, Judged
+from raypfl.federation.events import Event
 from raypfl.federation.judging import Shown, maker, personalize
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.outline import DataOutline
 from raypfl.federation.result import description, refuse_stranger
 from raypfl.federation.server import checkpoints_of
-from raypfl.federation.setup import client_costs, make_bench, make_task, normalisation
+from raypfl.federation.setup import client_costs, make_bench, make_task, normalisation, precision_of
 from raypfl.federation.states import StateShard, StateTable
 from raypfl.federation.work import Worker
 from raypfl.messages import plain
@@ -136,7 +138,7 @@ class TrainedModels:
             task=self._task,
             backend=Inline(Worker(self._bench, method)),
             states=states,
-            pools=self._bench.pools,
+            place=Place(self._bench.pools, precision_of(self.experiment), _nobody_watches),
             ledger=Ledger(),
             failures=self.experiment.failures,
             costs=client_costs(self.experiment, self._task.num_samples),
@@ -176,3 +178,7 @@ def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapsho
 def makes_personal_models(method: Method) -> bool:
     """Whether a method gives its clients models of their own."""
     return method.has("personal_model")
+
+
+def _nobody_watches(event: Event) -> None:
+    pass

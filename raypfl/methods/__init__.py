@@ -6,6 +6,7 @@ from raypfl.methods.creff import CReFF
 from raypfl.methods.ditto import Ditto
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.fedavg_ft import FedAvgFT
+from raypfl.methods.feddf import FedDF
 from raypfl.methods.fednh import FedNH
 from raypfl.methods.fedproto import FedProto
 from raypfl.methods.fedprox import FedProx
@@ -27,6 +28,7 @@ __all__ = [
     "FedAvgFT",
     "FedBABU",
     "FedBN",
+    "FedDF",
     "FedNH",
     "FedPer",
     "FedProto",

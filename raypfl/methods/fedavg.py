@@ -13,6 +13,7 @@ from raypfl.methods.server_optimizers import ServerOptimizer
 if TYPE_CHECKING:
     from raypfl.federation.clients import Clients
     from raypfl.federation.cohort import Cohort
+    from raypfl.models.flat import FlatModel
 
 
 @METHODS.register("fedavg")
@@ -39,6 +40,10 @@ class FedAvg(Method):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         reply = cohort.run(self.train, theta=server["theta"])
+        self.step(server, reply["theta"], cohort.task.model)
+
+    def step(self, server: Server, mean: Tensor, model: FlatModel) -> None:
+        """Move the server's model toward the mean of the clients'."""
         optimizer = ServerOptimizer(
             name=self.server_optimizer,
             lr=self.server_lr,
@@ -46,8 +51,7 @@ class FedAvg(Method):
             beta2=self.server_beta2,
             tau=self.server_tau,
         )
-        parameters = cohort.task.model.num_parameters
-        server["theta"] = optimizer.step(server["theta"], reply["theta"], server["moments"], parameters)
+        server["theta"] = optimizer.step(server["theta"], mean, server["moments"], model.num_parameters)
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         trained = clients.sgd(clients.loss, theta)

@@ -249,6 +249,20 @@ class FlatModel:
         finally:
             self._statistics = outer
 
+    def gradient(
+        self, loss: Callable[[Tensor], Tensor], theta: Tensor, train: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Value, gradient ``[P]``, and statistics ``[B]`` after it, of ``loss(p)`` at a model vector ``[P+B]``.
+
+        ``value, slope, _ = net.gradient(lambda p: (net(p, x) * y).sum(), theta)``; `train` is the network's mode.
+        """
+        p = self.parameters(theta).detach().requires_grad_()
+        statistics = self.statistics(self.buffers(theta).detach())
+        with torch.enable_grad(), self.mode(train), statistics as moved, self.step():
+            value = loss(p)
+            slope = torch.autograd.grad(value, p)[0]
+            return value.detach(), slope, moved().detach()
+
     @contextmanager
     def mode(self, train: bool) -> Iterator[None]:
         """Within: the network is in training or in evaluation mode."""

@@ -24,10 +24,11 @@ from raypfl.federation.events import (
     RoundFinished,
     RunFinished,
     RunStarted,
+    ServerAtWork,
     Warned,
 )
 from raypfl.tracking.outcome import nearby
-from raypfl.tracking.progress import RunLine, minutes
+from raypfl.tracking.progress import RunLine, minutes, serving
 
 _MARKS = {
     "waiting": ("·", "dim"),
@@ -89,6 +90,7 @@ class LiveView(View):
         super().__init__(console, lines)
         self._spinner = Spinner("dots", style="cyan")
         self._doing = "starting Ray"
+        self._serving = False
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=5)
 
     def __enter__(self) -> Self:
@@ -106,6 +108,10 @@ class LiveView(View):
                 self._doing = event.text
             case RunStarted():
                 self._doing = line.facts
+            case ServerAtWork():
+                self._doing, self._serving = serving(event), True
+            case RoundFinished() if self._serving:
+                self._doing, self._serving = line.facts, False
             case RunFinished():
                 self._doing = ""
 
@@ -167,6 +173,8 @@ class PlainView(View):
                 known = event.text in self._steps
                 self._steps.add(event.text)
                 return "" if known else event.text
+            case ServerAtWork() if self._silent_for_long():
+                return f"{line.label}: {serving(event)}"
             case RunStarted():
                 return f"{line.label}: {line.facts}, in {nearby(Path(event.run_dir))}"
             case RunFinished():

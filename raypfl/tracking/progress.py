@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raypfl.evaluation.measures import Measures
-from raypfl.federation.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
+from raypfl.federation.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted, ServerAtWork
 from raypfl.tracking.contenders import colour, labels
 from raypfl.tracking.units import Unit
 
@@ -125,6 +125,12 @@ def lines_for(experiments: Sequence[Experiment]) -> list[RunLine]:
         RunLine(f"{name} · seed {one.seed}" if seeded else name, one.rounds, colour(kinds.index(name)))
         for one, name in zip(experiments, names, strict=True)
     ]
+
+
+def serving(event: ServerAtWork) -> str:
+    """``"round 3: distilling 120/500"``."""
+    of = "" if event.total is None else f"/{event.total}"
+    return f"round {event.round}: {event.text} {event.done}{of}"
 
 
 def minutes(seconds: float) -> str:

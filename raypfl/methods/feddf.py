@@ -1,0 +1,96 @@
+"""FedDF: the average of the models, taught by all of them on samples that belong to nobody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.errors import ConfigError, known_pool
+from raypfl.messages import Mean
+from raypfl.methods.base import METHODS, Server, Task
+from raypfl.methods.fedavg import FedAvg
+from raypfl.optimizers import Adam
+
+if TYPE_CHECKING:
+    from raypfl.federation.batches import Batch
+    from raypfl.federation.clients import Clients
+    from raypfl.federation.cohort import Cohort
+    from raypfl.federation.pool import Pool, PoolBatches
+
+
+TOGETHER = 512
+"""Of the pool's samples, those that are normalised at a time for the clients' models."""
+
+
+@METHODS.register("feddf")
+class FedDF(FedAvg):
+    """Ensemble distillation for robust model fusion (Lin et al. 2020), for clients of one network.
+
+    Clients run FedAvg. The server then trains the average, by Adam, until it says of a pool's samples what the cohort's
+    models say together: ``KL(softmax(mean of their logits) || softmax(its logits))``. The pool's labels are not used.
+    The logits are computed where the models are, and not charged: the server has those models. There is no early
+    stopping on validation data held by the server, which the paper has.
+
+    Attributes
+    ----------
+    pool : the name of the samples to distil on, one of ``data.pools``.
+    fraction : share of them that is used.
+    steps : of distillation a round.
+    batch_size : samples a step.
+    lr : of Adam on the server, which begins anew every round.
+    schedule : of that rate over the steps of a round: ``cosine``, toward 0, or ``constant``.
+    """
+
+    pool: str = "auxiliary"
+    fraction: float = 1.0
+    steps: int = 500
+    batch_size: int = 128
+    lr: float = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 0), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"method.{name} is {getattr(self, name)}; it must be {least} or more.")
+
+    def start(self, task: Task) -> Server:
+        known_pool(self.pool, task.pools)
+        return super().start(task)
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        model, reply = cohort.task.model, cohort.run(self.train, theta=server["theta"])
+        self.step(server, reply["theta"], model)
+        if not self.steps:
+            return
+
+        def distillation(p: Tensor, batch: Batch) -> Tensor:
+            teachers, student = batch.y.log_softmax(1), model(p, batch.x).log_softmax(1)
+            return batch.mean(F.kl_div(student, teachers, reduction="none", log_target=True).sum(1))
+
+        batches = self.batches(cohort.pool(self.pool)).with_targets(reply["logits"])
+        server["theta"] = cohort.sgd(
+            distillation,
+            server["theta"],
+            batches,
+            lr=self.lr,
+            optimizer=Adam(),
+            schedule=self.schedule,
+            text="distilling",
+            log="distillation_loss",
+        )
+
+    def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        trained = clients.sgd(clients.loss, theta)
+        reply = {"theta": Mean(trained, weight=self.weights(clients))}
+        if self.steps:
+            visited = self.batches(clients.pool(self.pool)).once(TOGETHER)
+            logits = torch.cat([clients.logits(trained, batch.x) for batch in visited], dim=1)
+            reply["logits"] = Mean(logits, charged=False)
+        return reply
+
+    def batches(self, pool: Pool) -> PoolBatches:
+        """What the server distils on in a round, the same where the clients are."""
+        return pool.batches(self.batch_size, steps=self.steps, fraction=self.fraction)
