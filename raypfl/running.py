@@ -19,6 +19,8 @@ from raypfl.federation import Result
 from raypfl.federation.events import Listener
 from raypfl.federation.folders import Comparison, new_folder
 from raypfl.federation.result import RECIPE, description, is_finished
+from raypfl.federation.stopping import interrupting
+from raypfl.last_words import last_words
 from raypfl.tracking import outcome
 from raypfl.tracking.console import view, warner
 from raypfl.tracking.mlflow import MLflowListener
@@ -65,8 +67,12 @@ class _Work:
         """How far it came, and the command."""
         finished = sum(result.status == "finished" for result in results)
         count = f"{finished} of {len(self.jobs)} runs are finished. " if self.is_comparison else ""
-        command = shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
-        return f"{count}To go on: {command}"
+        return f"{count}{self.command}"
+
+    @property
+    def command(self) -> str:
+        """To go on with."""
+        return "To go on: " + shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
 
 
 def begin(planned: Sequence[Experiment], tried: Sequence[str], shown: Shown) -> None:
@@ -146,7 +152,8 @@ def _carry_out(work: _Work, shown: Shown) -> None:
     progress = Console(stderr=True)
     results: list[Result] = []
     name, kept_in = (work.tried[0], work.folder) if work.is_comparison else (None, None)
-    with MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in) as tracked:
+    tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
+    with interrupting(), last_words(work.command), tracking as tracked:
         try:
             with view(progress, work.lines, shown.quiet) as lines, work.session([lines.listener(0)]):
                 for i, (job, mine) in enumerate(zip(work.jobs, tracked.for_each(work.planned), strict=True)):

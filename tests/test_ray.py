@@ -81,6 +81,25 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
     assert shorter.weights_hash == whole.weights_hash and same_tables(shorter, whole)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_run_with_a_ray_of_its_own_is_saved_and_leaves_nothing_behind_when_it_is_told_to_end(tmp_path, number):
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, rounds=500, checkpoint__every=0).to_yaml())
+    script = (
+        "import os, sys, raypfl\n"
+        "def told(event):  # SIGHUP as a terminal sends it: to Ray's processes too\n"
+        "    if getattr(event, 'round', 0) == 2:\n"
+        "        import ray\n"
+        "        global folder\n"
+        "        folder = ray._private.worker._global_node.get_temp_dir_path()\n"
+        "        (os.killpg if sys.argv[2] == '1' else os.kill)(os.getpid(), int(sys.argv[2]))\n"
+        "result = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[told])\n"
+        "print(result.status, result.round >= 2, os.path.exists(folder))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), str(int(number))]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
+    assert done.stdout.split() == ["stopped", "True", "False"], done.stderr
+
+
 def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
     with pytest.raises(RaypflError) as caught:
         raypfl.run(on_ray(tmp_path, method="tests.federated_methods:FailsOnClient3", cohort__size=12))

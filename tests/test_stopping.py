@@ -10,12 +10,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import raypfl
 from raypfl.errors import ConfigError
 from raypfl.federation import driver
-from raypfl.federation.events import Progress, RunFinished
-from raypfl.federation.stopping import StopRequest
+from raypfl.federation.events import Progress, RunFinished, Warned
+from raypfl.federation.stopping import StopRequest, handlers_kept, interrupting, undisturbed
+from raypfl.last_words import last_words
+from raypfl.tracking.console import View
+from raypfl.tracking.progress import RunLine
 from tests.runs import experiment
 
 
@@ -79,3 +83,61 @@ def test_a_run_says_that_it_is_stopping_before_it_has_stopped(tmp_path: Path, mo
     monkeypatch.setattr(driver, "_inline", pressed)
     assert raypfl.run(experiment(tmp_path), listeners=[hear]).status == "stopped"
     assert isinstance(said[-1], RunFinished)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_stopped_before_its_first_round_ends_at_once_and_is_begun_by_resume(tmp_path: Path, number: int):
+    def impatient(event):
+        os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt):
+        raypfl.run(experiment(tmp_path, rounds=1), listeners=[impatient])
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert raypfl.resume(folder).status == "finished"
+
+
+def test_signals_wait_until_what_must_not_be_cut_off_is_done():
+    done = False
+    with pytest.raises(KeyboardInterrupt), undisturbed():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        done = True
+    assert done
+
+
+def test_what_a_library_does_to_handlers_is_undone():
+    before = signal.getsignal(signal.SIGTERM)
+    for kept in (handlers_kept, undisturbed):
+        with kept():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(15))
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_ends_a_process_without_a_word_interrupts_it_unless_the_person_wants_it_ignored():
+    with pytest.raises(KeyboardInterrupt), interrupting():
+        os.kill(os.getpid(), signal.SIGTERM)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with interrupting(), StopRequest().listening() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.made
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch):
+    def closed(*text, **options):
+        raise OSError(5, "Input/output error")
+
+    console = Console()
+    monkeypatch.setattr(console, "print", closed)
+    View(console, [RunLine("ditto", 3, "cyan")]).listener(0)(Warned("A client actor died."))
+
+
+@pytest.mark.parametrize(("end", "said"), [("os.kill(os.getpid(), 9)", ["To go on: raypfl resume runs/a"]), ("", [])])
+def test_a_process_that_is_killed_is_followed_by_how_to_go_on(end: str, said: list[str]):
+    with_last_words = f"import os\nfrom {last_words.__module__} import last_words\n"
+    script = f"{with_last_words}with last_words('To go on: raypfl resume runs/a'):\n    {end or 'pass'}"
+    # The pipe ends once the process that says so has ended too.
+    told = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True).stderr.splitlines()
+    assert [line[-len(text) :] for line, text in zip(told, said, strict=True)] == said

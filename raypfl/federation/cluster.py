@@ -15,6 +15,7 @@ from typing import Any
 
 from raypfl.errors import ConfigError, RaypflError
 from raypfl.federation.events import Listener, Progress
+from raypfl.federation.stopping import handlers_kept, hangups_ignored, interrupting, undisturbed
 from raypfl.settings import RaySettings
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -25,12 +26,15 @@ is written there."""
 UNRECORDED = {"task_events_report_interval_ms": 0}
 """Ray records up to 100,000 tasks for its dashboard otherwise: 8 MB in 1,000 rounds of ten clients."""
 
+QUIET = {"log_to_driver": False, "logging_level": "error"}
+
 
 @contextlib.contextmanager
 def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Iterator[Any]:
     """Within: Ray is there. A local cluster is started and stopped; one that was there before is left as it was.
 
-    That is the cluster at ``ray.address``, or at ``$RAY_ADDRESS``, which Ray sets in its jobs.
+    That is the cluster at ``ray.address``, or at ``$RAY_ADDRESS``, which Ray sets in its jobs. A signal that asks to
+    stop waits until a local cluster is up, or is gone: in the middle, its processes would be left behind.
 
     Raises
     ------
@@ -45,20 +49,35 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
         yield ray
         return
     emit(Progress("connecting to Ray" if address else "starting Ray"))
-    folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    try:
-        if address is None:
-            system = AT_ONCE if settings.dashboard else AT_ONCE | UNRECORDED
-            options = {"include_dashboard": settings.dashboard, "_temp_dir": folder, "_system_config": system}
-            _start(ray, options | quiet)
-        else:
-            _attach(ray, address, quiet)
+    with interrupting(), _local(ray, settings.dashboard) if address is None else _attached(ray, address):
         _without_chatter(ray)
         yield ray
+
+
+@contextlib.contextmanager
+def _local(ray: Any, dashboard: bool) -> Iterator[None]:
+    system = AT_ONCE if dashboard else AT_ONCE | UNRECORDED
+    folder = ""
+    try:
+        with undisturbed(), hangups_ignored(), _without_its_handler(ray):
+            folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
+            _start(ray, {"include_dashboard": dashboard, "_temp_dir": folder, "_system_config": system, **QUIET})
+        yield
     finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        with undisturbed():
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _attached(ray: Any, address: str) -> Iterator[None]:
+    try:
+        with handlers_kept(), _without_its_handler(ray):
+            _attach(ray, address)
+        yield
+    finally:
+        with undisturbed():
+            ray.shutdown()
 
 
 def for_client(settings: RaySettings) -> dict[str, float]:
@@ -126,9 +145,9 @@ def _start(ray: Any, options: dict[str, Any]) -> None:
         ) from error
 
 
-def _attach(ray: Any, address: str, options: dict[str, Any]) -> None:
+def _attach(ray: Any, address: str) -> None:
     try:
-        ray.init(address=address, **options)
+        ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"No Ray cluster can be reached at {address!r}: {str(error).splitlines()[0]} Is it running, "
@@ -143,6 +162,17 @@ def _authenticate(local: bool) -> None:
     given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
     if local and not given and os.environ["RAY_AUTH_MODE"] == "token":
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def _without_its_handler(ray: Any) -> Iterator[None]:
+    """Within: `ray.init` does not have SIGTERM end this process. What it installs below Python remains to be undone."""
+    utils = ray._private.utils
+    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
 
 
 def _without_chatter(ray: Any) -> None:

@@ -76,10 +76,11 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
 
     Returns
     -------
-    Its result; ``result.status`` is ``"stopped"`` if it was asked to stop (Ctrl-C, SIGTERM).
+    Its result; ``result.status`` is ``"stopped"`` if it was asked to stop (Ctrl-C, SIGTERM, SIGHUP).
 
     Raises
     ------
+    KeyboardInterrupt : if it was asked to stop before it had begun, or twice; :func:`resume` goes on.
     RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
     """
     if not isinstance(experiment, Experiment):
@@ -236,12 +237,13 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
     telling = _Audience([partial(_write_beginning, folder), *listeners])
     stop = StopRequest()
     with stop.acknowledged(lambda: telling(Progress(STOPPING))), stop.listening():
-        telling(Progress("preparing data"))
-        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-        job = _job(experiment, folder, data, telling)
+        with stop.interruptible():
+            telling(Progress("preparing data"))
+            data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+            job = _job(experiment, folder, data, telling)
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
-        finished = backend(job, data, telling, stop)
-    write_tables(folder, finished)
+        with backend(job, data, telling, stop) as finished:
+            write_tables(folder, finished)  # before Ray is stopped, which takes seconds
     if finished.status == "failed":
         raise RaypflError(finished.error)
     return Result.load(folder)
@@ -283,7 +285,8 @@ def _device(gpus: float) -> torch.device:
     return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 
 
-def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:
+@contextlib.contextmanager
+def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
     keep_freed_memory()
     experiment = job.experiment
     here, there = _device(experiment.ray.gpus_for_server), _device(experiment.ray.gpus_per_actor)
@@ -293,21 +296,24 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Ru
         worker = Worker(make_bench(experiment, data, of_clients), experiment.method)
         facts = {"backend": "inline", "actors": 1, "device": str(there)}
         pools = pools_of_server(experiment, data, task)
-        return Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, facts).run()
+        yield Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, facts).run()
 
 
-def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> RunFinished:
-    with connected(job.experiment.ray, emit) as ray:
-        emit(Progress("starting actors"))
-        settings = job.experiment.ray
-        size = cohort_size(job.experiment.cohort, data.num_clients)
-        actors = client_actors(ray, settings, len(groups_for(job.experiment, size)))
-        kind = (actors, for_client(settings), for_server(settings))
-        server = _spare.take(ray, kind) or _server_actor(ray, *kind)
+@contextlib.contextmanager
+def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
+    with contextlib.ExitStack() as stack:
+        with stop.interruptible():
+            ray = stack.enter_context(connected(job.experiment.ray, emit))
+            emit(Progress("starting actors"))
+            settings = job.experiment.ray
+            size = cohort_size(job.experiment.cohort, data.num_clients)
+            actors = client_actors(ray, settings, len(groups_for(job.experiment, size)))
+            kind = (actors, for_client(settings), for_server(settings))
+            server = _spare.take(ray, kind) or _server_actor(ray, *kind)
         finished = None
         try:
             finished = _follow(ray, server, (job, data), emit, stop)
-            return finished
+            yield finished
         finally:
             if _spare.shared and finished is not None:
                 _spare.kind, _spare.server = kind, server

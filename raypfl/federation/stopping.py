@@ -1,12 +1,16 @@
-"""Ctrl-C and SIGTERM as a request that the run answers at a safe point."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request that the run answers at a safe point."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to stop: from a person, from a scheduler, from a terminal that is closed."""
 
 
 class StopRequest:
@@ -50,16 +54,9 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Within: SIGINT and SIGTERM make the request. Outside the main thread, signals are not ours to take."""
-        if threading.current_thread() is not threading.main_thread():
+        """Within: SIGINT, SIGTERM and SIGHUP make the request."""
+        with _handled(self._receive):
             yield self
-            return
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         insists = self.made
@@ -68,3 +65,57 @@ class StopRequest:
             self._noticed.set()
         if insists or self._interruptible:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within: signals that ask to stop wait, so that what is begun comes to its end; they are raised afterwards."""
+    came: list[int] = []
+    with _handled(lambda number, frame: came.append(number)):
+        yield
+    for number in came:
+        signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def interrupting() -> Iterator[None]:
+    """Within: what would end this process without a word raises KeyboardInterrupt, as Ctrl-C does."""
+    with _handled(signal.default_int_handler, where=signal.SIG_DFL):
+        yield
+
+
+@contextlib.contextmanager
+def hangups_ignored() -> Iterator[None]:
+    """Within: SIGHUP is ignored, also by processes that are started here, for good.
+
+    A terminal that is closed tells them all, and those that are Ray's would end before the run is saved.
+    """
+    with _handled(signal.SIG_IGN, (signal.SIGHUP,)):
+        yield
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Afterwards, signals that ask to stop are handled as before, whatever a library has done to that."""
+    with _handled():
+        yield
+
+
+@contextlib.contextmanager
+def _handled(by: Any = None, numbers: Iterable[int] = ASKING, where: Any = None) -> Iterator[None]:
+    """Within: signals go to `by`, except those that are ignored, as SIGHUP is under nohup.
+
+    With `where`, only those that went there before. Outside the main thread, signals are not ours to take.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
+    mine = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN and where in (None, handler)}
+    try:
+        for number, handler in mine.items():
+            signal.signal(number, handler if by is None else by)
+        yield
+    finally:
+        for number, handler in mine.items():
+            signal.signal(number, handler)

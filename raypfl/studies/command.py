@@ -17,6 +17,8 @@ from raypfl.errors import RaypflError, Stopped
 from raypfl.federation import Result
 from raypfl.federation.events import Event
 from raypfl.federation.result import is_finished
+from raypfl.federation.stopping import interrupting
+from raypfl.last_words import last_words
 from raypfl.studies import layout
 from raypfl.studies.cells import Cell, choose, plan
 from raypfl.studies.description import Study, load
@@ -70,7 +72,8 @@ def carry_out(order: Order, quiet: bool, as_json: bool) -> None:
     cells = plan(study, choice, order.assignments)
     folder = Path(cells[0].experiment.output).absolute() / study.name
     progress = Console(stderr=True)
-    with MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder) as tracked:
+    tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
+    with interrupting(), last_words(f"To go on: {order.command}"), tracking as tracked:
         outcomes = _run(cells, tracked, progress, quiet)
         results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
         if results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -72,9 +73,10 @@ class View:
 
     def _hear(self, line: RunLine, event: Event) -> None:
         line(event)
-        if isinstance(event, Warned):
-            self.console.print(Text.assemble(("Warning: ", "bold yellow"), event.text))
-        self.tell(line, event)
+        with contextlib.suppress(OSError):  # a terminal that is closed must not keep a run from being saved
+            if isinstance(event, Warned):
+                self.console.print(Text.assemble(("Warning: ", "bold yellow"), event.text))
+            self.tell(line, event)
 
     def tell(self, line: RunLine, event: Event) -> None:
         """Show what happened to a run."""
