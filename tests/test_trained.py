@@ -111,6 +111,7 @@ def outline(clients: int) -> DataOutline:
         input_shape=(1, 8, 8),
         num_classes=10,
         kind="classes",
+        discrete=False,
         scale=16.0,
         mean=np.zeros(1, np.float32),
         std=np.ones(1, np.float32),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import raypfl
+from raypfl.evaluation import Measures
 from raypfl.federation import driver, trial
 from raypfl.federation.events import RunStarted
 from raypfl.federation.trial import Way
@@ -60,7 +61,8 @@ class SlowTogether(nn.Linear):
 
 def tried(network, folder, executor="auto", group=8, shape=SHAPE, **training):
     model = FlatModel(lambda: network(4 * shape[0], 3))
-    return trial.faster(model, TrainingSettings(**training), executor, shape, 3, group, folder)
+    looks = trial.Looks(shape, False, "classes", (), Measures(targets=3))
+    return trial.faster(model, TrainingSettings(**training), executor, looks, group, folder)
 
 
 TOGETHER, ONE_BY_ONE = Way("vectorised", False), Way("sequential", False)

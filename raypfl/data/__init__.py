@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import raypfl.data.cifar
 import raypfl.data.csv_images
+import raypfl.data.diabetes
 import raypfl.data.digits
 import raypfl.data.folders
 import raypfl.data.idx

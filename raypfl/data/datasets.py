@@ -12,6 +12,7 @@ import numpy as np
 
 from raypfl.augmentation import Augmentation
 from raypfl.errors import ConfigError, DataError, did_you_mean
+from raypfl.objectives import kind_of
 from raypfl.registry import Registry
 
 DATASETS = Registry("data set")
@@ -188,10 +189,12 @@ class RawData:
 
     Attributes
     ----------
-    inputs : ``uint8[N, C, H, W]``, or an iterable of such blocks, in order, so that not all need be in memory at once.
-    labels : ``int64[N]``, each in ``range(len(class_names))``; or ``int8[N, L]`` of zeros and ones, L labels a sample.
-    class_names : one a class, or one a label.
-    scale : the value of a full pixel, by which inputs are divided.
+    inputs : ``uint8[N, C, H, W]`` images, ``float32`` or ``float64[N, ...]`` features, or ``int64[N, ...]`` tokens; or
+        an iterable of such blocks, in order, so that not all need be in memory at once.
+    labels : ``int64[N]``, each in ``range(len(class_names))``; ``int8[N, L]`` of zeros and ones, L labels a sample;
+        ``float32`` or ``float64[N]`` or ``[N, T]``, T numbers a sample; or ``int64[N, T]`` tokens, -1 being none.
+    class_names : one a class, a label, a number or a token.
+    scale : the value of a full pixel, by which images are divided.
     test_mask : ``bool[N]``, the samples that were published as a test split; None: no such split was published.
     groups : the domain, writer or the like of each sample, ``[N]`` of integers or text; None: there is no such column.
 
@@ -210,19 +213,33 @@ class RawData:
     def __post_init__(self) -> None:
         if not len(self.labels):
             raise DataError("The data set has no samples.")
-        num_values = len(self.class_names) if self.labels.ndim == 1 else 2
-        strange = np.argwhere((self.labels < 0) | (self.labels >= num_values))
-        if strange.size:
-            label = self.labels[tuple(strange[0])]
-            raise DataError(f"Sample {strange[0][0]} has label {label}, but there are {num_values} classes.")
-        if self.labels.ndim == 2 and self.labels.shape[1] != len(self.class_names):
-            raise DataError(f"Samples have {self.labels.shape[1]} labels, but there are {len(self.class_names)} names.")
+        self._refuse_strange()
+        width = self.labels[0].size if self.kind in ("labels", "numbers") else len(self.class_names)
+        if width != len(self.class_names):
+            raise DataError(f"Samples have {width} {self.kind}, but there are {len(self.class_names)} names.")
         for what, column in (("marks of the test split", self.test_mask), ("groups", self.groups)):
             if column is not None and len(column) != len(self.labels):
                 raise DataError(f"There are {len(self.labels)} labels, but {len(column)} {what}.")
 
+    @property
+    def kind(self) -> str:
+        """Of the targets, one of :data:`raypfl.objectives.KINDS`."""
+        return kind_of(self.labels)
+
+    def _refuse_strange(self) -> None:
+        if self.kind == "numbers":
+            strange = np.argwhere(~np.isfinite(self.labels))
+            if strange.size:
+                raise DataError(f"Sample {strange[0][0]} has a target that is {self.labels[tuple(strange[0])]}.")
+            return
+        least, values = -1 if self.kind == "tokens" else 0, 2 if self.kind == "labels" else len(self.class_names)
+        strange = np.argwhere((self.labels < least) | (self.labels >= values))
+        if strange.size:
+            label = self.labels[tuple(strange[0])]
+            raise DataError(f"Sample {strange[0][0]} has label {label}, but there are {values} classes.")
+
     def blocks(self) -> Iterable[np.ndarray]:
-        """The inputs, block by block: ``uint8[n, C, H, W]`` each."""
+        """The inputs, block by block: ``[n, ...]`` each."""
         return [self.inputs] if isinstance(self.inputs, np.ndarray) else self.inputs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -29,6 +29,8 @@ class Dirichlet(Partition):
         the classes dealt after that (PerAda, FedML: 1); None: no such limit.
     balanced : equal sizes: the shares drawn are rescaled to them.
     """
+
+    by_class: ClassVar[bool] = True
 
     alpha: float = 0.3
     min_samples: int = 10
@@ -115,6 +117,8 @@ class DirichletMix(Partition):
     min_samples : of every client; the largest clients give samples to those short.
     """
 
+    by_class: ClassVar[bool] = True
+
     alpha: float = 0.3
     balanced: bool = True
     min_samples: int = 1
@@ -148,6 +152,8 @@ class ClassesPerClient(Partition):
     classes : of each client.
     equal : the clients that own a class divide its samples equally; else in proportion to draws from U(0.4, 0.6).
     """
+
+    by_class: ClassVar[bool] = True
 
     classes: int = 2
     equal: bool = False

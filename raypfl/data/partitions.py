@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Traits:
     labels : ``int64[N]``, each in ``range(num_classes)``. Where samples have several labels each: the number of the
         combination.
     num_classes : how many classes, or combinations, there are.
+    classes : whether there are any; samples whose targets are numbers or tokens are all of the one class 0.
     groups : ``int64[N]``, the place of each sample's domain, writer or the like among `group_names`; None: the data set
         has no such column.
     rows : ``int64[N]``, each sample's number in the data set; None: 0 to N - 1.
@@ -36,6 +38,7 @@ class Traits:
     group_names: tuple[str, ...] = ()
     rows: np.ndarray | None = None
     pooled: int = 0
+    classes: bool = True
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -44,7 +47,8 @@ class Traits:
         """Of the samples at ``where[n]`` alone."""
         rows = where if self.rows is None else self.rows[where]
         groups = None if self.groups is None else self.groups[where]
-        return Traits(self.labels[where], self.num_classes, groups, self.group_names, rows)
+        labels = self.labels[where]
+        return Traits(labels, self.num_classes, groups, self.group_names, rows, classes=self.classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,10 @@ class Partition(ABC):
     Attributes
     ----------
     clients : how many there are; none goes empty.
+    by_class : whether it looks at samples' classes, and is refused where they have none.
     """
+
+    by_class: ClassVar[bool] = False
 
     clients: int = 20
 
@@ -97,6 +104,11 @@ class Partition(ABC):
 
     def checked_owners(self, samples: Traits, seed: int) -> np.ndarray:
         """`owners`, after making sure that no client goes empty. Raises as `assign` does."""
+        if self.by_class and not samples.classes:
+            raise ConfigError(
+                f"partition is {PARTITIONS.name_of(type(self))!r}, which deals samples out by class, but the targets "
+                "here are numbers or tokens; choose another, such as 'iid', 'lognormal' or 'by_column'."
+            )
         clients = self.count(samples)
         if clients > len(samples):
             raise ConfigError(

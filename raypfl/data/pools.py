@@ -34,12 +34,14 @@ class Pool(NamedTuple):
     labels: np.ndarray
 
     def blocks(self, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """Its inputs, block by block: ``uint8[n, *shape]``, grey ones in equal channels and resized where need be."""
+        """Its inputs, block by block: ``[n, *shape]``; images resized, and grey ones in equal channels."""
         start = 0
         for block in self.raw.blocks():
             kept = block[self.chosen[start : start + len(block)]]
             start += len(block)
-            if len(kept):
+            if len(kept) and kept.dtype != np.uint8:
+                yield kept
+            elif len(kept):
                 yield resized(_channels(kept, shape[0]), *shape[1:])
 
 
@@ -94,14 +96,17 @@ def read(name: str, config: DataConfig, own: RawData) -> Pool:
             f"clients' {', '.join(own.class_names[:5])}...; it cannot be tested on."
         )
     if labels is None:
-        labels = np.full((int(chosen.sum()), *own.labels.shape[1:]), UNLABELLED, dtype=own.labels.dtype)
+        nothing = np.nan if own.kind == "numbers" else UNLABELLED
+        labels = np.full((int(chosen.sum()), *own.labels.shape[1:]), nothing, dtype=own.labels.dtype)
     return Pool(name, raw, chosen, labels)
 
 
 def _labels(raw: RawData, own: RawData, chosen: np.ndarray) -> np.ndarray | None:
     """The pool's labels by class name, or as they are where its classes have numbers for names; None: others."""
-    if raw.labels.ndim != own.labels.ndim:
+    if raw.kind != own.kind:
         return None
+    if raw.kind not in ("classes", "labels"):
+        return raw.labels[chosen] if raw.class_names == own.class_names else None
     numbered = raw.class_names == [str(number) for number in range(len(raw.class_names))]
     if raw.class_names == own.class_names or (numbered and len(raw.class_names) <= len(own.class_names)):
         return raw.labels[chosen]

@@ -15,6 +15,14 @@ from raypfl.errors import ConfigError, DataError, did_you_mean
 KEPT = 64 << 20
 """Bytes of samples that a process keeps of the clients that it last asked for."""
 
+_TARGETS = {
+    "classes": (np.int64, "iu"),
+    "labels": (np.int8, "iu"),
+    "numbers": (np.float32, "f"),
+    "tokens": (np.int64, "iu"),
+}
+# Of each kind: the type as which targets are kept, and the kinds of types that may be given.
+
 _PLACES = 32
 # A sample's number is its client's, its split's, and its place there, side by side in 64 bits.
 
@@ -32,14 +40,19 @@ class Population(ABC):
 
     Attributes
     ----------
-    num_clients, num_classes : how many.
-    input_shape : (channels, height, width) of a sample.
-    scale, mean, std : a network sees ``(inputs / scale - mean) / std``.
+    num_clients, num_classes : how many; of targets that are labels, numbers or tokens: how many labels or numbers a
+        sample has, or tokens there are.
+    input_shape : of a sample, (channels, height, width) of an image.
+    kind : of the targets, ``classes``, ``labels``, ``numbers`` or ``tokens``; see :data:`raypfl.objectives.KINDS`.
+    discrete : whether inputs are tokens, ``int64``, which a network sees as they are.
+    scale, mean, std : else a network sees ``(inputs / scale - mean) / std``.
     """
 
     num_clients: int
     num_classes: int
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
+    kind: str = "classes"
+    discrete: bool = False
     scale: float = 1.0
     mean: float = 0.0
     std: float = 1.0
@@ -53,7 +66,8 @@ class Population(ABC):
 
     @abstractmethod
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """One client's split: inputs ``[n, C, H, W]``, uint8 or float32, and labels ``int64[n]``."""
+        """One client's split: inputs ``[n, ...]``, uint8, float32, float64 or tokens, and targets
+        of its kind."""
 
 
 class DescribedData:
@@ -70,8 +84,10 @@ class DescribedData:
         self.num_clients, self.num_classes = self.population.num_clients, self.population.num_classes
         self.input_shape = self.population.input_shape
         self.scale = self.population.scale
-        self.mean = np.full(self.input_shape[0], self.population.mean, np.float32)
-        self.std = np.full(self.input_shape[0], self.population.std, np.float32)
+        self.kind, self.discrete = self.population.kind, self.population.discrete
+        channels = self.input_shape[0] if len(self.input_shape) == 3 else 1
+        self.mean = np.full(channels, self.population.mean, np.float32)
+        self.std = np.full(channels, self.population.std, np.float32)
         self.pools: tuple[str, ...] = ()
         self.unseen = np.zeros(0, dtype=np.int64)
         self._sizes: dict[str, np.ndarray] = {}
@@ -79,15 +95,10 @@ class DescribedData:
         self._bytes = 0
 
     @property
-    def kind(self) -> str:
-        """Of the targets, one of :data:`raypfl.objectives.KINDS`."""
-        return "classes"
-
-    @property
     def fingerprint(self) -> str:
         """SHA-256 of the class's name and numbers and of all clients' sizes, the same on every machine."""
         said = (self.name, self.num_clients, self.num_classes, self.input_shape, self.scale, self.mean, self.std)
-        digest = hashlib.sha256(repr(said).encode())
+        digest = hashlib.sha256(repr(said if self.kind == "classes" else (*said, self.kind)).encode())
         for split in SPLITS:
             digest.update(np.ascontiguousarray(self.sizes(split)).data)
         return digest.hexdigest()
@@ -118,13 +129,14 @@ class DescribedData:
         return (len(SPLITS) * client + SPLITS.index(split) << _PLACES) + np.arange(count)
 
     def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs ``[n, C, H, W]`` and labels ``int64[n]`` of the samples that have these numbers."""
+        """Inputs and targets, ``[n, ...]`` each, of the samples that have these numbers."""
         owner, place = where >> _PLACES, where & ((1 << _PLACES) - 1)
         cuts = np.flatnonzero(np.diff(owner)) + 1
         runs = zip(np.split(owner, cuts), np.split(place, cuts), strict=True)
         parts = [self._part(int(owners[0]), places) for owners, places in runs if len(owners)]
         if not parts:
-            return np.zeros((0, *self.input_shape), np.float32), np.zeros(0, np.int64)
+            inputs = np.zeros((0, *self.input_shape), np.int64 if self.discrete else np.float32)
+            return inputs, np.zeros((0, *[1] * (self.kind in ("labels", "tokens"))), _TARGETS[self.kind][0])
         inputs, labels = zip(*parts, strict=True)
         return np.concatenate(inputs), np.concatenate(labels)
 
@@ -147,23 +159,43 @@ class DescribedData:
     def _fetched(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
         inputs, labels = (np.asarray(part) for part in self.population.samples(client, split))
         count = int(self.sizes(split)[client])
-        if inputs.shape != (count, *self.input_shape) or inputs.dtype not in (np.uint8, np.float32):
+        known = (np.int64,) if self.discrete else (np.uint8, np.float32, np.float64)
+        if inputs.shape != (count, *self.input_shape) or inputs.dtype not in known:
             found, expected = f"{inputs.dtype}{list(inputs.shape)}", [count, *self.input_shape]
+            types = " or ".join(np.dtype(one).name for one in known[:2])
             raise DataError(
                 f"{self.name} gives the inputs of client {client}'s {split} split as {found}; by its sizes and "
-                f"input_shape they must be uint8 or float32 {expected}."
+                f"input_shape they must be {types} {expected}."
             )
-        fits = labels.shape == (count,) and labels.dtype.kind in "iu"
-        if not fits or not ((labels >= 0) & (labels < self.num_classes)).all():
+        if not self._fits(labels, count):
             raise DataError(
-                f"{self.name} must give a label from 0 to {self.num_classes - 1} for each of the {count} samples of "
-                f"client {client}'s {split} split; it gives {labels.dtype}{list(labels.shape)}: {labels[:10].tolist()}."
+                f"{self.name} must give {self._wanted} for each of the {count} samples of client {client}'s {split} "
+                f"split; it gives {labels.dtype}{list(labels.shape)}: {labels[:10].tolist()}."
             )
-        return inputs, labels.astype(np.int64)
+        stored, _ = _TARGETS[self.kind]
+        return inputs, labels if self.kind == "numbers" else labels.astype(stored)
+
+    def _fits(self, targets: np.ndarray, count: int) -> bool:
+        shape = {"classes": (count,), "labels": (count, self.num_classes)}.get(self.kind, targets.shape)
+        if targets.shape != shape or len(targets) != count or targets.dtype.kind not in _TARGETS[self.kind][1]:
+            return False
+        if self.kind == "numbers":
+            return bool(np.isfinite(targets).all()) and targets[:1].size in (0, self.num_classes)
+        least, values = -1 if self.kind == "tokens" else 0, 2 if self.kind == "labels" else self.num_classes
+        return bool(((targets >= least) & (targets < values)).all())
+
+    @property
+    def _wanted(self) -> str:
+        return {
+            "classes": f"a label from 0 to {self.num_classes - 1}",
+            "labels": f"{self.num_classes} labels of 0 or 1",
+            "numbers": f"{self.num_classes} finite numbers, as floats,",
+            "tokens": f"tokens from 0 to {self.num_classes - 1}, or -1 for none,",
+        }[self.kind]
 
     def __repr__(self) -> str:
-        shape = "x".join(map(str, self.input_shape))
-        return f"DescribedData({self.name}: {self.num_clients} clients, samples of {shape}, {self.num_classes} classes)"
+        shape, targets = "x".join(map(str, self.input_shape)), f"{self.num_classes} {self.kind}"
+        return f"DescribedData({self.name}: {self.num_clients} clients, samples of {shape}, {targets})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DescribedData, (self.config,)

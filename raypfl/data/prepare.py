@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ from raypfl.data.datasets import DATASETS, SPLITS, DataConfig, RawData, files_of
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
 from raypfl.data.splits import NOBODY, hold
 from raypfl.errors import ConfigError, DataError
+from raypfl.objectives import kind_of
 
 # To be raised when what is written changes in a way that the code of readers and partitions does not show.
 _FORMAT = 3
 # Bytes of samples read at a time where all are passed over.
 _BLOCK = 12 << 20
 _OWN = -1
+_STORED = {"classes": np.int64, "labels": np.int8, "tokens": np.int64}
+_INPUTS = ("uint8", "float32", "float64", "int64")
 # What the prepared samples do not depend on.
 _OF_HOLDINGS = {
     "root",
@@ -83,14 +86,15 @@ def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any],
     others = [pools.read(name, config, raw) for name, config in pools.elsewhere(data).items()]
     labels = [raw.labels, *(pool.labels for pool in others)]
     counts = [len(part) for part in labels]
+    inputs = _spooled(raw, others, folder)
     about: dict[str, Any] = {
         "class_names": raw.class_names,
-        "scale": raw.scale,
+        "scale": raw.scale if inputs.dtype == np.uint8 else 1.0,
         "pools": [pool.name for pool in others],
     }
     columns: dict[str, Any] = {
-        "input": _spooled(raw, others, folder),
-        "label": np.concatenate(labels).astype(np.int64 if raw.labels.ndim == 1 else np.int8),
+        "input": inputs,
+        "label": np.concatenate(labels).astype(_STORED.get(raw.kind, raw.labels.dtype)),
         "published_test": _padded(
             raw.test_mask if raw.test_mask is not None else np.zeros(counts[0]), counts, 0, np.int8
         ),
@@ -100,7 +104,7 @@ def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any],
         names, group = np.unique(raw.groups, return_inverse=True)
         about["group_names"] = [str(name) for name in names]
         columns["group"] = _padded(group, counts, NOBODY, np.int64)
-    if raw.labels.ndim == 2:
+    if raw.kind == "labels":
         category = _categories(raw.labels, data.rare)
         about["categories"] = int(category.max()) + 1
         columns["category"] = _padded(category, counts, NOBODY, np.int64)
@@ -114,9 +118,11 @@ def prepared_holdings(
     columns, about = samples.columns, samples.about
     own = int(np.searchsorted(columns["pool"], _OWN, side="right"))
     names = (*SPLITS, *data.shares(), *about["pools"])
+    classes = kind_of(columns["label"]) in ("classes", "labels")
     traits = Traits(
-        labels=columns.get("category", columns["label"])[:own],
-        num_classes=about.get("categories", len(about["class_names"])),
+        labels=columns.get("category", columns["label"])[:own] if classes else np.zeros(own, dtype=np.int64),
+        num_classes=about.get("categories", len(about["class_names"])) if classes else 1,
+        classes=classes,
         groups=columns["group"][:own] if "group" in columns else None,
         group_names=tuple(about.get("group_names", ())),
     )
@@ -171,28 +177,43 @@ class _Spool:
 
     def __init__(self, folder: Path, shape: tuple[int, ...] = ()):
         self.folder, self.shape, self.count, self.grey = folder, shape, 0, True
+        self.kind = np.dtype(np.uint8)
         with writing(folder):
             self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed once it is mapped
 
     def add(self, block: np.ndarray) -> None:
-        """Append ``uint8[n, C, H, W]``."""
-        if block.dtype != np.uint8 or block.ndim != 4:
+        """Append ``[n, ...]``, of the type of those before."""
+        images = block.dtype == np.uint8
+        if block.dtype.name not in _INPUTS or block.ndim < 2 or (images and block.ndim != 4):
             found = f"{block.dtype}{list(block.shape)}"
-            raise DataError(f"The data set's reader gives inputs as {found}, not as uint8[n, C, H, W].")
+            raise DataError(
+                f"The data set's reader gives inputs as {found}, not as uint8[n, C, H, W] images, float32[n, ...] or "
+                "float64[n, ...] features, or int64[n, ...] tokens."
+            )
+        if self.count and block.dtype != self.kind:
+            raise DataError(f"Inputs from {self.count} on are {block.dtype}, those before {self.kind}.")
+        if block.dtype.kind == "f" and not np.isfinite(block).all():
+            row = self.count + int(np.argwhere(~np.isfinite(block))[0][0])
+            raise DataError(f"Sample {row} has an input that is not finite.")
+        self.kind = block.dtype
         if self.count and block.shape[1:] != self.shape:
             raise DataError(
                 f"Inputs from {self.count} on are {list(block.shape[1:])}, those before {list(self.shape)}."
             )
         self.shape, self.count = block.shape[1:], self.count + len(block)
-        self.grey = self.grey and all(np.array_equal(block[:, 0], channel) for channel in block[:, 1:].swapaxes(0, 1))
+        self.grey = (
+            images
+            and self.grey
+            and all(np.array_equal(block[:, 0], channel) for channel in block[:, 1:].swapaxes(0, 1))
+        )
         with writing(self.folder):
             np.ascontiguousarray(block).tofile(self.file)
 
     def mapped(self) -> np.ndarray:
-        """All of them, ``uint8[N, C, H, W]``, mapped into memory."""
+        """All of them, ``[N, ...]``, mapped into memory."""
         with self.file:
             self.file.flush()
-            return np.memmap(self.file, np.uint8, mode="r", shape=(self.count, *self.shape))
+            return np.memmap(self.file, self.kind, mode="r", shape=(self.count, *self.shape))
 
 
 def _spooled(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndarray:
@@ -223,10 +244,15 @@ def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
 
 
 def _moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of ``inputs / scale`` by channel, ``float64[C]`` each; the latter 1 if it would be 0.
+    """Mean and standard deviation of ``inputs / scale``, ``float64[C]`` each; the latter 1 if it would be 0.
 
-    Sums are of integers, hence exact, whatever the size of the blocks.
+    By channel for images, whose sums are of integers, hence exact; by the last axis for other features. Tokens are as
+    they are: 0 and 1.
     """
+    if inputs.dtype == np.int64:
+        return np.zeros(1), np.ones(1)
+    if inputs.dtype != np.uint8:
+        return _feature_moments(inputs, chosen, scale)
     total, squares = np.zeros((2, inputs.shape[1]), dtype=np.int64)
     for span in _spans(inputs, len(chosen)):
         block = inputs[chosen[span]]
@@ -237,6 +263,22 @@ def _moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.n
     spread = [count * int(q) - int(t) ** 2 for q, t in zip(squares, total, strict=True)]
     std = np.array([math.sqrt(s) / count / scale if s else 1.0 for s in spread])
     return total / count / scale, std
+
+
+def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    axis = 1 if inputs.ndim == 4 else -1
+    features = inputs.shape[axis]
+
+    def mean_of(function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        total = np.zeros(features)
+        for span in _spans(inputs, len(chosen)):
+            block = np.moveaxis(inputs[chosen[span]].astype(np.float64) / scale, axis, -1)
+            total += function(block.reshape(-1, features)).sum(0)
+        return total * features / (len(chosen) * inputs[0].size)
+
+    mean = mean_of(lambda rows: rows)
+    std = np.sqrt(mean_of(lambda rows: (rows - mean) ** 2))
+    return mean, np.where(std > 0, std, 1.0)
 
 
 def _pools(data: DataConfig, cache: Path) -> dict[str, DataConfig]:

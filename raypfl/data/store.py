@@ -30,12 +30,12 @@ class FederatedData:
     Attributes
     ----------
     name : of the data set.
-    inputs : ``uint8[N, C, H, W]``; a network sees ``(inputs / scale - mean[c]) / std[c]``.
-    labels : ``int64[N]``; or ``int8[N, L]`` of zeros and ones where samples have several labels each. -1 for samples
-        of a pool that has other classes.
-    class_names : one a class, or one a label.
+    inputs : ``[N, ...]``, as of `RawData`; a network sees ``(inputs / scale - mean) / std``, and tokens as they are.
+    labels : ``[N]`` or ``[N, ...]``, as of `RawData`. -1, or NaN, for samples of a pool that has other classes.
+    class_names : one a class, a label, a number or a token.
     scale : the value of a full pixel.
-    mean, std : ``float32[C]``, of ``inputs / scale`` over the training samples of all clients but the unseen.
+    mean, std : ``float32[C]``, by channel of images, else by the last axis, of ``inputs / scale`` over the training
+        samples of all clients but the unseen.
     num_clients : clients are numbered from 0.
     unseen : ``int64[U]``, the clients that are never trained, ascending.
     pools : names of the pools, whose samples belong to no client, e.g. ``auxiliary``.
@@ -69,15 +69,14 @@ class FederatedData:
         return kind_of(self.labels)
 
     @property
-    def multi_label(self) -> bool:
-        """Whether samples have several labels each."""
-        return self.labels.ndim == 2
+    def discrete(self) -> bool:
+        """Whether inputs are tokens."""
+        return self.inputs.dtype == np.int64
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """(channels, height, width) of a sample."""
-        _, channels, height, width = self.inputs.shape
-        return channels, height, width
+    def input_shape(self) -> tuple[int, ...]:
+        """Of a sample: (channels, height, width) of an image."""
+        return tuple(self.inputs.shape[1:])
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
         """The samples of a client's split: ascending indices ``int64[n]`` into `inputs` and `labels`; empty if none.
@@ -101,7 +100,7 @@ class FederatedData:
         return self._pools[known_pool(name, self._pools)]
 
     def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs ``[n, C, H, W]`` and labels ``[n]``, or ``[n, L]``, of the samples that have these numbers."""
+        """Inputs and labels, ``[n, ...]`` each, of the samples that have these numbers."""
         return self.inputs[where], self.labels[where]
 
     def sizes(self, split: str = "train") -> np.ndarray:
@@ -112,8 +111,14 @@ class FederatedData:
         """The number of samples of each class in each client's split: ``int64[num_clients, num_classes]``.
 
         Where samples have several labels each: how often each label is 1.
+
+        Raises
+        ------
+        ConfigError : if targets are neither.
         """
-        if self.multi_label:
+        if self.kind not in ("classes", "labels"):
+            raise ConfigError(f"The targets of {self.name!r} are {self.kind}, so there are no classes to count.")
+        if self.kind == "labels":
             rows = self._rows(split)
             up_to = np.cumsum(self.labels[rows.samples], axis=0, dtype=np.int64)
             return np.diff(np.concatenate([np.zeros_like(up_to[:1]), up_to])[rows.offsets], axis=0)
@@ -130,7 +135,7 @@ class FederatedData:
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.input_shape))
         return (
-            f"FederatedData({self.name}: {len(self.labels)} samples of {shape}, {self.num_classes} classes, "
+            f"FederatedData({self.name}: {len(self.labels)} samples of {shape}, {self.num_classes} {self.kind}, "
             f"{self.num_clients} clients)"
         )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from raypfl.data.datasets import SPLITS
 from raypfl.data.population import DescribedData
-from raypfl.data.store import ClientData
+from raypfl.data.store import ClientData, FederatedData
 from raypfl.errors import ConfigError
+
+_RANGES = 10
+"""Of targets that are numbers."""
 
 
 @dataclass(frozen=True)
@@ -19,24 +23,35 @@ class Summary:
     Attributes
     ----------
     name : of the data set.
-    input_shape : (channels, height, width).
-    class_names : one a class, or one a label.
+    input_shape : of a sample.
+    class_names : one a class, a label or a token; of targets that are numbers: ranges with equally many of them.
     sizes : split -> ``int64[clients]``, samples of each client.
     counts : ``int64[clients, classes]``, each client's training samples of each class; of several labels a sample: how
-        often each label is 1.
+        often each label is 1; of tokens: how often
+        each is a target.
     pools : name -> number of samples.
     unseen : ``int64[U]``, clients that are never trained.
-    multi_label : whether samples have several labels each.
+    kind : of the targets, one of :data:`raypfl.objectives.KINDS`.
     """
 
     name: str
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
     class_names: list[str]
     sizes: dict[str, np.ndarray]
     counts: np.ndarray
     pools: dict[str, int]
     unseen: np.ndarray
-    multi_label: bool = False
+    kind: str = "classes"
+
+    @property
+    def one(self) -> str:
+        """What `class_names` has one for each of."""
+        return {"classes": "class", "labels": "label", "numbers": "range", "tokens": "token"}[self.kind]
+
+    @property
+    def several(self) -> str:
+        """The same in the plural."""
+        return "classes" if self.one == "class" else f"{self.one}s"
 
     @property
     def num_clients(self) -> int:
@@ -82,13 +97,31 @@ def summarised(data: ClientData) -> Summary:
             f"The clients of {data.name!r} are described, and their labels known only once a client is at work; "
             f"a summary is made of data sets that are stored."
         )
+    names, counts = _held(data)
     return Summary(
         name=data.name,
         input_shape=data.input_shape,
-        class_names=data.class_names,
+        class_names=names,
         sizes={split: data.sizes(split) for split in SPLITS},
-        counts=data.label_counts("train"),
+        counts=counts,
         pools={name: len(data.pool(name)) for name in data.pools},
         unseen=data.unseen,
-        multi_label=data.multi_label,
+        kind=data.kind,
     )
+
+
+def _held(data: FederatedData) -> tuple[list[str], np.ndarray]:
+    """Names, and how often each client's training samples have each: ``int64[clients, names]``."""
+    if data.kind in ("classes", "labels"):
+        return data.class_names, data.label_counts("train")
+    own = [data.labels[data.indices(client, "train")] for client in range(data.num_clients)]
+    if data.kind == "tokens":
+        return data.class_names, np.stack([_counted(one[one >= 0], data.num_classes) for one in own])
+    first = [one.reshape(len(one), -1)[:, 0] for one in own]  # of several numbers, the first
+    edges = np.unique(np.quantile(np.concatenate(first), np.linspace(0, 1, _RANGES + 1)))
+    names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)] or [f"{edges[0]:.3g}"]
+    return names, np.stack([_counted(np.searchsorted(edges[1:-1], one), len(names)) for one in first])
+
+
+def _counted(values: np.ndarray, count: int) -> np.ndarray:
+    return np.bincount(values, minlength=count)

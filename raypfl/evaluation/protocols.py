@@ -61,6 +61,8 @@ def refuse_untestable(protocols: Iterable[str], data: ClientData, objective: Obj
                 "evaluation.protocols has 'unseen', but all clients are trained; set data.unseen_fraction."
             )
         labels = getattr(data, "labels", None)
+        if name.startswith(_CORRUPT) and len(data.input_shape) != 3:
+            raise ConfigError(f"evaluation.protocols has {name!r}, but the samples of {data.name!r} are no images.")
         if name.startswith(_CORRUPT) and labels is None:
             raise ConfigError(f"evaluation.protocols has {name!r}, which cannot be had of a described population.")
         if name in WEIGHTED and objective.targets != "classes":

@@ -24,8 +24,9 @@ class Batch(NamedTuple):
 
     Attributes
     ----------
-    x : ``[b, C, H, W]``, normalised.
-    y : ``int64[b]`` labels; or ``int8[b, L]`` of zeros and ones where samples have several each.
+    x : ``[b, ...]``, normalised, as images ``[b, C, H, W]``; or ``int64[b, ...]`` tokens.
+    y : ``int64[b]`` classes, ``int8[b, L]`` labels of zeros and ones, ``[b]`` or ``[b, T]`` numbers, or ``int64[b, T]``
+        tokens.
     weight : ``[b]``, 1 for a sample and 0 for padding. A loss must weigh its samples with it, as :meth:`mean` does.
     """
 
@@ -82,8 +83,15 @@ class Samples:
             return moved(np.asarray(self.labels[where]), self.gain.device)
         return self.labels[torch.from_numpy(where).to(self.gain.device)]
 
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+        return tuple(self.inputs.shape[1:])
+
     def normalise(self, x: Tensor) -> Tensor:
-        """``uint8[..., C, H, W]`` to the floating point that networks see."""
+        """Inputs to the floating point that networks see; tokens stay as they are."""
+        if x.dtype == torch.int64:
+            return x
         return torch.addcmul(self.offset, x.to(self.gain.dtype), self.gain)
 
     def augmented(self, batch: Batch, draws: Tensor | None) -> Batch:

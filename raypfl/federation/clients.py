@@ -50,7 +50,7 @@ class Clients:
     objective : what is learned: ``clients.objective.loss(outputs, batch)``.
     model : the clients' network as a function of a flat vector.
     networks : the method's further networks.
-    input_shape : of one sample, ``(C, H, W)``.
+    input_shape : of one sample, such as ``(C, H, W)``.
     seed : of the run.
     state : what stays on the clients between rounds.
     """
@@ -71,7 +71,7 @@ class Clients:
         self.networks = bench.networks
         self.objective = bench.objective
         self.num_classes = bench.num_classes
-        self.input_shape = tuple(bench.samples.inputs.shape[1:])
+        self.input_shape = bench.samples.input_shape
         self.seed = bench.seed
         self.training = bench.training
         self.state = ClientState(states or [{} for _ in ids], bench.model.device, lent)
@@ -112,7 +112,13 @@ class Clients:
         return per_client(torch.from_numpy(counts).to(self.device, self.model.dtype))
 
     def label_counts(self, split: str = "train") -> PerClient:
-        """``[K, num_classes]`` samples of each class; of several labels a sample: how often each is 1."""
+        """``[K, num_classes]`` samples of each class; of several labels a sample: how often each is 1.
+
+        Raises
+        ------
+        MethodError : if targets are numbers or tokens.
+        """
+        self._refuse_without_classes("label_counts")
         labels = [self._bench.samples.labels_of(self._bench.split(client, split)) for client in self.ids]
         rows = [y.sum(0) if y.dim() > 1 else torch.bincount(y, minlength=self.num_classes) for y in labels]
         return per_client(torch.stack(rows).to(self.model.dtype))
@@ -301,6 +307,7 @@ class Clients:
         -------
         ``[K, num_classes, d]``, zero for a class that a client lacks, and counts ``[K, num_classes]``.
         """
+        self._refuse_without_classes("class_means")
         classes = self.num_classes
 
         def one(theta: Tensor, batch: Batch) -> Tensor:
@@ -550,6 +557,13 @@ class Clients:
         if isinstance(executor, Sequential) and executor.precision.channels_last:
             return self._bench.unlaid, "does not work on images channels last, so they stay as they are"
         return None, ""
+
+    def _refuse_without_classes(self, called: str) -> None:
+        if self.objective.targets in ("numbers", "tokens"):
+            raise MethodError(
+                f"clients.{called} counts classes, but the targets here are {self.objective.targets}. A method that "
+                "needs classes says `objectives: ClassVar = (Classification,)`, and is then refused such data."
+            )
 
     def _refuse_lone_samples(self, counts: np.ndarray) -> None:
         lone = np.flatnonzero((counts == 1).any(1))

@@ -54,7 +54,7 @@ from raypfl.federation.setup import (
 )
 from raypfl.federation.stopping import StopRequest
 from raypfl.federation.threads import threads
-from raypfl.federation.trial import faster, refuse_channels_last
+from raypfl.federation.trial import Looks, faster, refuse_channels_last
 from raypfl.federation.work import Worker
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
@@ -189,7 +189,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     model = make_model(experiment, data, _device(experiment.ray.gpus_per_actor))
     experiment.method.check(model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
-        refuse_channels_last(model, experiment.training, data.input_shape)
+        refuse_channels_last(model, experiment.training, Looks.of(data, measures))
     return model
 
 
@@ -264,7 +264,8 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
     why = reason_before(folder, experiment)
     if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("trying executors"))
-        of = (data.input_shape, data.num_classes, _largest_group(experiment, data), cache_folder(experiment.data))
+        looks = Looks.of(data, make_measures(experiment, data))
+        of = (looks, _largest_group(experiment, data), cache_folder(experiment.data))
         with threads(engine.threads):
             trial = faster(model, training, engine.executor, *of)
         best, why = trial.best, trial.why

@@ -471,7 +471,8 @@ class Vectorised:
         remembered: the answer may change over rounds, and must not depend on which groups this process saw before.
         """
         twice, none = torch.cat([batch.x, batch.x]), torch.zeros_like(batch.weight)
-        strange = torch.cat([batch.x, batch.x.flip(0).neg().add(1.0)])
+        other = batch.x.flip(0)
+        strange = torch.cat([batch.x, other.neg().add(1.0) if other.is_floating_point() else other])
         weight = torch.cat([batch.weight, none])
         padded = [
             Batch(twice, torch.cat([batch.y, batch.y.flip(0)]), weight),

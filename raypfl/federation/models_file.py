@@ -61,6 +61,7 @@ def write(path: str | Path, experiment: Experiment, snapshot: Snapshot, outline:
         "input_shape": outline.input_shape,
         "num_classes": outline.num_classes,
         "kind": outline.kind,
+        "discrete": outline.discrete,
         "scale": outline.scale,
     }
     tensors = {f"server/{name}": tensor for name, tensor in tensors.items()}
@@ -112,6 +113,7 @@ class ModelsFile:
             input_shape=tuple(about["input_shape"]),
             num_classes=about["num_classes"],
             kind=about.get("kind", "classes"),
+            discrete=about.get("discrete", False),
             scale=about["scale"],
             mean=facts["mean"],
             std=facts["std"],

@@ -15,7 +15,8 @@ class DataOutline:
 
     Attributes
     ----------
-    input_shape, num_classes, kind, scale, mean, std, num_clients, unseen : as of :class:`raypfl.data.FederatedData`.
+    input_shape, num_classes, kind, discrete, scale, mean, std, num_clients, unseen : as of
+        :class:`raypfl.data.FederatedData`.
 
     Parameters
     ----------
@@ -26,9 +27,10 @@ class DataOutline:
     def __init__(
         self,
         *,
-        input_shape: tuple[int, int, int],
+        input_shape: tuple[int, ...],
         num_classes: int,
         kind: str,
+        discrete: bool,
         scale: float,
         mean: np.ndarray,
         std: np.ndarray,
@@ -37,6 +39,7 @@ class DataOutline:
         data: Callable[[], ClientData],
     ):
         self.input_shape, self.num_classes, self.kind = input_shape, num_classes, kind
+        self.discrete = discrete
         self.scale, self.mean, self.std = scale, mean, std
         self.unseen = unseen
         self.num_clients = len(sizes["train"])
@@ -50,6 +53,7 @@ class DataOutline:
             input_shape=data.input_shape,
             num_classes=data.num_classes,
             kind=data.kind,
+            discrete=data.discrete,
             scale=data.scale,
             mean=data.mean,
             std=data.std,
@@ -72,5 +76,5 @@ class DataOutline:
         return self.data.indices(client, split)
 
     def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs ``[n, C, H, W]`` and labels ``[n]`` of the samples that have these numbers."""
+        """Inputs and labels, ``[n, ...]`` each, of the samples that have these numbers."""
         return self.data.take(where)

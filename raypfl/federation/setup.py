@@ -114,7 +114,7 @@ def _read(experiment: Experiment, data: ClientData | DataOutline, samples: Sampl
     moments = data.pool_moments if isinstance(data, FederatedData) else {}
     apart = {}
     for name, (mean, std) in moments.items():
-        gain, offset = _affine(data.scale, mean, std, samples.gain)
+        gain, offset = _affine(data, mean, std, samples.gain)
         apart[name] = replace(samples, gain=gain, offset=offset)
     return Pools(samples, _pools(data), apart, experiment.seed)
 
@@ -137,13 +137,16 @@ def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
 
 
 def normalisation(data: ClientData | DataOutline, model: FlatModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """``gain, offset``, each ``[C, 1, 1]``: a network sees ``inputs * gain + offset``."""
-    return _affine(data.scale, data.mean, data.std, torch.empty(0, dtype=model.dtype, device=model.device))
+    """``gain, offset``, ``[C, 1, 1]`` for images, else ``[features]``: a network sees ``inputs * gain + offset``."""
+    return _affine(data, data.mean, data.std, torch.empty(0, dtype=model.dtype, device=model.device))
 
 
-def _affine(scale: float, mean: np.ndarray, std: np.ndarray, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    gain, offset = 1.0 / (scale * std.astype(np.float64)), -mean.astype(np.float64) / std
-    channels = [torch.from_numpy(values).to(like).reshape(-1, 1, 1) for values in (gain, offset)]
+def _affine(
+    data: ClientData | DataOutline, mean: np.ndarray, std: np.ndarray, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gain, offset = 1.0 / (data.scale * std.astype(np.float64)), -mean.astype(np.float64) / std
+    axes = (-1, 1, 1) if len(data.input_shape) == 3 else (-1,)
+    channels = [torch.from_numpy(values).to(like).reshape(axes) for values in (gain, offset)]
     return channels[0], channels[1]
 
 
@@ -175,3 +178,7 @@ class _Fetched(Samples):
 
     def labels_of(self, where: np.ndarray) -> torch.Tensor:
         return self.take(where)[1]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self.data.input_shape

@@ -162,7 +162,8 @@ class TrainedModels:
         return make_bench(self.experiment, self.outline, self._task)
 
     def _trained(self, network: nn.Module) -> TrainedModel:
-        return TrainedModel(network, *normalisation(self.outline, self._bench.model))
+        gain, offset = normalisation(self.outline, self._bench.model)
+        return TrainedModel(network, gain, offset, self.outline.discrete)
 
 
 def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapshot]:

@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 import raypfl
+from raypfl.data import ClientData
 from raypfl.errors import ConfigError
+from raypfl.evaluation import Measures
 from raypfl.federation.batches import Samples
 from raypfl.federation.bench import Bench
 from raypfl.federation.clients import Clients, FallenBack
@@ -53,6 +55,41 @@ HOPELESS = 2.0
 
 LARGEST = 2**26
 """Numbers of a group's models; networks of which not even two would fit are trained one by one."""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What samples look like.
+
+    Attributes
+    ----------
+    discrete : whether inputs are tokens. kind : of the targets. target_shape : of one.
+    """
+
+    input_shape: tuple[int, ...]
+    discrete: bool
+    kind: str
+    target_shape: tuple[int, ...]
+    measures: Measures
+
+    @classmethod
+    def of(cls, data: ClientData, measures: Measures) -> Looks:
+        """Those of data, of whose samples one is taken if its kind does not tell the shape of a target."""
+        shape: tuple[int, ...] = ()
+        if data.kind != "classes":
+            first = int(data.sizes("train").argmax())
+            shape = data.take(data.indices(first, "train")[:1])[1].shape[1:]
+        return cls(data.input_shape, data.discrete, data.kind, shape, measures)
+
+    def noise(self, count: int, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of so many samples."""
+        inputs = draws.integers(0, 256, (count, *self.input_shape), dtype=np.uint8)
+        shape = (count, *self.target_shape)
+        if self.kind == "numbers":
+            return inputs, draws.normal(size=shape)
+        targets = draws.integers(0, 2 if self.kind == "labels" else self.measures.targets, shape)
+        tokens = np.zeros(inputs.shape, dtype=np.int64)
+        return tokens if self.discrete else inputs, targets.astype(np.int8) if self.kind == "labels" else targets
 
 
 @dataclass(frozen=True, order=True)
@@ -100,8 +137,7 @@ def faster(
     model: FlatModel,
     training: TrainingSettings,
     executor: str,
-    input_shape: Sequence[int],
-    num_classes: int,
+    looks: Looks,
     group: int,
     folder: Path,
 ) -> Trial:
@@ -119,23 +155,24 @@ def faster(
     Exception : what the network raises, if it does in every way.
     """
     group = 1 if executor == "sequential" else max(1, min(group, LARGEST // model.size))
-    ways = [Way("sequential", last) for last in (False, True) if training.channels_last in (None, last)]
+    layouts = (False, True) if len(looks.input_shape) == 3 else (False,)
+    ways = [Way("sequential", last) for last in layouts if training.channels_last in (None, last)]
     if group > 1:
         ways.append(Way("vectorised", bool(training.channels_last)))
-    path = folder / "trials" / f"{_key(ways, model, training, input_shape, num_classes, group)}.json"
+    path = folder / "trials" / f"{_key(ways, model, training, looks, group)}.json"
     if (known := _known(path)) is not None:
         return known
-    trial = _try(ways, model, training, input_shape, num_classes, group)
+    trial = _try(ways, model, training, looks, group)
     if trial.seconds:
         with contextlib.suppress(OSError):  # what cannot be kept is tried again by the next run
             _keep(trial, path)
     return _known(path) or trial
 
 
-def refuse_channels_last(model: FlatModel, training: TrainingSettings, input_shape: Sequence[int]) -> None:
+def refuse_channels_last(model: FlatModel, training: TrainingSettings, looks: Looks) -> None:
     """Raise a ConfigError if this network takes images in the usual layout alone, and channels last is asked for."""
-    error = _raised(model, training, input_shape, channels_last=True)
-    if error is not None and _raised(model, training, input_shape, channels_last=False) is None:
+    error = _raised(model, training, looks, channels_last=True)
+    if error is not None and _raised(model, training, looks, channels_last=False) is None:
         raise ConfigError(
             f"training.channels_last is true, but the network ({type(model.module).__name__}) does not work on images "
             f"in that layout: {_said(error)} Mend its forward, where x.flatten(1) or x.reshape(len(x), -1) does what "
@@ -143,13 +180,11 @@ def refuse_channels_last(model: FlatModel, training: TrainingSettings, input_sha
         ) from error
 
 
-def _raised(
-    model: FlatModel, training: TrainingSettings, input_shape: Sequence[int], channels_last: bool
-) -> Exception | None:
+def _raised(model: FlatModel, training: TrainingSettings, looks: Looks, channels_last: bool) -> Exception | None:
     """What the network raises at a batch, in training or evaluation."""
     precision = Precision(training.precision == "bf16", channels_last)
-    shape = (training.batch_size, *input_shape)
-    x = precision.layout(torch.zeros(shape, dtype=model.dtype, device=model.device))
+    kind = torch.int64 if looks.discrete else model.dtype
+    x = precision.layout(torch.zeros((training.batch_size, *looks.input_shape), dtype=kind, device=model.device))
     with torch.no_grad(), torch.random.fork_rng(devices=[]), precision.context(model.device):
         for train in (True, False):
             try:
@@ -226,14 +261,13 @@ def _try(
     ways: Sequence[Way],
     model: FlatModel,
     training: TrainingSettings,
-    input_shape: Sequence[int],
-    num_classes: int,
+    looks: Looks,
     group: int,
 ) -> Trial:
     def clients_of(way: Way, count: int) -> Clients:
         precision = Precision(training.precision == "bf16", way.channels_last)
         executor = Vectorised(model, precision) if way.executor == "vectorised" else Sequential(model, precision)
-        return _clients(executor, model, training, input_shape, num_classes, count)
+        return _clients(executor, model, training, looks, count)
 
     seconds: dict[Way, float] = {}
     left_out: dict[Way, str] = {}
@@ -264,7 +298,7 @@ def _try(
                 for way, clients in contenders.items():
                     seconds[way] = min(seconds[way], _timed(clients))
     # A network that works may still give what clients.loss cannot take, but its method's own loss can.
-    if broken is not None and not seconds and _raised(model, training, input_shape, plainest.channels_last) is not None:
+    if broken is not None and not seconds and _raised(model, training, looks, plainest.channels_last) is not None:
         raise broken
     return Trial(seconds, left_out)
 
@@ -303,15 +337,14 @@ def _clients(
     executor: Sequential | Vectorised,
     model: FlatModel,
     training: TrainingSettings,
-    input_shape: Sequence[int],
-    num_classes: int,
+    looks: Looks,
     count: int,
 ) -> Clients:
     """`count` clients with a batch of noise each."""
     draws, size = np.random.default_rng(0), training.batch_size
-    inputs = draws.integers(0, 256, (count * size, *input_shape), dtype=np.uint8)
-    labels = draws.integers(0, num_classes, count * size)
-    scale = torch.full((input_shape[0], 1, 1), 1 / 255, dtype=model.dtype, device=model.device)
+    inputs, labels = looks.noise(count * size, draws)
+    channels = (looks.input_shape[0], 1, 1) if len(looks.input_shape) == 3 else (1,)
+    scale = torch.full(channels, 1 / 255, dtype=model.dtype, device=model.device)
     samples = Samples(inputs, labels, scale, torch.zeros_like(scale))
     bench = Bench(
         model=model,
@@ -320,9 +353,10 @@ def _clients(
         pools=Pools(samples),
         split=lambda client, _: np.arange(client * size, (client + 1) * size),
         num_clients=count,
-        num_classes=num_classes,
+        num_classes=looks.measures.targets,
         training=training,
         seed=0,
+        measures=looks.measures,
         loss_limit=float("inf"),
     )
     return Clients(bench, tuple(range(count)), 0, 1e-6)

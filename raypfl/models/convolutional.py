@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from raypfl.errors import ConfigError
-from raypfl.models.networks import MODELS
+from raypfl.models.networks import MODELS, image_shape
 
 
 @MODELS.register("lenet")
@@ -20,10 +20,10 @@ class LeNet(nn.Module):
     121,182 parameters for 3x32x32 inputs and 10 classes. Inputs need at least 16 pixels a side.
     """
 
-    def __init__(self, input_shape: tuple[int, int, int], num_classes: int):
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int):
         super().__init__()
-        channels, height, width = input_shape
-        _refuse_small("lenet", input_shape, 16)
+        channels, height, width = image_shape("lenet", input_shape)
+        _refuse_small("lenet", height, width, 16)
         side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
         self.features = nn.Sequential(
             nn.Conv2d(channels, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU()
@@ -44,10 +44,10 @@ class CNN(nn.Module):
     1,626,442 parameters for 3x32x32 inputs and 10 classes.
     """
 
-    def __init__(self, input_shape: tuple[int, int, int], num_classes: int):
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int):
         super().__init__()
-        channels, height, width = input_shape
-        _refuse_small("cnn", input_shape, 6)
+        channels, height, width = image_shape("cnn", input_shape)
+        _refuse_small("cnn", height, width, 6)
         pixels = ((height - 4) // 2) * ((width - 4) // 2)
         self.features = nn.Sequential(
             nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()
@@ -74,14 +74,14 @@ class Conv2Cifar(nn.Module):
 
     def __init__(
         self,
-        input_shape: tuple[int, int, int],
+        input_shape: tuple[int, ...],
         num_classes: int,
         head_bias: bool = False,
         relu_latent: bool = True,
     ):
         super().__init__()
-        channels, height, width = input_shape
-        _refuse_small("conv2cifar", input_shape, 16)
+        channels, height, width = image_shape("conv2cifar", input_shape)
+        _refuse_small("conv2cifar", height, width, 16)
         side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
         self.conv1 = nn.Conv2d(channels, 64, 5)
         self.conv2 = nn.Conv2d(64, 64, 5)
@@ -97,8 +97,7 @@ class Conv2Cifar(nn.Module):
         return self.head(self.last(self.linear2(self.linear1(x).relu())))
 
 
-def _refuse_small(name: str, input_shape: tuple[int, int, int], least: int) -> None:
-    _, height, width = input_shape
+def _refuse_small(name: str, height: int, width: int, least: int) -> None:
     if min(height, width) < least:
         raise ConfigError(
             f"The {name} model needs images of at least {least}x{least} pixels, these are {height}x{width}; use mlp."

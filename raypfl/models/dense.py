@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from raypfl.models.networks import MODELS
 
 @MODELS.register("mlp")
 def mlp(
-    input_shape: tuple[int, int, int],
+    input_shape: tuple[int, ...],
     num_classes: int,
     hidden: Sequence[int] = (128,),
     latent: int | None = None,
@@ -24,9 +25,8 @@ def mlp(
     latent : units of a last layer before the head, without ReLU, so that features point in all directions.
     head_bias : whether the head has one.
     """
-    channels, height, width = input_shape
     layers: list[nn.Module] = [nn.Flatten()]
-    size = channels * height * width
+    size = prod(input_shape)
     for units in hidden:
         layers += [nn.Linear(size, units), nn.ReLU()]
         size = units

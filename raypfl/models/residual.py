@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from raypfl.models.adapters import ResidualAdapter
-from raypfl.models.networks import MODELS
+from raypfl.models.networks import MODELS, image_shape
 
 WIDTHS = (64, 128, 256, 512)
 
@@ -89,7 +89,7 @@ class ResNet(nn.Module):
 
 def _resnet(
     blocks: Sequence[int],
-    input_shape: tuple[int, int, int],
+    input_shape: tuple[int, ...],
     num_classes: int,
     norm: str,
     stem: str,
@@ -104,12 +104,13 @@ def _resnet(
             return nn.Identity()
         return ResidualAdapter(channels, normalise(channels), bias=adapters == "bias")
 
-    return ResNet(input_shape[0], num_classes, blocks, Layers(normalise, adapt), stem == "cifar", head_bias)
+    channels, *_ = image_shape("resnet", input_shape)
+    return ResNet(channels, num_classes, blocks, Layers(normalise, adapt), stem == "cifar", head_bias)
 
 
 @MODELS.register("resnet18")
 def resnet18(
-    input_shape: tuple[int, int, int],
+    input_shape: tuple[int, ...],
     num_classes: int,
     norm: Literal["batch", "group"] = "batch",
     stem: Literal["imagenet", "cifar"] = "imagenet",
@@ -131,7 +132,7 @@ def resnet18(
 
 @MODELS.register("resnet34")
 def resnet34(
-    input_shape: tuple[int, int, int],
+    input_shape: tuple[int, ...],
     num_classes: int,
     norm: Literal["batch", "group"] = "batch",
     stem: Literal["imagenet", "cifar"] = "imagenet",

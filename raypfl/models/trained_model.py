@@ -1,4 +1,4 @@
-"""A trained network that takes images as they are stored."""
+"""A trained network that takes inputs as they are stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class TrainedModel(nn.Module):
 
     Parameters
     ----------
-    gain, offset : ``[C, 1, 1]``; the network sees ``images * gain + offset``.
+    gain, offset : ``[C, 1, 1]``, or ``[features]``; the network sees ``images * gain + offset``.
+    discrete : whether inputs are tokens, which the network sees as they are.
 
     Attributes
     ----------
@@ -23,12 +24,14 @@ class TrainedModel(nn.Module):
     gain: Tensor
     offset: Tensor
 
-    def __init__(self, network: nn.Module, gain: Tensor, offset: Tensor):
+    def __init__(self, network: nn.Module, gain: Tensor, offset: Tensor, discrete: bool = False):
         super().__init__()
-        self.network = network
+        self.network, self.discrete = network, discrete
         self.register_buffer("gain", gain)
         self.register_buffer("offset", offset)
         self.train(network.training)
 
     def forward(self, images: Tensor) -> Tensor:
+        if self.discrete:
+            return self.network(images)
         return self.network(torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain))

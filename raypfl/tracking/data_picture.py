@@ -140,7 +140,7 @@ def _explain(above: Axes, below: Axes, summary: Summary, few: bool) -> None:
     below.set_xlim(-0.7, summary.num_clients - 0.3)
     below.xaxis.set_major_locator(MaxNLocator(min(summary.num_clients + 1, 13), integer=True, steps=[1, 2, 5, 10]))
     below.xaxis.set_minor_locator(NullLocator())
-    kind = "label" if summary.multi_label else "class"
+    kind = summary.one
     clients = "client" if few else f"clients, sorted by the {kind} that they have most of"
     quiet = " (grey: never trained)" if len(summary.unseen) else ""
     below.set(ylabel=kind, xlabel=clients + quiet)

@@ -21,7 +21,7 @@ def show(console: Console, summary: Summary) -> None:
     """Print what clients hold, split by split, how their labels differ, and the pools."""
     shape = "x".join(map(str, summary.input_shape))
     unseen = f", {len(summary.unseen)} of them never trained" if len(summary.unseen) else ""
-    classes, kind = len(summary.class_names), "labels" if summary.multi_label else "classes"
+    classes, kind = len(summary.class_names), summary.several
     console.print(
         Text.assemble((summary.name, "bold"), f": {shape}, {classes} {kind}, {summary.num_clients} clients{unseen}")
     )

@@ -123,7 +123,10 @@ def _explain(left: Axes, right: Axes, compared: list[Contender], protocol: str) 
     right.set(title=f"{what} of each client at the end", xlabel="clients, from worst to best (%)", ylabel=unit.label)
     right.set_xlim(0, 100)
     right.axvspan(0, 10, color=_INK, alpha=0.05, linewidth=0)
-    right.text(1, 0.98, "worst\ndecile", transform=right.get_xaxis_transform(), va="top", fontsize=8, color="#777777")
+    free = (0.98, "top") if unit.metric.higher_is_better else (0.02, "bottom")
+    right.text(
+        1, free[0], "worst\ndecile", transform=right.get_xaxis_transform(), va=free[1], fontsize=8, color="#777777"
+    )
     for axes in (left, right):
         axes.grid(True)
         axes.set_axisbelow(True)
