@@ -436,7 +436,7 @@ def test_a_reader_of_ones_own_is_named_by_its_module(tmp_path):
         (np.zeros((3, 1, 2, 2), np.uint8), [0, 1, 5], "Sample 2 has label 5, but there are 2 classes"),
         (np.zeros((2, 1, 2, 2), np.uint8), [0, 1, 1], "There are 2 images, but 3 labels"),
         (np.zeros((3, 2, 2), np.uint8), [0, 1, 1], r"inputs as uint8\[3, 2, 2\], not as uint8\[n, C, H, W\]"),
-        (np.zeros((3, 1, 2, 2)), [0, 1, 1], "inputs as float64"),
+        (np.zeros((3, 1, 2, 2), np.float16), [0, 1, 1], "inputs as float16"),
     ],
 )
 def test_a_reader_whose_parts_do_not_fit_is_refused(tmp_path, monkeypatch, inputs, labels, sentence):

@@ -119,7 +119,7 @@ def test_clients_that_are_never_trained_are_grey_among_few_and_among_many(tmp_pa
 
 def test_several_labels_a_sample_are_called_labels():
     console = Console(file=io.StringIO(), width=100)
-    data_table.show(console, replace(summary([[30, 0], [10, 10]]), multi_label=True))
+    data_table.show(console, replace(summary([[30, 0], [10, 10]]), kind="labels"))
     assert "2 labels, 2 clients" in console.file.getvalue() and "labels held" in console.file.getvalue()
 
 

@@ -388,7 +388,7 @@ def test_chexpert_has_five_labels_and_uncertain_ones_count_as_is_asked(tmp_path,
     data = opened("chexpert", uncertain=uncertain, size=8)
     assert data.class_names == ["Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion"]
     assert data.labels.tolist() == [[1, 0, 0, counted, 0], [0] * 5, [0, 1, 1, 0, counted], [0] * 5]
-    assert data.multi_label and data.input_shape == (1, 8, 8)
+    assert data.kind == "labels" and data.input_shape == (1, 8, 8)
     counts = data.label_counts("train") + data.label_counts("test")
     assert counts.sum(axis=0).tolist() == data.labels.sum(axis=0).tolist()
 
