@@ -115,7 +115,7 @@ def test_a_mistake_is_a_sentence_on_stderr_and_exit_code_two(words, sentence):
         (["--method", "fedavg,partial", "method.personal=haed"], "method.personal is 'haed'"),
         (
             ["--method", "fedavg,fednh", "data.name=tests.test_multi_label:marked", "data.rare=1"],
-            "method is 'fednh', which needs samples of one class each",
+            "method is 'fednh', which learns the objective 'classification', but that of",
         ),
     ],
 )
