@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,14 +12,16 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raypfl.augmentation import Crop, Flip
 from raypfl.errors import MethodError
 from raypfl.federation import central
 from raypfl.federation.events import RoundFinished, RunStarted, ServerAtWork
+from raypfl.federation.pool import Pools
 from raypfl.models import FlatModel
 from raypfl.optimizers import SGD, Adam, AdamW
 from raypfl.tracking.console import LiveView, PlainView
 from raypfl.tracking.progress import RunLine
-from tests.support import Federation, NormalisedConv, as_module, as_vector, close, dropping_mlp, small_mlp
+from tests.support import POOLED, Federation, NormalisedConv, as_module, as_vector, close, dropping_mlp, small_mlp
 
 
 def cross_entropy(model: FlatModel):
@@ -193,3 +196,30 @@ def started() -> RunStarted:
     from raypfl.config import Experiment
 
     return RunStarted("feddf", "runs/feddf", Experiment(method="feddf"), {"num_clients": 20}, 0)
+
+
+# --- on another device ------------------------------------------------------------------------------------------------
+
+
+def test_all_that_the_server_trains_with_is_on_its_device(monkeypatch):
+    """The meta device has shapes and no values, so an operation with a tensor that stayed on the CPU fails on it."""
+    monkeypatch.setattr("raypfl.federation.executor._seed", lambda device, key: None)
+    monkeypatch.setattr(central.Central, "_refuse_divergence", lambda self, *what: None)
+    fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
+    model = FlatModel(NormalisedConv, dtype=torch.float64, device="meta")
+    gain, offset = (part.to("meta") for part in (fed.all_samples.gain, fed.all_samples.offset))
+    samples = replace(fed.all_samples, gain=gain, offset=offset)
+    cohort = fed.cohort()
+    cohort.task = replace(fed.task, model=model)
+    cohort.place = replace(cohort.place, pools=Pools(samples, fed.pools.where))
+    batches = cohort.pool("auxiliary").batches(4, steps=3, augment=True)
+    batches = batches.with_targets(torch.zeros(POOLED, 3, dtype=torch.float64))  # as they came from the clients
+    teacher = cohort.other(model.init(1))
+
+    def loss(p: Tensor, batch, teacher) -> Tensor:
+        return batch.mean((model(p, batch.x) - batch.y - teacher(batch.x)).square().sum(1))
+
+    options = {"lr": 0.1, "optimizer": Adam(), "clip_norm": 1.0, "weight_decay": 0.1, "teacher": teacher}
+    trained = cohort.sgd(loss, model.init(0), batches, **options)
+    moved = cohort.descend(lambda at: at.square().sum(), trained, steps=2, lr=0.1, optimizer=AdamW())
+    assert trained.device.type == moved.device.type == "meta" and trained.shape == moved.shape == (model.size,)
