@@ -108,7 +108,7 @@ def test_cells_are_all_methods_in_all_settings_seed_by_seed():
 
 def test_a_method_of_a_study_may_have_settings_of_its_own_and_a_setting_of_the_study_may_change_them(tiny: Path):
     values = yaml.safe_load(TINY)
-    values["methods"]["Ditto"] = {"name": "ditto", "settings": {"training.lr": 0.05, "model.hidden": [8]}}
+    values["methods"]["Ditto"] = {"name": "ditto", "settings": {"training.lr": 0.05, "model.hidden": [9]}}
     values["across"]["Dir(1.0)"]["methods"] = {"Ditto": {"settings": {"training.lr": 0.01}}}
     (tiny / "own.yaml").write_text(yaml.safe_dump(values))
     cells = cells_of("own.yaml", "seeds=1", "training.lr=0.3")
@@ -118,7 +118,7 @@ def test_a_method_of_a_study_may_have_settings_of_its_own_and_a_setting_of_the_s
         ("Ditto", "Dir(0.1)"): 0.05,
         ("Ditto", "Dir(1.0)"): 0.01,
     }
-    assert {cell.method for cell in cells if cell.experiment.model.options.get("hidden") == [8]} == {"Ditto"}
+    assert {cell.method for cell in cells if cell.experiment.model.options.get("hidden") == [9]} == {"Ditto"}
 
 
 def test_only_chooses_by_labels_whatever_their_case_and_punctuation():
