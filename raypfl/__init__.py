@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from raypfl import augmentation as augmentation
     from raypfl import methods as methods
     from raypfl import objectives as objectives
+    from raypfl import optimizers as optimizers
     from raypfl import report as report
     from raypfl.config import Experiment as Experiment
     from raypfl.federation import Result as Result
@@ -57,7 +58,7 @@ _HOMES = {
     "trained_models": "raypfl.tracking.mlflow_models",
 }
 
-_MODULES = ("augmentation", "methods", "objectives", "report")
+_MODULES = ("augmentation", "methods", "objectives", "optimizers", "report")
 
 __all__ = ["RaypflError", "__version__", *_HOMES, *_MODULES]
 

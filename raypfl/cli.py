@@ -78,6 +78,7 @@ class Kind(StrEnum):
     models = "models"
     partitions = "partitions"
     augmentations = "augmentations"
+    optimizers = "optimizers"
     recipes = "recipes"
     studies = "studies"
 
@@ -268,6 +269,7 @@ def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:
     from raypfl.data import DATASETS, PARTITIONS
     from raypfl.methods import METHODS
     from raypfl.models import MODELS
+    from raypfl.optimizers import OPTIMIZERS
 
     registry = {
         Kind.methods: METHODS,
@@ -275,6 +277,7 @@ def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:
         Kind.partitions: PARTITIONS,
         Kind.augmentations: AUGMENTATIONS,
         Kind.datasets: DATASETS,
+        Kind.optimizers: OPTIMIZERS,
     }[kind]
     return [(name, registry.summary(name), _options(registry, name)) for name in registry]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from raypfl import Mean
+from raypfl import Mean, Sum
 from raypfl.errors import LostState
 from raypfl.methods import Ditto, FedAvg
 from raypfl.models.heads import features
@@ -120,6 +120,25 @@ class FailsOnce(Marked):
         if clients.round == 2 and self.once(f"group-{clients.ids[0]}"):
             raise OSError("a passing cloud")
         return super().train(clients, theta)
+
+
+class Scaffold(FedAvg):
+    """Stochastic controlled averaging (Karimireddy et al. 2020), with control variates by option II."""
+
+    def start(self, task):
+        return {**super().start(task), "c": torch.zeros_like(task.model.parameters(task.model.init(task.seed)))}
+
+    def round(self, server, cohort):
+        reply = cohort.run(self.train, theta=server["theta"], c=server["c"])
+        server["theta"] = reply["theta"]
+        server["c"] = server["c"] + reply["moved"] / cohort.task.num_clients
+
+    def train(self, clients, theta, c):
+        own = clients.state.get("c", default=torch.zeros_like(c))
+        trained = clients.sgd(clients.loss, theta, correction=c - own)
+        way = clients.model.parameters(theta - trained)
+        clients.state["c"] = own - c + way / (clients.num_steps() * clients.lr)[:, None]
+        return {"theta": Mean(trained), "moved": Sum(clients.state["c"] - own)}
 
 
 class Moon(FedAvg):

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from raypfl.errors import ClientError, MethodError
 from raypfl.messages import per_client, plain
-from raypfl.methods import MTL, Ditto, FedProto, FedProx, PFedMe
+from raypfl.methods import MTL, Ditto, FedAvg, FedProto, FedProx, PFedMe
 from raypfl.optimizers import SGD, Adam, AdamW, LocalOptimizer
+from tests.federated_methods import Scaffold
 from tests.support import (
     EXECUTORS,
     FP64,
@@ -138,6 +139,16 @@ def test_a_correction_is_added_to_every_gradient_and_not_reported(training, exec
     close(common[0], plain(trained)[0])
 
 
+def test_scaffold_written_as_a_user_does_begins_as_fedavg_and_its_variates_are_the_mean_of_the_clients():
+    fed = Federation(method=Scaffold(), group_size=3)
+    plainly = Federation(method=FedAvg(weighting="uniform"), group_size=3)
+    assert torch.equal(fed.play(None)["theta"], plainly.play(None)["theta"])
+    server = fed.play([0, 2], None)
+    mean = torch.stack([torch.from_numpy(fed.state_of(k)["c"]) for k in range(4)]).mean(0)
+    close(server["c"], mean)
+    assert float((server["theta"] - plainly.play([0, 2], None)["theta"]).norm()) > 1e-3
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_where_the_loss_is_a_surrogate_the_objective_is_reported_and_moves_nothing(executor):
     fed = Federation(NormalisedConv, executor=executor)
@@ -160,6 +171,8 @@ def test_what_reports_nothing_has_no_training_loss_but_still_diverges_in_a_sente
     assert clients.losses is None
     for batch in clients.walk():
         batch.step(clients.loss, clients.initial, report=None)
+    assert clients.losses is None
+    clients.sgd(clients.loss, clients.initial, steps=0)
     assert clients.losses is None
     with pytest.raises(ClientError, match="Training diverged on client 0 in round 0: its model is not finite"):
         clients.sgd(clients.loss, clients.initial, report=None, lr=float("inf"))

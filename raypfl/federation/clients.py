@@ -223,7 +223,7 @@ class Clients:
         trained, reported = self._or_plainer(
             executor, lambda e: e.sgd(minimised, rows, samples, visits, update, keys, extras, added)
         )
-        self._report(trained, None if report is None else reported)
+        self._report(trained, reported if report is not None and visits.index.shape[1] else None)
         return per_client(trained if moving is None else torch.where(moving, trained, rows))
 
     def walk(

@@ -68,7 +68,7 @@ class FedROD(Method):
         counts = clients.label_counts()
         prior = counts.clamp_min(1e-30).log()  # finite, also of a class that a client lacks
         start = clients.initial.masked_scatter(~kept, shared)
-        theta = plain(clients.sgd(balanced, start, train=~personal, prior=prior)).clone()
+        theta = plain(clients.sgd(balanced, start, train=~personal, report=None, prior=prior)).clone()
         theta[:, kept] = self._own(clients, kept, plain(counts))
         moving = personal if self.head == "linear" else personal & ~kept
         trained = clients.sgd(clients.loss, per_client(theta), train=moving, epochs=self.personal_epochs)
