@@ -26,7 +26,7 @@ from raypfl.federation.executor import Precision, Sequential, Vectorised
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.pool import Pools
 from raypfl.federation.schedule import even
-from raypfl.federation.states import StateTable
+from raypfl.federation.states import StateTable, merged
 from raypfl.federation.work import Worker
 from raypfl.methods.base import Method, Task
 from raypfl.models import FlatModel
@@ -185,8 +185,7 @@ class Federation:
 
     def state_of(self, client: int) -> dict[str, np.ndarray]:
         """What a client remembers; empty if nothing."""
-        place = self.states.place(client)
-        return {} if place is None else place.stack.of(place.k)
+        return merged(place.stack.of(place.k) for place in self.states.places(client))
 
     def samples(self, client: int, index: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """A client's samples, normalised by NumPy in float64."""

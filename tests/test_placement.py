@@ -13,7 +13,7 @@ from raypfl.federation.work import Group
 
 
 def group(index: int, length: float, seconds: float = 0.0, homes: str = "") -> Group:
-    states = [Place(None, k, home) for k, home in enumerate(homes)]
+    states = [(Place(None, k, home),) for k, home in enumerate(homes)]
     return Group(index, tuple(range(max(1, len(homes)))), np.arange(1), {}, states, length, seconds)
 
 

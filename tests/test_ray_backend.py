@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from raypfl.federation.ray_backend import APART, INSIDE, RayBackend
+from raypfl.federation.states import Kept
 from raypfl.federation.work import Call, Group, Reply
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -34,7 +35,7 @@ class Stand:
     def _returning(self, count: int) -> Any:
         def work(call: Call, group: Group, apart: bool) -> list[Any]:
             self.objects.append(count)
-            kept = APART * len(group.clients) if call.function == "train" else None
+            kept = Kept(({"w": APART},) * len(group.clients)) if call.function == "train" else None
             return [self.put(Reply({}, None, 0.0, kept)), *[self.put(None)] * (count - 1)]
 
         return work

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypfl.errors import Stopped
 from raypfl.federation import checkpoint
 from raypfl.federation.backend import Inline
 from raypfl.federation.checkpoint import Snapshot
-from raypfl.federation.states import Stack, StateTable, shards_of
+from raypfl.federation.states import Stack, StateTable, merged, shards_of
 from raypfl.messages import per_client
 from tests.support import Federation
 from tests.test_cohort import Probe
@@ -39,12 +39,12 @@ def test_every_client_has_its_newest_state_and_no_stack_outlives_its_rows(rounds
         table.commit()
     found = {}
     for lot in table.lots():
-        assert lot.live == len(table.live(lot)) > 0
-        found |= {lot.clients[k]: lot.stack.of(k)["w"].tolist() for k in table.live(lot)}
+        assert lot.live == len(table.seen(lot)) > 0
+        found |= {lot.clients[k]: lot.stack.of(k)["w"].tolist() for k in table.seen(lot)}
     assert found == {client: [client, number] for client, number in newest.items()}
     assert len(table) == len(newest)
     for client, number in newest.items():
-        place = table.place(client)
+        (place,) = table.places(client)
         assert place.stack.of(place.k)["w"].tolist() == [client, number]
 
 
@@ -54,7 +54,7 @@ def test_a_lot_is_written_as_shards_of_clients_that_remember_the_same_things():
     table.stage((5, 7, 8), Stack.updated(before, {"b": np.arange(3)}))
     table.commit()
     (lot,) = table.lots()
-    shards = {tuple(s.tensors): s for s in shards_of(lot, table.live(lot), lot.stack)}
+    shards = {tuple(s.tensors): s for s in shards_of(lot, table.seen(lot), lot.stack)}
     assert shards["a", "b"].clients.tolist() == [5, 8] and shards["a", "b"].tensors["b"].tolist() == [0, 2]
     assert shards["b",].clients.tolist() == [7] and shards["b",].tensors["b"].tolist() == [1]
 
@@ -128,7 +128,7 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
 def saved(table: StateTable, location: Path, round: int) -> Path:
     packs = [(p, lots) for p, lots in table.packs() if checkpoint.holds(str(location), p)]
     packed = {lot for _, lots in packs for lot in lots}
-    shards = [s for lot in table.lots() if lot not in packed for s in shards_of(lot, table.live(lot), lot.stack)]
+    shards = [s for lot in table.lots() if lot not in packed for s in shards_of(lot, table.seen(lot), lot.stack)]
     return Path(checkpoint.save(str(location), Snapshot(round, {}, shards, {}, {}, packs), keep=2))
 
 
@@ -136,13 +136,13 @@ def restored(location: Path) -> StateTable:
     table, loaded = StateTable(), checkpoint.load(str(location), lambda text: None)
     assert loaded is not None
     for shard in loaded.states:
-        table.stage(shard.clients.tolist(), shard.stack(), pack=shard.pack)
+        table.stage(shard.clients.tolist(), shard.stack(), shard=shard)
     table.commit()
     return table
 
 
 def contents(table: StateTable) -> dict[int, list[int]]:
-    return {lot.clients[k]: lot.stack.of(k)["w"].tolist() for lot in table.lots() for k in table.live(lot)}
+    return {lot.clients[k]: lot.stack.of(k)["w"].tolist() for lot in table.lots() for k in table.seen(lot)}
 
 
 def inodes(folder: Path) -> list[int]:
@@ -215,3 +215,110 @@ def test_a_default_may_be_made_for_new_clients_alone():
         clients.state.get("w")
     clients.state._rows = [{"w": np.array([1.0, 2.0])}] * 4
     assert clients.state.get("w", default=made).tolist() == [[1, 2]] * 4 and len(asked) == 2
+
+
+# ------------------------------------------------------------------------------------------ states of several names
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", "delete a", "delete all"]), st.sets(st.integers(0, 5), min_size=1)),
+    min_size=1,
+    max_size=14,
+)
+
+
+def changes_one_name(clients, what, value):
+    if what.startswith("delete"):
+        for name in [name for name in clients.state if what in ("delete all", f"delete {name}")]:
+            del clients.state[name]
+    else:
+        clients.state[what] = torch.tensor([[client, value] for client in clients.ids]).repeat(1, 1 + ord(what) % 3)
+
+
+def everything(fed: Federation) -> dict[int, dict[str, list[int]]]:
+    return {client: {name: row.tolist() for name, row in fed.state_of(client).items()} for client in range(6)}
+
+
+@settings(max_examples=25)
+@given(CHANGES, st.data())
+def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_with(changes, data):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "PACK", 100)
+        patch.setattr(checkpoint, "_fsync", lambda path: None)
+        fed, expected = Federation(sizes=(3,) * 6, method=Probe(answer=changes_one_name), group_size=2), {}
+        for value, (what, cohort) in enumerate(changes):
+            fed.exchanger.gather(value)
+            fed.cohort(sorted(cohort)).run(fed.method.reply, what=what, value=value)
+            fed.states.commit()
+            for client in cohort:
+                mine = expected.setdefault(client, {})
+                if what.startswith("delete"):
+                    for name in [name for name in mine if what in ("delete all", f"delete {name}")]:
+                        del mine[name]
+                else:
+                    mine[what] = [client, value] * (1 + ord(what) % 3)
+            assert everything(fed) == {client: expected.get(client, {}) for client in range(6)}
+            for lot in fed.states.lots():
+                seen = fed.states.seen(lot)
+                assert lot.live == len(seen) > 0
+                assert lot.seen == sum(lot.held[k][name] for k, names in seen.items() for name in names)
+            if data.draw(st.booleans()):
+                saved(fed.states, Path(folder), value)
+            if data.draw(st.booleans()):
+                location = saved(fed.states, Path(folder), value)
+                loaded = checkpoint.load(str(location.parent), lambda text: None)
+                assert loaded is not None
+                for client in range(6):
+                    stored = {name: row.tolist() for name, row in loaded.state_of(client).items()}
+                    assert stored == expected.get(client, {})
+                fed.states = fed.exchanger.states = restored(Path(folder))
+                assert everything(fed) == {client: expected.get(client, {}) for client in range(6)}
+
+
+def test_what_a_client_does_not_set_is_not_written_again():
+    def answer(clients, name, width):
+        clients.state[name] = torch.zeros(len(clients), width)
+
+    fed = Federation(sizes=(3,) * 4, method=Probe(answer=answer), group_size=2)
+    fed.cohort().run(fed.method.reply, name="large", width=1000)
+    fed.states.commit()
+    large = [fed.state_of(client)["large"] for client in range(4)]
+    for _ in range(5):
+        fed.exchanger.gather(0)
+        fed.cohort().run(fed.method.reply, name="small", width=1)
+        fed.states.commit()
+        assert all(np.shares_memory(fed.state_of(client)["large"], large[client]) for client in range(4))
+    assert [lot.bytes for lot in fed.states.lots()] == [2 * 4000] * 2 + [2 * 4] * 2
+
+
+def test_of_states_of_which_one_name_changes_a_checkpoint_writes_that_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PACK", 1)
+    table = StateTable()
+    table.stage((1, 2), Stack.updated([{}, {}], {"constant": np.zeros((2, 1000)), "moving": np.zeros((2, 1))}))
+    table.commit()
+    (before,) = inodes(saved(table, tmp_path, 1))
+    new = Stack.updated([{}, {}], {"moving": np.ones((2, 1))})
+    table.stage((1, 2), new, kept=new.kept(2, whole=False))
+    table.commit()
+    path = saved(table, tmp_path, 2)
+    assert inodes(path)[0] == before and len(inodes(path)) == 2
+    assert (path / "states-00001.safetensors").stat().st_size < 1000
+    for client in (1, 2):
+        parts = [place.stack.of(place.k) for place in restored(tmp_path).places(client)]
+        state = merged(parts)
+        assert state["constant"].shape == (1000,) and state["moving"].tolist() == [1]
+
+
+def test_memory_is_bounded_where_one_large_name_changes_and_a_small_one_does_not():
+    def answer(clients, round):
+        if round == 0:
+            clients.state["small"] = torch.zeros(len(clients), 1)
+        clients.state["large"] = torch.full((len(clients), 100), float(round))
+
+    fed = Federation(sizes=(3,) * 12, method=Probe(answer=answer), group_size=4)
+    draws = np.random.default_rng(0)
+    for round in range(30):
+        fed.exchanger.gather(round)
+        fed.cohort(np.sort(draws.choice(12, 12 if round == 0 else 5, replace=False))).run(fed.method.reply, round=round)
+        fed.states.commit()
+        held = sum(lot.stack.rows[name].nbytes for lot in fed.states.lots() for name in lot.stack.rows)
+        assert held <= 2.2 * 12 * 404  # what a round replaces is rewritten before the next
+    assert all(set(fed.state_of(client)) == {"small", "large"} for client in range(12))

@@ -137,6 +137,19 @@ def test_of_a_client_in_several_shards_the_last_one_counts_also_if_it_lacks_a_na
     assert torch.equal(stored.server["half"], server["half"])
 
 
+def test_a_name_that_did_not_change_is_taken_from_the_shard_that_has_it_in_whatever_order_they_come(tmp_path: Path):
+    shards = [
+        StateShard(np.array([1]), {"a": np.array([9.0])}, number=3, whole=False),
+        StateShard(np.array([1, 2]), {"a": np.arange(2.0), "b": np.arange(2)}, number=1),
+        StateShard(np.array([2]), {"a": np.array([5.0])}, number=4),
+        StateShard(np.array([1, 2]), {"b": np.array([7, 7]), "c": np.zeros(2)}, number=0, whole=False),
+    ]
+    models_file.write(tmp_path / "f", raypfl.Experiment(), snapshot_of(shards), outline(3))
+    stored = models_file.ModelsFile(tmp_path / "f")
+    kept = [{name: value.item() for name, value in stored.state_of(client).items()} for client in range(3)]
+    assert kept == [{}, {"a": 9.0, "b": 0}, {"a": 5.0}]
+
+
 def test_the_file_is_an_ordinary_safetensors_file_with_a_row_for_each_client(tmp_path: Path):
     rows = np.random.default_rng(0).normal(size=(3, 4))
     models_file.write(

@@ -12,7 +12,7 @@ import torch
 
 from raypfl.authors import located, told
 from raypfl.errors import MethodError, Stopped
-from raypfl.federation.states import Place, Stack
+from raypfl.federation.states import Kept, Place, Stack, merged
 from raypfl.federation.stopping import StopRequest
 from raypfl.federation.threads import threads
 from raypfl.federation.work import Call, Group, Reply, Worker
@@ -24,13 +24,13 @@ class Done:
 
     Attributes
     ----------
-    stacks : its clients' new states, in one or more stacks (a :class:`Stack` or a reference), each with those whose it
-        is; none if they did not change.
+    stacks : what is new of its clients' states, in one or more stacks (a :class:`Stack` or a reference), each with
+        those whose it is and what it holds; none if they did not change.
     home : the node that made them.
     """
 
     reply: Reply
-    stacks: Sequence[tuple[tuple[int, ...], Any]] = ()
+    stacks: Sequence[tuple[tuple[int, ...], Any, Kept]] = ()
     home: str = ""
 
 
@@ -117,7 +117,7 @@ class Inline:
             except Exception as error:
                 yield group, failure(error)
             else:
-                yield group, Done(reply, [] if stack is None else [(group.clients, stack)])
+                yield group, Done(reply, [] if reply.kept is None else [(group.clients, stack, reply.kept)])
 
     def keep(self, stack: Stack) -> Any:
         return stack
@@ -127,9 +127,9 @@ class Inline:
 
 
 def states_of(
-    places: Sequence[Place | None], fetch: Callable[[list[Any]], list[Stack]]
+    clients: Sequence[tuple[Place, ...]], fetch: Callable[[list[Any]], list[Stack]]
 ) -> list[Mapping[str, np.ndarray]]:
-    """Each client's state, empty where it has none; `fetch` gets every handle once, all at a time."""
-    handles = {id(place.stack): place.stack for place in places if place is not None}
+    """Each client's state, of its places; `fetch` gets every handle once, all at a time."""
+    handles = {id(place.stack): place.stack for places in clients for place in places}
     stacks = dict(zip(handles, fetch(list(handles.values())), strict=True))
-    return [{} if place is None else stacks[id(place.stack)].of(place.k) for place in places]
+    return [merged(stacks[id(place.stack)].of(place.k) for place in places) for places in clients]

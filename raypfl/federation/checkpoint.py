@@ -11,9 +11,9 @@ Numbers count up with every save, so a checkpoint never overwrites another, not 
 lie beside the checkpoints, in ``<location>/tables``, in files that several of them share
 (:mod:`raypfl.federation.tables`); the manifests list those as well.
 
-States that have not changed are not written again: a file of the checkpoint before of which most rows still count
-becomes one of the new checkpoint too (a hard link; in an object store, a copy made there). Of a client whose state is
-in several files, the last one counts.
+States that have not changed are not written again: a file of the checkpoint before of which most bytes still count
+becomes one of the new checkpoint too (a hard link; in an object store, a copy made there). Of a name that a client has
+in several files, the one of the greatest number counts (:class:`raypfl.federation.states.StateShard`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from raypfl.federation.states import Lot, Pack, StateShard
 from raypfl.federation.tables import Part, Table
 from raypfl.federation.tree import decoded, encoded
 
-FORMAT = 2
+FORMAT = 3
 TABLES = "tables"
 STATES = "states-"
 PACK = 64 << 20
@@ -234,17 +234,22 @@ class StoredShards:
 
     def of(self, client: int) -> dict[str, np.ndarray]:
         """What one client kept, by name; empty if it keeps nothing. Only the first question reads all files."""
-        if client not in self._last:
-            return {}
-        mine = [shard for shard in self._shards(self._last[client]) if client in shard.clients][-1]
-        row = int((mine.clients == client).argmax())
-        return {name: rows[row] for name, rows in mine.tensors.items()}
+        shards = [shard for n in self._files.get(client, ()) for shard in self._shards(n) if client in shard.clients]
+        state: dict[str, np.ndarray] = {}
+        for shard in sorted(shards, key=lambda shard: shard.number):
+            row = int((shard.clients == client).argmax())
+            mine = {name: rows[row] for name, rows in shard.tensors.items()}
+            state = mine if shard.whole else state | mine
+        return state
 
     @cached_property
-    def _last(self) -> dict[int, int]:
-        """Client -> the number of the file that counts."""
-        numbers = range(len(self.packs))
-        return {client: n for n in numbers for shard in self._shards(n) for client in shard.clients.tolist()}
+    def _files(self) -> dict[int, tuple[int, ...]]:
+        """Client -> the files that have something of it."""
+        found: dict[int, tuple[int, ...]] = {}
+        for n in range(len(self.packs)):
+            mine = {client for shard in self._shards(n) for client in shard.clients.tolist()}
+            found |= {client: (*found.get(client, ()), n) for client in mine}
+        return found
 
     def _shards(self, number: int) -> list[StateShard]:
         path, size, digest = self.packs[number]
@@ -255,7 +260,7 @@ class StoredShards:
                 f"The client states in {path} were intact a moment ago and can no longer be read: {error}."
             ) from error
         shards = list(_unpacked(arrays))
-        pack = Pack(path, size, digest, sum(len(shard.clients) for shard in shards))
+        pack = Pack(path, size, digest, sum(shard.held for shard in shards))
         return [replace(shard, pack=pack) for shard in shards]
 
 
@@ -284,9 +289,9 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> list[tupl
     for shards in _packs(snapshot.states):
         name = _pack_name(len(packs))
         put(name, safetensors.numpy.save(_packed(shards)))
-        rows = sum(len(shard.clients) for shard in shards)
+        held = sum(shard.held for shard in shards)
         lots = [shard.lot for shard in shards if shard.lot is not None]
-        packs.append((Pack(name, written[name]["bytes"], written[name]["sha256"], rows), lots))
+        packs.append((Pack(name, written[name]["bytes"], written[name]["sha256"], held), lots))
     tables = {
         name: {"kinds": table.waiting.kinds, "parts": [asdict(part) for part in table.parts]}
         for name, table in snapshot.tables.items()
@@ -337,6 +342,7 @@ def _packed(pack: list[StateShard]) -> dict[str, np.ndarray]:
     arrays = {}
     for i, shard in enumerate(pack):
         arrays[f"{i}/clients"] = shard.clients
+        arrays[f"{i}/lot"] = np.array([shard.number, shard.whole])
         arrays |= {f"{i}/state/{name}": np.ascontiguousarray(array) for name, array in shard.tensors.items()}
     return arrays
 
@@ -344,14 +350,16 @@ def _packed(pack: list[StateShard]) -> dict[str, np.ndarray]:
 def _unpacked(arrays: dict[str, np.ndarray]) -> Iterator[StateShard]:
     tensors: dict[int, dict[str, np.ndarray]] = {}
     clients: dict[int, np.ndarray] = {}
+    lots: dict[int, np.ndarray] = {}
     for key, array in arrays.items():
         number, kind, name = (*key.split("/", 2), "")[:3]
-        if kind == "clients":
-            clients[int(number)] = array
-        else:
+        if kind == "state":
             tensors.setdefault(int(number), {})[name] = array
+        else:
+            (clients if kind == "clients" else lots)[int(number)] = array
     for i in sorted(clients):
-        yield StateShard(clients[i], dict(sorted(tensors.get(i, {}).items())))
+        number, whole = lots[i].tolist()
+        yield StateShard(clients[i], dict(sorted(tensors.get(i, {}).items())), number, bool(whole))
 
 
 def _shared(snapshot: Snapshot) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypfl.errors import MethodError
-from raypfl.federation.states import Stack
+from raypfl.federation.states import Kept, Stack
 from raypfl.messages import Lent, PerClient, per_client, plain
 
 Default = Tensor | Callable[[Tensor], Tensor]
@@ -32,6 +32,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self._device = device
         self._lent = lent and len(rows) == 1 and device.type == "cpu"
         self._new: dict[str, Tensor] = {}
+        self._deleted = False
         self.changed = False
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -80,10 +81,10 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = True
 
     def __delitem__(self, name: str) -> None:
-        if name not in self:
+        if name not in list(self):  # which has what any of the clients has
             raise KeyError(f"The clients have no {name!r}.")
         self._new.pop(name, None)
-        self.changed = True
+        self.changed = self._deleted = True
         self._rows = [{n: v for n, v in row.items() if n != name} for row in self._rows]
 
     def __iter__(self) -> Iterator[str]:
@@ -92,9 +93,12 @@ class ClientState(MutableMapping[str, Tensor]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def stack(self) -> Stack:
-        """The states as they are now."""
-        return Stack.updated(self._rows, {name: plain(value).cpu().numpy() for name, value in self._new.items()})
+    def stack(self) -> tuple[Stack, Kept]:
+        """What was set; where a name was deleted, or the states are to be put together, all that there is."""
+        whole = self._deleted or not self._new
+        changes = {name: plain(value).cpu().numpy() for name, value in self._new.items()}
+        stack = Stack.updated(self._rows if whole else [{} for _ in self._rows], changes)
+        return stack, stack.kept(len(self._rows), whole)
 
     def _default_rows(self, default: Default, new: list[int]) -> PerClient:
         """The rows of those clients that are `new`."""

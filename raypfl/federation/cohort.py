@@ -97,7 +97,7 @@ class Exchanger:
                 clients=tuple(ids[members].tolist()),
                 positions=positions[members],
                 scattered={n: r[positions[members]] for n, r in rows.items()},
-                states=[self.states.place(int(c)) for c in ids[members]],
+                states=[self.states.places(int(c)) for c in ids[members]],
                 length=self._timings.length(ids[members]),
                 seconds=self._timings.seconds(function, ids[members]),
                 tries=self.tries,
@@ -122,8 +122,8 @@ class Exchanger:
                     spent = replace(group, tries=group.tries - 1)
                     failures.append((spent, first.setdefault(group.clients, outcome)))
                     continue
-                for clients, stack in outcome.stacks:
-                    self.states.stage(clients, stack, outcome.home)
+                for clients, stack, kept in outcome.stacks:
+                    self.states.stage(clients, stack, outcome.home, kept)
                 if isinstance(call.function, str):  # the engine's own cost other clients more
                     self._timings.note(call.function, group.clients, outcome.reply.seconds)
                 arrived[group.index] = (group, outcome.reply)
@@ -149,7 +149,7 @@ class Exchanger:
                 clients=tuple(part),
                 positions=np.arange(len(part)),
                 scattered={},
-                states=[self.states.place(client) for client in part],
+                states=[self.states.places(client) for client in part],
                 tries=self.tries,
             )
             for index, part in enumerate(parts)

@@ -167,12 +167,10 @@ class _Rows:
 
 
 def _rows(shards: Iterable[StateShard]) -> dict[str, _Rows]:
-    """By name; of a client in several shards, the last one counts."""
+    """By name; which shards count of a client in several, their numbers say."""
     rows: dict[str, _Rows] = {}
-    for number, shard in enumerate(shards):
-        for mine in rows.values():
-            for client in shard.clients.tolist():
-                mine.shard_of.pop(client, None)
+    seen = []
+    for i, shard in enumerate(shards):
         for name, values in shard.tensors.items():
             one = values[0]
             mine = rows.setdefault(name, _Rows(str(one.dtype), one.shape, one.nbytes, {}))
@@ -181,7 +179,13 @@ def _rows(shards: Iterable[StateShard]) -> dict[str, _Rows]:
                     f"What clients keep as {name!r} is {mine.kind}{list(mine.shape)} for some and "
                     f"{one.dtype}{list(one.shape)} for others, so it cannot be put into one file."
                 )
-            mine.shard_of |= dict.fromkeys(shard.clients.tolist(), number)
+        seen.append((shard.number, i, shard.whole, shard.clients.tolist(), list(shard.tensors)))
+    for _, i, whole, clients, names in sorted(seen):
+        for mine in rows.values() if whole else ():
+            for client in clients:
+                mine.shard_of.pop(client, None)
+        for name in names:
+            rows[name].shard_of |= dict.fromkeys(clients, i)
     return rows
 
 

@@ -6,7 +6,6 @@ do not depend on it. `benchmarks/scheduling.py` replays measured times through t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,5 +149,5 @@ class Dispatch:
 
 def _held(group: Group, node: str) -> float:
     """Share of a group's clients whose states are on a node."""
-    homes = Counter(place.home for place in group.states if place is not None)
-    return homes[node] / len(group.clients)
+    there = [all(place.home == node for place in places) for places in group.states if places]
+    return sum(there) / len(group.clients)

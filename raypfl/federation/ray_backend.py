@@ -139,10 +139,12 @@ class RayBackend:
             return reply
         if reply.kept is None:
             return Done(reply)
-        clients = flight.group.clients
-        owners = [(c,) for c in clients] if len(flight.stacks) == len(clients) else [clients]
-        self._apart[call.function] = reply.kept >= APART * len(clients)
-        return Done(reply, list(zip(owners, flight.stacks, strict=True)), flight.crew.node or "")
+        clients, kept = flight.group.clients, [reply.kept]
+        owners = [clients]
+        if len(flight.stacks) == len(clients):
+            owners, kept = [(client,) for client in clients], reply.kept.apart()
+        self._apart[call.function] = reply.kept.nbytes >= APART * len(clients)
+        return Done(reply, list(zip(owners, flight.stacks, kept, strict=True)), flight.crew.node or "")
 
     def _push(self, call: Call, dispatch: Dispatch, flying: dict[Any, _Flight]) -> None:
         apart = self._apart.get(call.function, False)

@@ -33,7 +33,7 @@ from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.pool import Pools
 from raypfl.federation.schedule import Draw, cohort_size, draw, groups_for
 from raypfl.federation.setup import client_costs, precision_of
-from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, shards_of
+from raypfl.federation.states import Lot, Pack, StateShard, StateTable, digests, merged, shards_of
 from raypfl.federation.tables import Table, arrow
 from raypfl.federation.tree import cloned, put_together, taken_apart
 from raypfl.federation.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
@@ -333,9 +333,10 @@ class Server:
         for name, tensor in sorted(taken_apart(self.state)[1].items()):
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
         clients: dict[int, bytes] = {}
-        for lot in self.states.lots():  # one stack at a time: all together may be more than memory
-            stack = self.backend.fetch(lot.stack)
-            clients |= digests((lot.clients[k], stack.of(k)) for k in self.states.live(lot))
+        for lots, places in self.states.together():  # a few stacks at a time: all of them may be more than memory
+            stacks = [self.backend.fetch(lot.stack) for lot in lots]
+            of = {c: [stack.of(k) for stack, k in zip(stacks, ks, strict=True)] for c, ks in places.items()}
+            clients |= digests((client, merged(parts)) for client, parts in of.items())
         for client in sorted(clients):
             digest.update(clients[client])
         return digest.hexdigest()
@@ -373,7 +374,7 @@ class Server:
         for lot in self.states.lots():
             if lot in packed:
                 continue
-            yield from shards_of(lot, self.states.live(lot), self.backend.fetch(lot.stack))
+            yield from shards_of(lot, self.states.seen(lot), self.backend.fetch(lot.stack))
 
     def _restore(self) -> bool:
         snapshot = checkpoint.load(self.job.checkpoints, self._warn)
@@ -393,7 +394,8 @@ class Server:
         skeleton, tensors = taken_apart(snapshot.server)
         self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
         for shard in snapshot.states:
-            self.states.stage(shard.clients.tolist(), self.backend.keep(shard.stack()), pack=shard.pack)
+            clients, stack = shard.clients.tolist(), shard.stack()
+            self.states.stage(clients, self.backend.keep(stack), kept=stack.kept(len(clients)), shard=shard)
         self.states.commit()
         self._tables = _empty_tables(self.measures) | snapshot.tables
         rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])

@@ -27,7 +27,7 @@ from raypfl.federation.outline import DataOutline
 from raypfl.federation.result import description, refuse_stranger
 from raypfl.federation.server import checkpoints_of
 from raypfl.federation.setup import client_costs, make_bench, make_task, normalisation, precision_of
-from raypfl.federation.states import StateShard, StateTable
+from raypfl.federation.states import StateShard, StateTable, merged
 from raypfl.federation.work import Worker
 from raypfl.messages import plain
 from raypfl.methods.base import Method, Task
@@ -146,8 +146,7 @@ class TrainedModels:
             warn=warnings.warn,
         )
         personalize(method, self.server, Judged(exchanger, [client], self.round, self._lr, unseen))
-        place = states.place(client)
-        return {} if place is None else place.stack.of(place.k)
+        return merged(place.stack.of(place.k) for place in states.places(client))
 
     @property
     def _lr(self) -> float:

@@ -17,7 +17,7 @@ from raypfl.errors import MethodError
 from raypfl.federation.bench import Bench
 from raypfl.federation.broadcasts import Sent
 from raypfl.federation.clients import Clients
-from raypfl.federation.states import Stack
+from raypfl.federation.states import Kept, Place, Stack
 from raypfl.federation.tree import put_together
 from raypfl.federation.unkeyed import ON_CLIENTS, refuse_unkeyed
 from raypfl.messages import Each, Mean, Sum, numbers_charged, per_client, plain
@@ -54,7 +54,7 @@ class Group:
     index : its place in the cut, in which partial sums are added.
     clients : their numbers. positions : their places in the cohort.
     scattered : name -> ``[K, ...]``.
-    states : each client's place, or None.
+    states : each client's places, the oldest first.
     length : what it is expected to take, in any unit. seconds : the same in seconds; 0: that is not known yet.
     tries : that it has left, this one included. A try ends with a reply, an error, or its actor's death.
     alone : whether its actor has nothing else meanwhile, so that it is known whose doing the actor's death is.
@@ -64,7 +64,7 @@ class Group:
     clients: tuple[int, ...]
     positions: np.ndarray
     scattered: Mapping[str, np.ndarray]
-    states: Sequence[Any]
+    states: Sequence[tuple[Place, ...]]
     length: float = 1.0
     seconds: float = 0.0
     tries: int = 1
@@ -95,7 +95,7 @@ class Reply:
     ----------
     losses : ``[K]`` mean training losses, or None if nothing was trained.
     seconds : the group took.
-    kept : bytes of its clients' new states; None if they did not change.
+    kept : what its clients' new states hold; None if they did not change.
     notes : warnings given meanwhile.
     logged : name -> sum and count of the numbers that clients logged.
     """
@@ -103,7 +103,7 @@ class Reply:
     values: dict[str, Value]
     losses: np.ndarray | None
     seconds: float
-    kept: int | None = None
+    kept: Kept | None = None
     notes: list[str] = field(default_factory=list)
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -124,7 +124,7 @@ class Worker:
         group: Group,
         states: list[Mapping[str, np.ndarray]],
     ) -> tuple[Reply, Stack | None]:
-        """Run the call's function for a group; returns its reply and, if it changed them, its clients' new states.
+        """Run the call's function for a group; returns its reply and what it changed of its clients' states, or None.
 
         `opened` gives the arrays behind what the backend made of them; large ones are asked for but once.
         """
@@ -142,8 +142,7 @@ class Worker:
         values = self._values(call, returned, len(clients))
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
-        stack = clients.state.stack() if clients.state.changed else None
-        kept = None if stack is None else stack.nbytes
+        stack, kept = clients.state.stack() if clients.state.changed else (None, None)
         logged = {name: (float(rows.double().sum()), len(rows)) for name, rows in clients.logged.items()}
         return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged), stack
 
