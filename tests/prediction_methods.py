@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl import Each, FlatModel, Mean, Method, Predictor, Scatter
+from raypfl import Broadcast, Each, FlatModel, Mean, Method, Predictor, Scatter
 from raypfl.methods import FedAvg
 from raypfl.models.heads import features
 
@@ -69,7 +69,8 @@ class Hypernetwork(Method):
         theta = cohort.task.networks["hyper"](eta, v)
         step = cohort.run(self.train, theta=Scatter(theta.detach()))["step"]
         gradients = torch.autograd.grad(theta, [eta, v], step / len(cohort))
-        pulled = cohort.run(self.pull_back, embed=server["embed"], step=Scatter(gradients[1]))["embed"]
+        known = Broadcast(server["embed"], charged=False)  # of the first exchange
+        pulled = cohort.run(self.pull_back, embed=known, step=Scatter(gradients[1]))["embed"]
         server["hyper"] = server["hyper"] + self.rate * gradients[0]
         server["embed"] = server["embed"] + self.rate * len(cohort) * pulled
 

@@ -99,7 +99,7 @@ def test_the_ledger_keeps_prediction_apart_and_a_hypernetwork_stays_at_home(tmp_
     assert predicted == messages * 3  # two cohorts of known clients, one of new ones
     assert {r["round"] for r in rows if r["phase"] == "prediction"} == {2}
     trained = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "training"]
-    after = [("up", "step", model), ("down", "embed", embed), ("down", "step", 7), ("up", "embed", embed)]
+    after = [("up", "step", model), ("down", "step", 7), ("up", "embed", embed)]
     assert trained == [*messages, *after] * 2
     down = [sum(r["clients"] * r["bytes"] for r in rows if r["phase"] == "training" and r["direction"] == "down")]
     assert [pc.sum(result.rounds["bytes_down"]).as_py()] == down
@@ -162,9 +162,9 @@ def test_the_table_and_the_report_say_what_a_model_takes_beside_training(tmp_pat
     console = Console(record=True, width=100)
     outcome.show(console, [result, plain], {}, ["digits"], tmp_path)
     said = [line for line in console.export_text().splitlines() if "takes" in line]
-    assert len(said) == 1 and said[0].endswith(f"takes 0.0 kB up and {down:,.1f} kB down beside.")
+    assert len(said) == 1 and said[0].endswith(f"takes 0.03 kB up and {down:,.2f} kB down beside.")
     sent = [message for one in contenders([result]) for message in messages(one)]
-    assert [message.phase for message in sent] == ["training"] * 7 + ["prediction"] * 3
+    assert [message.phase for message in sent] == ["training"] * 6 + ["prediction"] * 3
     trained = sum(message.megabytes for message in sent if message.phase == "training")
     assert trained == pytest.approx(sum(result.megabytes))
     pages = [report.write([one], tmp_path / "page.html").read_text() for one in (result, plain)]
@@ -174,11 +174,16 @@ def test_the_table_and_the_report_say_what_a_model_takes_beside_training(tmp_pat
 
 # ------------------------------------------------------------------------------- predictors that are no vector
 class Wrapped(ShiftedAlone):
-    """The same models as predictors."""
+    """The same models as predictors: the mean of what a vector and another model, which are the same, say."""
 
     def personal_model(self, clients, server):
-        shift = per_client(torch.tensor(clients.ids) / 100)
-        return Predictor(lambda x, theta, shift: clients.model(theta + shift, x), theta=server["theta"], shift=shift)
+        theta, shift = server["theta"], per_client(torch.tensor(clients.ids) / 100)
+        own = clients.other(theta + shift[:, None])
+
+        def mean(x, theta, shift, own):
+            return (clients.model(theta + shift, x) + own(x)) / 2
+
+        return Predictor(mean, theta=theta, shift=shift, own=own)
 
     unseen_model = personal_model
 
@@ -217,7 +222,7 @@ def votes(
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("sizes", [(7, 7, 7, 7)])
+@pytest.mark.parametrize("sizes", [(7, 7, 7, 7), (7, 3, 11, 7)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_nearest_neighbours_vote_as_they_do_by_hand_also_where_some_clients_have_fewer_than_k(executor, sizes):
     method = NearestNeighbours(neighbours=5, share=0.7)
@@ -256,7 +261,7 @@ def test_what_a_predictor_gets_wrong_is_said_in_a_sentence(executor):
     def predict(x, theta, rows):
         return clients.model(theta, x).mean(0)
 
-    with pytest.raises(MethodError, match=r"needs tensors with a row for each client.*marked as such are none"):
+    with pytest.raises(MethodError, match=r"needs extras with a row for each client.*marked as such are none"):
         Predictor(predict, theta=theta)
     with pytest.raises(MethodError, match=r"marked as such are \{'theta': 1, 'rows': 4\}"):
         Predictor(predict, theta=per_client(theta[None]), rows=rows)

@@ -20,10 +20,10 @@ from torch import Tensor, nn, vmap
 
 from raypfl.federation.batches import Batch, Batches, GroupSamples, Order, StepBatches
 from raypfl.federation.descent import Descent, assemble, by_samples, sample_keys, segments
-from raypfl.federation.extras import Extras, chosen, of_client, rows_of, trimmed, with_rows
 from raypfl.federation.minimised import Loss, Minimised
 from raypfl.federation.unkeyed import torch_streams
 from raypfl.messages import one_client_at_a_time
+from raypfl.models.extras import Extras, chosen, of_client, rows_of, trimmed, with_rows
 from raypfl.models.flat import BoundModel, FlatModel
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
@@ -256,7 +256,7 @@ class Sequential:
         with torch.no_grad(), self.precision.context(self.model.device):
             xs = map(self.precision.layout, x) if own else itertools.repeat(self.precision.layout(x), len(at))
             if isinstance(at, Predictor):
-                rows = [at.outputs(part, at.of(k)) for k, part in enumerate(xs)]
+                rows = [at.outputs_of(k, part) for k, part in enumerate(xs)]
             else:
                 rows = [self.model(theta, part) for theta, part in zip(at, xs, strict=True)]
             return rows[0][None] if len(rows) == 1 else torch.stack(rows)
@@ -458,8 +458,7 @@ class Vectorised:
     def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
         with torch.no_grad(), self.precision.context(self.model.device):
             if isinstance(at, Predictor):
-                one = vmap(lambda part, mine: at.outputs(part, at.shared | mine), in_dims=(0 if own else None, 0))
-                return one(x, at.rows)
+                return vmap(at.outputs, in_dims=(0 if own else None, 0))(x, at.rows)
             if len(at) == 1:
                 return self.model(at[0], x[0] if own else x)[None]
             return vmap(self.model, in_dims=(0, 0 if own else None))(at, x)

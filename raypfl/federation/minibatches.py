@@ -13,9 +13,9 @@ from torch import Tensor
 
 from raypfl.federation.batches import Batch, GroupSamples, Order, StepBatches
 from raypfl.federation.executor import Executor
-from raypfl.federation.extras import chosen
 from raypfl.federation.minimised import Loss, Minimised, Report
 from raypfl.messages import PerClient, per_client
+from raypfl.models.extras import chosen
 from raypfl.models.flat import FlatModel
 from raypfl.optimizers import LocalOptimizer, Memory, Update
 

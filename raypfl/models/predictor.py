@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from raypfl.authors import place
 from raypfl.errors import MethodError
-from raypfl.messages import Lent, PerClient, one_client_at_a_time, per_client, plain
+from raypfl.messages import Lent, one_client_at_a_time, per_client, plain
+from raypfl.models.extras import chosen, of_client, rows_of, with_rows
+from raypfl.models.other import Other
 
 
 class Predictor:
@@ -21,53 +23,58 @@ class Predictor:
 
     Parameters
     ----------
-    function : ``function(x[b, ...], **tensors) -> outputs[b, ...]`` of one client, such as the network's (logits).
+    function : ``function(x[b, ...], **extras) -> outputs[b, ...]`` of one client, such as the network's (logits).
         Networks are in evaluation mode.
-    tensors : those that have a row for each client (what came up per client, a state, ``raypfl.per_client(rows)``) are
-        passed row by row, others as they are, to everybody. Clients of a group whose rows differ in length need
-        padding, and something that tells it from the rest; ``clients.map`` pads so.
+    extras : tensors and other models (``clients.other(theta)``), as a loss has them. Those that have a row for each
+        client (what came up per client, a state, ``raypfl.per_client(rows)``) are passed row by row, the rest to
+        everybody. Clients of a group whose rows differ in length need padding, and something that tells it from the
+        rest.
 
     Raises
     ------
-    MethodError : if no tensor has a row for each client, or their numbers of rows differ.
+    MethodError : if no extra has a row for each client, or their numbers of rows differ.
 
     Examples
     --------
-    ``Predictor(lambda x, theta, b: clients.model(theta, x) + b, theta=server["theta"], b=clients.state["bias"])``
+    ``Predictor(lambda x, own, bias: own(x) + bias, own=clients.other(theta), bias=clients.state["bias"])``
     """
 
-    def __init__(self, function: Callable[..., Tensor], **tensors: Tensor):
+    def __init__(self, function: Callable[..., Tensor], **extras: Any):
         self.function = function
-        self.rows = {name: _own(t) for name, t in tensors.items() if isinstance(t, PerClient)}
-        self.shared = {name: t for name, t in tensors.items() if name not in self.rows}
+        self.extras = {name: _own(extra) for name, extra in extras.items()}
         counts = {name: len(rows) for name, rows in self.rows.items()}
         if len(set(counts.values())) != 1:
             raise MethodError(
-                f"The Predictor of {place(function)} needs tensors with a row for each client of the group; marked as "
+                f"The Predictor of {place(function)} needs extras with a row for each client of the group; marked as "
                 f"such are {counts or 'none'}. raypfl.per_client(rows) marks one."
             )
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """What differs from client to client, by name: ``[K, ...]`` each."""
+        return rows_of(self.extras)
 
     def __len__(self) -> int:
         """Clients."""
         return len(next(iter(self.rows.values())))
 
     def __getitem__(self, some: slice) -> Predictor:
-        return Predictor(self.function, **self.shared, **{n: per_client(t[some]) for n, t in self.rows.items()})
+        return Predictor(self.function, **chosen(self.extras, some))
 
-    def of(self, k: int) -> dict[str, Tensor]:
-        """What the k-th client's function is given."""
-        return self.shared | {name: rows[k] for name, rows in self.rows.items()}
-
-    def outputs(self, x: Tensor, mine: dict[str, Tensor]) -> Tensor:
-        """One client's outputs ``[b, ...]`` for ``x[b, ...]``, given what :meth:`of` gave."""
+    def outputs(self, x: Tensor, mine: Mapping[str, Tensor]) -> Tensor:
+        """One client's outputs ``[b, ...]`` for ``x[b, ...]``, given its row of each of `rows`."""
         with one_client_at_a_time():
-            outputs = self.function(x, **mine)
+            outputs = self.function(x, **with_rows(self.extras, mine))
         if outputs.dim() == 0 or len(outputs) != len(x):
             raise MethodError(
                 f"{place(self.function)} returned {list(outputs.shape)} for {len(x)} samples; a Predictor's function "
                 "must return a row for each sample."
             )
         return outputs
+
+    def outputs_of(self, k: int, x: Tensor) -> Tensor:
+        """The k-th client's outputs ``[b, ...]`` for ``x[b, ...]``."""
+        return self.outputs(x, {name: rows[k] for name, rows in self.rows.items()})
 
     def as_module(self, k: int, evaluating: Callable[[], contextlib.AbstractContextManager[Any]]) -> nn.Module:
         """The k-th client's as an ordinary module, whose forward runs within ``evaluating()``."""
@@ -78,8 +85,10 @@ class _Module(nn.Module):
     def __init__(self, predictor: Predictor, k: int, evaluating: Callable[[], contextlib.AbstractContextManager[Any]]):
         super().__init__()
         self.predictor, self.evaluating = predictor, evaluating
-        for name, tensor in predictor.of(k).items():
-            self.register_buffer(name, tensor.clone())
+        for name, extra in of_client(predictor.extras, k).items():
+            tensor = extra.theta if isinstance(extra, Other) else extra
+            if isinstance(tensor, Tensor):
+                self.register_buffer(name, tensor.clone())
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,6 +96,6 @@ class _Module(nn.Module):
             return self.predictor.outputs(x, dict(self.named_buffers()))
 
 
-def _own(rows: PerClient) -> Tensor:
-    """Without the mark; a state that is lent is copied, for the function may change it."""
-    return plain(rows).clone() if isinstance(rows, Lent) else plain(rows)
+def _own(extra: Any) -> Any:
+    """A state that is lent is copied, for the function may change it in place."""
+    return per_client(plain(extra).clone()) if isinstance(extra, Lent) else extra

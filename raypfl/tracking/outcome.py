@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from raypfl.federation import Result
 
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
-_PREDICTION = "{}: a client's model, when it is judged, takes {:,.1f} kB up and {:,.1f} kB down beside."
+_PREDICTION = "{}: a client's model, when it is judged, takes {:,.2f} kB up and {:,.2f} kB down beside."
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
 _UNBOUNDED = 10_000  # columns of a terminal

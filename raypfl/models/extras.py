@@ -1,4 +1,4 @@
-"""What a loss is given by name beside parameters and a batch.
+"""What a loss or a predictor is given by name beside parameters and a batch.
 
 An extra is a tensor or another model. One that is :class:`PerClient` has a row for each client of the group, of which a
 loss sees its own client's.
@@ -33,7 +33,7 @@ def with_rows(extras: Extras, rows: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def chosen(extras: Extras, index: Tensor) -> dict[str, Any]:
+def chosen(extras: Extras, index: Tensor | slice) -> dict[str, Any]:
     """The extras of the clients at ``index[k]``."""
     return with_rows(extras, {name: per_client(rows[index]) for name, rows in rows_of(extras).items()})
 
