@@ -27,8 +27,8 @@ class Predictor:
         Networks are in evaluation mode.
     extras : tensors and other models (``clients.other(theta)``), as a loss has them. Those that have a row for each
         client (what came up per client, a state, ``raypfl.per_client(rows)``) are passed row by row, the rest to
-        everybody. Clients of a group whose rows differ in length need padding, and something that tells it from the
-        rest.
+        everybody. Where clients differ in length, as in a memory of their samples, rows are padded, as ``clients.map``
+        pads them, and something must tell padding from the rest: ``batch.weight``, mapped alike, is 0 there.
 
     Raises
     ------
