@@ -46,14 +46,17 @@ def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(f
     teachers, student = [as_module(factory, one).eval() for one in models], as_module(factory, average).train()
     adam = torch.optim.Adam(student.parameters(), lr=0.01)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 7)
+    losses: list[Tensor] = []
     for batch in fed.pools.pool("auxiliary", 0).batches(4, steps=7):
         with torch.no_grad():
             p = torch.stack([teacher(batch.x) for teacher in teachers]).mean(0).softmax(1)
         adam.zero_grad()
-        (p * (p.log() - student(batch.x).log_softmax(1))).sum(1).mean().backward()
+        losses.append((p * (p.log() - student(batch.x).log_softmax(1))).sum(1).mean())
+        losses[-1].backward()
         adam.step()
         cosine.step()
     close(theta, as_vector(student), 1e-6)
+    assert fed.cohorts[0].logged.values["distillation_loss"] == pytest.approx(float(sum(losses)) / 7)
 
 
 def test_a_linear_network_says_what_the_average_of_models_says_so_its_first_gradient_is_zero():
