@@ -26,6 +26,10 @@ class CheckpointError(RaypflError):
     """A checkpoint is missing, damaged, or belongs to another experiment."""
 
 
+class Unwritable(RaypflError):
+    """A file of a run's folder cannot be written: the disk is full, or the folder another's."""
+
+
 class ClientError(RaypflError):
     """A client's own work went wrong.
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from raypfl import federation
 from raypfl.config import Experiment
-from raypfl.errors import ConfigError, RaypflError, Stopped
+from raypfl.errors import ConfigError, RaypflError, Stopped, Unwritable
 from raypfl.federation import Result
 from raypfl.federation.events import Listener
 from raypfl.federation.folders import Comparison, new_folder
@@ -173,7 +173,7 @@ def _carry_out(work: _Work, shown: Shown) -> None:
 
 def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_json: bool) -> None:
     judged = [result for result in results if result.evaluations.num_rows]
-    pictures = _pictures(work.folder, results, judged)
+    pictures = _pictures(work.folder, results, judged, warner(Console(stderr=True)))
     for drawn in pictures.values():
         tracked.attach(drawn)
     if judged:  # also those that were finished before a comparison was cut off
@@ -184,13 +184,18 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
         outcome.show(Console(), results, pictures, work.tried, work.folder)
 
 
-def _pictures(folder: Path, results: Sequence[Result], judged: Sequence[Result]) -> dict[str, Path]:
+def _pictures(
+    folder: Path, results: Sequence[Result], judged: Sequence[Result], warn: Callable[[str], None]
+) -> dict[str, Path]:
     """What was drawn, by its heading."""
     from raypfl.tracking import latent_picture, picture  # with Matplotlib: a mistake is told without it
 
     pictures = {}
-    if judged:
-        pictures["Picture"] = picture.draw(judged, folder / "picture.png")
-    if latent_picture.shown(results):
-        pictures["Latent space"] = latent_picture.draw(results, folder / "picture-latent.png")
+    try:
+        if judged:
+            pictures["Picture"] = picture.draw(judged, folder / "picture.png")
+        if latent_picture.shown(results):
+            pictures["Latent space"] = latent_picture.draw(results, folder / "picture-latent.png")
+    except Unwritable as problem:
+        warn(str(problem))
     return pictures

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from raypfl.federation.events import RunFinished
+from raypfl.files import alone
 from raypfl.tracking.mlflow import MLflowListener
+from raypfl.tracking.mlflow_run import RunRecord
 from tests.mlflow_support import client_of, events, record, runs_of, with_database
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")  # inside MLflow
@@ -213,3 +215,39 @@ def test_the_machine_is_measured_while_a_run_goes(folder: Path, monkeypatch: pyt
         listener(event)
     assert measured["system/system_memory_usage_percentage"] > 0
     assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
+
+
+def test_a_database_that_another_process_opens_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, real = [], RunRecord._open
+    monkeypatch.setattr(RunRecord, "_open", lambda record: (order.append("opened"), real(record))[1])
+    listener = MLflowListener(warn=pytest.fail)
+    started, *rest = events(folder)
+    with alone(folder / "mlflow.db"):
+        listener(started)
+        time.sleep(0.2)
+        order.append("released")
+    for event in rest:
+        listener(event)
+    assert order == ["released", "opened"]
+
+
+@pytest.mark.slow
+def test_runs_that_make_the_database_at_the_same_time_are_all_recorded(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from tests.mlflow_support import events, record
+folder = Path(sys.argv[1])
+happened = events(folder, name=sys.argv[2])
+sys.stdin.readline()
+print(record(happened), end="")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    root = str(Path(__file__).parents[1])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    runs = [subprocess.Popen([*command, name], cwd=root, **pipes) for name in ("a", "b", "c")]  # type: ignore[call-overload]
+    for run in runs:
+        run.stdin.write("now\n")
+        run.stdin.flush()
+    assert [run.communicate()[0] for run in runs] == ["[]"] * 3
+    assert len(runs_of(tmp_path)) == 3

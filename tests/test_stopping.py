@@ -141,3 +141,10 @@ def test_a_process_that_is_killed_is_followed_by_how_to_go_on(end: str, said: li
     # The pipe ends once the process that says so has ended too.
     told = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True).stderr.splitlines()
     assert [line[-len(text) :] for line, text in zip(told, said, strict=True)] == said
+
+
+def test_a_run_cannot_be_made_shorter_than_it_is(tmp_path: Path):
+    done = raypfl.run(experiment(tmp_path, rounds=3))
+    with pytest.raises(ConfigError, match=r"rounds is 2, but the run in .* has done 3 already"):
+        raypfl.resume(done.run_dir, overrides=["rounds=2"])
+    assert raypfl.resume(done.run_dir).weights_hash == done.weights_hash  # its description is as it was

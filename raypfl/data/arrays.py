@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from raypfl import files
 from raypfl.errors import DataError
 
 
@@ -66,31 +65,11 @@ def cached(path: Path, build: Callable[[], tuple[Mapping[str, Any], dict[str, An
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Be the only process that works on `path`, as long as all who do say so; others wait.
-
-    The lock is a file beside it, which is removed afterwards. Where the file system knows no locks, nobody waits.
-    """
-    lock = path.with_name(f".{path.name}.lock")
-    while True:
+    """Be the only process that works on `path` in a cache, as `files.alone`."""
+    with ExitStack() as stack:
         with writing(path):
-            file = lock.open("w")
-        with file:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if not _lies_at(file.fileno(), lock):
-                continue  # whoever held it has removed it, so that it locks nobody out any more
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-            return
-
-
-def _lies_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+            stack.enter_context(files.alone(path))
+        yield
 
 
 @contextmanager

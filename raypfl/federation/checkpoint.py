@@ -183,6 +183,21 @@ def history(location: str) -> list[tuple[int, dict[str, Any]]]:
     return sorted(kept.items())
 
 
+def reached(location: str) -> int:
+    """Rounds done at the newest checkpoint; 0 if there is none.
+
+    Raises
+    ------
+    CheckpointError : if the location cannot be read.
+    """
+    files, root = resolve(location)
+    try:
+        done = [name for name in _list(files, root) if _is_complete(files, f"{root}/{name}")]
+    except OSError as error:
+        raise CheckpointError(f"The checkpoints in {location} cannot be listed: {error}.") from error
+    return int(max(done).rpartition("-")[2]) if done else 0
+
+
 def holds(location: str, pack: Pack) -> bool:
     """Whether a file of an earlier checkpoint is still there, and as long as it was."""
     files, _ = resolve(location)

@@ -16,7 +16,7 @@ import torch
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.data.store import cache_folder
-from raypfl.errors import ConfigError, RaypflError, did_you_mean
+from raypfl.errors import ConfigError, RaypflError, Unwritable, did_you_mean
 from raypfl.evaluation import Measures, refuse_untestable
 from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
@@ -38,6 +38,7 @@ from raypfl.federation.result import (
     description,
     forget_unbegun,
     reason_before,
+    refuse_shorter,
     write_description,
     write_facts,
     write_tables,
@@ -107,8 +108,10 @@ def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides
     run_dir : the run's folder.
     overrides : ``dotted.key=value`` changes to its description, e.g. ``rounds=200`` for a longer run.
     """
-    folder = Path(run_dir)
-    return _run(description(folder).override(overrides), folder.resolve(), listeners)
+    folder = Path(run_dir).resolve()
+    experiment = description(folder).override(overrides)
+    refuse_shorter(folder, experiment)
+    return _run(experiment, folder, listeners)
 
 
 def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
@@ -243,10 +246,19 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
             job = _job(experiment, folder, data, telling)
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
         with backend(job, data, telling, stop) as finished:
-            write_tables(folder, finished)  # before Ray is stopped, which takes seconds
-    if finished.status == "failed":
-        raise RaypflError(finished.error)
+            _keep(folder, finished)  # before Ray is stopped, which takes seconds
     return Result.load(folder)
+
+
+def _keep(folder: Path, finished: RunFinished) -> None:
+    """Put a run's end into its folder, and raise what it ended with."""
+    problems = [finished.error] if finished.error else []
+    try:
+        write_tables(folder, finished)
+    except Unwritable as problem:
+        problems.append(f"{problem} `raypfl resume {folder}` then goes on from the newest checkpoint.")
+    if problems:
+        raise RaypflError("\n".join(problems))
 
 
 def _write_beginning(folder: Path, event: Event) -> None:

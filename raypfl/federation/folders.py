@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raypfl import files
 from raypfl.config import Experiment
 from raypfl.config.assignments import parsed
 from raypfl.config.yaml_text import read, write
 from raypfl.errors import ConfigError
-from raypfl.federation.result import FACTS, description, write_description
+from raypfl.federation.result import FACTS, description, refuse_shorter, write_description
 from raypfl.methods import METHODS
 
 COMPARISON = "comparison.yaml"
@@ -50,7 +51,7 @@ class Comparison:
         for one, inside in zip(experiments, made, strict=True):
             write_description(inside, _with_checkpoints_apart(one, folder))
         new = cls(folder, tuple(words), tuple(inside.name for inside in made))
-        (folder / COMPARISON).write_text(write({"words": list(new.words), "runs": list(new.runs)}))
+        files.write(folder / COMPARISON, write({"words": list(new.words), "runs": list(new.runs)}))
         return new
 
     @classmethod
@@ -80,7 +81,10 @@ class Comparison:
                     f"{path[0]} cannot be changed in a comparison that has been started: it has its methods, seeds and "
                     f"folder. Start another one with `raypfl run`."
                 )
-        return [description(folder).override(changes) for folder in self.folders]
+        planned = [description(folder).override(changes) for folder in self.folders]
+        for folder, experiment in zip(self.folders, planned, strict=True):
+            refuse_shorter(folder, experiment)
+        return planned
 
     def forget_unbegun(self) -> None:
         """Take `new` back, unless one of the runs has begun since."""

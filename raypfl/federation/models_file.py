@@ -14,6 +14,7 @@ file of the checkpoint after the other, and read one client at a time: there may
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -213,6 +214,8 @@ def _laid_out(
         file.write(len(text).to_bytes(8, "little") + text)
         begin = file.tell()
         file.truncate(begin + end)
+        if end and hasattr(os, "posix_fallocate"):  # on a full disk, writing to a hole would end the process
+            os.posix_fallocate(file.fileno(), 0, begin + end)
     whole = np.memmap(path, np.uint8, "r+") if end else np.zeros(begin, np.uint8)
     return {
         name: whole[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]]

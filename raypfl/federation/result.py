@@ -22,6 +22,7 @@ from raypfl.federation.events import RunFinished, RunStarted
 from raypfl.federation.logged import ANALYSIS, LOGGED
 from raypfl.federation.server import checkpoints_of
 from raypfl.federation.tables import arrow, read
+from raypfl.files import draft, write
 from raypfl.methods import METHODS
 
 TABLES = ("rounds", "evaluations", "ledger")
@@ -49,7 +50,7 @@ def description(run_dir: str | Path) -> Experiment:
 def write_description(folder: Path, experiment: Experiment) -> None:
     """Put what is to be run into its folder, which then is a run's: from here on it can be resumed."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE).write_text(experiment.to_yaml())
+    write(folder / RECIPE, experiment.to_yaml())
 
 
 def forget_unbegun(folder: Path) -> None:
@@ -58,6 +59,16 @@ def forget_unbegun(folder: Path) -> None:
         (folder / RECIPE).unlink()
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
+    """Raise a ConfigError if a run that is to go on has done more rounds than it is to have."""
+    done = checkpoint.reached(checkpoints_of(experiment, str(run_dir)))
+    if done > experiment.rounds:
+        raise ConfigError(
+            f"rounds is {experiment.rounds}, but the run in {run_dir} has done {done} already, and rounds cannot be "
+            f"taken back; start a new run for fewer of them."
+        )
 
 
 def is_finished(run_dir: Path) -> bool:
@@ -75,7 +86,7 @@ def refuse_stranger(client: int, count: int) -> None:
 
 def write_facts(folder: Path, started: RunStarted) -> None:
     """Put what a run found out as it began into its folder."""
-    (folder / FACTS).write_text(json.dumps(started.facts, indent=1))
+    write(folder / FACTS, json.dumps(started.facts, indent=1))
 
 
 def reason_before(folder: Path, experiment: Experiment) -> str:
@@ -90,13 +101,14 @@ def reason_before(folder: Path, experiment: Experiment) -> str:
 def write_tables(folder: Path, finished: RunFinished) -> None:
     """Put a run's tables and its end into its folder, and the images that its method logged."""
     for name, table in finished.tables.items():
-        pq.write_table(table, folder / f"{name}.parquet")
+        with draft(folder / f"{name}.parquet") as file:
+            pq.write_table(table, file)
     for image in finished.images.to_pylist() if finished.images else []:
         file = folder / PICTURES / image["name"] / f"{image['round']:06d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(image["png"])
+        write(file, image["png"])
     end = {name: getattr(finished, name) for name in ("status", "round", "weights_hash", "error", "best_round")}
-    (folder / SUMMARY).write_text(json.dumps(end, indent=1))
+    write(folder / SUMMARY, json.dumps(end, indent=1))
 
 
 @dataclass(frozen=True, repr=False)

@@ -321,6 +321,7 @@ class Server:
                 attempt()
             except CheckpointError as problem:
                 problems.append(str(problem))
+        problems = list(dict.fromkeys(problems))
         status, error = ("failed", "\n".join(problems)) if problems else (status, None)
         images = tables.pop("images")
         finished = RunFinished(status, self.round, self._hash(), error, tables, self._chosen().round, images)

@@ -14,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 import raypfl
+from raypfl import files
 from raypfl.data import Summary, load_federated, summarised
 from raypfl.errors import ConfigError, RaypflError
 from raypfl.federation import Result
@@ -63,7 +64,7 @@ def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()
     page = environment.from_string((folder / "page.html.jinja").read_text("utf-8"))
     style = Markup((folder / "page.css").read_text("utf-8"))
     text = page.render(style=style, shades=_shades(compared), marks=_marks(compared), **_content(compared, notes))
-    Path(path).write_text(text, "utf-8")
+    files.write(Path(path), text)
     return Path(path)
 
 

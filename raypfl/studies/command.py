@@ -18,6 +18,7 @@ from raypfl.federation import Result
 from raypfl.federation.events import Event
 from raypfl.federation.result import is_finished
 from raypfl.federation.stopping import interrupting
+from raypfl.files import draft, write
 from raypfl.last_words import last_words
 from raypfl.studies import layout
 from raypfl.studies.cells import Cell, choose, plan
@@ -120,9 +121,10 @@ def _run_lines(cells: Sequence[Cell]) -> list[RunLine]:
 def _keep(folder: Path, name: str, page: str, found: Sequence[Entry], runs: pa.Table) -> None:
     """Write the tables and the figure."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text(page, encoding="utf-8")
-    pq.write_table(entry_table(found), folder / "table.parquet")
-    pq.write_table(runs, folder / "cells.parquet")
+    write(folder / "table.md", page)
+    for name, table in (("table", entry_table(found)), ("cells", runs)):
+        with draft(folder / f"{name}.parquet") as file:
+            pq.write_table(table, file)
     draw(found, name, folder / "table.png")
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
+from raypfl.files import draft
 from raypfl.studies.measured import Entry
 from raypfl.tracking.contenders import colour
 from raypfl.tracking.picture import STYLE
@@ -50,7 +51,8 @@ def draw(found: Sequence[Entry], title: str, path: str | Path) -> Path:
         keys = _keys(found, metrics)
         fit = min(len(keys), int(size[0] / _KEY))
         figure.legend(handles=keys, loc="outside lower center", ncols=fit, frameon=False)
-        figure.savefig(path, dpi=160)
+        with draft(Path(path)) as file:
+            figure.savefig(file, dpi=160)
     return Path(path)
 
 

@@ -40,9 +40,9 @@ def carry_out(experiment: Experiment, folder: Path, listeners: Sequence[Listener
     Of several processes that are to do so, one does.
     """
     from raypfl import federation
-    from raypfl.data.arrays import alone
     from raypfl.errors import RaypflError
     from raypfl.federation.result import RECIPE, is_finished
+    from raypfl.files import alone
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from raypfl.data.summary import Summary
+from raypfl.files import draft
 from raypfl.tracking.picture import STYLE
 
 COLOUR, QUIET = "#1F5FA8", "#B9C3CE"
@@ -44,7 +45,8 @@ def draw(summary: Summary, path: str | Path) -> Path:
         figure = Figure(figsize=(min(5 + _WIDTH * summary.num_clients, 13), height(summary)), layout="constrained")
         paint(figure, summary)
         figure.axes[0].set_title(f"{summary.name}: what {summary.num_clients:,} clients train on")
-        figure.savefig(path, dpi=160)
+        with draft(Path(path)) as file:
+            figure.savefig(file, dpi=160)
     return Path(path)
 
 

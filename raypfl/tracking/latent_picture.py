@@ -20,6 +20,7 @@ from torch import Tensor
 
 from raypfl.data import load_federated
 from raypfl.federation.setup import make_bench, make_task
+from raypfl.files import draft
 from raypfl.models.heads import features
 from raypfl.tracking.contenders import Contender, contenders, setting
 from raypfl.tracking.picture import STYLE
@@ -129,7 +130,8 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
             axes[0].text(-0.2, 0.5, contender.label, transform=axes[0].transAxes, va="center", ha="center", **name)
         figure.suptitle(fill(setting(results[0].experiment), 100), fontsize=10, color="#777777")
         _legend(figure, rows[0][1])
-        figure.savefig(path, dpi=160)
+        with draft(Path(path)) as file:
+            figure.savefig(file, dpi=160)
     return Path(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypfl.config.assignments import dotted
@@ -114,6 +115,12 @@ def table_of(table: pa.Table) -> dict[str, Any]:
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested dicts as dotted keys and texts, which MLflow takes up to a length."""
     return {key: str(value)[:LONGEST_VALUE] for key, value in dotted(values, prefix).items()}
+
+
+def database(uri: str) -> Path | None:
+    """The file of a database that a process opens itself; None: a server does that."""
+    file = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
+    return Path(file[1]) if file else None
 
 
 def without_password(uri: str) -> str:

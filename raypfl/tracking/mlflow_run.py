@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 
 from raypfl.federation.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.federation.logged import ANALYSIS
+from raypfl.files import alone, write
 from raypfl.tracking import mlflow_entries as entries
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ class Comparison:
         run_id: str = client.create_run(home, began, tags, self.name).info.run_id
         if self._file:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(run_id)
+            write(self._file, run_id)
         return run_id
 
 
@@ -165,7 +167,7 @@ class RunRecord:
     def attempt(self, action: Callable[..., object], *arguments: object) -> bool:
         """Whether MLflow took it; if not, say so once."""
         try:
-            with _OPENING:
+            with _OPENING, self._alone():
                 self.client = self.client or self._open()
             action(self.client, *arguments)
         except Exception as error:  # whatever a tracking server, a database or a network may come up with
@@ -199,6 +201,14 @@ class RunRecord:
         while not self._events.empty():
             yield self._events.get()
 
+    def _alone(self) -> AbstractContextManager[None]:
+        """Until a database is open: whoever finds none makes its tables, and only one can."""
+        file = None if self.client else entries.database(self._uri)
+        if file is None:
+            return nullcontext()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return alone(file)
+
     def _open(self) -> MlflowClient:
         """Start the MLflow run or, if the run is resumed, go on with the one it had."""
         mlflow = quiet_mlflow()
@@ -228,7 +238,7 @@ class RunRecord:
         name = " ".join(filter(None, [entries.name_of(experiment), self._tags.get("settings")]))
         run = client.create_run(home, self._began, tags, name)
         run_id = run.info.run_id
-        Path(self.run_dir, RUN_ID_FILE).write_text(run_id)
+        write(Path(self.run_dir, RUN_ID_FILE), run_id)
         client.set_tag(run_id, NOTE, entries.description_of(self._started, run_id, self._uri))
         client.log_text(run_id, entries.without_password(experiment.to_yaml()), "experiment.yaml")
         client.log_inputs(run_id, datasets=[_dataset(self._started)])
@@ -251,7 +261,12 @@ class RunRecord:
         # A server knows where its artifacts go; beside a local database they would land in the current folder.
         local = self._uri.startswith("sqlite:")
         artifacts = (Path(experiment.output).absolute() / "mlartifacts").as_uri() if local else None
-        return client.create_experiment(experiment.tracking.experiment, artifact_location=artifacts)
+        try:
+            return client.create_experiment(experiment.tracking.experiment, artifact_location=artifacts)
+        except quiet_mlflow().MlflowException:  # another run has made it meanwhile
+            if known := client.get_experiment_by_name(experiment.tracking.experiment):
+                return known.experiment_id
+            raise
 
     def _learn_what_is_there(self, client: MlflowClient, metrics: Mapping[str, float]) -> None:
         def last(metric: str) -> int:

@@ -16,6 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from raypfl.files import draft
 from raypfl.tracking.contenders import Contender, contenders, setting
 from raypfl.tracking.numbers import MODELS, clients, judged
 from raypfl.tracking.units import capital
@@ -75,7 +76,8 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
         _explain(left, right, compared, protocol)
         figure.suptitle(fill(setting(results[0].experiment), 110), fontsize=11, color="#777777")
         _legend(figure, compared, protocol)
-        figure.savefig(path, dpi=160)
+        with draft(Path(path)) as file:
+            figure.savefig(file, dpi=160)
     return Path(path)
 
 

@@ -1,0 +1,75 @@
+"""A disk that is full loses nothing that was there, and is told in a sentence."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import raypfl
+from raypfl import files
+from raypfl.errors import RaypflError, Unwritable
+from raypfl.federation.events import Checkpointed, RunFinished, RunStarted
+from tests.runs import experiment, same_tables
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """Within: no file can grow, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was_and_is_named(tmp_path: Path):
+    file = tmp_path / "summary.json"
+    files.write(file, "before")
+    with no_room(), pytest.raises(Unwritable, match=r"summary\.json cannot be written: .*Is the disk full\?"):
+        files.write(file, "after")
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_disk_that_fills_up_in_a_run_is_told_once_and_the_run_goes_on_to_the_same_bits(tmp_path: Path):
+    crowded = no_room()
+
+    def fill(event):
+        if isinstance(event, Checkpointed):
+            crowded.__enter__()
+
+    try:
+        with pytest.raises(RaypflError) as caught:
+            raypfl.run(experiment(tmp_path, tracking__mlflow=False), listeners=[fill])
+    finally:
+        crowded.__exit__(None, None, None)
+    first, *others = str(caught.value).splitlines()
+    assert first.startswith("The checkpoint of round 4 cannot be written")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(others) == 1 and f"raypfl resume {folder}" in others[0]
+    whole = raypfl.run(experiment(tmp_path))
+    resumed = raypfl.resume(folder)
+    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+
+
+@pytest.mark.parametrize("moment", [RunStarted, RunFinished])
+def test_a_disk_that_is_full_when_a_run_begins_or_ends_is_told_in_a_sentence(tmp_path: Path, moment: type):
+    crowded = no_room()
+
+    def fill(event):
+        if isinstance(event, moment):
+            crowded.__enter__()
+
+    def run_into_it():
+        try:
+            raypfl.run(experiment(tmp_path, rounds=1), listeners=[fill], run_dir=tmp_path / "run")
+        finally:
+            crowded.__exit__(None, None, None)
+
+    with pytest.raises(RaypflError, match=r"cannot be written"):
+        run_into_it()
+    assert raypfl.resume(tmp_path / "run").status == "finished"
