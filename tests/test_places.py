@@ -106,7 +106,7 @@ def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_devi
     )
     given = experiment(tmp_path, ray__gpus_for_server=1)
     data = load_federated(given.data, given.partition, seed=given.seed)
-    with driver._inline(driver.Job("run", "", given, "", "", ""), data, print, None):  # type: ignore[arg-type]
+    with driver._inline(driver.Job("run", "", given, "", "", "", ""), data, print, None):  # type: ignore[arg-type]
         pass
     assert built == [("clients", torch.device("cpu")), ("server", ELSEWHERE)]
 

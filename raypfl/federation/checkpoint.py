@@ -86,12 +86,14 @@ class Snapshot:
         return sum(size for _, size, _ in self.states.packs)
 
 
-def save(location: str, snapshot: Snapshot, keep: int) -> str:
+def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None] = lambda: None) -> str:
     """Write a checkpoint, then delete all but the `keep` newest.
 
     Parameters
     ----------
     location : a local path or any ``pyarrow.fs`` URI; belongs to one run, and one process writes to it at a time.
+    permit : raises a CheckpointError if that is another one by now; asked before anything is written, and before the
+        checkpoint counts.
 
     Returns
     -------
@@ -103,6 +105,7 @@ def save(location: str, snapshot: Snapshot, keep: int) -> str:
     """
     files, root = resolve(location)
     local = isinstance(files, pafs.LocalFileSystem)
+    permit()
     try:
         existing = _list(files, root)
         number = 1 + max((int(name.partition("-")[0]) for name in existing), default=0)
@@ -110,7 +113,7 @@ def save(location: str, snapshot: Snapshot, keep: int) -> str:
         draft = path + _DRAFT if local else path
         for name, table in snapshot.tables.items():
             table.flush(files, f"{root}/{TABLES}", name)
-        written = _write(files, draft, snapshot)
+        written = _write(files, draft, snapshot, permit)
         if local:
             _publish(draft, path, [f"{root}/{name}" for name in _shared(snapshot)])
     except OSError as error:
@@ -282,7 +285,9 @@ class StoredShards:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> list[tuple[Pack, list[Lot]]]:
+def _write(
+    files: pafs.FileSystem, folder: str, snapshot: Snapshot, permit: Callable[[], None]
+) -> list[tuple[Pack, list[Lot]]]:
     """Write a checkpoint's files into a folder; returns its packs of states, and the lots in them."""
     files.create_dir(folder, recursive=True)
     written: dict[str, dict[str, Any]] = {}
@@ -314,6 +319,7 @@ def _write(files: pafs.FileSystem, folder: str, snapshot: Snapshot) -> list[tupl
     meta = {"round": snapshot.round, "server": server, "packs": len(packs), "tables": tables}
     put("meta.json", json.dumps({**meta, "meta": snapshot.meta}).encode())
     manifest = {"format": FORMAT, "files": written, "shared": _shared(snapshot)}
+    permit()
     put(_MANIFEST, json.dumps(manifest, indent=1).encode())
     return packs
 

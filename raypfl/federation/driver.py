@@ -16,7 +16,7 @@ import torch
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.data.store import cache_folder
-from raypfl.errors import ConfigError, RaypflError, Unwritable, did_you_mean
+from raypfl.errors import CheckpointError, ConfigError, RaypflError, Unwritable, did_you_mean
 from raypfl.evaluation import Measures, refuse_untestable
 from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
@@ -32,6 +32,7 @@ from raypfl.federation.events import (
     Warned,
 )
 from raypfl.federation.folders import new_folder
+from raypfl.federation.lease import held, refuse_unless_held
 from raypfl.federation.result import (
     RECIPE,
     Result,
@@ -239,26 +240,32 @@ def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
     telling = _Audience([partial(_write_beginning, folder), *listeners])
     stop = StopRequest()
-    with stop.acknowledged(lambda: telling(Progress(STOPPING))), stop.listening():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.acknowledged(lambda: telling(Progress(STOPPING))))
+        stack.enter_context(stop.listening())
         with stop.interruptible():
             telling(Progress("preparing data"))
             data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
             job = _job(experiment, folder, data, telling)
+            stack.enter_context(held(job.checkpoints, job.attempt, lambda text: telling(Progress(text))))
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
         with backend(job, data, telling, stop) as finished:
-            _keep(folder, finished)  # before Ray is stopped, which takes seconds
+            _keep(job, finished)  # before Ray is stopped, which takes seconds
     return Result.load(folder)
 
 
-def _keep(folder: Path, finished: RunFinished) -> None:
+def _keep(job: Job, finished: RunFinished) -> None:
     """Put a run's end into its folder, and raise what it ended with."""
     problems = [finished.error] if finished.error else []
     try:
-        write_tables(folder, finished)
+        refuse_unless_held(job.checkpoints, job.attempt)
+        write_tables(Path(job.run_dir), finished)
     except Unwritable as problem:
-        problems.append(f"{problem} `raypfl resume {folder}` then goes on from the newest checkpoint.")
+        problems.append(f"{problem} `raypfl resume {job.run_dir}` then goes on from the newest checkpoint.")
+    except CheckpointError as problem:
+        problems.append(str(problem))
     if problems:
-        raise RaypflError("\n".join(problems))
+        raise RaypflError("\n".join(dict.fromkeys(problems)))
 
 
 def _write_beginning(folder: Path, event: Event) -> None:
@@ -283,7 +290,8 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
         best, why = trial.best, trial.why
         settled = [f"engine.executor={best.executor}", f"training.channels_last={str(best.channels_last).lower()}"]
         experiment = experiment.override(settled)
-    return Job(folder.name, str(folder), experiment, why, data.fingerprint, digest(experiment.model.weights))
+    weights, attempt = digest(experiment.model.weights), uuid.uuid4().hex
+    return Job(folder.name, str(folder), experiment, why, data.fingerprint, weights, attempt)
 
 
 def _largest_group(experiment: Experiment, data: ClientData) -> int:

@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,7 @@ from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.columns import Columns
 from raypfl.federation.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.judging import Judge
+from raypfl.federation.lease import refuse_unless_held
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.pool import Pools
@@ -63,6 +65,7 @@ class Job:
     Attributes
     ----------
     fingerprint, weights : of the data and partition, and of the file of weights to begin with, if there is one.
+    attempt : a name for this try at the run, in the lease that it holds.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Job:
     why: str
     fingerprint: str
     weights: str
+    attempt: str
 
     @property
     def checkpoints(self) -> str:
@@ -366,7 +370,8 @@ class Server:
                 "versions": {"raypfl": raypfl.__version__, "torch": torch.__version__},
             },
         )
-        path = checkpoint.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep)
+        permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt)
+        path = checkpoint.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved = self.round
         self.emit(Checkpointed(self.round, path))
 
