@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raypfl.errors import RaypflError
+from raypfl.federation import ray_backend
+from raypfl.federation.hiring import PATIENCE, STILLBORN
 from raypfl.federation.ray_backend import APART, INSIDE, RayBackend
 from raypfl.federation.states import Kept
 from raypfl.federation.work import Call, Group, Reply
@@ -68,3 +71,74 @@ def test_a_small_broadcast_travels_with_the_call_and_a_large_one_is_an_object(ba
     assert list(small) == ["theta"] and np.array_equal(small["theta"], half)
     large = backend.broadcast({"theta": half, "control": half, "scale": np.ones(1)})
     assert isinstance(large, ray.ObjectRef) and np.array_equal(ray.get(large)["control"], half)
+
+
+class Stillborn:
+    """Stands for a client actor that dies while it is set up."""
+
+    def __init__(self) -> None:
+        import ray
+
+        died = ray.put(ray.exceptions.ActorDiedError())
+        self.prepare = SimpleNamespace(remote=lambda order: died)
+
+
+class Clock:
+    """Stands for the module `time`: a look at it takes a tenth of a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.1
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ray_backend, "time", clock)
+    monkeypatch.setattr(ray_backend.ray, "kill", lambda actor: None)
+    return clock
+
+
+def groups(count: int) -> list[Group]:
+    return [Group(i, (i,), np.arange(1), {}, [None]) for i in range(count)]
+
+
+def test_actors_that_die_while_they_are_set_up_end_no_run_in_which_another_works(stand, clock):
+    hired: list[Stillborn] = []
+
+    def hire() -> Stillborn:
+        hired.append(Stillborn())
+        return hired[-1]
+
+    backend = RayBackend([stand, hire()], hire, b"", lambda: False, lambda text: None)
+    for number in range(300):
+        assert len(list(backend.run(Call(number, "judge", 1, 0.1, {}, {}), groups(3)))) == 3
+    assert clock.now > PATIENCE and len(hired) > STILLBORN
+
+
+def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_fewer_tries(clock):
+    moments: list[float] = []
+
+    def hire() -> Stillborn:
+        moments.append(clock.now)
+        return Stillborn()
+
+    told: list[str] = []
+    backend = RayBackend([hire()], hire, b"", lambda: False, told.append)
+    with pytest.raises(RaypflError, match=r"die while they are set up: \d+ since the last group was finished"):
+        list(backend.run(Call(0, "judge", 1, 0.1, {}, {}), groups(1)))
+    pauses = np.diff(moments)
+    assert clock.now > PATIENCE and len(pauses) < 15 and pauses[-1] > 5 * pauses[0]
+    assert len(told) == 1
+
+
+def test_an_actor_that_comes_up_after_others_have_died_does_the_work(stand, clock):
+    later = iter([Stillborn() for _ in range(5)])
+    backend = RayBackend([Stillborn()], lambda: next(later, stand), b"", lambda: False, lambda text: None)
+    assert len(list(backend.run(Call(0, "judge", 1, 0.1, {}, {}), groups(3)))) == 3

@@ -98,9 +98,9 @@ def test_a_run_that_is_stopped_before_its_first_round_ends_at_once_and_is_begun_
 
 def test_signals_wait_until_what_must_not_be_cut_off_is_done():
     done = False
-    with pytest.raises(KeyboardInterrupt), undisturbed():
+    with pytest.raises(KeyboardInterrupt), interrupting(), undisturbed():
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
         done = True
     assert done
 

@@ -321,7 +321,7 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> It
 
 
 @contextlib.contextmanager
-def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
+def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> Iterator[RunFinished]:
     with contextlib.ExitStack() as stack:
         with stop.interruptible():
             ray = stack.enter_context(connected(job.experiment.ray, emit))
@@ -333,7 +333,14 @@ def _on_ray(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> It
             server = _spare.take(ray, kind) or _server_actor(ray, *kind)
         finished = None
         try:
-            finished = _follow(ray, server, (job, data), emit, stop)
+            while finished is None:
+                reached = emit.round
+                try:
+                    finished = _follow(ray, server, (job, data), emit, stop)
+                except _ServerDied:
+                    if emit.round == reached:
+                        raise
+                    server = _server_actor(ray, *kind)  # Ray counts deaths, however much was done between them
             yield finished
         finally:
             if _spare.shared and finished is not None:
@@ -383,22 +390,30 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
             raise error.cause from None
         raise
     except ray.exceptions.RayError as error:
-        raise RaypflError(
+        raise _ServerDied(
             f"The server's process died, and again each time that Ray started it: {str(error).splitlines()[0]} "
             f"`raypfl resume {job[0].run_dir}` goes on from the newest checkpoint."
         ) from error
+
+
+class _ServerDied(RaypflError):
+    """The server's process died as often as Ray may start it."""
 
 
 class _Audience:
     """Passes events on to the listeners, each but once: a server that was started again runs some rounds again.
 
     One event at a time, from whichever thread it comes.
+
+    Attributes
+    ----------
+    round : the last one that was done.
     """
 
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
         self._one_at_a_time = threading.RLock()  # what is news may be a warning more
-        self._round = -1
+        self.round = -1
         self._evaluated = -1
         self._started = False
 
@@ -415,7 +430,7 @@ class _Audience:
                 self(Warned(f"The server was started again and goes on from round {event.first_round}."))
             return first
         if isinstance(event, RoundFinished):
-            news, self._round = event.round > self._round, max(event.round, self._round)
+            news, self.round = event.round > self.round, max(event.round, self.round)
             return news
         if isinstance(event, Evaluated):
             news, self._evaluated = event.round > self._evaluated, max(event.round, self._evaluated)

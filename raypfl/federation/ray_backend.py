@@ -15,6 +15,7 @@ from raypfl.errors import RaypflError, Stopped
 from raypfl.federation.actors import fetched, opened
 from raypfl.federation.backend import Done, Failed
 from raypfl.federation.broadcasts import INSIDE
+from raypfl.federation.hiring import STILLBORN, Hiring
 from raypfl.federation.placement import Dispatch
 from raypfl.federation.states import Stack
 from raypfl.federation.work import Call, Group, Reply
@@ -25,9 +26,6 @@ An object costs about a millisecond, as much as copying so many bytes."""
 
 POLL = 0.1
 """Seconds between looks at whether the run was asked to stop."""
-
-STILLBORN = 3
-"""Client actors in a row that die while they are set up, after which the run ends."""
 
 
 @dataclass(eq=False)
@@ -68,7 +66,7 @@ class RayBackend:
         stopped: Callable[[], bool],
         warn: Callable[[str], None],
     ):
-        self._stillborn = 0
+        self._hiring = Hiring()
         self._hire = hire
         self._order = order
         self._apart: dict[Hashable, bool] = {}  # function -> whether its clients' states were large the last time
@@ -124,6 +122,7 @@ class RayBackend:
                         yield from self._bury(flight.crew, flying, dispatch, error)
                     else:
                         del flying[reply]
+                        self._hiring.worked()
                         dispatch.finished(flight.crew, flight.group, time.monotonic())
                         self._push(call, dispatch, flying)
                         yield flight.group, outcome
@@ -157,7 +156,7 @@ class RayBackend:
 
     def _muster(self, dispatch: Dispatch) -> None:
         """Have all actors, and let them take part once they run: one without room must not be handed a group."""
-        while len(self._crews) < self._wanted:
+        while len(self._crews) < self._wanted and self._hiring.may(time.monotonic()):
             actor = self._hire()
             self._crews.append(_Crew(actor, actor.prepare.remote(self._order)))
         absent = {crew.prepared: crew for crew in self._crews if crew.node is None}
@@ -172,21 +171,33 @@ class RayBackend:
     def _greet(self, crew: _Crew) -> None:
         try:
             crew.node = ray.get(crew.prepared)
-            self._stillborn = 0
         except RayTaskError as error:
             raise RaypflError(f"A client actor could not be set up: {error.cause}") from error
         except RayError as error:
             self._dismiss(crew)
-            self._stillborn += 1
-            if self._stillborn == STILLBORN:
-                raise RaypflError(f"Client actors die while they are set up. {_why(error)}") from error
+            self._mourn(error)
+
+    def _mourn(self, error: RayError) -> None:
+        """Give up if actors keep dying while they are set up, and there is no other one that can work."""
+        now = time.monotonic()
+        self._hiring.lost(now)
+        if self._hiring.stillborn == STILLBORN:
+            self._warn("Client actors die while they are set up; others are tried, after growing pauses.")
+        if self._hiring.is_hopeless(now) and not any(crew.node for crew in self._crews):
+            raise RaypflError(
+                f"Client actors die while they are set up: {self._hiring.stillborn} since the last group was finished, "
+                f"and none is left. {_why(error)}"
+            ) from error
 
     def _arrived(self, flying: Mapping[Any, _Flight], pause: float) -> list[Any]:
         if self._stopped():
             raise Stopped("The run was asked to stop.")
         if flying:
             return ray.wait(list(flying), num_returns=1, timeout=min(POLL, pause))[0]
-        ray.wait([crew.prepared for crew in self._crews], num_returns=1, timeout=POLL)
+        if self._crews:
+            ray.wait([crew.prepared for crew in self._crews], num_returns=1, timeout=POLL)
+        else:
+            time.sleep(POLL)
         return []
 
     def _bury(

@@ -103,7 +103,7 @@ def handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(by: Any = None, numbers: Iterable[int] = ASKING, where: Any = None) -> Iterator[None]:
-    """Within: signals go to `by`, except those that are ignored, as SIGHUP is under nohup.
+    """Within: signals go to `by`, except for SIGHUP where it is ignored, as under nohup.
 
     With `where`, only those that went there before. Outside the main thread, signals are not ours to take.
     """
@@ -111,7 +111,8 @@ def _handled(by: Any = None, numbers: Iterable[int] = ASKING, where: Any = None)
         yield
         return
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
-    mine = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN and where in (None, handler)}
+    left = (signal.SIGHUP, signal.SIG_IGN)
+    mine = {n: handler for n, handler in before.items() if (n, handler) != left and where in (None, handler)}
     try:
         for number, handler in mine.items():
             signal.signal(number, handler if by is None else by)
