@@ -18,7 +18,8 @@ from raypfl.report.words import listed, protocol_in_words, signed
 from raypfl.tracking import data_picture, numbers
 from raypfl.tracking.contenders import COLOURS, Contender
 from raypfl.tracking.numbers import MODELS, Against, Curve, clients, judged, loss, pairs
-from raypfl.tracking.picture import line
+from raypfl.tracking.picture import from_worst, line
+from raypfl.tracking.units import Unit
 
 NARROW, WIDE, SQUARE = (380, 290), (900, 380), (300, 290)
 """CSS pixels: of a figure that shares its row or fills a phone, of one with a row to itself, of one among many."""
@@ -44,30 +45,32 @@ class Drawing:
 
 
 def curves(compared: Sequence[Contender], protocol: str, against: Against, wide: bool = False) -> Drawing:
-    """Accuracy over rounds, megabytes or seconds, with a band from the worst to the best of the seeds."""
+    """The primary metric over rounds, megabytes or seconds, with a band from the worst to the best of the seeds."""
     found = {
         (i, model): curve
         for i, one in enumerate(compared)
         for model in MODELS
         if (curve := judged(one, protocol, model, against))
     }
+    unit = compared[0].unit
     free = {key for key, curve in found.items() if against == "megabytes" and not curve.x.any()}
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         _lines(axes, compared, found, free)
-        _percent(axes.yaxis)
+        _scaled(axes.yaxis)
         axes.xaxis.set_major_locator(MaxNLocator(7, steps=_STEPS, integer=against == "round"))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
         axes.set_xlim(0)
-        axes.set(xlabel=_AXIS[against], ylabel="accuracy (%)")
+        axes.set(xlabel=_AXIS[against], ylabel=unit.label)
 
     ends = [
-        f"{compared[i].label}, {model} model: from {curve.mean[0]:.1f} to {curve.mean[-1]:.1f} %"
+        f"{compared[i].label}, {model} model: from {_told(unit, curve.mean[0])} to "
+        f"{_told(unit, curve.mean[-1])}{unit.sign}"
         for (i, model), curve in found.items()
     ]
     tested = protocol_in_words(protocol)
-    alt = f"Lines of accuracy on {tested}, against {_AXIS[against]}. {'; '.join(ends)}."
+    alt = f"Lines of {unit.words} on {tested}, against {_AXIS[against]}. {'; '.join(ends)}."
     name = f"curves-{protocol}-{against}"
     title = {"round": f"On {tested}", "megabytes": "Against megabytes", "seconds": "Against seconds"}[against]
     large = drawn(f"{name}-wide", alt, *WIDE, draw) if wide else None
@@ -111,8 +114,9 @@ def _by_round(
 
 
 def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:
-    """Each client's final accuracy with the model that it would use, from the worst client to the best."""
-    found = {i: np.sort(clients(one, protocol, one.deployed(protocol))) for i, one in enumerate(compared)}
+    """The primary metric of each client at the end, with the model that it would use, from the worst to the best."""
+    unit = compared[0].unit
+    found = {i: from_worst(one, clients(one, protocol, one.deployed(protocol))) for i, one in enumerate(compared)}
     found = {i: reached for i, reached in found.items() if len(reached)}
 
     def draw(figure: Figure) -> None:
@@ -123,16 +127,17 @@ def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:
             chosen = np.unique(np.linspace(0, len(reached) - 1, min(len(reached), _MOST_POINTS)).astype(int))
             look = line(compared[i].deployed(protocol)) | {"marker": _MARKERS[mark(i)], "markevery": 0.15}
             axes.plot(share[chosen], reached[chosen], **_owned(i), markersize=4, **look)
-        _percent(axes.yaxis)
+        _scaled(axes.yaxis)
         axes.set_xlim(0, 100)
-        axes.set(xlabel="clients, from worst to best (%)", ylabel="accuracy (%)")
+        axes.set(xlabel="clients, from worst to best (%)", ylabel=unit.label)
         axes.text(1.5, 0.01, "worst decile", transform=axes.get_xaxis_transform(), va="bottom", fontsize=11)
 
     ends = [
-        f"{compared[i].label}: worst {reached[0]:.1f}, median {np.median(reached):.1f}, best {reached[-1]:.1f} %"
+        f"{compared[i].label}: worst {_told(unit, reached[0])}, median {_told(unit, float(np.median(reached)))}, "
+        f"best {_told(unit, reached[-1])}{unit.sign}"
         for i, reached in found.items()
     ]
-    alt = f"Sorted final accuracies of clients on {protocol_in_words(protocol)}. {'; '.join(ends)}."
+    alt = f"Sorted final values of {unit.words} of clients on {protocol_in_words(protocol)}. {'; '.join(ends)}."
     narrow, wide = drawn("sorted", alt, *NARROW, draw), drawn("sorted-wide", alt, *WIDE, draw)
     return Drawing("Every client, from worst to best", narrow, wide=wide)
 
@@ -140,7 +145,7 @@ def sorted_clients(compared: Sequence[Contender], protocol: str) -> Drawing:
 def personal_against_global(compared: Sequence[Contender], protocol: str) -> list[Drawing]:
     """For each contender that has both models, a disc where clients are: as large as there are many of them."""
     found = {i: both for i, one in enumerate(compared) if len(both := pairs(one, protocol))}
-    return [_plane(i, compared[i].label, both) for i, both in found.items()]
+    return [_plane(i, compared[i], both) for i, both in found.items()]
 
 
 def partition(summary: Summary, name: str) -> Drawing:
@@ -179,39 +184,52 @@ def _exceptions(compared: Sequence[Contender], protocol: str, found: _Curves, fr
     said = []
     if free:
         names = listed(list(dict.fromkeys(compared[i].label for i, _ in free)))
-        said.append(f"Dotted, at the final accuracy: {names}, for nothing is sent.")
+        said.append(f"Dotted, at the final value: {names}, for nothing is sent.")
     shown = {i for i, _ in found}
     if apart := [one.label for i, one in enumerate(compared) if i not in shown and protocol in one.protocols]:
         said.append(f"Not drawn: {listed(apart)}, whose seeds were never evaluated in the same round.")
     return " ".join(said)
 
 
-def _plane(i: int, label: str, both: np.ndarray) -> Drawing:
+def _plane(i: int, one: Contender, both: np.ndarray) -> Drawing:
     shared, own = both[:, 0], both[:, 1]
-    places, counts = _places(both)
-    low = float(both.min())
-    room = 0.05 * (100 - low + 1)
+    unit, label = one.unit, one.label
+    low, high = float(both.min()), 100.0 if unit.metric.percent else float(both.max())
+    places, counts = _places(both, 100.0 if unit.metric.percent else max(high - low, 1e-9))
+    room = 0.05 * (high - low + (1 if unit.metric.percent else 0)) or 1.0
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        axes.plot([0, 100], [0, 100], color=FAINT, linewidth=1)
+        axes.axline((low, low), slope=1, color=FAINT, linewidth=1)
         sizes = counts * max(min(_DISC, _LARGEST_DISC / counts.max()), _SMALLEST_DISC)
         axes.scatter(places[:, 0], places[:, 1], s=sizes, **_owned(i), alpha=0.75, linewidths=0)
         for axis in (axes.xaxis, axes.yaxis):
-            _percent(axis, 5)
-        axes.set(xlim=(low - room, 100 + room), ylim=(low - room, 100 + room), aspect="equal")
-        axes.set(xlabel="global model (%)", ylabel="personal model (%)")
+            _scaled(axis, 5)
+        axes.set(xlim=(low - room, high + room), ylim=(low - room, high + room), aspect="equal")
+        axes.set(xlabel=f"global model{_in_percent(unit)}", ylabel=f"personal model{_in_percent(unit)}")
 
     better, worse = int((own > shared).sum()), int((own < shared).sum())
-    gain = signed(float((own - shared).mean()))
-    told = f"Better for {better:,} of {len(both):,} clients, worse for {worse:,}; on average {gain} points."
-    alt = f"{label}: each client's accuracy with its personal model against that with the global one. {told}"
+    if not unit.metric.higher_is_better:
+        better, worse = worse, better
+    mean = float((own - shared).mean())
+    gain = f"{signed(mean, unit.digits([mean]))}{' points' if unit.metric.percent else ''}"
+    told = f"Better for {better:,} of {len(both):,} clients, worse for {worse:,}; on average {gain}."
+    alt = f"{label}: each client's {unit.words} with its personal model against that with the global one. {told}"
     return Drawing(label, drawn(f"plane-{i}", alt, *SQUARE, draw), told)
 
 
-def _places(both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where clients are in the plane, and how many: on a grid as fine as keeps the places few."""
-    for step in (0.1, 0.5, 1.0, 2.0):
+def _told(unit: Unit, value: float) -> str:
+    """A value that is in its unit already."""
+    return f"{value:.{unit.digits([value])}f}"
+
+
+def _in_percent(unit: Unit) -> str:
+    return " (%)" if unit.metric.percent else ""
+
+
+def _places(both: np.ndarray, span: float) -> tuple[np.ndarray, np.ndarray]:
+    """Where clients are in the plane, and how many: on a grid, of a span, as fine as keeps the places few."""
+    for step in (span * 0.001, span * 0.005, span * 0.01, span * 0.02):
         places, counts = np.unique(np.round(both / step), axis=0, return_counts=True)
         if len(places) <= _MOST_PLACES:
             break
@@ -247,6 +265,6 @@ def _rounds(axes: Axes) -> None:
     axes.set_xlabel("round")
 
 
-def _percent(axis: Any, ticks: int = 7) -> None:
+def _scaled(axis: Any, ticks: int = 7) -> None:
     axis.set_major_locator(MaxNLocator(ticks, steps=_STEPS))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -17,18 +17,19 @@ import raypfl
 from raypfl import files
 from raypfl.data import Summary, load_federated, summarised
 from raypfl.errors import ConfigError, RaypflError
+from raypfl.evaluation.measures import Measures
 from raypfl.federation import Result
 from raypfl.report import figures, logged, tables
 from raypfl.report.figures import Drawing
 from raypfl.report.shades import on_dark, on_light
-from raypfl.report.words import listed, protocol_in_words, signed
+from raypfl.report.words import listed, protocol_in_words
 from raypfl.tracking import data_table
 from raypfl.tracking.contenders import Contender, contenders, setting
 from raypfl.tracking.numbers import prediction
-from raypfl.tracking.units import over_seeds
+from raypfl.tracking.units import Unit, capital
 
 _CURVES = 6  # protocols that have a figure of their own
-_PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val")
+_PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val", "train")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
         "compared": compared,
         "several_seeds": any(len(one.results) > 1 for one in compared),
         "headings": headings,
+        "unit": compared[0].unit,
+        "capital": capital,
+        "metrics": _metrics_in_words(compared[0].measures, headings),
         "blocks": blocks,
         "costs": tables.costs(compared),
         "tested": protocol_in_words(main),
@@ -125,33 +129,36 @@ def _marks(compared: Sequence[Contender]) -> list[str]:
 
 def _lead(compared: Sequence[Contender], protocol: str) -> str:
     """The result in a sentence: of the models that clients would use, and whose they are."""
-    scored = [(one, _percent(one, protocol, one.deployed(protocol))) for one in compared]
-    ranked = sorted(((one, values) for one, values in scored if values), key=lambda pair: -fmean(pair[1]))
+    unit = compared[0].unit
+    sign = -1 if unit.metric.higher_is_better else 1
+    scored = [(one, one.scores(protocol, one.deployed(protocol), unit.metric.name)) for one in compared]
+    ranked = sorted(((one, values) for one, values in scored if values), key=lambda pair: sign * fmean(pair[1]))
     (best, reached), *others = ranked
-    whose, tested, so = _whose(best, protocol), protocol_in_words(protocol), _printed(reached)
+    whose, tested, so = _whose(best, protocol), protocol_in_words(protocol), _printed(unit, reached)
     if not others:
-        return f"{_capital(whose)} {_number(best, protocol, 'reaches', 'reach')} {so} % on {tested}."
-    equals = [_whose(one, protocol) for one, values in others if f"{fmean(values):.1f}" == f"{fmean(reached):.1f}"]
+        return f"{capital(whose)} {_number(best, protocol, 'reaches', 'reach')} {so} on {tested}."
+    equals = [
+        _whose(one, protocol) for one, values in others if unit.printed(fmean(values)) == unit.printed(fmean(reached))
+    ]
     if equals:
         others_too = equals[0] if len(equals) == 1 else f"{len(equals)} others"
-        return f"{_capital(whose)} and {others_too} are best on {tested}: {so} %."
+        return f"{capital(whose)} and {others_too} are best on {tested}: {so}."
     second, theirs = others[0]
-    ahead = fmean(reached) - fmean(theirs)
-    lead = f"{signed(ahead).removeprefix('+')} points above {_whose(second, protocol)}"
+    ahead = abs(fmean(reached) - fmean(theirs))
+    points, way = (" points", "above") if unit.metric.percent else ("", "above" if sign < 0 else "below")
+    lead = f"{unit.printed(ahead)}{points} {way} {_whose(second, protocol)}"
     spread = max((stdev(values) for values in (reached, theirs) if len(values) > 1), default=0.0)
-    within = f", which is within the spread over seeds (± {spread:.1f})" if ahead <= spread else ""
-    own = _percent(best, protocol, "global") if best.deployed(protocol) == "personal" else []
-    beside = f" The global model of {best.label} has {_printed(own)} %." if own else ""
+    within = f", which is within the spread over seeds (± {unit.printed(spread)})" if ahead <= spread else ""
+    own = best.scores(protocol, "global", unit.metric.name) if best.deployed(protocol) == "personal" else []
+    beside = f" The global model of {best.label} has {_printed(unit, own)}." if own else ""
     verb = _number(best, protocol, "is", "are")
-    return f"{_capital(whose)} {verb} best on {tested}: {so} %, {lead}{within}.{beside}"
+    return f"{capital(whose)} {verb} best on {tested}: {so}, {lead}{within}.{beside}"
 
 
-def _percent(one: Contender, protocol: str, model: str) -> list[float]:
-    return [100 * value for value in one.scores(protocol, model, "accuracy")]
-
-
-def _printed(values: Sequence[float]) -> str:
-    return over_seeds(values).replace("±", " ± ")
+def _printed(unit: Unit, values: Sequence[float]) -> str:
+    """``94.2 ± 0.3 %``, or ``a mean squared error of 2900``."""
+    text = unit.over_seeds(values).replace("±", " ± ")
+    return f"{text}{unit.sign}" if unit.sign else f"a {unit.words} of {text}"
 
 
 def _whose(one: Contender, protocol: str) -> str:
@@ -163,8 +170,12 @@ def _number(one: Contender, protocol: str, single: str, several: str) -> str:
     return several if one.deployed(protocol) == "personal" else single
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
+def _metrics_in_words(measures: Measures, headings: Sequence[str]) -> str:
+    """``", the expected calibration error (ECE)"`` and so on, of the metrics beside the primary one that are shown."""
+    units = [Unit(metric) for metric in measures.others if metric.words]
+    return "".join(
+        f", the {unit.words.removeprefix('the ')} ({unit.heading})" for unit in units if unit.heading in headings
+    )
 
 
 def _size(compared: Sequence[Contender]) -> str:
@@ -222,7 +233,7 @@ def _spreads(summary: Summary) -> dict[str, dict[str, float]]:
     told = data_table.as_json(summary)
     samples = {f"{name} samples": spread for name, spread in told["samples"].items() if spread["total"]}
     rows = samples | {
-        "classes held": told["classes_held"],
+        f"{summary.several} held": told["classes_held"],
         "label entropy (bits)": told["label_entropy_bits"],
         "earth mover's distance": told["earth_movers_distance"],
     }

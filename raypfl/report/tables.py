@@ -8,23 +8,34 @@ from statistics import fmean
 from typing import Any
 
 from raypfl.config.assignments import dotted
+from raypfl.evaluation.measures import Measures
 from raypfl.federation import Result
 from raypfl.report.words import plain, protocol_in_words
 from raypfl.tracking.contenders import Contender
 from raypfl.tracking.numbers import MODELS, Message, judged, messages, seconds
-from raypfl.tracking.units import over_seeds
+from raypfl.tracking.units import Unit, over_seeds
 
-_METRICS = {
-    "accuracy/personal": "personal",
-    "accuracy/global": "global",
-    "std": "std",
-    "worst_decile": "worst decile",
-    "weighted": "by samples",
-    "ece": "ECE",
-    "auc": "AUC",
-}
-_LEAST_IS_BEST = ("std", "ece")
 _ROWS = 20
+
+
+@dataclass(frozen=True)
+class _Column:
+    """An aggregate of one of a contender's models, or of the one that clients would use."""
+
+    heading: str
+    aggregate: str
+    model: str = ""
+    spread: bool = False
+
+    def values(self, contender: Contender, protocol: str, best: bool) -> list[float]:
+        """One number a seed, in the metric's unit."""
+        if self.aggregate not in contender.measures.aggregates:
+            return []
+        if self.spread:
+            scores = contender.spread(protocol, self.aggregate, best)
+        else:
+            scores = contender.scores(protocol, self.model or contender.deployed(protocol), self.aggregate, best)
+        return Unit(contender.measures.of(self.aggregate)).of(scores)
 
 
 @dataclass(frozen=True)
@@ -68,19 +79,32 @@ def results(compared: Sequence[Contender]) -> tuple[list[str], list[Block]]:
     wanted = [(name, False) for name in tests]
     wanted += [(name, True) for name in tests if any(one.has_best for one in compared)]
     wanted += [(name, False) for name in protocols if name not in tests]
+    columns = _columns(compared[0].measures)
     values = {
-        (protocol, best, i): _values(one, protocol, best)
+        (protocol, best, i): {column: column.values(one, protocol, best) for column in columns}
         for protocol, best in wanted
         for i, one in enumerate(compared)
         if protocol in one.protocols and (one.has_best or not best)
     }
-    shown = [metric for metric in _METRICS if any(row[metric] for row in values.values())]
+    shown = [column for column in columns if any(row[column] for row in values.values())]
     blocks = []
     for protocol, best in wanted:
         rows = {i: values[protocol, best, i] for i in range(len(compared)) if (protocol, best, i) in values}
         title = protocol_in_words(protocol) + (", in the round that validation data chose" if best else "")
         blocks.append(Block(title, _lines(compared, rows, shown)))
-    return [_METRICS[metric] for metric in shown], blocks
+    return [column.heading for column in shown], blocks
+
+
+def _columns(measures: Measures) -> list[_Column]:
+    primary = measures.primary.name
+    return [
+        _Column("personal", primary, "personal"),
+        _Column("global", primary, "global"),
+        _Column("std", "std", spread=True),
+        _Column("worst decile", "worst_decile", spread=True),
+        _Column("by samples", "weighted", spread=True),
+        *(_Column(Unit(metric).heading, metric.name) for metric in measures.others if metric.shown),
+    ]
 
 
 def costs(compared: Sequence[Contender]) -> list[Line]:
@@ -89,7 +113,7 @@ def costs(compared: Sequence[Contender]) -> list[Line]:
 
 
 def course(compared: Sequence[Contender], protocol: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Headings, and the accuracy that curves have, in about twenty rounds."""
+    """Headings, and the values that curves have, in about twenty rounds."""
     found = {
         f"{one.label}, {model}": dict(zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True))
         for one in compared
@@ -97,8 +121,9 @@ def course(compared: Sequence[Contender], protocol: str) -> tuple[list[str], lis
         if (curve := judged(one, protocol, model))
     }
     rounds = sorted(set().union(*found.values()))
+    digits = compared[0].unit.digits(value for one in found.values() for value in one.values())
     chosen = dict.fromkeys([*rounds[:: max(len(rounds) // _ROWS, 1)], *rounds[-1:]])
-    rows = [(number, [f"{c[number]:.1f}" if number in c else "–" for c in found.values()]) for number in chosen]
+    rows = [(number, [f"{c[number]:.{digits}f}" if number in c else "–" for c in found.values()]) for number in chosen]
     return list(found), rows
 
 
@@ -123,35 +148,27 @@ def environment(compared: Sequence[Contender]) -> tuple[list[Setting], list[tupl
     return _settled([(label, dotted(result.facts)) for label, result in _named(compared)], ("data",))
 
 
-def _values(contender: Contender, protocol: str, best: bool) -> dict[str, list[float]]:
-    """Of each metric, one number a seed, in %."""
-    found = {}
-    for metric in _METRICS:
-        name, _, model = metric.partition("/")
-        if model:
-            scores = contender.scores(protocol, model, name, best)
-        elif name in ("ece", "auc"):
-            scores = contender.scores(protocol, contender.deployed(protocol), name, best)
-        else:
-            scores = contender.spread(protocol, name, best)
-        found[metric] = [100 * score for score in scores]
-    return found
-
-
 def _lines(
-    compared: Sequence[Contender], rows: Mapping[int, Mapping[str, list[float]]], shown: Sequence[str]
+    compared: Sequence[Contender], rows: Mapping[int, Mapping[_Column, list[float]]], shown: Sequence[_Column]
 ) -> list[Line]:
-    best = {metric: _best(metric, [row[metric] for row in rows.values() if row[metric]]) for metric in shown}
+    measures = compared[0].measures
+    told = {column: [row[column] for row in rows.values() if row[column]] for column in shown}
+    digits = {
+        column: Unit(measures.of(column.aggregate)).digits(value for some in told[column] for value in some)
+        for column in shown
+    }
+    best = {column: _best(told[column], digits[column], measures.lower_is_better(column.aggregate)) for column in shown}
     return [
-        Line(i, compared[i].label, [_cell(row[metric], 1, best[metric]) for metric in shown]) for i, row in rows.items()
+        Line(i, compared[i].label, [_cell(row[column], digits[column], best[column]) for column in shown])
+        for i, row in rows.items()
     ]
 
 
-def _best(metric: str, rivals: Sequence[list[float]]) -> str | None:
+def _best(rivals: Sequence[list[float]], digits: int, lower: bool) -> str | None:
     """The best mean as it is printed, so that equals all count; None: there is nothing to win."""
     if len(rivals) < 2:
         return None
-    return f"{(min if metric in _LEAST_IS_BEST else max)(map(fmean, rivals)):.1f}"
+    return f"{(min if lower else max)(map(fmean, rivals)):.{digits}f}"
 
 
 def _cell(values: Sequence[float], digits: int = 1, best: str | None = None) -> Cell:

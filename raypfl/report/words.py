@@ -8,6 +8,7 @@ from typing import Any
 _PROTOCOLS = {
     "local": "each client’s own test data",
     "val": "each client’s own validation data",
+    "train": "each client’s own training data",
     "global": "all clients’ test data together",
     "pm_v": "all clients’ test data, only the client’s classes counting",
     "pm_l": "all clients’ test data, classes weighted as the client has them",
@@ -25,9 +26,9 @@ def protocol_in_words(protocol: str) -> str:
     return _PROTOCOLS.get(protocol, f"the pool {rest}" if kind == "ood" else protocol)
 
 
-def signed(value: float) -> str:
-    """With one digit and a true minus."""
-    return f"{value:+.1f}".replace("-", "−")
+def signed(value: float, digits: int = 1) -> str:
+    """With a true minus."""
+    return f"{value:+.{digits}f}".replace("-", "−")
 
 
 def plain(value: Any) -> str:
