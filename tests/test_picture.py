@@ -23,6 +23,7 @@ from raypfl.methods import METHODS
 from raypfl.tracking import outcome
 from raypfl.tracking.console import LiveView, PlainView, View, view
 from raypfl.tracking.contenders import contenders, labels, setting
+from raypfl.tracking.mlflow_entries import params_of
 from raypfl.tracking.picture import draw
 from raypfl.tracking.progress import RunLine, lines_for, minutes
 from raypfl.tracking.units import over_seeds
@@ -42,6 +43,7 @@ class MadeUp:
     weights_hash: str = "3fa2c19d88e0ffff"
     megabytes: tuple[float, float] = (23.1, 23.0)
     best_round: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
     ledger: pa.Table = field(default_factory=lambda: arrow(Columns(LEDGER)))
 
     def summary(self, round: int | None = None) -> list[dict]:
@@ -114,8 +116,15 @@ def test_clients_without_test_data_are_left_out_of_the_picture(tmp_path: Path):
 
 def test_a_setting_names_of_the_partition_what_is_not_by_default_so():
     usual, patient = ({"name": "dirichlet", "alpha": 0.3, **more} for more in ({}, {"tries": 50}))
-    assert setting(Experiment(partition=usual)) == "digits · 20 clients · dirichlet(alpha=0.3) · mlp"
-    assert "dirichlet(alpha=0.3, tries=50)" in setting(Experiment(partition=patient))
+    assert setting(Experiment(partition=usual), {}) == "digits · 20 clients · dirichlet(alpha=0.3) · mlp"
+    assert "dirichlet(alpha=0.3, tries=50)" in setting(Experiment(partition=patient), {})
+
+
+def test_a_population_is_announced_with_the_clients_that_it_has_and_no_partition():
+    described = Experiment(data="tests.federated_data:Described")
+    text = setting(described, {"num_clients": 4})
+    assert text == "tests.federated_data:Described · 4 clients · mlp"
+    assert not [key for key in params_of(described) if key.startswith("partition")]
 
 
 def test_twelve_methods_have_colours_of_their_own():

@@ -565,13 +565,6 @@ class Clients:
                 "needs classes says `objectives: ClassVar = (Classification,)`, and is then refused such data."
             )
 
-    def _refuse_without_classes(self, called: str) -> None:
-        if self.objective.targets in ("numbers", "tokens"):
-            raise MethodError(
-                f"clients.{called} counts classes, but the targets here are {self.objective.targets}. A method that "
-                "needs classes says `objectives: ClassVar = (Classification,)`, and is then refused such data."
-            )
-
     def _refuse_lone_samples(self, counts: np.ndarray) -> None:
         lone = np.flatnonzero((counts == 1).any(1))
         if len(lone) and self.model.normalises_vectors:

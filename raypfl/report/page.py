@@ -80,7 +80,7 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
     runs = [(i, one.label, result) for i, one in enumerate(compared) for result in one.results]
     return {
         "title": listed(list(dict.fromkeys(result.experiment.name for *_, result in runs))),
-        "settings": list(dict.fromkeys(setting(result.experiment) for *_, result in runs)),
+        "settings": list(dict.fromkeys(setting(result.experiment, result.facts) for *_, result in runs)),
         "lead": _lead(compared, main),
         "size": _size(compared),
         "notes": [*notes, *_cautions(compared)],
@@ -212,7 +212,7 @@ def _holdings(compared: Sequence[Contender]) -> list[Holdings]:
     """One for each data set and partition, as the first seed deals it."""
     firsts: dict[str, Result] = {}
     for one in compared:
-        firsts.setdefault(setting(one.results[0].experiment).rpartition(" · ")[0], one.results[0])
+        firsts.setdefault(setting(one.results[0].experiment, one.results[0].facts).rpartition(" · ")[0], one.results[0])
     titled = {f"{title}, seed {first.experiment.seed}": first for title, first in firsts.items()}
     return [_held(title, first, i) for i, (title, first) in enumerate(titled.items())]
 

@@ -11,7 +11,7 @@ from raypfl.config.assignments import dotted
 from raypfl.evaluation.measures import Measures
 from raypfl.federation import Result
 from raypfl.report.words import plain, protocol_in_words
-from raypfl.tracking.contenders import Contender
+from raypfl.tracking.contenders import Contender, settings
 from raypfl.tracking.numbers import MODELS, Message, judged, messages, seconds
 from raypfl.tracking.units import Unit, over_seeds
 
@@ -140,7 +140,7 @@ def ledger(compared: Sequence[Contender]) -> list[tuple[int, str, list[tuple[Mes
 def differences(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
     """Settings in which runs differ, beside method and seed, and those that all runs share."""
     runs = _named(compared)
-    return _settled([(label, dotted(result.experiment.to_dict())) for label, result in runs], ("method.name", "seed"))
+    return _settled([(label, dotted(settings(result.experiment))) for label, result in runs], ("method.name", "seed"))
 
 
 def environment(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:

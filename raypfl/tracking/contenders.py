@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from raypfl.config.assignments import dotted
+from raypfl.data.population import is_described
 from raypfl.evaluation.measures import Measures
 from raypfl.tracking.units import Unit
 
@@ -120,9 +121,15 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def setting(experiment: Experiment) -> str:
-    """What all contenders share, in one line: data, partition, model; of the partition, what is not by default so."""
+def setting(experiment: Experiment, facts: Mapping[str, Any]) -> str:
+    """What all contenders share, in one line: data, partition, model; of the partition, what is not by default so.
+
+    `facts` : what the run found out; of a population, which no partition deals out, they have the number of clients.
+    """
     values = experiment.to_dict()
+    if is_described(experiment.data):
+        count = [f"{facts['num_clients']:,} clients"] if "num_clients" in facts else []
+        return " · ".join([values["data"]["name"], *count, _called(values["model"])])
     partition = values["partition"]
     clients = partition.pop("clients", None)
     held = [f"{clients} clients"] if clients else []
@@ -132,6 +139,14 @@ def setting(experiment: Experiment) -> str:
     return " · ".join([values["data"]["name"], *held, _called(partition), _called(values["model"])])
 
 
+def settings(experiment: Experiment) -> dict[str, Any]:
+    """Everything that an experiment says, but for the partition of a population, which has no say."""
+    values = experiment.to_dict()
+    if is_described(experiment.data):
+        del values["partition"]
+    return values
+
+
 def _called(component: dict[str, Any]) -> str:
     options = ", ".join(f"{key}={value}" for key, value in component.items() if key != "name" and value is not None)
     return f"{component['name']}({options})" if options else component["name"]
@@ -139,7 +154,7 @@ def _called(component: dict[str, Any]) -> str:
 
 def _settings(experiment: Experiment) -> dict[str, Any]:
     """What decides a result beside the method and the seed."""
-    parts = {key: value for key, value in experiment.to_dict().items() if key not in _BESIDE}
+    parts = {key: value for key, value in settings(experiment).items() if key not in _BESIDE}
     return {key: value for key, value in dotted(parts).items() if key not in _BESIDE_KEYS}
 
 

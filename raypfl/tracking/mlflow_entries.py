@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypfl.config.assignments import dotted
 from raypfl.federation.events import Evaluated, RoundFinished, RunStarted
-from raypfl.tracking.contenders import contenders, setting
+from raypfl.tracking.contenders import contenders, setting, settings
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,11 +35,11 @@ def name_of(experiment: Experiment) -> str:
 
 def tags_of(started: RunStarted) -> dict[str, str]:
     """By which runs are searched for."""
-    experiment = started.experiment.to_dict()
+    experiment = settings(started.experiment)
     return {
         "kind": "run",
         "name": experiment["name"],
-        **{part: experiment[part]["name"] for part in ("method", "data", "partition", "model")},
+        **{part: experiment[part]["name"] for part in ("method", "data", "partition", "model") if part in experiment},
         "seed": str(experiment["seed"]),
         "run_dir": started.run_dir,
         **flat(started.facts, "facts."),
@@ -48,13 +48,13 @@ def tags_of(started: RunStarted) -> dict[str, str]:
 
 def params_of(experiment: Experiment) -> dict[str, str]:
     """All settings."""
-    return {key: without_password(value) for key, value in flat(experiment.to_dict()).items()}
+    return {key: without_password(value) for key, value in flat(settings(experiment)).items()}
 
 
 def description_of(started: RunStarted, run_id: str, uri: str) -> str:
     """What is read beside a run: what it is, and how one gets at its models."""
     return (
-        f"{setting(started.experiment)}\n\n"
+        f"{setting(started.experiment, started.facts)}\n\n"
         "Its models, as networks that take images as they are stored:\n\n"
         "```python\n"
         "import raypfl\n\n"
@@ -70,7 +70,7 @@ def comparison_of(results: Sequence[Result]) -> str:
     unit = compared[0].unit
     sign = unit.sign or f" {unit.heading}"
     headings = ("method", "tested on", *(f"{name}{sign}" for name in ("personal", "global", "worst decile")))
-    lines = [setting(results[0].experiment), "", f"| {' | '.join(headings)} |"]
+    lines = [setting(results[0].experiment, results[0].facts), "", f"| {' | '.join(headings)} |"]
     lines.append("|:--|:--|--:|--:|--:|")
     for one in compared:
         for protocol in one.protocols:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.evaluation.measures import Measures
-from raypfl.tracking.contenders import Contender, contenders, labels, setting
+from raypfl.tracking.contenders import Contender, contenders, labels, setting, settings
 from raypfl.tracking.mlflow_run import tracking_uri
 from raypfl.tracking.numbers import prediction, seconds
 from raypfl.tracking.units import Unit, capital, over_seeds
@@ -101,7 +101,7 @@ def show(
     judged = [result for result in results if result.evaluations.num_rows]
     if judged:
         console.print()
-        console.print(Text(setting(judged[0].experiment), "dim"))
+        console.print(Text(setting(judged[0].experiment, judged[0].facts), "dim"))
         _show_table(console, judged)
         if any(result.best_round is not None for result in judged):
             console.print(Text(_BEST, "dim"))
@@ -232,7 +232,8 @@ def _row(
 
 def _next(results: Sequence[Result], tried: Sequence[str], folder: Path) -> list[str]:
     last = results[-1]
-    skewed = ["partition.alpha=0.1"] if hasattr(last.experiment.partition, "alpha") else []
+    partition = settings(last.experiment).get("partition", {})
+    skewed = ["partition.alpha=0.1"] if "alpha" in partition else []
     return [
         shlex.join(["raypfl", "report", str(folder)]),
         *(_again(tried, options) for options in _other_option(last.experiment)),
