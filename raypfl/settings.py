@@ -17,11 +17,16 @@ class ModelSettings:
     name : a registered model, or ``module:attribute`` of your own ``nn.Module`` class or function.
     weights : with which it begins: a file (safetensors, or the state dict of a ``torch.save``), or the name of
         torchvision's pretrained weights (``IMAGENET1K_V1``); None: they are drawn.
+    frozen : what no client trains: names, modules, globs or words with commas between (``input layer``). It is never
+        sent or kept, and exists once a process; batch norm in it normalises by the statistics it has. Or
+    trained : what alone clients train, all else being frozen (``adapters, output layer``). None: all of it.
     options : its keyword arguments; in YAML they stand beside the name.
     """
 
     name: str = "mlp"
     weights: str | None = None
+    frozen: str | None = None
+    trained: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 

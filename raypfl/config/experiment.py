@@ -89,8 +89,17 @@ def _model(value: Any) -> ModelSettings:
         raise ValueError(f"model.weights is {weights!r}; it must be a file, or the name of torchvision's weights.")
     if weights is not None and is_file(weights):
         weights = str(Path(weights).expanduser().absolute())  # other processes may have other working directories
+    patterns = {key: _pattern(key, options.pop(key, None)) for key in ("frozen", "trained")}
+    if None not in patterns.values():
+        raise ValueError("model.frozen and model.trained are both set; say what is frozen, or what alone is trained.")
     options = checked_options(found(MODELS, name), name, options, "model", hidden=GIVEN_BY_ENGINE)
-    return ModelSettings(name=name, weights=weights, options=_plain(options))
+    return ModelSettings(name=name, weights=weights, **patterns, options=_plain(options))
+
+
+def _pattern(key: str, given: Any) -> str | None:
+    if not isinstance(given, str | None):
+        raise ValueError(f"model.{key} is {given!r}; it must be names of the network's parts, with commas between.")
+    return given
 
 
 def _training(value: Any, validate: Callable[[Any], TrainingSettings]) -> TrainingSettings:
@@ -238,7 +247,8 @@ def _plain(value: Any) -> Any:
         if isinstance(value, base):
             return _plain(described(registry, value))
     if isinstance(value, ModelSettings):
-        return _plain({"name": value.name, "weights": value.weights, **value.options})
+        fixed = {"weights": value.weights, "frozen": value.frozen, "trained": value.trained}
+        return _plain({"name": value.name, **fixed, **value.options})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

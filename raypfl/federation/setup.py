@@ -47,7 +47,8 @@ def make_model(experiment: Experiment, data: ClientData | DataOutline, device: t
         factory = Pretrained(factory, settings.name, settings.weights)
     factory = partial(_as_the_method_needs_it, experiment.method, factory)
     dtype = torch.float64 if experiment.training.precision == "fp64" else torch.float32
-    return FlatModel(factory, seed=rng.key(experiment.seed, "network") % 2**31, dtype=dtype, device=device)
+    seed = rng.key(experiment.seed, "network") % 2**31
+    return FlatModel(factory, seed, dtype, device, frozen=settings.frozen, trained=settings.trained)
 
 
 def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) -> nn.Module:

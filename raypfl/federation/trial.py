@@ -231,7 +231,7 @@ def _keep(trial: Trial, path: Path) -> None:
 
 def _key(ways: Sequence[Way], model: FlatModel, training: TrainingSettings, *others: Any) -> str:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor()
-    network = (str(model.module), _source(model.module))
+    network = (str(model.module), _source(model.module), list(model.segments))
     parts = [ways, network, training.batch_size, training.precision, others, device, torch.get_num_threads()]
     if training.optimizer != "sgd":
         parts.append(training.optimizer)

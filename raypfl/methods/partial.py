@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     ----------
     personal : trained and kept by each client.
     shared : trained and averaged.
-    frozen : the same on all clients as at the start, never sent.
+    frozen : the same on all clients as at the start, never sent; but in the vector, for fine-tuning trains it.
     """
 
     personal: Tensor

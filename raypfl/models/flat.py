@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from raypfl.errors import ConfigError, MethodError, did_you_mean
+from raypfl.models.freezing import freeze, moving, resting, stored
 from raypfl.models.roles import roles
 
 
@@ -41,6 +42,9 @@ class FlatModel:
     factory : builds the network (an ``nn.Module``) from nothing; called under a fixed seed.
     seed : of the template, which holds what is in no model vector: frozen parameters and integer buffers.
     dtype, device : of the network and of the vectors that it makes.
+    frozen : what no training moves (names as for :meth:`names`), beside what the network itself has frozen; or
+    trained : what alone it moves. Frozen tensors are in no vector and exist once, in the template. Batch norm whose
+        scale and shift are frozen is frozen whole: it normalises by the statistics that it has.
 
     Attributes
     ----------
@@ -48,7 +52,7 @@ class FlatModel:
     num_buffers : B, the floating-point numbers that training moves without a gradient.
     size : P + B, the length of a model vector.
     segments : name -> Segment, parameters first, in the network's order.
-    roles : word -> names of the segments that it selects, see :func:`raypfl.models.roles.roles`.
+    roles : word -> names of the tensors that it selects, frozen or not; see :func:`raypfl.models.roles.roles`.
     """
 
     def __init__(
@@ -57,22 +61,28 @@ class FlatModel:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        frozen: str | None = None,
+        trained: str | None = None,
     ):
         self.factory = factory
         self.dtype = dtype
         self.device = torch.device(device)
         self.module = self._build(seed)
         self.segments: dict[str, Segment] = {}
-        offset = 0
-        for name, tensor in self._moving(self.module).items():
+        self.roles = roles(self.module, stored(self.module))
+        freeze(self.module, self._to_freeze(frozen, trained))
+        self._resting = resting(self.module)
+        self._train(True)
+        offset, everything = 0, stored(self.module)
+        for name in moving(self.module):
+            tensor = everything[name]
             self.segments[name] = Segment(name, offset, offset + tensor.numel(), tensor.shape)
             offset += tensor.numel()
         self.size = offset
-        self.roles = roles(self.module, self.segments)
         self.parameter_names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         self.num_parameters = sum(self.segments[name].stop - self.segments[name].start for name in self.parameter_names)
         self.num_buffers = self.size - self.num_parameters
-        self.normalises_vectors = any(isinstance(m, nn.BatchNorm1d) for m in self.module.modules())
+        self.normalises_vectors = any(isinstance(m, nn.BatchNorm1d) and m.training for m in self.module.modules())
         self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules())
         self._sizes = [segment.stop - segment.start for segment in self.segments.values()]
         names = {id(tensor): name for name, tensor in self._moving(self.module).items()}
@@ -142,19 +152,33 @@ class FlatModel:
 
         Raises
         ------
-        ConfigError : if a part of the pattern selects nothing, unless it is such a word.
+        ConfigError : if a part of the pattern selects nothing, unless it is such a word, or what is frozen alone.
         """
-        chosen = []
+        chosen = self._selected(pattern)
+        if chosen and not chosen & self.segments.keys():
+            raise ConfigError(
+                f"{pattern!r} selects nothing but what is frozen ({', '.join(sorted(chosen))}), which is in no model "
+                "vector and trained by nobody."
+            )
+        return [name for name in self.segments if name in chosen]
+
+    def _selected(self, pattern: str) -> set[str]:
+        """Names of all that a pattern selects, frozen or not."""
+        names, chosen = list(stored(self.module)), set()
         for part in pattern.split(","):
             part = part.strip()
-            hits = [n for n in self.segments if n == part or n.startswith(part + ".") or fnmatch.fnmatch(n, part)]
+            hits = [n for n in names if n == part or n.startswith(part + ".") or fnmatch.fnmatch(n, part)]
             if not hits and part not in self.roles:
                 modules = [name for name, _ in self.module.named_modules() if name]
-                known = [*self.segments, *modules, *self.roles]
+                known = [*names, *modules, *self.roles]
                 raise ConfigError(f"No segment of the network matches {part!r}; {did_you_mean(part, known)}")
-            hits += self.roles.get(part, [])
-            chosen += hits
-        return [name for name in self.segments if name in chosen]
+            chosen |= {*hits, *self.roles.get(part, [])}
+        return chosen
+
+    def _to_freeze(self, frozen: str | None, trained: str | None) -> set[str]:
+        if trained is not None:
+            return stored(self.module).keys() - self._selected(trained)
+        return self._selected(frozen) if frozen is not None else set()
 
     def mask(self, pattern: str) -> Tensor:
         """``bool[P+B]``: which entries of a model vector belong to the segments that `pattern` selects."""
@@ -281,6 +305,8 @@ class FlatModel:
         else:
             for child in every:
                 object.__setattr__(child, "training", train)
+        for child in self._resting if train else ():
+            object.__setattr__(child, "training", False)
 
     @contextmanager
     def bound(self) -> Iterator[BoundModel]:
@@ -320,12 +346,9 @@ class FlatModel:
                 child.num_batches_tracked = None
         return module.train()
 
-    @staticmethod
-    def _moving(module: nn.Module) -> dict[str, Tensor]:
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        kept = module.state_dict()
-        buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point() and name in kept}
-        return parameters | buffers
+    def _moving(self, module: nn.Module) -> dict[str, Tensor]:
+        everything = stored(module)
+        return {name: everything[name] for name in self.segments}
 
 
 class BoundModel:

@@ -106,7 +106,7 @@ def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:
 
 def features(model: FlatModel) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """``features(theta, x[b, ...]) -> z[b, d], logits[b, C]``: what goes into the output layer, and what comes out."""
-    path = model.names("output layer")[0].rpartition(".")[0]
+    path = model.roles["output layer"][0].rpartition(".")[0]
 
     def run(theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
