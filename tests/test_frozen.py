@@ -14,7 +14,7 @@ from raypfl.errors import ConfigError
 from raypfl.messages import per_client
 from raypfl.methods import FedAvg, PartialPersonalization
 from raypfl.models import MODELS, FlatModel
-from tests.support import CLASSES, EXECUTORS, FP64, Federation, NormalisedConv, close, small_mlp
+from tests.support import CLASSES, EXECUTORS, FP64, Federation, NormalisedConv, bare_loop, close, small_mlp
 
 
 class HalfFrozenConv(NormalisedConv):
@@ -163,3 +163,13 @@ def test_words_mean_the_same_parts_whatever_is_frozen():
 def test_a_setting_freezes_and_comes_back_from_yaml():
     experiment = raypfl.Experiment(model={"name": "mlp", "frozen": "input layer"}, training=FP64)
     assert raypfl.Experiment.from_yaml(experiment.to_yaml()).model.frozen == "input layer"
+
+
+def test_batch_norm_that_keeps_no_statistics_normalises_by_the_real_rows_of_a_padded_batch():
+    def factory() -> nn.Module:
+        body = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, track_running_stats=False))
+        return nn.Sequential(body, nn.Flatten(), nn.Linear(12, CLASSES))
+
+    fed = Federation(factory)
+    clients = fed.clients()
+    close(clients.sgd(clients.loss, clients.initial), bare_loop(fed, clients.initial.expand(4, -1))[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,24 +18,19 @@ from raypfl.evaluation.tally import Tally
 from raypfl.federation.batches import Batch, GroupSamples, Order, num_steps, order
 from raypfl.federation.bench import Bench
 from raypfl.federation.client_state import ClientState
-from raypfl.federation.executor import Executor, Sequential, Vectorised
+from raypfl.federation.executor import Executor, Vectorised
 from raypfl.federation.minibatches import MiniBatch, Walk
 from raypfl.federation.minimised import Loss, Minimised, Report
 from raypfl.federation.pool import Pool
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
 from raypfl.federation.tree import taken_apart
+from raypfl.federation.ways import fit_for_padding, tried
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
 from raypfl.models.predictor import Predictor
 from raypfl.optimizers import LocalOptimizer, Update
 from raypfl.settings import TrainingSettings
-
-
-class FallenBack(UserWarning):
-    """Clients run in a plainer way than the executor that was chosen, for torch cannot run a function so."""
-
-    BECAUSE = " torch says: "
 
 
 class Clients:
@@ -239,7 +233,7 @@ class Clients:
 
             def run(work: Callable[[Executor], Any]) -> Any:
                 nonlocal executor
-                result, executor = self._tried(executor, work)
+                result, executor = tried(self._bench, executor, work)
                 return result
 
             return run
@@ -455,7 +449,7 @@ class Clients:
         decayed: Tensor | None = None,
     ) -> Update:
         t, optimizer = self.training, optimizer or self.training.local_optimizer
-        if optimizer.per_sample and self.model.num_buffers:
+        if optimizer.per_sample and self.model.mixes_rows:
             raise MethodError(
                 f"{type(optimizer).__name__} asks for the gradient of each sample, but batch norm mixes the samples of "
                 "a batch; choose a network with group norm."
@@ -517,46 +511,14 @@ class Clients:
         extras: Mapping[str, Any],
         train: bool,
     ) -> Executor:
-        """The group's executor, unless batches are padded and that would change what this function computes.
-
-        ``some(n)`` gives at most n samples of the first client.
-        """
-        executor, loss = self._bench.executor, getattr(function, "loss", function)
+        """The group's executor, unless batches are padded and that would change what this function computes."""
         weighs = self.objective.weighs and function in (self.loss, Minimised(self.model, self.loss))
-        if not unequal or not isinstance(executor, Vectorised) or weighs:
-            return executor
-        because = executor.unfit_for_padding(function, at, some(self.training.batch_size), extras, train)
-        if because is None:
-            return executor
-        warnings.warn(f"The function {getattr(loss, '__qualname__', loss)} {because}", stacklevel=3)
-        return self._bench.one_by_one
+        if weighs or not unequal:
+            return self._bench.executor
+        return fit_for_padding(self._bench, function, at, some, extras, train)
 
     def _or_plainer(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:
-        """The result of `work`; where torch cannot do it so but in a plainer way, that one's, with a warning."""
-        return self._tried(executor, work)[0]
-
-    def _tried(self, executor: Executor, work: Callable[[Executor], Any]) -> tuple[Any, Executor]:
-        """The result of `work`, and the executor that it ran on."""
-        try:
-            return work(executor), executor
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            plainer, what = self._plainer(executor)
-            if plainer is None:
-                raise
-            said = str(error).partition("\n")[0]
-        result = self._tried(plainer, work)  # if it is the function's own mistake, this raises it
-        warnings.warn(f"A function of this method {what}.{FallenBack.BECAUSE}{said}", FallenBack, stacklevel=4)
-        return result
-
-    def _plainer(self, executor: Executor) -> tuple[Executor | None, str]:
-        """A way that asks less of a function, and what it means that it takes this one."""
-        if isinstance(executor, Vectorised):
-            return self._bench.one_by_one, "cannot be vectorised, so clients run one by one"
-        if isinstance(executor, Sequential) and executor.precision.channels_last:
-            return self._bench.unlaid, "does not work on images channels last, so they stay as they are"
-        return None, ""
+        return tried(self._bench, executor, work)[0]
 
     def _refuse_without_classes(self, called: str) -> None:
         if self.objective.targets in ("numbers", "tokens"):

@@ -545,7 +545,7 @@ class Vectorised:
         return step
 
     def _rows(self, batch: Batch, key: Tensor) -> contextlib.AbstractContextManager[Any]:
-        if self.model.num_buffers or self.model.has_dropout:
+        if self.model.mixes_rows or self.model.has_dropout or self.model.num_buffers:
             return RowWise(batch.weight, key)
         return contextlib.nullcontext()
 

@@ -25,9 +25,10 @@ from raypfl.errors import ConfigError
 from raypfl.evaluation import Measures
 from raypfl.federation.batches import Samples
 from raypfl.federation.bench import Bench
-from raypfl.federation.clients import Clients, FallenBack
+from raypfl.federation.clients import Clients
 from raypfl.federation.executor import Precision, Sequential, Vectorised
 from raypfl.federation.pool import Pools
+from raypfl.federation.ways import FallenBack
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings
 

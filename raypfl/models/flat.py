@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from raypfl.errors import ConfigError, MethodError, did_you_mean
 from raypfl.models.freezing import freeze, moving, resting, stored
@@ -52,6 +52,7 @@ class FlatModel:
     num_buffers : B, the floating-point numbers that training moves without a gradient.
     size : P + B, the length of a model vector.
     segments : name -> Segment, parameters first, in the network's order.
+    mixes_rows : whether it has batch norm that, in training, normalises by the batch.
     roles : word -> names of the tensors that it selects, frozen or not; see :func:`raypfl.models.roles.roles`.
     """
 
@@ -82,7 +83,9 @@ class FlatModel:
         self.parameter_names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         self.num_parameters = sum(self.segments[name].stop - self.segments[name].start for name in self.parameter_names)
         self.num_buffers = self.size - self.num_parameters
-        self.normalises_vectors = any(isinstance(m, nn.BatchNorm1d) and m.training for m in self.module.modules())
+        batch_norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and m.training]
+        self.mixes_rows = bool(batch_norms)
+        self.normalises_vectors = any(isinstance(m, nn.BatchNorm1d) for m in batch_norms)
         self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules())
         self._sizes = [segment.stop - segment.start for segment in self.segments.values()]
         names = {id(tensor): name for name, tensor in self._moving(self.module).items()}
@@ -338,7 +341,7 @@ class FlatModel:
             module = self.factory()
         module = module.to(device=self.device, dtype=self.dtype)
         for child in module.modules():
-            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.track_running_stats:
+            if isinstance(child, _BatchNorm) and child.track_running_stats:
                 if child.momentum is None:
                     raise ConfigError(
                         "Batch norm with momentum=None (a cumulative average) is not supported; give a number."
