@@ -12,8 +12,8 @@ from torch import Tensor
 from raypfl.federation.batches import Batch
 from raypfl.federation.bench import Bench
 from raypfl.federation.executor import Executor, Sequential, Vectorised
-from raypfl.federation.extras import Extras
 from raypfl.federation.minimised import Loss
+from raypfl.models.extras import Extras
 
 
 class FallenBack(UserWarning):
