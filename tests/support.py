@@ -22,11 +22,13 @@ from raypfl.federation.central import Place
 from raypfl.federation.clients import Clients
 from raypfl.federation.cohort import Cohort, Exchanger
 from raypfl.federation.events import Event
-from raypfl.federation.executor import Precision, Sequential, Vectorised
+from raypfl.federation.executor import Precision
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.pool import Pools
 from raypfl.federation.schedule import even
+from raypfl.federation.sequential import Sequential
 from raypfl.federation.states import StateTable, merged
+from raypfl.federation.vectorised import Vectorised
 from raypfl.federation.work import Worker
 from raypfl.methods.base import Method, Task
 from raypfl.models import FlatModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypfl.federation.executor import Sequential
+from raypfl.federation.sequential import Sequential
 from raypfl.methods import METHODS, Method, PartialPersonalization
 from raypfl.models import MODELS
 from raypfl.settings import TrainingSettings

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from raypfl.evaluation.measures import Measures
 from raypfl.federation.batches import Samples
-from raypfl.federation.executor import Executor, Sequential
+from raypfl.federation.executor import Executor
 from raypfl.federation.pool import Pools
+from raypfl.federation.sequential import Sequential
 from raypfl.models.flat import FlatModel
 from raypfl.objectives import Objective
 from raypfl.settings import TrainingSettings

@@ -17,9 +17,10 @@ from raypfl import rng
 from raypfl.errors import MethodError
 from raypfl.federation.batches import Batch
 from raypfl.federation.events import Event, ServerAtWork
-from raypfl.federation.executor import Precision, Sequential
+from raypfl.federation.executor import AS_IT_IS, Precision
 from raypfl.federation.minimised import Loss, Minimised
 from raypfl.federation.pool import Pool, Pools
+from raypfl.federation.sequential import Sequential
 from raypfl.methods.base import Task
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
@@ -122,7 +123,7 @@ class Central(ABC):
         trained = None if moving is None else model.parameters(moving)
         update = Update(optimizer or SGD(), lr, weight_decay, clip_norm, trained)
         rate = _scheduled(schedule, lr, _length(batches))
-        executor = Sequential(model, self.place.precision if model is self.task.model else Precision())
+        executor = Sequential(model, self.place.precision if model is self.task.model else AS_IT_IS)
         minimised, key = Minimised(model, loss), self._key("central" + stream, theta.device)
         losses = executor.train(minimised, theta, batches, update, rate, key, extras, mode == "train")
         total, done = theta.new_zeros(()), 0

@@ -18,12 +18,13 @@ from raypfl.evaluation.tally import Tally
 from raypfl.federation.batches import Batch, GroupSamples, Order, num_steps, order
 from raypfl.federation.bench import Bench
 from raypfl.federation.client_state import ClientState
-from raypfl.federation.executor import Executor, Vectorised
+from raypfl.federation.executor import Executor
 from raypfl.federation.minibatches import MiniBatch, Walk
 from raypfl.federation.minimised import Loss, Minimised, Report
 from raypfl.federation.pool import Pool
 from raypfl.federation.testing import Answers, Change, for_owners, on_common, on_own
 from raypfl.federation.tree import taken_apart
+from raypfl.federation.vectorised import Vectorised
 from raypfl.federation.ways import fit_for_padding, tried
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel

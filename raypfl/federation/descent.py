@@ -115,3 +115,25 @@ def by_samples(
 def sample_keys(keys: Tensor, start: int, stop: int) -> Tensor:
     """``int64[..., n]``: of the draws of single samples in a step whose keys are ``int64[...]``."""
     return (keys * 6364136223846793005)[..., None] + torch.arange(start, stop, device=keys.device)
+
+
+def still_segments(model: FlatModel, update: Update) -> frozenset[str]:
+    """Segments of which no entry moves. No gradient of theirs is computed, nor of what only they need."""
+    if update.trained is None:
+        return frozenset()
+    parts = model.unflatten(update.trained)
+    return frozenset(name for name in model.parameter_names if not bool(parts[name].any()))
+
+
+def gradients_of(
+    value: Tensor, tensors: Sequence[Tensor], theta: Tensor
+) -> tuple[Sequence[Tensor | None], Tensor | None]:
+    """Gradients of `value` for its leaves `tensors` and `theta`: None for what it does not use or what stands still."""
+    if not value.requires_grad:
+        return [None] * len(tensors), None
+    moving = [t for t in tensors if t.requires_grad]
+    *found, direct = torch.autograd.grad(value, [*moving, theta], allow_unused=True)
+    if len(moving) == len(tensors):
+        return found, direct
+    rest = iter(found)
+    return [next(rest) if t.requires_grad else None for t in tensors], direct

@@ -17,10 +17,12 @@ from raypfl.data import ClientData, DescribedData, FederatedData
 from raypfl.evaluation import Measures
 from raypfl.federation.batches import Samples
 from raypfl.federation.bench import ROOM, Bench
-from raypfl.federation.executor import Executor, Precision, Sequential, Vectorised
+from raypfl.federation.executor import Executor, Precision
 from raypfl.federation.outline import DataOutline
 from raypfl.federation.pool import Pools
 from raypfl.federation.residence import moved, room_on
+from raypfl.federation.sequential import Sequential
+from raypfl.federation.vectorised import Vectorised
 from raypfl.methods.base import Method, Task
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.weights import Pretrained

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from raypfl.federation.batches import Samples
-from raypfl.federation.executor import Executor, Vectorised
+from raypfl.federation.executor import Executor
+from raypfl.federation.vectorised import Vectorised
 from raypfl.models.predictor import Predictor
 
 Change = Callable[[Tensor, np.ndarray, int], Tensor]

@@ -26,8 +26,10 @@ from raypfl.evaluation import Measures
 from raypfl.federation.batches import Samples
 from raypfl.federation.bench import Bench
 from raypfl.federation.clients import Clients
-from raypfl.federation.executor import Precision, Sequential, Vectorised
+from raypfl.federation.executor import Precision
 from raypfl.federation.pool import Pools
+from raypfl.federation.sequential import Sequential
+from raypfl.federation.vectorised import Vectorised
 from raypfl.federation.ways import FallenBack
 from raypfl.models.flat import FlatModel
 from raypfl.settings import TrainingSettings

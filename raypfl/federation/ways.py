@@ -11,8 +11,10 @@ from torch import Tensor
 
 from raypfl.federation.batches import Batch
 from raypfl.federation.bench import Bench
-from raypfl.federation.executor import Executor, Sequential, Vectorised
+from raypfl.federation.executor import Executor
 from raypfl.federation.minimised import Loss
+from raypfl.federation.sequential import Sequential
+from raypfl.federation.vectorised import Vectorised
 from raypfl.models.extras import Extras
 
 
