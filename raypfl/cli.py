@@ -79,6 +79,8 @@ class Kind(StrEnum):
     partitions = "partitions"
     augmentations = "augmentations"
     optimizers = "optimizers"
+    objectives = "objectives"
+    metrics = "metrics"
     recipes = "recipes"
     studies = "studies"
 
@@ -269,6 +271,7 @@ def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:
     from raypfl.data import DATASETS, PARTITIONS
     from raypfl.methods import METHODS
     from raypfl.models import MODELS
+    from raypfl.objectives import METRICS, OBJECTIVES
     from raypfl.optimizers import OPTIMIZERS
 
     registry = {
@@ -278,6 +281,8 @@ def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:
         Kind.augmentations: AUGMENTATIONS,
         Kind.datasets: DATASETS,
         Kind.optimizers: OPTIMIZERS,
+        Kind.objectives: OBJECTIVES,
+        Kind.metrics: METRICS,
     }[kind]
     return [(name, registry.summary(name), _options(registry, name)) for name in registry]
 

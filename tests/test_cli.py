@@ -178,6 +178,8 @@ def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: p
         ("partitions", ["dirichlet", "alpha = 0.3"]),
         ("datasets", ["digits", "parquet"]),
         ("augmentations", ["crop", "padding = 4", "cutout"]),
+        ("objectives", ["regression", "reduction = 'mean'"]),
+        ("metrics", ["auc", "perplexity"]),
         ("recipes", ["digits", "handwritten digits"]),
         ("studies", ["fednh-table1", "digits-personal"]),
     ],

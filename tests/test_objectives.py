@@ -13,13 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.data import IID, DataConfig, Population, RawData, load_federated
+from raypfl.data import IID, ByColumn, DataConfig, Population, RawData, load_federated
 from raypfl.errors import ConfigError, DataError, MethodError
 from raypfl.evaluation import Measures, summarise
 from raypfl.evaluation.tally import Tally
 from raypfl.federation.batches import Batch
 from raypfl.federation.testing import Answers
 from raypfl.methods import FedAvg
+from raypfl.models import MODELS
 from raypfl.objectives import (
     Classification,
     MultiLabel,
@@ -296,3 +297,44 @@ def test_metrics_that_do_not_exist_are_refused_early(evaluation, sentence):
 def test_a_metric_that_the_objective_has_is_not_added_twice():
     with pytest.raises(ConfigError, match=r"evaluation\.metrics has 'mse', which models are judged by already"):
         raypfl.Experiment(objective="regression", evaluation={"metrics": ["mse"]})
+
+
+# ------------------------------------------------------------------------------------------------------------ text
+def folder_of_texts(path) -> str:
+    for name, words in (("ada", "abcd "), ("bob", "dcba "), ("cyd", "aabb ")):
+        (path / f"{name}.txt").write_text(40 * words + name)
+    return str(path)
+
+
+def test_each_text_is_a_client_and_the_target_is_the_text_one_character_on(tmp_path):
+    config = DataConfig(name="text", root=folder_of_texts(tmp_path), size=16, test_fraction=0.2)
+    data = load_federated(config, ByColumn(), seed=0, cache=tmp_path)
+    assert data.num_clients == 3 and data.kind == "tokens" and data.discrete and data.input_shape == (16,)
+    for client, name in enumerate(("ada", "bob", "cyd")):
+        held = np.sort(np.concatenate([data.indices(client, split) for split in ("train", "test")]))
+        x, y = data.take(held)
+        codes = np.array([data.class_names.index(one) for one in (tmp_path / f"{name}.txt").read_text()])
+        assert x.ravel()[: len(codes) - 1].tolist() == codes[:-1].tolist()
+        assert y.ravel()[: len(codes) - 1].tolist() == codes[1:].tolist()
+        assert (y.ravel()[len(codes) - 1 :] == -1).all()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_next_characters_are_learnt_and_own_models_know_their_writer(tmp_path, executor):
+    changes = {"data": "text", "data__root": folder_of_texts(tmp_path), "data__size": 16, "partition": "by_column"}
+    changes |= {"cohort__size": 3, "model": "{name: causal_cnn, width: 16, layers: 2}", "training__lr": 0.5}
+    described = experiment(tmp_path, **changes, partition__clients=0, engine__executor=executor, engine__group_size=3)
+    result = raypfl.run(described)
+    rows = {row["model"]: row for row in result.summary() if row["protocol"] == "local"}
+    assert isinstance(result.experiment.objective, NextToken)
+    assert rows["personal"]["accuracy"] > 0.8 and rows["personal"]["perplexity"] < rows["global"]["perplexity"]
+    assert rows["personal"]["perplexity"] >= np.exp(rows["personal"]["loss"]) - 1e-6
+
+
+def test_a_causal_network_does_not_look_ahead():
+    net = MODELS.get("causal_cnn")(input_shape=(12,), num_classes=5, width=8)
+    x = torch.randint(0, 5, (1, 12), generator=DRAWS)
+    other = x.clone()
+    other[0, 7:] = (other[0, 7:] + 1) % 5
+    before, after = net(x), net(other)
+    assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7:], after[:, 7:])

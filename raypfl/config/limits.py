@@ -123,17 +123,23 @@ def _evaluation(experiment: Experiment) -> list[str]:
     return [*lines, *_metric_mistakes(experiment)]
 
 
-def _metric_mistakes(experiment: Experiment) -> list[str]:
-    own, given = [metric.name for metric in experiment.evaluation.metrics], experiment.objective
+def aggregates(experiment: Experiment) -> set[str]:
+    """What a summary may have: of the objective or, where the data will say which it is, of any."""
+    given = experiment.objective
     objectives = [OBJECTIVES.get(name)() for name in OBJECTIVES] if given is None else [given]
+    return {name for one in objectives for name in Measures(one, experiment.evaluation.metrics).aggregates}
+
+
+def _metric_mistakes(experiment: Experiment) -> list[str]:
+    own = [metric.name for metric in experiment.evaluation.metrics]
     lines = [f"evaluation.metrics has a metric without a name: {one!r}." for one in own if not one]
-    taken = {name for one in objectives[: given is not None] for name in Measures(one).columns}
+    taken = () if experiment.objective is None else Measures(experiment.objective).columns
     lines += [
         f"evaluation.metrics has {name!r}, which models are judged by already; leave it out."
         for i, name in enumerate(own)
         if name in taken or name in own[:i]
     ]
-    known = {name for one in objectives for name in Measures(one, experiment.evaluation.metrics).aggregates}
+    known = aggregates(experiment)
     if (metric := experiment.evaluation.metric) is not None and metric not in known:
         lines.append(f"evaluation.metric is {metric!r}, which is no metric; {did_you_mean(metric, known)}")
     return lines

@@ -10,7 +10,8 @@ import raypfl.data.folders
 import raypfl.data.idx
 import raypfl.data.npy
 import raypfl.data.parquet
-import raypfl.data.spiral  # noqa: F401 - readers register themselves
+import raypfl.data.spiral
+import raypfl.data.text  # noqa: F401 - readers register themselves
 from raypfl.data.datasets import DATASETS, DataConfig, RawData, reads
 from raypfl.data.label_skew import ClassesPerClient, Dirichlet, DirichletMix
 from raypfl.data.natural import ByColumn, FromFile

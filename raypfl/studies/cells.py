@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.config import Experiment, experiments
+from raypfl.config.limits import aggregates
 from raypfl.errors import ConfigError, did_you_mean
 from raypfl.studies.description import Setting, Study, merged, plain_label
 
@@ -113,7 +114,7 @@ def plan(study: Study, choice: Choice, assignments: Sequence[str] = ()) -> list[
         for across in choice.across or ("",):
             cells += _row(study, choice.methods, (down, across), assignments)
     for cell in cells:
-        _require_protocols(study, cell)
+        _require_metrics(study, cell)
     return sorted(cells, key=lambda cell: cell.experiment.seed)
 
 
@@ -135,11 +136,17 @@ def _row(study: Study, methods: Sequence[str], place: tuple[str, str], assignmen
     return [Cell(methods[i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
 
 
-def _require_protocols(study: Study, cell: Cell) -> None:
+def _require_metrics(study: Study, cell: Cell) -> None:
     tested = cell.experiment.evaluation.protocols
     for heading, metric in study.metrics.items():
         if metric.protocol not in tested:
             raise ConfigError(
                 f"The study's metric {heading} is of the protocol {metric.protocol!r}, but evaluation.protocols is "
                 f"[{', '.join(tested)}]; add it."
+            )
+        known = aggregates(cell.experiment)
+        if metric.value is not None and metric.value not in known:
+            raise ConfigError(
+                f"The study's metric {heading} has the value {metric.value!r}, which is no metric; "
+                f"{did_you_mean(metric.value, known)}"
             )

@@ -35,13 +35,14 @@ class Metric(_Part):
 
     Attributes
     ----------
-    protocol, model : which rows of an evaluation. value : which of their aggregates, in percent.
+    protocol, model : which rows of an evaluation. value : which of their aggregates: a metric, or ``weighted``,
+        ``worst_decile`` or ``std`` of the primary one; None: that one. Shares are shown in percent.
     spread : what stands behind the ±: the standard deviation over the ``seeds``, or that over the ``clients``.
     """
 
     protocol: str
     model: Literal["personal", "global"] = "personal"
-    value: Literal["accuracy", "weighted", "worst_decile", "auc"] = "accuracy"
+    value: str | None = None
     spread: Literal["seeds", "clients"] = "seeds"
 
 

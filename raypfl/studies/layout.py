@@ -138,7 +138,8 @@ def _remarks(
     clients = any(one.spread_over == "clients" for one in found)
     gaps = "; gap (gap of the ±)" if published else ""
     over = f"the clients, averaged over the seeds{gaps}" if clients else "the seeds"
-    legend = f"In %. Behind ±: the standard deviation over {over}. {WANTED} marks what is not finished."
+    shares = "In %" if all(one.label.endswith("(%)") for one in found) else "Shares in %"
+    legend = f"{shares}. Behind ±: the standard deviation over {over}. {WANTED} marks what is not finished."
     remarks = [("Numbers", [legend])]
     if published:
         remarks.append(("Published", [published.source, *published.notes, *([] if deviations else published.alike)]))

@@ -9,14 +9,16 @@ from typing import Any
 
 import pyarrow as pa
 
+from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.federation import Result
 from raypfl.studies.cells import Cell
 from raypfl.studies.description import Quoted, Study
+from raypfl.tracking.units import Unit
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in one place of the table, in percent.
+    """What stands in one place of the table; shares in percent.
 
     Attributes
     ----------
@@ -26,6 +28,7 @@ class Entry:
     missing : seeds whose cell is not finished.
     published : what the source has there.
     spread_over : ``seeds`` or ``clients``.
+    label : what the values are, as of an axis: ``accuracy (%)``.
     """
 
     method: str
@@ -37,6 +40,7 @@ class Entry:
     missing: int
     published: Quoted | None
     spread_over: str
+    label: str = "accuracy (%)"
 
     @property
     def mean(self) -> float | None:
@@ -79,25 +83,32 @@ def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapp
     found = []
     for place in dict.fromkeys(cell.place for cell in cells):
         numbers = [i for i, cell in enumerate(cells) if cell.place == place]
-        summaries = [results[i].summary() for i in numbers if i in results]
+        finished = [results[i] for i in numbers if i in results]
+        summaries = [result.summary() for result in finished]
+        # Where nothing is finished yet, it may not be known what will be learned.
+        measures = (finished[0] if finished else cells[numbers[0]]).experiment.measures
         for heading, metric in study.metrics.items():
-            rows = [_row(summary, metric.protocol, metric.model) for summary in summaries]
+            rows = [row for one in summaries if (row := _row(one, metric.protocol, metric.model))]
+            value = metric.value or measures.primary.name
+            unit = Unit(measures.of(value) if value in measures.aggregates else measures.primary)
+            of_primary = value in (measures.primary.name, *OF_PRIMARY)
             found.append(
                 Entry(
                     *place,
                     metric=heading,
-                    values=tuple(100 * row[metric.value] for row in rows if row),
-                    within=tuple(100 * row["std"] for row in rows if row),
+                    values=tuple(unit.of(row[value] for row in rows if value in row)),
+                    within=tuple(unit.of(row["std"] for row in rows if of_primary and "std" in row)),
                     missing=len(numbers) - len(summaries),
                     published=reference.quoted(*place, heading),
                     spread_over=metric.spread,
+                    label=unit.label,
                 )
             )
     return sorted(found, key=lambda one: (list(study.down or [""]).index(one.down), _order(study.methods, one.method)))
 
 
 def as_rows(found: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A dict for each entry, as it stands in Parquet and JSON; numbers in percent, None where there are none."""
+    """A dict for each entry, as it stands in Parquet and JSON; shares in percent, None where there are none."""
     return [
         {
             "method": one.method,
@@ -130,7 +141,8 @@ def cell_table(cells: Sequence[Cell], results: Mapping[int, Result]) -> pa.Table
     """A row for each aggregate of each finished cell: what was measured, and which run measured it."""
     schema = [(name, pa.string()) for name in ("method", "down", "across")]
     schema += [("seed", pa.int64()), ("protocol", pa.string()), ("model", pa.string())]
-    schema += [(name, pa.float64()) for name in ("accuracy", "std", "worst_decile", "weighted", "loss")]
+    found = dict.fromkeys(name for result in results.values() for name in result.experiment.measures.aggregates)
+    schema += [(name, pa.float64()) for name in found or Measures().aggregates]
     schema += [("rounds", pa.int32()), ("run_dir", pa.string()), ("weights_hash", pa.string())]
     rows = []
     for i, result in results.items():

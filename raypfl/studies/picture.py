@@ -43,7 +43,7 @@ def draw(found: Sequence[Entry], title: str, path: str | Path) -> Path:
                 _panel(axes, own, methods, metrics)
                 axes.set_title(" · ".join(filter(None, (down, across))))
         for axes in panels[-1]:
-            axes.set_xlabel("accuracy (%)")
+            axes.set_xlabel(" / ".join(dict.fromkeys(one.label for one in found)))
         for axes in panels[:, 0]:
             axes.set_ylabel("method")
         panels[0, 0].invert_yaxis()
