@@ -13,6 +13,7 @@ import pytest
 
 import raypfl
 from raypfl.errors import ConfigError, RaypflError
+from raypfl.federation.checkpoint import reached
 from raypfl.federation.events import RunFinished, RunStarted, Warned
 from tests.runs import Interrupt, experiment, same_tables
 
@@ -98,6 +99,27 @@ def test_a_run_with_a_ray_of_its_own_is_saved_and_leaves_nothing_behind_when_it_
     command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), str(int(number))]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
     assert done.stdout.split() == ["stopped", "True", "False"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
+def test_a_ray_that_dies_is_a_sentence_that_says_how_to_go_on(tmp_path, process):
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, rounds=500).to_yaml())
+    script = (
+        "import os, sys, raypfl\n"
+        "def kill(event):\n"
+        "    if getattr(event, 'round', 0) == 2:\n"
+        "        import ray\n"
+        "        ray._private.worker._global_node.all_processes[sys.argv[2]][0].process.kill()\n"
+        "try: raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[kill])\n"
+        "except raypfl.RaypflError as error: print('SENTENCE', error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), process]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
+    assert "SENTENCE Ray has died" in done.stdout and "`raypfl resume" in done.stdout, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    done = reached(str(folder / "checkpoints"))
+    assert raypfl.resume(folder, overrides=[f"rounds={done + 1}"]).round == done + 1
 
 
 def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):

@@ -37,6 +37,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         driver, "connected", lambda *of: contextlib.nullcontext(SimpleNamespace(kill=lambda actor: None))
     )
+    monkeypatch.setattr(driver, "has_died", lambda ray: False)
     monkeypatch.setattr(driver, "client_actors", lambda *of: 1)
     monkeypatch.setattr(driver, "_server_actor", lambda *of: object())
     monkeypatch.setattr(driver, "_follow", follow)

@@ -80,6 +80,12 @@ def _attached(ray: Any, address: str) -> Iterator[None]:
             ray.shutdown()
 
 
+def has_died(ray: Any) -> bool:
+    """Whether a cluster that this process has started is gone. Ray would end the process a minute later, or wait."""
+    processes = ray._private.worker._global_node.all_processes
+    return any(one.process.poll() is not None for kind in ("gcs_server", "raylet") for one in processes.get(kind, ()))
+
+
 def for_client(settings: RaySettings) -> dict[str, float]:
     """What a client actor reserves, as options for Ray."""
     return {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}

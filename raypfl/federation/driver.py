@@ -20,7 +20,7 @@ from raypfl.errors import CheckpointError, ConfigError, RaypflError, Unwritable,
 from raypfl.evaluation import Measures, refuse_untestable
 from raypfl.federation.allocator import keep_freed_memory
 from raypfl.federation.backend import Inline
-from raypfl.federation.cluster import client_actors, connected, for_client, for_server
+from raypfl.federation.cluster import client_actors, connected, for_client, for_server, has_died
 from raypfl.federation.events import (
     Evaluated,
     Event,
@@ -64,6 +64,8 @@ from raypfl.models.weights import digest
 from raypfl.objectives import KINDS, OBJECTIVES
 
 DRIVER_POLL = 0.2
+PATIENCE = 5.0
+"""Seconds that a server's events are waited for before they are asked for again."""
 STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again stops without that."
 JUDGED = ("global_model", "personal_model", "unseen_model")
 
@@ -345,7 +347,7 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
         finally:
             if _spare.shared and finished is not None:
                 _spare.kind, _spare.server = kind, server
-            else:
+            elif not has_died(ray):
                 ray.kill(server)
 
 
@@ -371,13 +373,19 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
     run = uuid.uuid4().hex
     finished = server.run.remote(run, ray.cloudpickle.dumps(job))
     incarnation, seen = "", 0
+    silent = ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError
     done: list[Any] = []
     while not done:
         done, _ = ray.wait([finished], timeout=DRIVER_POLL)
+        if has_died(ray):
+            raise RaypflError(
+                "Ray has died: the process of its raylet or of its GCS is gone, killed or out of memory. "
+                f"`raypfl resume {job[0].run_dir}` goes on from the newest checkpoint."
+            )
         if stop.made:  # again and again: the server may not have begun, or have been started again since
             server.stop.remote(run)
-        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError):
-            now, events = ray.get(server.events.remote(run, incarnation, seen))
+        with contextlib.suppress(*silent):
+            now, events = ray.get(server.events.remote(run, incarnation, seen), timeout=PATIENCE)
             if now != incarnation:
                 incarnation, seen = now, 0
             seen += len(events)

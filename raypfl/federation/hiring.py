@@ -9,10 +9,10 @@ LONGEST = 8.0
 """Seconds that such a pause takes at most."""
 
 STILLBORN = 3
-"""Actors that must have died while they were set up before there is no hope."""
+"""Actors whose setting up must have failed before there is no hope: the next one's would fail too."""
 
-PATIENCE = 60.0
-"""Seconds for which none must have come up before there is no hope."""
+PATIENCE = 300.0
+"""Seconds for which those that are set up must have been killed before there is no hope: memory may be free again."""
 
 
 class Hiring:
@@ -20,19 +20,21 @@ class Hiring:
 
     def __init__(self) -> None:
         self.stillborn = 0
+        self._failed = 0
         self._since = 0.0
         self._next = 0.0
 
-    def lost(self, now: float) -> None:
-        """An actor has died while it was set up."""
+    def lost(self, now: float, failed: bool) -> None:
+        """An actor has died while it was set up, because that `failed` or because its process was killed."""
         if not self.stillborn:
             self._since = now
         self._next = now + min(PAUSE * 2**self.stillborn, LONGEST)
         self.stillborn += 1
+        self._failed += failed
 
     def worked(self) -> None:
         """A group was finished."""
-        self.stillborn, self._next = 0, 0.0
+        self.stillborn, self._failed, self._next = 0, 0, 0.0
 
     def may(self, now: float) -> bool:
         """Whether another one may be started."""
@@ -40,4 +42,4 @@ class Hiring:
 
     def is_hopeless(self, now: float) -> bool:
         """Whether to give up, if no other actor is there that can work."""
-        return self.stillborn >= STILLBORN and now - self._since >= PATIENCE
+        return self._failed >= STILLBORN or now - self._since >= PATIENCE

@@ -129,6 +129,8 @@ class _Place:
                 return _Holder(**json.loads(stream.read()))
         except (FileNotFoundError, ValueError, TypeError):  # none, or none of ours
             return None
+        except OSError as error:
+            raise CheckpointError(f"The lease in {self._location} cannot be read: {error}.") from error
 
     def write(self, holder: _Holder) -> None:
         content = json.dumps(asdict(holder), indent=1)

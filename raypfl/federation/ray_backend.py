@@ -180,7 +180,7 @@ class RayBackend:
     def _mourn(self, error: RayError) -> None:
         """Give up if actors keep dying while they are set up, and there is no other one that can work."""
         now = time.monotonic()
-        self._hiring.lost(now)
+        self._hiring.lost(now, getattr(error, "actor_init_failed", False))
         if self._hiring.stillborn == STILLBORN:
             self._warn("Client actors die while they are set up; others are tried, after growing pauses.")
         if self._hiring.is_hopeless(now) and not any(crew.node for crew in self._crews):

@@ -249,7 +249,7 @@ def _logged(folder: Path) -> pa.Table:
 
 
 def _images(folder: Path) -> pa.Table:
-    files = sorted((folder / PICTURES).glob("*/*.png"), key=lambda file: (int(file.stem), file.parent.name))
+    files = sorted((folder / PICTURES).glob("*/[0-9]*.png"), key=lambda file: (int(file.stem), file.parent.name))
     columns = Columns({"round": "int32", "name": "text", "file": "text"})
     for file in files:
         columns.append(round=int(file.stem), name=file.parent.name, file=str(file))
