@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -73,8 +72,8 @@ class CReFF(Method):
         owners, size = reply["owners"], server["features"].shape[2]
         gradients = reply["gradients"] / owners.clamp_min(1)[:, None, None]
         server["theta"], server["known"] = reply["theta"], server["known"] | (owners > 0)
-        server["features"] = self.matched(server["head"], server["features"], gradients, owners > 0)
-        head = server["head"] = self.retrained(server["head"], server["features"], server["known"])
+        server["features"] = self.matched(cohort, server["head"], server["features"], gradients, owners > 0)
+        head = server["head"] = self.retrained(cohort, server["head"], server["features"], server["known"])
         flat = torch.cat([head[:, :size].reshape(-1), head[:, size:].reshape(-1)])
         server["global"] = server["theta"].masked_scatter(cohort.task.model.mask("output layer"), flat)
 
@@ -97,16 +96,22 @@ class CReFF(Method):
         owners = Sum(owned.to(own.dtype), charged=False)
         return {"theta": Mean(trained, weight), "gradients": Sum(own, charged=sent), "owners": owners}
 
-    def matched(self, head: Tensor, start: Tensor, gradients: Tensor, owned: Tensor) -> Tensor:
+    def matched(self, cohort: Cohort, head: Tensor, start: Tensor, gradients: Tensor, owned: Tensor) -> Tensor:
         """Features ``[C, n, d]``, from `start` on, whose gradients at the head match ``gradients[C, C, d+1]``."""
         mismatch = partial(_mismatch, head, gradients, owned)
-        return _descended(mismatch, start, self.feature_steps, self.feature_lr)
+        return cohort.descend(mismatch, start, steps=self.feature_steps, lr=self.feature_lr, text="matching features")
 
-    def retrained(self, head: Tensor, of: Tensor, known: Tensor) -> Tensor:
+    def retrained(self, cohort: Cohort, head: Tensor, of: Tensor, known: Tensor) -> Tensor:
         """The head ``[C, d+1]``, trained on with the features ``of[C, n, d]`` of the classes that are known."""
         labels = torch.arange(len(of), device=of.device)[known].repeat_interleave(of.shape[1])
         inputs = _inputs(of[known].flatten(0, 1), head)
-        return _descended(lambda h: F.cross_entropy(inputs @ h.T, labels), head, self.head_steps, self.head_lr)
+        return cohort.descend(
+            lambda h: F.cross_entropy(inputs @ h.T, labels),
+            head,
+            steps=self.head_steps,
+            lr=self.head_lr,
+            text="training the head",
+        )
 
     def global_model(self, server: Server) -> Tensor:
         return server["global"]
@@ -129,12 +134,3 @@ def _mismatch(head: Tensor, gradients: Tensor, owned: Tensor, of: Tensor) -> Ten
     error = (inputs @ head.T).softmax(-1) - torch.eye(len(of), dtype=of.dtype, device=of.device)[:, None]
     apart = 1 - F.cosine_similarity(error.mT @ inputs / of.shape[1], gradients, dim=-1)
     return (apart.sum(1) * owned).sum()
-
-
-def _descended(loss: Callable[[Tensor], Tensor], start: Tensor, steps: int, lr: float) -> Tensor:
-    at = start
-    for _ in range(steps):
-        at = at.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(loss(at), at)
-        at = at - lr * slope
-    return at.detach()
