@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import raypfl
 from raypfl.data import IID, ByColumn, DataConfig, Population, RawData, load_federated
-from raypfl.errors import ConfigError, DataError, MethodError
+from raypfl.errors import CheckpointError, ConfigError, DataError, MethodError
 from raypfl.evaluation import Measures, summarise
 from raypfl.evaluation.tally import Tally
 from raypfl.federation.batches import Batch
@@ -261,6 +261,12 @@ def test_a_metric_of_ones_own_is_named_once_and_decides(tmp_path):
     assert 0 < by_round[9] <= 1
     assert result.best_round == max(by_round, key=lambda n: (by_round[n], -n))
     assert raypfl.Result.load(result.run_dir).summary()[0]["within"] == result.summary()[0]["within"]
+
+
+def test_a_run_is_not_resumed_with_other_metrics(tmp_path):
+    result = raypfl.run(of_lines(tmp_path, rounds=3))
+    with pytest.raises(CheckpointError, match=r"was judged by other metrics than it would be now \(within\)"):
+        raypfl.resume(result.run_dir, overrides=["rounds=6", f"evaluation.metrics=['{__name__}:Within']"])
 
 
 def test_an_objective_of_ones_own_says_the_loss_of_each_sample(tmp_path):

@@ -404,6 +404,12 @@ class Server:
             self.states.stage(clients, self.backend.keep(stack), kept=stack.kept(len(clients)), shard=shard)
         self.states.commit()
         self._tables = _empty_tables(self.measures) | snapshot.tables
+        if (known := set(self._tables["evaluations"].waiting.kinds)) != set(self.measures.kinds):
+            raise CheckpointError(
+                f"The run in {self.job.run_dir} was judged by other metrics than it would be now "
+                f"({', '.join(sorted(known ^ set(self.measures.kinds)))}); bring back its objective and "
+                "evaluation.metrics, or start a new run."
+            )
         rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])
         self._sent = {way: sum(rounds[f"bytes_{way}"].to_pylist()) for way in self._sent}
         self.round = self._saved = snapshot.round
