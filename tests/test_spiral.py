@@ -150,7 +150,12 @@ def test_in_many_dimensions_directions_are_projected_and_fedrods_prototypes_are_
 )
 def test_the_picture_has_as_many_panels_as_there_are_states_to_show(run, tmp_path, monkeypatch, kept, panels):
     shown = []
-    monkeypatch.setattr(latent_picture.Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
+
+    def savefig(figure, path, **_) -> None:
+        path.touch()
+        shown.append(figure)
+
+    monkeypatch.setattr(latent_picture.Figure, "savefig", savefig)
     latent = latent_picture.latent_of(run)
     few = [replace(latent.portraits[0], round=round) for round in (0, *kept)]
     monkeypatch.setattr(latent_picture, "latent_of", lambda _: replace(latent, portraits=few))
