@@ -81,6 +81,9 @@ def known_pool(name: str, pools: Collection[str]) -> str:
     ConfigError : if there is none.
     """
     if name not in pools:
-        hint = did_you_mean(name, pools) if pools else f"data.pools describes none; a share is {{{name}: 0.1}}."
-        raise ConfigError(f"There is no pool called {name!r}; {hint}")
+        hint = did_you_mean(name, pools) if pools else "data.pools has none."
+        raise ConfigError(
+            f"There is no pool called {name!r}; {hint} One that takes a tenth of the training samples is described as "
+            f"data.pools={{{name}: 0.1}}."
+        )
     return name

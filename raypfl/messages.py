@@ -158,6 +158,11 @@ class _OneClient:
 _one_client = _OneClient()
 
 
+def inside_a_loss() -> bool:
+    """Whether a function of one client is running."""
+    return _one_client.active
+
+
 @contextlib.contextmanager
 def one_client_at_a_time() -> Iterator[None]:
     """Within: touching a :class:`PerClient` tensor is an error."""

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from raypfl import Mean, Sum
 from raypfl.errors import LostState
 from raypfl.methods import Ditto, FedAvg
-from raypfl.models.heads import features
 
 
 class Marked(Ditto):
@@ -153,10 +152,8 @@ class Moon(FedAvg):
     temperature: float = 0.5
 
     def train(self, clients, theta):
-        run = features(clients.model)
-
         def loss(p, batch, sent, previous):
-            z, logits = run(p, batch.x)
+            z, logits = clients.model.features(p, batch.x)
             near, far = (F.cosine_similarity(z, m.features(batch.x)) / self.temperature for m in (sent, previous))
             return clients.objective.loss(logits, batch) + self.mu * batch.mean(F.softplus(far - near))
 

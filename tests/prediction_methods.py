@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from raypfl import Broadcast, Each, FlatModel, Mean, Method, Predictor, Scatter
 from raypfl.methods import FedAvg
-from raypfl.models.heads import features
 
 
 class Described(nn.Module):
@@ -112,7 +111,7 @@ class NearestNeighbours(FedAvg):
     share: float = 0.5
 
     def personal_model(self, clients, server):
-        theta, inner = server["theta"], features(clients.model)
+        theta, inner = server["theta"], clients.model.features
         memory = clients.map(lambda p, batch: inner(p, batch.x)[0], theta)
         labels = clients.map(lambda p, batch: batch.y, theta)
         there = clients.map(lambda p, batch: batch.weight, theta)  # 0 where a shorter memory is padded

@@ -67,7 +67,7 @@ def test_a_method_may_have_a_local_optimizer_as_an_option():
     [
         (
             {"optimizer": "adam", "momentum": 0.9},
-            "training.momentum is 0.9, which is SGD's, but training.optimizer is Adam.",
+            "training.momentum is 0.9, which is SGD's, but training.optimizer is Adam; leave it out.",
         ),
         ({"optimizer": "addam"}, "There is no optimizer called 'addam'; did you mean 'adam'?"),
         ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "options are training.momentum and training.nesterov"),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import raypfl
 from raypfl.methods import FedNH, PartialPersonalization
-from raypfl.models.heads import PrototypeHead, features, output_layer, with_output_layer
+from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
 from raypfl.settings import TrainingSettings
 from tests.runs import experiment
@@ -235,7 +235,7 @@ def test_the_authors_server_step_is_one_of_the_options():
             bodies.append(theta.numpy())
             x, y = fed.samples(client)
             with torch.no_grad():
-                z, _ = features(fed.model)(theta, x)
+                z, _ = fed.model.features(theta, x)
             f = z.numpy() / np.linalg.norm(z.numpy(), axis=1, keepdims=True)
             for c in np.unique(y):
                 mean = f[y.numpy() == c].mean(axis=0)

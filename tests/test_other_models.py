@@ -174,3 +174,11 @@ def test_moon_on_a_network_with_batch_norm_is_its_algorithm(executor):
         theta = fed.play([0])["theta"]
         close(theta, expected)
         previous = expected
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_model_that_is_trained_is_no_other_model(executor):
+    fed = Federation(executor=executor)
+    clients = fed.clients()
+    with pytest.raises(MethodError, match=r"called inside a loss.*clients\.model\.features\(p, batch\.x\)"):
+        clients.sgd(lambda p, batch: clients.other(p)(batch.x).sum(), clients.initial)

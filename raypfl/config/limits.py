@@ -93,7 +93,8 @@ def _training(experiment: Experiment) -> list[str]:
         if training.optimizer != "sgd" and getattr(training, name):
             kind = type(training.optimizer).__name__
             lines.append(
-                f"training.{name} is {getattr(training, name)}, which is SGD's, but training.optimizer is {kind}."
+                f"training.{name} is {getattr(training, name)}, which is SGD's, but training.optimizer is {kind}; "
+                "leave it out."
             )
     if training.nesterov and training.momentum == 0:
         lines.append("training.nesterov is true, but training.momentum is 0; give a momentum such as 0.9.")

@@ -144,10 +144,18 @@ class Tally:
 def _summed(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> list[Tensor]:
     """What a metric adds up of each sample, ``[k, b]`` each."""
     shape = list(scores.outputs.shape[:2])
-    if isinstance(metric, SampleMean):
-        rows, says, wanted = metric.each(scores), "each(scores)", shape
-    else:
-        rows, says, wanted = metric.sums(scores), "sums(scores)", [*shape, metric.width(targets)]
+    try:
+        if isinstance(metric, SampleMean):
+            rows, says, wanted = metric.each(scores), "each(scores)", shape
+        else:
+            rows, says, wanted = metric.sums(scores), "sums(scores)", [*shape, metric.width(targets)]
+    except AttributeError as error:
+        if error.obj is not scores:
+            raise
+        raise MethodError(
+            f"The metric {metric.name!r} asks for scores.{error.name}, which the objective "
+            f"{type(scores.objective).__name__} does not give; it is a metric of another objective."
+        ) from error
     if list(rows.shape) != wanted:
         raise MethodError(
             f"The metric {metric.name!r} gives {list(rows.shape)} for {shape[0]} models and {shape[1]} samples; its "

@@ -26,7 +26,7 @@ from raypfl.federation.testing import Answers, Change, for_owners, on_common, on
 from raypfl.federation.tree import taken_apart
 from raypfl.federation.vectorised import Vectorised
 from raypfl.federation.ways import fit_for_padding, tried
-from raypfl.messages import PerClient, per_client, plain
+from raypfl.messages import PerClient, inside_a_loss, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
 from raypfl.models.predictor import Predictor
@@ -135,6 +135,13 @@ class Clients:
         model : the network; None: the clients'.
         """
         model = model or self.model
+        if inside_a_loss():
+            raise MethodError(
+                "clients.other was called inside a loss, where no gradient would reach what it is given. Call it "
+                "before, and pass what it gives by name: clients.sgd(loss, start, teacher=clients.other(theta)). "
+                "Outputs and features of the model that is trained are clients.model(p, batch.x) and "
+                "clients.model.features(p, batch.x)."
+            )
         if theta.shape[-1] != model.size or (theta.dim() > 1 and len(theta) != len(self)):
             raise MethodError(
                 f"clients.other needs a whole model vector [{model.size}], or one for each of the group's {len(self)} "

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from raypfl.errors import ConfigError
 from raypfl.messages import Mean, Sum
 from raypfl.methods.base import METHODS, Method, Server, Task
-from raypfl.models.heads import features
 from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class CReFF(Method):
         server["global"] = server["theta"].masked_scatter(cohort.task.model.mask("output layer"), flat)
 
     def train(self, clients: Clients, theta: Tensor, head: Tensor) -> dict[str, Mean | Sum]:
-        run, classes = features(clients.model), clients.num_classes
+        run, classes = clients.model.features, clients.num_classes
 
         def gradients(p: Tensor, batch: Batch, head: Tensor) -> Tensor:
             z, _ = run(p, batch.x)

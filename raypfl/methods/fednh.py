@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from raypfl.errors import ConfigError
 from raypfl.messages import Mean, Sum, per_client, plain
 from raypfl.methods.base import METHODS, Method, Server, Task
-from raypfl.models.heads import PrototypeHead, features, output_layer, with_output_layer
+from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
 from raypfl.objectives import Classification, Objective
 
@@ -106,7 +106,7 @@ class FedNH(Method):
         theta[:, head], theta[:, averaged] = prototypes.flatten(), body
         trained = clients.sgd(clients.loss, per_client(theta), train=~head, decay=~model.mask("output layer"))
         clients.state["model"] = trained
-        means, counts = clients.class_means(partial(self._directions, features(model)), trained)
+        means, counts = clients.class_means(partial(self._directions, model.features), trained)
         if self.unit_means:
             means = per_client(F.normalize(means, dim=-1, eps=1e-12))
         weights = counts if self.missing == "samples" else (counts > 0).to(means.dtype)

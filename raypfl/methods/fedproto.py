@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from raypfl.messages import Sum
 from raypfl.methods.base import METHODS, Method, Server, Task
-from raypfl.models.heads import features
 from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class FedProto(Method):
         server["means"] = torch.where(owners > 0, reply["means"] / owners.clamp_min(1), server["means"])
 
     def train(self, clients: Clients, means: Tensor) -> dict[str, Sum]:
-        run, classes = features(clients.model), clients.num_classes
+        run, classes = clients.model.features, clients.num_classes
 
         def pulled(p: Tensor, batch: Batch, means: Tensor) -> tuple[Tensor, Tensor]:
             z, logits = run(p, batch.x)

@@ -213,6 +213,20 @@ class FlatModel:
             tensors |= statistics
         return self._with(tensors, x)
 
+    def features(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What goes into the output layer, ``[b, d]``, and the outputs, at `theta` for inputs ``x[b, ...]``.
+
+        It is one call of the network, with a gradient as any.
+        """
+        seen: list[Tensor] = []
+        layer = self.module.get_submodule(self.roles["output layer"][0].rpartition(".")[0])
+        hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            outputs = self(theta, x)
+        finally:
+            hook.remove()
+        return seen[0], outputs
+
     @contextmanager
     def parts(self, theta: Tensor, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Within: calls at `theta` ``[P]`` itself compute with `tensors`, its parameters by name.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.errors import ConfigError
-from raypfl.models.flat import FlatModel
 
 
 class PrototypeHead(nn.Module):
@@ -102,22 +99,6 @@ def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:
             f"a {type(last).__name__}; register an nn.Linear last."
         )
     return name, last
-
-
-def features(model: FlatModel) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """``features(theta, x[b, ...]) -> z[b, d], logits[b, C]``: what goes into the output layer, and what comes out."""
-    path = model.roles["output layer"][0].rpartition(".")[0]
-
-    def run(theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        seen: list[Tensor] = []
-        hook = model.module.get_submodule(path).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
-            logits = model(theta, x)
-        finally:
-            hook.remove()
-        return seen[0], logits
-
-    return run
 
 
 def with_output_layer(network: nn.Module, layer: nn.Module) -> nn.Module:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from raypfl.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
-from raypfl.models.heads import features
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +31,7 @@ class Other:
 
     def features(self, x: Tensor) -> Tensor:
         """What goes into the output layer for inputs ``x[b, ...]``: ``[b, d]``."""
-        run = features(self.model)
-        return self._each(lambda theta: run(theta, x)[0])
+        return self._each(lambda theta: self.model.features(theta, x)[0])
 
     def _each(self, outputs: Callable[[Tensor], Tensor]) -> Tensor:
         with self.model.mode(train=False):

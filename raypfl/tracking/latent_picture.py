@@ -21,7 +21,6 @@ from torch import Tensor
 from raypfl.data import load_federated
 from raypfl.federation.setup import make_bench, make_task
 from raypfl.files import draft
-from raypfl.models.heads import features
 from raypfl.tracking.contenders import Contender, contenders, setting
 from raypfl.tracking.picture import STYLE
 
@@ -90,7 +89,7 @@ def latent_of(result: Result) -> Latent:
 
 def _portrait(model: FlatModel, round: int, theta: Tensor, x: Tensor) -> Portrait:
     with torch.no_grad(), model.mode(train=False):
-        z, _ = features(model)(theta, x)
+        z, _ = model.features(theta, x)
     matrices = [t for t in model.unflatten(theta).values() if t.dim() == 2 and t.shape[1] == z.shape[1] and t.any()]
     # The last one that is of use: FedROD's personal head, all zeros in the global model, comes after the generic one.
     weight = matrices[-1] if matrices else z[:0]

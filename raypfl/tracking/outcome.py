@@ -124,14 +124,18 @@ def _show_table(console: Console, judged: Sequence[Result]) -> None:
     console.print(drawn)
     compared = contenders(judged)
     unit, others = compared[0].unit, _others(compared)
+    lower = "" if unit.metric.higher_is_better else " (lower is better)"
     spread = "worst decile" if "std" in left_out else "std, worst decile"
     note = (
-        f"{capital(unit.words)}{' in %' if unit.sign else ''}, mean over clients, of their personal models and of the "
-        "global one, tested on a client's own data (local) or on everybody's (global). Spread over clients "
-        f"({spread}): of the personal models, if there are any."
+        f"{capital(unit.words)}{' in %' if unit.sign else ''}{lower}, mean over clients, of their personal "
+        "models and of the global one, tested on a client's own data (local) or on everybody's (global). Spread "
+        f"over clients ({spread}): of the personal models, if there are any."
     )
     console.print(Text(fill(note, _NOTE_WIDTH), "dim"))
     named = [column for column in others if column.heading not in left_out and column.unit.metric.words]
+    if left_out:
+        names = ", ".join(heading.replace("\n", " ") for heading in left_out)
+        console.print(Text(fill(f"A wider terminal has room for more columns: {names}.", _NOTE_WIDTH), "dim"))
     if named:
         told = [f"{one.unit.heading}: {one.unit.words}{' in %' if one.unit.sign else ''}" for one in named]
         console.print(Text(fill(f"{'; '.join(told)}, of the models that the spread is of.", _NOTE_WIDTH), "dim"))
@@ -146,7 +150,10 @@ def _with_room(console: Console, judged: Sequence[Result]) -> tuple[Table, Seque
     compared = contenders(judged)
     names = {one.label for one in compared}
     folded = max(map(len, names)) - max(len(word) for name in names for word in name.split())
-    dispensable = [*(column.heading for column in reversed(_others(compared))), "std", "seconds"]
+    others = list(reversed(_others(compared)))
+    extra = {metric.name for metric in compared[0].measures.extra}
+    own, asked = ([one.heading for one in others if (one.aggregate in extra) == wanted] for wanted in (False, True))
+    dispensable = [*own, "std", "seconds", *asked]
     left_out: Sequence[str] = ()
     drawn = table(judged)
     needed = console.measure(drawn, options=unbounded).maximum
