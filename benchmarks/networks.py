@@ -1,6 +1,7 @@
 """The networks of the jobs, as one writes them in a single script.
 
-Contenders train these; raypfl trains its own of the same names, which compute the same from the same first weights.
+Contenders train these; raypfl trains its own of the same names, which compute the same from the same first weights,
+and `own` as it is.
 """
 
 from __future__ import annotations
@@ -52,4 +53,22 @@ def _mlp(input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 128), nn.ReLU(), nn.Linear(128, num_classes))
 
 
-_NETWORKS = {"cnn": _cnn, "lenet": _lenet, "mlp": _mlp}
+def own(input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """A network of a user's own, which raypfl trains as it is: dropout, and ReLU before pooling (Reddi et al. 2021)."""
+    channels, height, width = input_shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(128, num_classes),
+    )
+
+
+_NETWORKS = {"cnn": _cnn, "lenet": _lenet, "mlp": _mlp, "own": own}

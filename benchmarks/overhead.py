@@ -5,11 +5,12 @@
     python -m benchmarks.overhead --jobs mlp --json overhead.json
     python -m benchmarks.overhead --check            # against the ratios in benchmarks/results/overhead.json
 
-Three jobs. `cnn` and `mlp`: 1000 clients of 50 samples, cohorts of 50, one local epoch in batches of 10, SGD at 0.1,
+Four jobs. `cnn` and `mlp`: 1000 clients of 50 samples, cohorts of 50, one local epoch in batches of 10, SGD at 0.1,
 with the 1,626,442-parameter network of published benchmarks on 3x32x32 images, which raypfl trains client by client,
 and with 9,610 parameters on 8x8 images, which it trains a group at a time. `lenet`: 100 clients of 320 samples, cohorts
-of 5, 50 steps in batches of 32, SGD at 0.01 with momentum 0.9, 121,182 parameters on 3x32x32 images. Every process has
-one torch thread. Images are noise.
+of 5, 50 steps in batches of 32, SGD at 0.01 with momentum 0.9, 121,182 parameters on 3x32x32 images. `own`: what a user
+brings, a network with dropout and ReLU before pooling, and 200 described clients with inputs in floating point; else as
+`cnn`. Every process has one torch thread. Images are noise.
 
 The contenders take turns: a round of the bare loop, in a process of its own, follows every round of raypfl in this one,
 then come its faster settings, then runs on Ray, then it starts again. The first round of each run, which warms up, is
@@ -41,7 +42,7 @@ from torch.nn import functional as F
 import raypfl
 from benchmarks.circumstances import circumstances
 from benchmarks.networks import network
-from raypfl.data import DataConfig, RawData, load_federated
+from raypfl.data import DataConfig, Population, RawData, load_federated
 from raypfl.federation.events import Event, RoundFinished
 from raypfl.messages import Mean
 from raypfl.methods import FedAvg
@@ -58,7 +59,10 @@ TOLERANCE = 0.25
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: clients, samples of each, cohort, and what else the experiment says."""
+    """What is trained: clients, samples of each, cohort, and what else the experiment says.
+
+    `model` : where raypfl has none of the job's name.
+    """
 
     images: tuple[int, int, int]
     clients: int
@@ -66,12 +70,14 @@ class Job:
     cohort: int
     training: dict[str, Any]
     layouts: bool = True
+    model: str | None = None
 
 
 JOBS = {
     "cnn": Job((3, 32, 32), 1000, 50, 50, {"batch_size": 10}),
     "mlp": Job((1, 8, 8), 1000, 50, 50, {"batch_size": 10}, layouts=False),
     "lenet": Job((3, 32, 32), 100, 320, 5, {"lr": 0.01, "batch_size": 32, "epochs": 5, "momentum": 0.9}),
+    "own": Job((3, 32, 32), 200, 50, 50, {"batch_size": 10}, layouts=False, model="benchmarks.networks:own"),
 }
 FASTER = {
     "inline, channels last": {"channels_last": True},
@@ -92,6 +98,27 @@ def mlp(config: DataConfig) -> RawData:
 def lenet(config: DataConfig) -> RawData:
     """Those of `lenet`."""
     return _noise(JOBS["lenet"])
+
+
+class own(Population):
+    """The clients of `own`."""
+
+    num_clients, num_classes, input_shape = JOBS["own"].clients, 10, JOBS["own"].images
+
+    def __init__(self, config: DataConfig):
+        super().__init__(config)
+        draws = np.random.default_rng(0)
+        count = self.num_clients * JOBS["own"].samples
+        self.inputs = draws.standard_normal((count, *self.input_shape), np.float32)
+        self.labels = draws.integers(0, self.num_classes, count)
+
+    def sizes(self, split: str) -> np.ndarray:
+        return np.full(self.num_clients, JOBS["own"].samples if split == "train" else 1)
+
+    def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        first = client * JOBS["own"].samples
+        mine = slice(first, first + int(self.sizes(split)[client]))
+        return self.inputs[mine], self.labels[mine]
 
 
 def _noise(job: Job) -> RawData:
@@ -175,13 +202,13 @@ class Bare:
         mean, std = (torch.from_numpy(v).reshape(-1, 1, 1) for v in (data.mean, data.std))
         self.clients = []
         for client in range(data.num_clients):
-            index = data.indices(client)
-            x = torch.from_numpy(data.inputs[index]).float().div_(data.scale).sub_(mean).div_(std)
-            self.clients.append((x, torch.from_numpy(data.labels[index])))
+            inputs, labels = data.take(data.indices(client))
+            x = torch.from_numpy(inputs).float().div_(data.scale).sub_(mean).div_(std)
+            self.clients.append((x, torch.from_numpy(labels)))
         self.draws = np.random.default_rng(0)
         self.cohort = experiment.cohort.size
         self.training = experiment.training
-        self.net = network(experiment.model.name, data.input_shape, data.num_classes)
+        self.net = network(experiment.name.partition("-")[0], data.input_shape, data.num_classes)
         self.weights = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
 
     def round(self) -> float:
@@ -256,7 +283,7 @@ class Plan:
         parts: dict[str, Any] = {
             "data": {"name": f"{HERE}:{job}", "cache": f"{self.folder}/cache"},
             "partition": {"name": "iid", "clients": what.clients},
-            "model": job,
+            "model": what.model or job,
             "method": {"name": f"{HERE}:{method}"},
             "cohort": {"size": min(what.cohort, 10) if self.small else what.cohort},
             "training": {"lr": LR, **what.training, **training},
