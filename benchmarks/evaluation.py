@@ -33,15 +33,16 @@ import torch
 
 import raypfl
 from benchmarks.peers.systems.bare import SAMPLED, faster_layout
-from raypfl.data import DataConfig, FederatedData, RawData, load_federated
-from raypfl.federation.allocator import keep_freed_memory
-from raypfl.federation.backend import Inline
-from raypfl.federation.driver import _job
-from raypfl.federation.server import Server
-from raypfl.federation.setup import make_bench, make_task
-from raypfl.federation.states import Stack
-from raypfl.federation.work import Worker
+from raypfl.backends.allocator import keep_freed_memory
+from raypfl.backends.inline import Inline
+from raypfl.clients.worker import Worker
+from raypfl.data import FederatedData, load_federated
+from raypfl.datasets import DataConfig, RawData
 from raypfl.models import FlatModel
+from raypfl.runs.driver import _job
+from raypfl.server.server import Server
+from raypfl.server.setup import make_bench, make_task
+from raypfl.storage.states import Stack
 
 CLIENTS, TOGETHER = 1000, 25
 HERE = "benchmarks.evaluation"

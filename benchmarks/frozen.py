@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from raypfl import Experiment, Mean, run
-from raypfl.data import Population
+from raypfl.datasets import Population
 from raypfl.methods import FedAvg
 
 if TYPE_CHECKING:
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
 
 PARTS = {"all of it": None, "adapters and head": "adapters, output layer", "head": "output layer"}
 WAYS = [("all of it", "mask"), *((part, way) for part in list(PARTS)[1:] for way in ("mask", "frozen"))]

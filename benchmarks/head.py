@@ -31,12 +31,12 @@ import torch
 
 import raypfl
 from benchmarks.memory import PARTS, memory
-from raypfl.data import DataConfig, RawData
-from raypfl.federation.events import Event, RoundFinished
+from raypfl.clients.worker import Group, Reply, Value
+from raypfl.common.messages import Each
+from raypfl.datasets import DataConfig, RawData
 from raypfl.federation.totals import Total
-from raypfl.federation.work import Group, Reply, Value
-from raypfl.messages import Each
 from raypfl.methods import FedAvg
+from raypfl.server.events import Event, RoundFinished
 
 SLEEP = 0.25
 WARM = 100

@@ -42,10 +42,11 @@ from torch.nn import functional as F
 import raypfl
 from benchmarks.circumstances import circumstances
 from benchmarks.networks import network
-from raypfl.data import DataConfig, Population, RawData, load_federated
-from raypfl.federation.events import Event, RoundFinished
-from raypfl.messages import Mean
+from raypfl.common.messages import Mean
+from raypfl.data import load_federated
+from raypfl.datasets import DataConfig, Population, RawData
 from raypfl.methods import FedAvg
+from raypfl.server.events import Event, RoundFinished
 
 Ratios = Mapping[str, Mapping[str, float]]
 """Job -> contender -> how many of its rounds fit into one of the bare loop's."""

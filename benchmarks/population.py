@@ -29,7 +29,8 @@ import torch
 
 import raypfl
 from benchmarks.memory import memory
-from raypfl.data import DataConfig, Partition, RawData, Traits, load_federated
+from raypfl.data import Partition, Traits, load_federated
+from raypfl.datasets import DataConfig, RawData
 
 HERE = "benchmarks.population"
 BLOCK = 1 << 16

@@ -33,9 +33,9 @@ import numpy as np
 
 import raypfl
 from benchmarks.overhead import Plan
+from raypfl.clients.worker import Group
 from raypfl.federation.placement import Dispatch, Timings
 from raypfl.federation.schedule import cut, group_sizes, shrinking
-from raypfl.federation.work import Group
 
 ACTORS = (8, 16, 32, 64, 128, 256, 512)
 COHORT, POPULATION, BATCH, ROUNDS = 1000, 5000, 10, 21

@@ -28,10 +28,10 @@ from torch import Tensor
 
 import raypfl
 from benchmarks.memory import PARTS, memory
-from raypfl.data import DataConfig, RawData
-from raypfl.federation.events import Event, RoundFinished
-from raypfl.messages import Mean
+from raypfl.common.messages import Mean
+from raypfl.datasets import DataConfig, RawData
 from raypfl.methods import FedAvg
+from raypfl.server.events import Event, RoundFinished
 
 CLIENTS, SAMPLES = 20, 50
 HERE = "benchmarks.states"

@@ -4,61 +4,70 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from raypfl.errors import RaypflError
+from raypfl.common.errors import RaypflError
+from raypfl.common.version import __version__
 
 if TYPE_CHECKING:
-    from raypfl import augmentation as augmentation
     from raypfl import methods as methods
     from raypfl import objectives as objectives
     from raypfl import optimizers as optimizers
     from raypfl import report as report
+    from raypfl.clients.clients import Clients as Clients
+    from raypfl.common.messages import Broadcast as Broadcast
+    from raypfl.common.messages import Each as Each
+    from raypfl.common.messages import Mean as Mean
+    from raypfl.common.messages import Scatter as Scatter
+    from raypfl.common.messages import Sum as Sum
+    from raypfl.common.messages import per_client as per_client
     from raypfl.config import Experiment as Experiment
-    from raypfl.federation import Result as Result
-    from raypfl.federation import resume as resume
-    from raypfl.federation import run as run
-    from raypfl.federation import session as session
-    from raypfl.federation.batches import Batch as Batch
-    from raypfl.messages import Broadcast as Broadcast
-    from raypfl.messages import Each as Each
-    from raypfl.messages import Mean as Mean
-    from raypfl.messages import Scatter as Scatter
-    from raypfl.messages import Sum as Sum
-    from raypfl.messages import per_client as per_client
+    from raypfl.federation.cohort import Cohort as Cohort
     from raypfl.methods import METHODS as METHODS
     from raypfl.methods import Method as Method
     from raypfl.methods import Task as Task
     from raypfl.models import MODELS as MODELS
     from raypfl.models import FlatModel as FlatModel
     from raypfl.models import Predictor as Predictor
-    from raypfl.tracking.mlflow import MLflowListener as MLflowListener
-    from raypfl.tracking.mlflow_models import trained_models as trained_models
-
-__version__ = "0.1.0"
+    from raypfl.objectives.batch import Batch as Batch
+    from raypfl.runs import Result as Result
+    from raypfl.runs import resume as resume
+    from raypfl.runs import run as run
+    from raypfl.runs import session as session
+    from raypfl.tracking.listener import MLflowListener as MLflowListener
+    from raypfl.tracking.models import trained_models as trained_models
+    from raypfl.training import augmentation as augmentation
 
 _HOMES = {
-    "Batch": "raypfl.federation.batches",
-    "Broadcast": "raypfl.messages",
-    "Each": "raypfl.messages",
+    "Batch": "raypfl.objectives.batch",
+    "Broadcast": "raypfl.common.messages",
+    "Clients": "raypfl.clients.clients",
+    "Cohort": "raypfl.federation.cohort",
+    "Each": "raypfl.common.messages",
     "Experiment": "raypfl.config",
     "FlatModel": "raypfl.models",
     "METHODS": "raypfl.methods",
-    "MLflowListener": "raypfl.tracking.mlflow",
+    "MLflowListener": "raypfl.tracking.listener",
     "MODELS": "raypfl.models",
-    "Mean": "raypfl.messages",
+    "Mean": "raypfl.common.messages",
     "Method": "raypfl.methods",
     "Predictor": "raypfl.models",
-    "Result": "raypfl.federation",
-    "Scatter": "raypfl.messages",
-    "Sum": "raypfl.messages",
+    "Result": "raypfl.runs",
+    "Scatter": "raypfl.common.messages",
+    "Sum": "raypfl.common.messages",
     "Task": "raypfl.methods",
-    "per_client": "raypfl.messages",
-    "resume": "raypfl.federation",
-    "run": "raypfl.federation",
-    "session": "raypfl.federation",
-    "trained_models": "raypfl.tracking.mlflow_models",
+    "per_client": "raypfl.common.messages",
+    "resume": "raypfl.runs",
+    "run": "raypfl.runs",
+    "session": "raypfl.runs",
+    "trained_models": "raypfl.tracking.models",
 }
 
-_MODULES = ("augmentation", "methods", "objectives", "optimizers", "report")
+_MODULES = {
+    "augmentation": "raypfl.training.augmentation",
+    "methods": "raypfl.methods",
+    "objectives": "raypfl.objectives",
+    "optimizers": "raypfl.optimizers",
+    "report": "raypfl.report",
+}
 
 __all__ = ["RaypflError", "__version__", *_HOMES, *_MODULES]
 
@@ -70,5 +79,5 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"raypfl.{name}")
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'raypfl' has no attribute {name!r}")

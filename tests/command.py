@@ -6,7 +6,7 @@ import json
 
 from typer.testing import CliRunner, Result
 
-from raypfl.cli import app
+from raypfl.commands.cli import app
 
 
 def raypfl(*words: str) -> Result:

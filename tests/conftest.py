@@ -37,7 +37,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty tracking database, for tests to copy: its migrations take seconds."""
-    from raypfl.tracking.mlflow_run import quiet_mlflow
+    from raypfl.tracking.run import quiet_mlflow
 
     file = tmp_path_factory.mktemp("mlflow") / "empty.db"
     quiet_mlflow().MlflowClient(f"sqlite:///{file}").search_experiments()
@@ -47,7 +47,8 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[..., Any]:
     """Open the data set of this name that is in the folder ``data``, for two clients unless a partition says."""
-    from raypfl.data import IID, DataConfig, load_federated
+    from raypfl.data import IID, load_federated
+    from raypfl.datasets import DataConfig
 
     def open_folder(name: str, partition: Any = None, **options: Any) -> Any:
         config = DataConfig(name=name, **{"root": str(tmp_path / "data"), **options})

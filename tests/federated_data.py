@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from raypfl.data import DataConfig, Population, RawData
+from raypfl.datasets import DataConfig, Population, RawData
 
 
 def noise(config: DataConfig) -> RawData:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from raypfl.augmentation import Augmentation
+from raypfl.training.augmentation import Augmentation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from raypfl import Mean, Sum
-from raypfl.errors import LostState
+from raypfl.common.errors import LostState
 from raypfl.methods import Ditto, FedAvg
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from raypfl.messages import Sum
+from raypfl.common.messages import Sum
 from raypfl.methods import Method
 
 

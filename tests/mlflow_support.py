@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from raypfl.config import Experiment
-from raypfl.federation.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
-from raypfl.tracking.mlflow import MLflowListener, tracking_uri
+from raypfl.server.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
+from raypfl.tracking.listener import MLflowListener, tracking_uri
 
 
 def with_database(folder: Path, made: Path) -> Path:

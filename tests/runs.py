@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import raypfl
-from raypfl.federation.events import RoundFinished
+from raypfl.server.events import RoundFinished
 
 NEEDED = {"feddf": {"data__pools": "{auxiliary: 0.3}"}}
 """What a method must be given."""

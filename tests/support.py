@@ -12,28 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl import rng
-from raypfl.augmentation import Augmentation, augmented
+from raypfl.backends.inline import Inline
+from raypfl.clients.clients import Clients
+from raypfl.clients.context import Bench
+from raypfl.clients.worker import Worker
+from raypfl.common import rng
 from raypfl.evaluation import Measures
-from raypfl.federation.backend import Inline
-from raypfl.federation.batches import Samples, order
-from raypfl.federation.bench import Bench
 from raypfl.federation.central import Place
-from raypfl.federation.clients import Clients
 from raypfl.federation.cohort import Cohort, Exchanger
-from raypfl.federation.events import Event
-from raypfl.federation.executor import Precision
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.pool import Pools
+from raypfl.federation.method import Method
 from raypfl.federation.schedule import even
-from raypfl.federation.sequential import Sequential
-from raypfl.federation.states import StateTable, merged
-from raypfl.federation.vectorised import Vectorised
-from raypfl.federation.work import Worker
-from raypfl.methods.base import Method, Task
+from raypfl.federation.settings import FailureSettings
+from raypfl.federation.task import Task
 from raypfl.models import FlatModel
 from raypfl.objectives import fitting, kind_of
-from raypfl.settings import FailureSettings, TrainingSettings
+from raypfl.server.events import Event
+from raypfl.storage.states import StateTable, merged
+from raypfl.training.augmentation import Augmentation, augmented
+from raypfl.training.batches import Samples, order
+from raypfl.training.executor import Precision
+from raypfl.training.pool import Pools
+from raypfl.training.sequential import Sequential
+from raypfl.training.settings import TrainingSettings
+from raypfl.training.vectorised import Vectorised
 
 torch.set_num_threads(1)
 

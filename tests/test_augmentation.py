@@ -10,12 +10,12 @@ import torch
 from torchvision.transforms.v2 import functional as torchvision
 
 import raypfl
-from raypfl import rng
-from raypfl.augmentation import Crop, Cutout, Flip, augmented
-from raypfl.data import DataConfig
-from raypfl.errors import ConfigError, RaypflError
-from raypfl.federation.batches import Samples, order
-from raypfl.messages import plain
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.messages import plain
+from raypfl.datasets import DataConfig
+from raypfl.training.augmentation import Crop, Cutout, Flip, augmented
+from raypfl.training.batches import Samples, order
 from tests.federated_images import Brighter, Smaller
 from tests.runs import Interrupt, experiment, same_tables
 from tests.support import EXECUTORS, Federation, NormalisedConv, bare_loop, close, small_mlp, starts_of

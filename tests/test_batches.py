@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypfl import rng
-from raypfl.augmentation import Crop, Cutout, Flip
-from raypfl.federation.batches import Batch, GroupSamples, Order, Samples, order
+from raypfl.common import rng
+from raypfl.objectives.batch import Batch
+from raypfl.training.augmentation import Crop, Cutout, Flip
+from raypfl.training.batches import GroupSamples, Order, Samples, order
 from tests.support import MEAN, STD, Federation
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -204,7 +205,7 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
 @pytest.mark.parametrize("augmentation", [(), (Flip(),)], ids=["as they are", "changed"])
 def test_batches_of_some_clients_are_gathered_at_once_and_no_wider_than_is_asked_for(augmentation, ready, monkeypatch):
     if not ready:
-        monkeypatch.setattr("raypfl.federation.batches.READY", 0)
+        monkeypatch.setattr("raypfl.training.batches.READY", 0)
     fed = Federation(sizes=(7, 3, 11), augmentation=augmentation)
     group = GroupSamples(fed.bench.samples, fed.split)
     visits = order(keys_for(3), np.array([7, 3, 11]), 4)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from raypfl.errors import MethodError
-from raypfl.federation.backend import Inline
+from raypfl.backends.inline import Inline
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import Broadcast, Mean
 from raypfl.federation.broadcasts import INSIDE
-from raypfl.messages import Broadcast, Mean
 from raypfl.methods import Method
 from tests.support import Federation
 from tests.test_cohort import exchange, federation

@@ -12,15 +12,15 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.augmentation import Crop, Flip
-from raypfl.errors import MethodError
+from raypfl.common.errors import MethodError
 from raypfl.federation import central
-from raypfl.federation.events import RoundFinished, RunStarted, ServerAtWork
-from raypfl.federation.pool import Pools
 from raypfl.models import FlatModel
 from raypfl.optimizers import SGD, Adam, AdamW
-from raypfl.tracking.console import LiveView, PlainView
-from raypfl.tracking.progress import RunLine
+from raypfl.results.console import LiveView, PlainView
+from raypfl.results.progress import RunLine
+from raypfl.server.events import RoundFinished, RunStarted, ServerAtWork
+from raypfl.training.augmentation import Crop, Flip
+from raypfl.training.pool import Pools
 from tests.support import POOLED, Federation, NormalisedConv, as_module, as_vector, close, dropping_mlp, small_mlp
 
 
@@ -203,7 +203,7 @@ def started() -> RunStarted:
 
 def test_all_that_the_server_trains_with_is_on_its_device(monkeypatch):
     """The meta device has shapes and no values, so an operation with a tensor that stayed on the CPU fails on it."""
-    monkeypatch.setattr("raypfl.federation.sequential._seed", lambda device, key: None)
+    monkeypatch.setattr("raypfl.training.sequential._seed", lambda device, key: None)
     monkeypatch.setattr(central.Central, "_refuse_divergence", lambda self, *what: None)
     fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
     model = FlatModel(NormalisedConv, dtype=torch.float64, device="meta")

@@ -15,12 +15,12 @@ import pyarrow.fs as pafs
 import pytest
 import torch
 
-from raypfl.errors import CheckpointError
-from raypfl.federation import checkpoint
-from raypfl.federation.checkpoint import Snapshot
-from raypfl.federation.columns import Columns
-from raypfl.federation.states import StateShard
-from raypfl.federation.tables import Table
+from raypfl.common.errors import CheckpointError
+from raypfl.storage import checkpoint
+from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage.columns import Columns
+from raypfl.storage.states import StateShard
+from raypfl.storage.tables import Table
 
 ROOT = Path(checkpoint.__file__).parents[2]
 AWKWARD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 0.1]
@@ -223,8 +223,8 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> N
 KILLED_IN_A_SAVE = """
 import os, signal, sys
 import numpy as np
-from raypfl.federation import checkpoint
-from raypfl.federation.states import StateShard
+from raypfl.storage import checkpoint
+from raypfl.storage.states import StateShard
 
 def shards():
     yield StateShard(np.arange(2), {"w": np.zeros((2, 1000))})

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from raypfl import __version__
-from raypfl.cli import main
-from raypfl.federation import driver
-from raypfl.federation.events import RoundFinished
+from raypfl.commands.cli import main
+from raypfl.common.version import __version__
+from raypfl.runs import driver
+from raypfl.server.events import RoundFinished
 from tests.command import raypfl, told
 
 SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]

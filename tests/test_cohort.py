@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from raypfl.errors import ClientError, EmptyCohort, MethodError
-from raypfl.federation.backend import Inline
+from raypfl.backends.inline import Inline
+from raypfl.common.errors import ClientError, EmptyCohort, MethodError
+from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, plain
 from raypfl.federation.ledger import Entry
-from raypfl.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, plain
+from raypfl.federation.settings import FailureSettings
 from raypfl.methods import Method
-from raypfl.settings import FailureSettings
 from tests.support import Federation
 
 SIZES = (7, 4, 11, 7, 2)

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from raypfl.errors import RaypflError
-from raypfl.federation import driver
+from raypfl.common.errors import RaypflError
 from raypfl.report import found
+from raypfl.runs import driver
 from tests.command import raypfl, told
 from tests.mlflow_support import runs_of, with_database
 from tests.runs import Interrupt

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment, experiments
 from raypfl.data import Dirichlet
-from raypfl.errors import ConfigError
 from raypfl.methods import Ditto, FedAvg
 from raypfl.optimizers import SGD, Adam, AdamW, LocalOptimizer
 from raypfl.recipes import RECIPES
-from raypfl.settings import TrainingSettings
+from raypfl.training.settings import TrainingSettings
 
 
 def refusal(**values) -> str:
@@ -228,7 +228,7 @@ def test_all_mistakes_are_told_at_once():
 
 
 def test_an_object_that_was_made_in_code_is_checked_as_well():
-    from raypfl.settings import TrainingSettings
+    from raypfl.training.settings import TrainingSettings
 
     assert "training.lr is -1" in refusal(training=TrainingSettings(lr=-1))
 

@@ -14,6 +14,7 @@ ABSENT = (
 
 PROGRAM = """
 import importlib
+import pkgutil
 import sys
 
 ABSENT = {absent!r}.split()
@@ -24,10 +25,10 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
-for module in "models objectives optimizers methods messages evaluation settings".split():
-    importlib.import_module("raypfl." + module)
-for module in "clients executor work cohort schedule ledger states backend".split():
-    importlib.import_module("raypfl.federation." + module)
+for room in "common optimizers objectives models training evaluation clients federation methods".split():
+    package = importlib.import_module("raypfl." + room)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"raypfl.{{room}}.{{module.name}}")
 
 from dataclasses import replace
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypfl.federation.sequential import Sequential
 from raypfl.methods import METHODS, Method, PartialPersonalization
 from raypfl.models import MODELS
-from raypfl.settings import TrainingSettings
+from raypfl.training.sequential import Sequential
+from raypfl.training.settings import TrainingSettings
 from tests.support import Federation
 
 ONE_STEP = TrainingSettings(steps=1, batch_size=4)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.methods import CReFF, FedAvg, PartialPersonalization
-from raypfl.settings import TrainingSettings
+from raypfl.training.settings import TrainingSettings
 from tests.runs import experiment
 from tests.support import CLASSES, FP64, Federation, NormalisedConv, as_module, small_mlp
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from raypfl.data import DATASETS, IID, DataConfig, Dirichlet, FederatedData, RawData, Traits, load_federated
-from raypfl.data.datasets import SPLITS
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data import IID, Dirichlet, FederatedData, Traits, load_federated
 from raypfl.data.splits import hold
-from raypfl.errors import ConfigError, DataError
+from raypfl.datasets import DATASETS, DataConfig, RawData
+from raypfl.datasets.base import SPLITS
 
 SMALL = IID(clients=2)
 

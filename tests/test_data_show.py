@@ -13,10 +13,11 @@ from matplotlib.image import imread
 from rich.console import Console
 from typer.testing import CliRunner
 
-from raypfl.cli import app
-from raypfl.data import DataConfig, Dirichlet, Population, Summary, load_federated, summarised
-from raypfl.errors import ConfigError
-from raypfl.tracking import data_picture, data_table
+from raypfl.commands.cli import app
+from raypfl.common.errors import ConfigError
+from raypfl.data import Dirichlet, Summary, load_federated, summarised
+from raypfl.datasets import DataConfig, Population
+from raypfl.results import data_picture, data_table
 
 
 def summary(counts: list | np.ndarray, unseen: tuple[int, ...] = ()) -> Summary:

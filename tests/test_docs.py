@@ -14,7 +14,6 @@ import pytest
 
 import raypfl
 from raypfl.methods import METHODS, Local
-from raypfl.recipes import RECIPES
 from tests.mlflow_support import with_database
 from tests.support import Federation
 
@@ -180,17 +179,6 @@ def test_every_method_has_a_row_and_an_example_that_an_experiment_takes():
 def test_every_relative_link_leads_to_a_file(page):
     targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
     assert not [target for target in targets if target and not (page.parent / target).exists()]
-
-
-def test_the_architecture_has_a_line_for_every_file_and_none_for_others():
-    rooms = (ROOT / "docs/architecture.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
-    named = re.findall(r"^\| `([^`]+)` \|", rooms, re.MULTILINE)
-    assert not [name for name in named if not (ROOT / name).exists()]
-    modules = {str(file.relative_to(ROOT)) for file in (ROOT / "raypfl").rglob("*.py") if file.name != "__init__.py"}
-    assert not modules - set(named)
-    recipes = {f"raypfl/recipes/{name}.yaml" for name in RECIPES.names()}
-    assert not recipes - set(named)
-    assert sorted(named) == sorted(set(named))
 
 
 def test_every_test_that_the_documentation_names_exists():

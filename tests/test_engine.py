@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import raypfl
-from raypfl.errors import CheckpointError, ConfigError, RaypflError
-from raypfl.federation.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
+from raypfl.server.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from tests.runs import Interrupt, experiment, same_tables
 
 METHODS = "tests.federated_methods:"
@@ -264,7 +264,7 @@ def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
 
 
 def test_a_round_copies_the_servers_state_once(tmp_path, monkeypatch):
-    from raypfl.federation import server
+    from raypfl.server import server
 
     copies, cloned = [], server.cloned
     monkeypatch.setattr(server, "cloned", lambda state: copies.append(1) or cloned(state))

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import raypfl
+from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
-from raypfl.errors import ConfigError
 from raypfl.evaluation import Measures, summarise
-from raypfl.federation.events import Evaluated, RoundFinished
 from raypfl.methods import METHODS, Ditto, FedAvg, Local
-from raypfl.tracking import numbers
-from raypfl.tracking.contenders import contenders
-from raypfl.tracking.replay import events_of
+from raypfl.results import numbers
+from raypfl.results.contenders import contenders
+from raypfl.runs.replay import events_of
+from raypfl.server.events import Evaluated, RoundFinished
 from tests.runs import Interrupt, experiment, same_tables
 from tests.support import EXECUTORS
 
@@ -34,7 +34,7 @@ def arranged(monkeypatch):
                 data = replace(data, pools=tuple(pools), _pools=pools)
             return data if labels is None else replace(data, labels=labels(data))
 
-        monkeypatch.setattr("raypfl.federation.driver.load_federated", load)
+        monkeypatch.setattr("raypfl.runs.driver.load_federated", load)
 
     return arrange
 
@@ -128,9 +128,7 @@ class LadenDitto(Ditto):
 @pytest.mark.parametrize("method", [Laden(), LadenDitto(), Local()])
 def test_to_be_judged_only_the_models_travel(tmp_path, monkeypatch, method):
     sent = []
-    monkeypatch.setattr(
-        "raypfl.federation.backend.Inline.broadcast", lambda self, arrays: sent.append(arrays) or arrays
-    )
+    monkeypatch.setattr("raypfl.backends.inline.Inline.broadcast", lambda self, arrays: sent.append(arrays) or arrays)
     raypfl.run(experiment(tmp_path, rounds=1).replace(method=method))
     assert set(sent[-1]) == (set() if isinstance(method, Local) else {"shared"})
 

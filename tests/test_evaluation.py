@@ -17,15 +17,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypfl
+from raypfl.common.messages import per_client
 from raypfl.evaluation import Measures
 from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
-from raypfl.evaluation.scoring import score
 from raypfl.evaluation.tables import tabulate
-from raypfl.federation.pool import Pools
-from raypfl.messages import per_client
 from raypfl.methods import Ditto
 from raypfl.objectives import MultiLabel
-from raypfl.settings import TrainingSettings
+from raypfl.server.scoring import score
+from raypfl.training.pool import Pools
+from raypfl.training.settings import TrainingSettings
 from tests.support import CLASSES, EXECUTORS, Federation, as_module
 
 # ------------------------------------------------------------------------------------------------- a group of clients

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.errors import ClientError
-from raypfl.evaluation.tally import Tally
-from raypfl.federation.batches import Samples
-from raypfl.federation.clients import learning_rate
-from raypfl.messages import per_client
+from raypfl.clients.clients import learning_rate
+from raypfl.common.errors import ClientError
+from raypfl.common.messages import per_client
+from raypfl.evaluation.metric_sums import Tally
 from raypfl.models import MODELS
 from raypfl.models.rowwise import RowWise
-from raypfl.settings import TrainingSettings
+from raypfl.training.batches import Samples
+from raypfl.training.settings import TrainingSettings
 from tests.support import (
     CLASSES,
     EXECUTORS,
@@ -97,7 +97,7 @@ def test_training_normalises_the_samples_that_it_visits_and_no_others(sizes, exe
     normalised = []
     normalise = Samples.normalise
     monkeypatch.setattr(Samples, "normalise", lambda self, x: normalised.append(x.numel()) or normalise(self, x))
-    monkeypatch.setattr("raypfl.federation.batches.READY", 0)
+    monkeypatch.setattr("raypfl.training.batches.READY", 0)
     fed = Federation(sizes=sizes, executor=executor, training=replace(FP64, steps=2))
     clients = fed.clients()
     visited = 3 * 2 * fed.training.batch_size * math.prod(SHAPE)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import raypfl
+from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment
-from raypfl.errors import ConfigError
 from raypfl.methods import FedAvg, FedDF
 from tests.runs import experiment
 from tests.support import EXECUTORS, Federation, NormalisedConv, as_module, as_vector, close, small_mlp

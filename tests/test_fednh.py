@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.methods import FedBABU, FedNH
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.heads import PrototypeHead, output_layer
 from raypfl.models.prototypes import spread, uniform_prototypes
-from raypfl.settings import TrainingSettings
+from raypfl.training.settings import TrainingSettings
 from tests.runs import experiment
 from tests.support import CLASSES, FP64, Federation, NormalisedConv, small_mlp
 

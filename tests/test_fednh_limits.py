@@ -15,7 +15,7 @@ import raypfl
 from raypfl.methods import FedNH, PartialPersonalization
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
-from raypfl.settings import TrainingSettings
+from raypfl.training.settings import TrainingSettings
 from tests.runs import experiment
 from tests.support import CLASSES, FP64, Federation, NormalisedConv, small_mlp
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from raypfl.config import Experiment
-from raypfl.federation.setup import make_model
 from raypfl.models import FlatModel
+from raypfl.server.setup import make_model
 from raypfl.studies.cells import Cell, choose, plan
 from raypfl.studies.description import Study, load
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.models import FlatModel
 from tests.support import NormalisedConv, as_module, as_vector, small_mlp
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.errors import ConfigError
-from raypfl.messages import per_client
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import per_client
 from raypfl.methods import FedAvg, PartialPersonalization
 from raypfl.models import MODELS, FlatModel
 from tests.support import CLASSES, EXECUTORS, FP64, Federation, NormalisedConv, bare_loop, close, small_mlp

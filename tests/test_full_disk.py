@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import raypfl
-from raypfl import files
-from raypfl.errors import RaypflError, Unwritable
-from raypfl.federation.events import Checkpointed, RunFinished, RunStarted
+from raypfl.common import files
+from raypfl.common.errors import RaypflError, Unwritable
+from raypfl.server.events import Checkpointed, RunFinished, RunStarted
 from tests.runs import experiment, same_tables
 
 

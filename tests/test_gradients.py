@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.messages import per_client
+from raypfl.common.messages import per_client
 from tests.support import (
     CLASSES,
     EXECUTORS,

@@ -11,11 +11,11 @@ import pytest
 from torch import nn
 
 import raypfl
-from raypfl.data import RawData
-from raypfl.errors import ConfigError, RaypflError
-from raypfl.federation.events import RunStarted, Warned
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.datasets import RawData
 from raypfl.methods import FedAvg
-from raypfl.tracking.progress import RunLine
+from raypfl.results.progress import RunLine
+from raypfl.server.events import RunStarted, Warned
 from tests.runs import experiment
 from tests.support import EXECUTORS, FP64, Federation, close
 

@@ -10,9 +10,9 @@ import pyarrow.fs as pafs
 import pytest
 
 import raypfl
-from raypfl.errors import CheckpointError, RaypflError
-from raypfl.federation import lease
-from raypfl.federation.events import RoundFinished
+from raypfl.common.errors import CheckpointError, RaypflError
+from raypfl.server.events import RoundFinished
+from raypfl.storage import lease
 from tests.runs import experiment, same_tables
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.errors import ClientError, MethodError
-from raypfl.messages import per_client, plain
+from raypfl.common.errors import ClientError, MethodError
+from raypfl.common.messages import per_client, plain
 from raypfl.methods import MTL, Ditto, FedAvg, FedProto, FedProx, PFedMe
 from raypfl.optimizers import SGD, Adam, AdamW, LocalOptimizer
 from tests.federated_methods import Scaffold
@@ -239,7 +239,7 @@ def clipped_by_hand(fed: Federation, start: Tensor, k: int) -> Tensor:
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("room", [1, 10**9], ids=["a sample at a time", "whole batches"])
 def test_gradients_of_single_samples_are_clipped_without_the_loss_knowing(room, executor, monkeypatch):
-    monkeypatch.setattr("raypfl.federation.descent.ROOM", room)
+    monkeypatch.setattr("raypfl.training.descent.ROOM", room)
     fed = Federation(executor=executor, training=replace(FP64, optimizer=Clipped()))
     clients, starts = fed.clients(), starts_of(fed)
     trained = clients.sgd(clients.loss, per_client(starts))

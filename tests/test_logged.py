@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 import raypfl
-from raypfl.errors import MethodError
-from raypfl.federation.events import RoundFinished
+from raypfl.common.errors import MethodError
 from raypfl.federation.logged import png
 from raypfl.report import write
-from raypfl.tracking.mlflow import track
+from raypfl.server.events import RoundFinished
+from raypfl.tracking.listener import track
 from tests.mlflow_support import client_of, runs_of, with_database
 from tests.runs import Interrupt, experiment, same_tables
 from tests.test_cohort import SIZES, exchange, federation, ids_of

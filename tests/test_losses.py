@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.errors import ClientError, RaypflError
-from raypfl.messages import per_client
+from raypfl.common.errors import ClientError, RaypflError
+from raypfl.common.messages import per_client
 from tests.federated_methods import PerFedAvg
 from tests.support import (
     CLASSES,
@@ -307,7 +307,7 @@ def test_all_that_a_client_has_is_asked_for_by_any_large_number(executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.filterwarnings("ignore::raypfl.federation.ways.FallenBack")
+@pytest.mark.filterwarnings("ignore::raypfl.clients.ways.FallenBack")
 def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
     fed = Federation(sizes=(9,), executor=executor, method=PerFedAvg(alpha=0.5))
     p = fed.model.init(fed.seed)
@@ -319,7 +319,7 @@ def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
     close(fed.play(None)["theta"], p)
 
 
-@pytest.mark.filterwarnings("ignore::raypfl.federation.ways.FallenBack")
+@pytest.mark.filterwarnings("ignore::raypfl.clients.ways.FallenBack")
 def test_a_loss_that_differentiates_is_trained_on_unequal_batches_too():
     theta = [Federation(executor=e, method=PerFedAvg()).play(None)["theta"] for e in EXECUTORS]
     close(*theta)

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.errors import ConfigError, MethodError
+from raypfl.common.errors import ConfigError, MethodError
 from raypfl.methods import METHODS, Ditto, FedAvg, FedProx, Local, Method
 from raypfl.methods.server_optimizers import ServerOptimizer
-from raypfl.settings import TrainingSettings
+from raypfl.training.settings import TrainingSettings
 from tests.runs import experiment
 from tests.support import FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp, torch_sgd
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import raypfl
+from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.config import experiments
-from raypfl.errors import ConfigError, RaypflError
-from raypfl.federation.events import RoundFinished
+from raypfl.server.events import RoundFinished
 from tests import mistaken_methods
 from tests.runs import experiment
 
@@ -132,7 +132,7 @@ def test_a_module_that_cannot_be_imported_is_told_by_its_line(tmp_path, monkeypa
         raypfl.Experiment(method="wrong_inside:Mine")
     text = str(caught.value)
     assert said in text and f'wrong_inside.py", line {line}' in text
-    assert "PYTHONPATH" not in text and "raypfl/registry.py" not in text
+    assert "PYTHONPATH" not in text and "raypfl/common/registry.py" not in text
 
 
 def test_a_module_that_is_not_there_is_asked_for():

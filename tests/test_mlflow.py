@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from raypfl.federation.events import RunFinished
-from raypfl.files import alone
-from raypfl.tracking.mlflow import MLflowListener
-from raypfl.tracking.mlflow_run import RunRecord
+from raypfl.common.files import alone
+from raypfl.server.events import RunFinished
+from raypfl.tracking.listener import MLflowListener
+from raypfl.tracking.run import RunRecord
 from tests.mlflow_support import client_of, events, record, runs_of, with_database
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")  # inside MLflow
@@ -138,8 +138,8 @@ def test_what_mlflow_refuses_at_first_is_recorded_when_it_answers(
 def test_importing_the_listener_imports_no_mlflow_and_recording_sends_no_telemetry() -> None:
     program = """
 import sys
-import raypfl.tracking.mlflow
-import raypfl.tracking.mlflow_run as ours
+import raypfl.tracking.listener
+import raypfl.tracking.run as ours
 assert "mlflow" not in sys.modules
 ours.quiet_mlflow()
 from mlflow.telemetry.utils import is_telemetry_disabled

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import raypfl
-from raypfl.errors import CheckpointError, RaypflError
-from raypfl.federation.trained import TrainedModels
-from raypfl.tracking.mlflow import MLflowListener, track
+from raypfl.common.errors import CheckpointError, RaypflError
+from raypfl.runs.trained import TrainedModels
+from raypfl.tracking.listener import MLflowListener, track
 from tests.mlflow_support import client_of, runs_of, with_database
 from tests.runs import experiment
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from raypfl.cli import app
+from raypfl.commands.cli import app
 from raypfl.studies import running
 from raypfl.studies.workers import carry_out
-from raypfl.tracking.mlflow import MLflowListener
+from raypfl.tracking.listener import MLflowListener
 from tests.mlflow_support import client_of, events, runs_of, with_database
 from tests.test_studies import TINY, Watch
 

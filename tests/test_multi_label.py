@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.data import RawData
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
+from raypfl.datasets import RawData
 from raypfl.methods import FedAvg
 from tests.runs import experiment
 from tests.support import CLASSES, FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.models import MODELS, FlatModel
 
 CIFAR = (3, 32, 32)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import raypfl
-from raypfl.data import DataConfig
-from raypfl.errors import ConfigError, DataError
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.datasets import DataConfig
 from tests import datasets
 
 

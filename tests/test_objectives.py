@@ -13,12 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.data import IID, ByColumn, DataConfig, Population, RawData, load_federated
-from raypfl.errors import CheckpointError, ConfigError, DataError, MethodError
+from raypfl.common.errors import CheckpointError, ConfigError, DataError, MethodError
+from raypfl.data import IID, ByColumn, load_federated
+from raypfl.datasets import DataConfig, Population, RawData
 from raypfl.evaluation import Measures, summarise
-from raypfl.evaluation.tally import Tally
-from raypfl.federation.batches import Batch
-from raypfl.federation.testing import Answers
+from raypfl.evaluation.metric_sums import Tally
 from raypfl.methods import FedAvg
 from raypfl.models import MODELS
 from raypfl.objectives import (
@@ -29,6 +28,8 @@ from raypfl.objectives import (
     Regression,
     SampleMean,
 )
+from raypfl.objectives.batch import Batch
+from raypfl.training.inference import Answers
 from tests.runs import experiment
 from tests.support import EXECUTORS, Federation, as_module, as_vector, close
 

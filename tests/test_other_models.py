@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.errors import MethodError
-from raypfl.messages import per_client
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import per_client
 from tests.federated_methods import Moon
 from tests.support import (
     EXECUTORS,

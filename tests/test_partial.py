@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import raypfl
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.methods import (
     FedAlt,
     FedAvg,
@@ -24,7 +24,7 @@ from raypfl.methods import (
     Local,
     PartialPersonalization,
 )
-from raypfl.settings import TrainingSettings
+from raypfl.training.settings import TrainingSettings
 from tests.runs import experiment, same_tables
 from tests.support import FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp, torch_sgd
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypfl import rng
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import (
     IID,
     PARTITIONS,
@@ -27,8 +28,7 @@ from raypfl.data import (
     PowerLaw,
     Traits,
 )
-from raypfl.data.dealing import apportion, equal_sizes, fit, nearest
-from raypfl.errors import ConfigError, DataError
+from raypfl.data.allocation import apportion, equal_sizes, fit, nearest
 
 DRAWN = [name for name in PARTITIONS if name != "from_file"]
 

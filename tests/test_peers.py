@@ -28,8 +28,9 @@ from benchmarks.peers.measure import Patience, measure, parse
 from benchmarks.peers.order import Order, Shards, Stamps, network
 from benchmarks.peers.systems import bare
 from benchmarks.peers.systems.raypfl import experiment, note_choice
-from raypfl.data import DataConfig, RawData, load_federated
+from raypfl.data import load_federated
 from raypfl.data.partitions import PARTITIONS
+from raypfl.datasets import DataConfig, RawData
 from raypfl.models import MODELS
 
 TINY = Noise("tiny", 6, (1, 8, 8), 3, 9, tests=2)

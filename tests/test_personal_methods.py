@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.methods import APFL, MTL, FedAvg, FedAvgFT, Local, PartialPersonalization, PFedMe
-from raypfl.settings import TrainingSettings
+from raypfl.training.settings import TrainingSettings
 from tests.runs import Interrupt, experiment, same_tables
 from tests.support import FP64, Federation, NormalisedConv, as_module, as_vector, dropping_mlp, small_mlp, torch_sgd
 

@@ -16,18 +16,18 @@ from rich.console import Console
 
 from raypfl.config import Experiment, experiments
 from raypfl.evaluation import summarise
-from raypfl.federation.columns import Columns
-from raypfl.federation.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.federation.ledger import LEDGER
-from raypfl.federation.tables import arrow
 from raypfl.methods import METHODS
-from raypfl.tracking import outcome
-from raypfl.tracking.console import LiveView, PlainView, View, view
-from raypfl.tracking.contenders import contenders, labels, setting
-from raypfl.tracking.mlflow_entries import params_of
-from raypfl.tracking.picture import draw
-from raypfl.tracking.progress import RunLine, lines_for, minutes
-from raypfl.tracking.units import over_seeds
+from raypfl.results import outcome
+from raypfl.results.console import LiveView, PlainView, View, view
+from raypfl.results.contenders import contenders, labels, setting
+from raypfl.results.picture import draw
+from raypfl.results.progress import RunLine, lines_for, minutes
+from raypfl.results.units import over_seeds
+from raypfl.server.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.storage.columns import Columns
+from raypfl.storage.tables import arrow
+from raypfl.tracking.entries import params_of
 
 PNG = b"\x89PNG"
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from raypfl.clients.worker import Group
 from raypfl.federation.placement import AHEAD, Dispatch, Timings
-from raypfl.federation.states import Place
-from raypfl.federation.work import Group
+from raypfl.storage.states import Place
 
 
 def group(index: int, length: float, seconds: float = 0.0, homes: str = "") -> Group:

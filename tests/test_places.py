@@ -12,13 +12,14 @@ import torch
 
 import raypfl
 from raypfl import Mean
+from raypfl.backends import client_actor
+from raypfl.backends.cluster import client_actors, for_client, for_server, in_one_process
+from raypfl.common.errors import ConfigError
+from raypfl.config.settings import RaySettings
 from raypfl.data import load_federated
-from raypfl.errors import ConfigError
-from raypfl.federation import actors, driver
-from raypfl.federation.cluster import client_actors, for_client, for_server, in_one_process
-from raypfl.federation.residence import part_of_card, room_on
-from raypfl.federation.setup import samples_for
-from raypfl.settings import RaySettings
+from raypfl.runs import driver
+from raypfl.server.setup import samples_for
+from raypfl.training.residence import part_of_card, room_on
 from tests.runs import experiment
 from tests.support import Federation
 
@@ -86,8 +87,8 @@ def test_one_process_for_server_and_clients_reserves_the_larger_of_each():
 
 @pytest.mark.parametrize(("reserved", "device"), [([], "cpu"), ([0], "cuda"), ([1, 2], "cuda")])
 def test_a_process_computes_on_a_gpu_if_ray_reserved_one_for_it(monkeypatch, reserved, device):
-    monkeypatch.setattr(actors.ray, "get_gpu_ids", lambda: reserved)
-    assert actors.reserved_device() == torch.device(device)
+    monkeypatch.setattr(client_actor.ray, "get_gpu_ids", lambda: reserved)
+    assert client_actor.reserved_device() == torch.device(device)
 
 
 @pytest.mark.parametrize(("gpus", "there", "device"), [(0.5, True, "cuda"), (0.5, False, "cpu"), (0.0, True, "cpu")])

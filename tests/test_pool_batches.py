@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from raypfl import Mean, Method, rng
-from raypfl.augmentation import Crop, Flip
-from raypfl.data import IID, DataConfig, load_federated
-from raypfl.errors import ConfigError, MethodError
-from raypfl.federation.batches import Samples, order
-from raypfl.federation.pool import Pool
-from raypfl.federation.setup import make_task, pools_of_server
+from raypfl import Mean, Method
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError, MethodError
+from raypfl.data import IID, load_federated
+from raypfl.datasets import DataConfig
+from raypfl.server.setup import make_task, pools_of_server
+from raypfl.training.augmentation import Crop, Flip
+from raypfl.training.batches import Samples, order
+from raypfl.training.pool import Pool
 from tests import datasets
 from tests.runs import experiment
 from tests.support import MEAN, POOLED, STD, Federation, close

@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from raypfl.data import IID, ByColumn, ClassesPerClient, DataConfig, Dirichlet, RawData, Traits, load_federated
-from raypfl.data.datasets import SPLITS
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data import IID, ByColumn, ClassesPerClient, Dirichlet, Traits, load_federated
 from raypfl.data.splits import hold
-from raypfl.errors import ConfigError, DataError
+from raypfl.datasets import DataConfig, RawData
+from raypfl.datasets.base import SPLITS
 from tests import datasets
 
 TWO = IID(clients=2)
@@ -333,7 +334,8 @@ LARGE = """
 import resource, sys
 import numpy as np
 import pyarrow as pa
-from raypfl.data import IID, DataConfig, RawData, load_federated
+from raypfl.data import IID, load_federated
+from raypfl.datasets import DataConfig, RawData
 
 def images(numbers):
     '''uint8[n, 1, 64, 64], each of them different from the others.'''

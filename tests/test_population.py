@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import raypfl
-from raypfl.data import DescribedData, load_federated
-from raypfl.errors import ConfigError, RaypflError
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.data import load_federated
+from raypfl.datasets import DescribedData
 from tests.federated_data import Described
 from tests.runs import Interrupt, experiment, same_tables
 
@@ -54,7 +55,7 @@ def test_what_a_process_keeps_is_bounded_and_asked_for_once(tmp_path, monkeypatc
     for client in (0, 1, 0, 1, 2):
         data.take(data.indices(client))
     assert Described.asked == [(0, "train"), (1, "train"), (2, "train")]
-    monkeypatch.setattr("raypfl.data.population.KEPT", 2000)
+    monkeypatch.setattr("raypfl.datasets.population.KEPT", 2000)
     for client in range(10):
         data.take(data.indices(client))
     held = sum(x.nbytes + y.nbytes for x, y in data._kept.values())

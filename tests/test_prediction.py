@@ -10,13 +10,13 @@ from rich.console import Console
 
 import raypfl
 from raypfl import report
-from raypfl.errors import MethodError, RaypflError
-from raypfl.messages import Mean, Scatter, per_client
+from raypfl.common.errors import MethodError, RaypflError
+from raypfl.common.messages import Mean, Scatter, per_client
 from raypfl.methods import FedAvg
 from raypfl.models import Predictor
-from raypfl.tracking import outcome
-from raypfl.tracking.contenders import contenders
-from raypfl.tracking.numbers import messages
+from raypfl.results import outcome
+from raypfl.results.contenders import contenders
+from raypfl.results.numbers import messages
 from tests.prediction_methods import Hypernetwork, NearestNeighbours
 from tests.runs import experiment
 from tests.support import CLASSES, EXECUTORS, Federation, as_module
@@ -86,9 +86,7 @@ def test_nobody_is_left_out_and_no_cohort_is_larger_than_in_training(tmp_path):
 
 def test_the_ledger_keeps_prediction_apart_and_a_hypernetwork_stays_at_home(tmp_path, monkeypatch):
     sent = []
-    monkeypatch.setattr(
-        "raypfl.federation.backend.Inline.broadcast", lambda self, arrays: sent.append(arrays) or arrays
-    )
+    monkeypatch.setattr("raypfl.backends.inline.Inline.broadcast", lambda self, arrays: sent.append(arrays) or arrays)
     base = experiment(tmp_path, rounds=2, evaluation__every=2, cohort__size=6, **NEWCOMERS)
     result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
     embed, model = sum(a["embed"].size for a in sent[:1]), result.facts["parameters"]

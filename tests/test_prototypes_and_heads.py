@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import raypfl
 from raypfl.methods import FedAvg, FedProto, FedROD, Local
-from raypfl.settings import TrainingSettings
+from raypfl.training.settings import TrainingSettings
 from tests.runs import experiment
 from tests.support import CLASSES, FP64, Federation, NormalisedConv, as_module, small_mlp
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import raypfl
-from raypfl.errors import MethodError, RaypflError
-from raypfl.messages import Each
+from raypfl.common.errors import MethodError, RaypflError
+from raypfl.common.messages import Each
 from raypfl.methods import FedAvg
 from tests.runs import experiment
 from tests.support import CLASSES, EXECUTORS, FP64, Federation, bare_loop, close
@@ -124,7 +124,7 @@ def dropping() -> nn.Module:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.filterwarnings("ignore::raypfl.federation.ways.FallenBack")
+@pytest.mark.filterwarnings("ignore::raypfl.clients.ways.FallenBack")
 def test_layers_that_draw_and_keyed_draws_are_no_offence(executor):
     fed = Federation(dropping, executor=executor, method=DrawsKeyed())
     first = fed.play(None)["theta"]

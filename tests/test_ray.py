@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import raypfl
-from raypfl.errors import ConfigError, RaypflError
-from raypfl.federation.checkpoint import reached
-from raypfl.federation.events import RunFinished, RunStarted, Warned
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.server.events import RunFinished, RunStarted, Warned
+from raypfl.storage.checkpoint import reached
 from tests.runs import Interrupt, experiment, same_tables
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -156,7 +156,7 @@ def test_a_run_attaches_to_a_running_cluster_and_leaves_it_running(tmp_path, und
 def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
     code = (
         "import raypfl\n"
-        "from raypfl.errors import ConfigError\n"
+        "from raypfl.common.errors import ConfigError\n"
         f"try: raypfl.run(raypfl.Experiment(ray={{'address': '127.0.0.1:1'}}, output={str(tmp_path)!r}))\n"
         "except ConfigError as error: print('SENTENCE', error)\n"
     )
@@ -209,7 +209,7 @@ def test_as_many_groups_run_at_once_as_there_are_actors(tmp_path):
 
 
 def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):
-    from raypfl.federation import ray_backend
+    from raypfl.backends import ray_backend
 
     inline = raypfl.run(experiment(tmp_path, rounds=8, evaluation__every=0))
     assert raypfl.run(on_ray(tmp_path, rounds=8, evaluation__every=0)).weights_hash == inline.weights_hash

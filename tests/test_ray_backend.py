@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypfl.errors import RaypflError
-from raypfl.federation import ray_backend
-from raypfl.federation.hiring import PATIENCE, STILLBORN
-from raypfl.federation.ray_backend import APART, INSIDE, RayBackend
-from raypfl.federation.states import Kept
-from raypfl.federation.work import Call, Group, Reply
+from raypfl.backends import ray_backend
+from raypfl.backends.ray_backend import APART, INSIDE, RayBackend
+from raypfl.backends.restarts import PATIENCE, STILLBORN
+from raypfl.clients.worker import Call, Group, Reply
+from raypfl.common.errors import RaypflError
+from raypfl.storage.states import Kept
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

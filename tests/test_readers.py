@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import ByColumn, ClassesPerClient, FederatedData
-from raypfl.errors import ConfigError, DataError
 from tests import datasets
 
 

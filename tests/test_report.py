@@ -15,13 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 import raypfl
-from raypfl.cli import app
-from raypfl.errors import ConfigError
+from raypfl.commands.cli import app
+from raypfl.common.errors import ConfigError
 from raypfl.report import found, tables, write
 from raypfl.report.figures import curves
 from raypfl.report.shades import contrast, on_dark, on_light
-from raypfl.tracking import numbers
-from raypfl.tracking.contenders import COLOURS, contenders
+from raypfl.results import numbers
+from raypfl.results.contenders import COLOURS, contenders
 from tests.runs import experiment
 
 SMALL = {"rounds": 3, "partition__clients": 8, "evaluation__every": 1, "engine__executor": "vectorised"}

@@ -60,7 +60,7 @@ def test_nothing_grows_over_two_thousand_rounds(tmp_path):
         "from benchmarks.head import experiment\n"
         "from benchmarks.memory import memory\n"
         "import raypfl\n"
-        "from raypfl.federation.events import RoundFinished\n"
+        "from raypfl.server.events import RoundFinished\n"
         "def look(event):\n"
         "    if isinstance(event, RoundFinished) and event.round in (100, 2000):\n"
         "        print('HELD', json.dumps(memory()), flush=True)\n"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypfl.federation.schedule import cut, draw, even, group_sizes, judged_group_sizes
-from raypfl.settings import CohortSettings
+from raypfl.federation.settings import CohortSettings
 
 
 @given(

@@ -10,7 +10,7 @@ import torch
 import raypfl
 from benchmarks.head import HERE, Answerer, at_once, experiment
 from benchmarks.scheduling import JOBS, longest_first, rounds
-from raypfl.federation.work import Value
+from raypfl.clients.worker import Value
 
 
 def test_the_slower_the_server_handles_replies_the_longer_actors_idle():

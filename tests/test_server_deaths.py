@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import raypfl
-from raypfl.errors import RaypflError
-from raypfl.federation import driver
-from raypfl.federation.events import RoundFinished
+from raypfl.common.errors import RaypflError
+from raypfl.runs import driver
+from raypfl.server.events import RoundFinished
 from tests.runs import experiment
 
 

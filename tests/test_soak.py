@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import raypfl
-from raypfl.federation.events import Event, RoundFinished, Warned
+from raypfl.server.events import Event, RoundFinished, Warned
 from tests.runs import experiment, same_tables
 
 CLIENT, SERVER = "ray::ClientActor", "ray::ServerActor"

@@ -11,13 +11,13 @@ import torch
 import yaml
 
 import raypfl
+from raypfl.common.errors import ConfigError
 from raypfl.config import experiments
-from raypfl.data import DataConfig
-from raypfl.data.spiral import EXTENT, as_bytes, spiral, spirals
-from raypfl.errors import ConfigError
+from raypfl.datasets import DataConfig
+from raypfl.datasets.spiral import EXTENT, as_bytes, spiral, spirals
 from raypfl.models import MODELS
 from raypfl.recipes import RECIPES
-from raypfl.tracking import latent_picture
+from raypfl.results import latent_picture
 from tests.runs import experiment
 
 

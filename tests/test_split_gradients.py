@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.messages import Each, Mean, Scatter, Sum
+from raypfl.common.messages import Each, Mean, Scatter, Sum
 from raypfl.methods import Method, Task
 from raypfl.models import FlatModel
 from tests.support import CLASSES, FP64, Federation, NormalisedConv, as_module, small_mlp

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raypfl.federation.imports import importing
+from raypfl.backends.imports import importing
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +27,7 @@ class Remote:
 
 asked = []
 ray.remote = lambda kind: Remote()
-from raypfl.federation.actors import ServerActor
+from raypfl.backends.server_actor import ServerActor
 ServerActor(2, {})
 print(asked, "torch" in sys.modules)
 """

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypfl.errors import Stopped
-from raypfl.federation import checkpoint
-from raypfl.federation.backend import Inline
-from raypfl.federation.checkpoint import Snapshot
-from raypfl.federation.states import Stack, StateTable, merged, shards_of
-from raypfl.messages import per_client
+from raypfl.backends.inline import Inline
+from raypfl.common.errors import Stopped
+from raypfl.common.messages import per_client
+from raypfl.storage import checkpoint
+from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage.states import Stack, StateTable, merged, shards_of
 from tests.support import Federation
 from tests.test_cohort import Probe
 

@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 import raypfl
-from raypfl.errors import ConfigError
-from raypfl.federation import driver
-from raypfl.federation.events import Progress, RunFinished, Warned
-from raypfl.federation.stopping import StopRequest, handlers_kept, interrupting, undisturbed
-from raypfl.last_words import last_words
-from raypfl.tracking.console import View
-from raypfl.tracking.progress import RunLine
+from raypfl.common.errors import ConfigError
+from raypfl.common.last_words import last_words
+from raypfl.common.stopping import StopRequest, handlers_kept, interrupting, undisturbed
+from raypfl.results.console import View
+from raypfl.results.progress import RunLine
+from raypfl.runs import driver
+from raypfl.server.events import Progress, RunFinished, Warned
 from tests.runs import experiment
 
 

@@ -18,10 +18,10 @@ import yaml
 from typer.testing import CliRunner
 
 import raypfl
-from raypfl.cli import app
-from raypfl.errors import ConfigError
-from raypfl.federation.events import RoundFinished, RunStarted
-from raypfl.federation.result import is_finished
+from raypfl.commands.cli import app
+from raypfl.common.errors import ConfigError
+from raypfl.runs.result import is_finished
+from raypfl.server.events import RoundFinished, RunStarted
 from raypfl.studies import STUDIES, running
 from raypfl.studies.cells import choose, identity, plan
 from raypfl.studies.description import Quoted, load

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypfl.federation import tables
-from raypfl.federation.columns import Columns
-from raypfl.federation.tables import Table, arrow
+from raypfl.storage import tables
+from raypfl.storage.columns import Columns
+from raypfl.storage.tables import Table, arrow
 
 ROOT = Path(__file__).parents[1]
 KINDS = {"round": "int32", "bytes": "int64", "loss": "float64", "name": "text", "cohort": "int32 list"}
@@ -106,7 +106,7 @@ def test_tables_are_written_and_read_without_pandas_which_takes_seconds_to_impor
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from raypfl.federation.tables import read\n"
+        "from raypfl.storage.tables import read\n"
         "from tests.test_tables import FILES, grown\n"
         "folder = Path(sys.argv[1])\n"
         "table = grown(folder, [3, 3, 1])\n"

@@ -11,11 +11,11 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
 from raypfl.evaluation import Measures
-from raypfl.evaluation.scoring import weights
-from raypfl.evaluation.tally import Tally
-from raypfl.federation.testing import Answers
+from raypfl.evaluation.metric_sums import Tally
 from raypfl.objectives import Classification, MultiLabel
 from raypfl.objectives.multi_label import macro_auc
+from raypfl.server.scoring import weights
+from raypfl.training.inference import Answers
 
 ONE_CLASS, LABELS = Classification(), MultiLabel()
 

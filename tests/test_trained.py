@@ -13,13 +13,14 @@ import safetensors.numpy
 import torch
 
 import raypfl
-from raypfl.errors import CheckpointError, ConfigError
-from raypfl.federation import checkpoint, models_file
-from raypfl.federation.checkpoint import Snapshot
-from raypfl.federation.outline import DataOutline
-from raypfl.federation.states import StateShard
-from raypfl.federation.trained import TrainedModels, newest
+from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.methods import METHODS
+from raypfl.runs import models_file
+from raypfl.runs.trained import TrainedModels, newest
+from raypfl.server.outline import DataOutline
+from raypfl.storage import checkpoint
+from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage.states import StateShard
 from tests.runs import experiment
 
 PERSONAL = [name for name in METHODS if METHODS.get(name)().has("personal_model")]

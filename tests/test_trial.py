@@ -10,11 +10,12 @@ from torch import nn
 
 import raypfl
 from raypfl.evaluation import Measures
-from raypfl.federation import driver, trial
-from raypfl.federation.events import RunStarted
-from raypfl.federation.trial import Way
 from raypfl.models import FlatModel
-from raypfl.settings import TrainingSettings
+from raypfl.runs import autotune as trial
+from raypfl.runs import driver
+from raypfl.runs.autotune import Way
+from raypfl.server.events import RunStarted
+from raypfl.training.settings import TrainingSettings
 from tests.runs import experiment
 
 SHAPE = (1, 2, 2)

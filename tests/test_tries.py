@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raypfl.errors import ClientError
-from raypfl.federation.backend import Failed, Inline
-from raypfl.settings import FailureSettings
+from raypfl.backends.inline import Inline
+from raypfl.common.errors import ClientError
+from raypfl.federation.backend import Failed
+from raypfl.federation.settings import FailureSettings
 from tests.test_cohort import ROWS, exchange, failing, federation
 
 THREE_TRIES = FailureSettings(retries=2)

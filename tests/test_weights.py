@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import raypfl
-from raypfl.errors import CheckpointError, ConfigError
-from raypfl.federation.events import RunStarted
+from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.weights import Pretrained, origin
+from raypfl.server.events import RunStarted
 from tests.runs import experiment
 from tests.support import NormalisedConv
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.data import DataConfig, Dirichlet, FederatedData, RawData, load_federated
+from raypfl.data import Dirichlet, FederatedData, load_federated
+from raypfl.datasets import DataConfig, RawData
 
 CLIENTS = 20
 ALPHA = 0.3

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from raypfl import methods
-from raypfl.messages import Mean, per_client
+from raypfl.common.messages import Mean, per_client
+from raypfl.federation.method import Server
 from raypfl.methods import FedAvg
-from raypfl.methods.base import Server
 
 if TYPE_CHECKING:
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
 
 
 class APFL(methods.APFL):

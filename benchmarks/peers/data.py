@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.data import DataConfig, FederatedData, Partition, RawData, Traits, load_federated
+from raypfl.data import FederatedData, Partition, Traits, load_federated
 from raypfl.data.partitions import PARTITIONS
+from raypfl.datasets import DataConfig, RawData
 
 HERE = "benchmarks.peers.data"
 CLASSES = 10

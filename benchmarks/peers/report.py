@@ -24,7 +24,7 @@ from benchmarks.peers.jobs import (
     Contender,
 )
 from benchmarks.peers.measure import Patience
-from raypfl.federation.trial import Way
+from raypfl.runs.autotune import Way
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 FP32 = (INLINE, CHANNELS_LAST, ACTORS)

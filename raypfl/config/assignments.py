@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from raypfl.common.errors import ConfigError
 from raypfl.config.yaml_text import parse
-from raypfl.errors import ConfigError
 
 
 def parsed(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:

@@ -7,11 +7,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.errors import ConfigError
 from raypfl.config.assignments import assign, parsed
 from raypfl.config.components import unknown
 from raypfl.config.experiment import Experiment
 from raypfl.config.yaml_text import read
-from raypfl.errors import ConfigError
 from raypfl.methods import Method
 
 _OWN = ("training", "model", "cohort", "rounds")

@@ -9,10 +9,10 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.registry import Registry
 from raypfl.config.sentences import sentences
-from raypfl.errors import ConfigError, did_you_mean
 from raypfl.optimizers import OPTIMIZERS, LocalOptimizer
-from raypfl.registry import Registry
 
 Option = inspect.Parameter
 

@@ -20,33 +20,27 @@ from pydantic import (
     model_validator,
 )
 
-from raypfl.augmentation import AUGMENTATIONS, Augmentation
+from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.registry import Registry
 from raypfl.config.assignments import assign, parsed
 from raypfl.config.components import build, checked_options, described, found, made, named, optimizer
 from raypfl.config.limits import contradictions, outside_limits
 from raypfl.config.sentences import joined, sentences
+from raypfl.config.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
 from raypfl.config.yaml_text import read, write
-from raypfl.data import DATASETS, PARTITIONS, DataConfig, Dirichlet, Partition
-from raypfl.data.datasets import no_pool
-from raypfl.errors import ConfigError, did_you_mean
+from raypfl.data import PARTITIONS, Dirichlet, Partition
+from raypfl.datasets import DATASETS, DataConfig
+from raypfl.datasets.base import no_pool
 from raypfl.evaluation.measures import Measures
+from raypfl.evaluation.settings import EvaluationSettings
+from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.methods import METHODS, FedAvg, Method
 from raypfl.models import MODELS
 from raypfl.models.weights import is_file
 from raypfl.objectives import METRICS, OBJECTIVES, Classification, Metric, Objective
 from raypfl.optimizers import OPTIMIZERS, SGD, LocalOptimizer
-from raypfl.registry import Registry
-from raypfl.settings import (
-    CheckpointSettings,
-    CohortSettings,
-    EngineSettings,
-    EvaluationSettings,
-    FailureSettings,
-    ModelSettings,
-    RaySettings,
-    TrackingSettings,
-    TrainingSettings,
-)
+from raypfl.training.augmentation import AUGMENTATIONS, Augmentation
+from raypfl.training.settings import TrainingSettings
 
 GIVEN_BY_ENGINE = ("input_shape", "num_classes")
 

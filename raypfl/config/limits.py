@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from raypfl.data.population import is_described
-from raypfl.errors import did_you_mean
+from raypfl.common.errors import did_you_mean
+from raypfl.datasets.population import is_described
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import mistakes
 from raypfl.objectives import OBJECTIVES

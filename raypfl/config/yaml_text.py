@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):

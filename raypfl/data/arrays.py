@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from raypfl import files
-from raypfl.errors import DataError
+from raypfl.common import files
+from raypfl.common.errors import DataError
 
 
 class Unreadable(Exception):

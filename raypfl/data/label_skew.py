@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from raypfl import rng
-from raypfl.data.dealing import apportion, deal, equal_sizes, fit, top_up
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError
+from raypfl.data.allocation import apportion, deal, equal_sizes, fit, top_up
 from raypfl.data.partitions import PARTITIONS, Partition, Traits, require, require_enough
-from raypfl.errors import ConfigError
 
 
 @PARTITIONS.register("dirichlet")

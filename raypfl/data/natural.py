@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypfl import rng
-from raypfl.data.dealing import apportion, rank_within
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.allocation import apportion, rank_within
 from raypfl.data.partitions import PARTITIONS, Partition, Traits, require
-from raypfl.errors import ConfigError, DataError
 
 
 @PARTITIONS.register("by_column")

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from raypfl import rng
-from raypfl.errors import ConfigError, DataError
-from raypfl.registry import Registry
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.registry import Registry
 
 PARTITIONS = Registry("partition")
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raypfl.data import pools
+from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.arrays import Arrays, alone, writing
-from raypfl.data.datasets import DATASETS, SPLITS, DataConfig, RawData, files_of
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
 from raypfl.data.splits import NOBODY, hold
-from raypfl.errors import ConfigError, DataError
+from raypfl.datasets import pools
+from raypfl.datasets.base import DATASETS, SPLITS, DataConfig, RawData, files_of
 from raypfl.objectives import kind_of
 
 # To be raised when what is written changes in a way that the code of readers and partitions does not show.

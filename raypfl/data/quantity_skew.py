@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raypfl import rng
-from raypfl.data.dealing import apportion, top_up
+from raypfl.common import rng
+from raypfl.data.allocation import apportion, top_up
 from raypfl.data.partitions import PARTITIONS, Partition, Traits, require, require_enough
 
 

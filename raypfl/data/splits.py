@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raypfl import rng
-from raypfl.data.datasets import SPLITS, DataConfig
-from raypfl.data.dealing import deal, nearest, rank_within
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.allocation import deal, nearest, rank_within
 from raypfl.data.partitions import Partition, Traits
-from raypfl.errors import ConfigError, DataError
+from raypfl.datasets.base import SPLITS, DataConfig
 
 _TRAIN, _VAL, _TEST = range(3)
 NOBODY = -1

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raypfl.common.errors import ConfigError, DataError, did_you_mean, known_pool
 from raypfl.data.arrays import Arrays, Unreadable, cached, opened
-from raypfl.data.datasets import SPLITS, DataConfig
 from raypfl.data.partitions import Partition
-from raypfl.data.population import DescribedData, is_described
 from raypfl.data.prepare import holdings_key, prepared_holdings, prepared_samples, samples_key
-from raypfl.errors import ConfigError, DataError, did_you_mean, known_pool
+from raypfl.datasets.base import SPLITS, DataConfig
+from raypfl.datasets.population import DescribedData, is_described
 from raypfl.objectives import kind_of
 
 
@@ -168,7 +168,7 @@ ClientData = FederatedData | DescribedData
 def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: str | Path | None = None) -> ClientData:
     """Open a data set and deal it out to clients; both are prepared once and kept in the cache.
 
-    A population, whose clients are described, is neither dealt out nor kept; see :class:`raypfl.data.Population`.
+    A population, whose clients are described, is neither dealt out nor kept; see :class:`raypfl.datasets.Population`.
 
     The samples are prepared again when the content of a file of the data set or its reader changes, the partition when
     an option of it or of the splits, `seed`, or its code does. Of several processes that find nothing prepared, one

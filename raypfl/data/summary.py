@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raypfl.data.datasets import SPLITS
-from raypfl.data.population import DescribedData
+from raypfl.common.errors import ConfigError
 from raypfl.data.store import ClientData, FederatedData
-from raypfl.errors import ConfigError
+from raypfl.datasets.base import SPLITS
+from raypfl.datasets.population import DescribedData
 
 _RANGES = 10
 """Of targets that are numbers."""

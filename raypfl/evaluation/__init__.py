@@ -2,7 +2,6 @@
 
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import PROTOCOLS, refuse_untestable
-from raypfl.evaluation.scoring import score
 from raypfl.evaluation.selection import Selection, deciding, select
 from raypfl.evaluation.tables import summarise, tabulate
 
@@ -12,7 +11,6 @@ __all__ = [
     "Selection",
     "deciding",
     "refuse_untestable",
-    "score",
     "select",
     "summarise",
     "tabulate",

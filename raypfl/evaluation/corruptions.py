@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl import rng
+from raypfl.common import rng
 
 SEVERITIES = (1, 2, 3, 4, 5)
 

@@ -51,7 +51,7 @@ class Measures:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The whole evaluations table: what each column holds, see :mod:`raypfl.federation.columns`."""
+        """The whole evaluations table: what each column holds, see :mod:`raypfl.storage.columns`."""
         whose = {"round": "int32", "client": "int32", "protocol": "text", "model": "text", "samples": "int64"}
         return whose | {name: "float64" if self.always(name) else "float64 or none" for name in self.columns[1:]}
 

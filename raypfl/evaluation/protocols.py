@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from raypfl.errors import ConfigError, did_you_mean
+from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 
 if TYPE_CHECKING:
@@ -115,3 +116,8 @@ def _unknown(name: str) -> str:
     if name.startswith(_OOD) and name != _OOD:
         return ""
     return f"which is no protocol; {did_you_mean(name, PROTOCOLS)}"
+
+
+def class_weights(protocol: str, counts: Tensor) -> Tensor:
+    """How much a class counts for a client with ``counts[..., C]`` training samples of each. (Dai et al. 2023)"""
+    return counts if protocol == "pm_l" else (counts > 0).to(counts.dtype)

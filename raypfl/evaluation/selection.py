@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raypfl.evaluation.measures import Measures
-from raypfl.settings import EvaluationSettings
+from raypfl.evaluation.settings import EvaluationSettings
 
 PROTOCOL = "val"
 

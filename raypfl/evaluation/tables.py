@@ -9,9 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from raypfl.evaluation.measures import Measures
-from raypfl.evaluation.protocols import OWN, WEIGHTED
-from raypfl.evaluation.scoring import weights
-from raypfl.evaluation.tally import Tally
+from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.protocols import OWN, WEIGHTED, class_weights
 
 MODELS = ("personal", "global")
 
@@ -23,7 +22,7 @@ def tabulate(
 
     Parameters
     ----------
-    scores : as :func:`raypfl.evaluation.scoring.score` gives them, of all `clients`: ``Each`` in rows ``[C, ...]``,
+    scores : as :func:`raypfl.server.scoring.score` gives them, of all `clients`: ``Each`` in rows ``[C, ...]``,
         ``Sum`` added up. A client without samples to test on gets no row; where the global model is tested once for
         all, the row belongs to no client and has client -1.
     """
@@ -93,7 +92,7 @@ def _rows(
     """``float64[n, columns]`` and whose they are, ``int64[n]``."""
     everybody, nobody = np.asarray(clients, dtype=np.int64), np.array([-1])
     if model == "global" and protocol in WEIGHTED and "global/global" in scores:
-        alpha = weights(protocol, scores["global/alpha"])
+        alpha = class_weights(protocol, scores["global/alpha"])
         return Tally(measures, by_class=True).class_weighted(scores["global/global"][None], alpha).numpy(), everybody
     if (found := scores.get(f"{model}/{protocol}")) is None:
         return np.zeros((0, len(measures.columns))), everybody[:0]

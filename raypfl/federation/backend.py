@@ -1,4 +1,4 @@
-"""Where groups are run. `inline` is this process; Ray's is in :mod:`raypfl.federation.ray_backend`."""
+"""Where groups are run. `inline` is this process; Ray's is in :mod:`raypfl.backends.ray_backend`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from raypfl.authors import located, told
-from raypfl.errors import MethodError, Stopped
-from raypfl.federation.states import Kept, Place, Stack, merged
-from raypfl.federation.stopping import StopRequest
-from raypfl.federation.threads import threads
-from raypfl.federation.work import Call, Group, Reply, Worker
+from raypfl.clients.worker import Call, Group, Reply
+from raypfl.common.errors import MethodError
+from raypfl.common.user_code import located, told
+from raypfl.storage.states import Kept, Place, Stack, merged
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Failed:
 
     Attributes
     ----------
-    trace : what to show of it, as :func:`raypfl.authors.told` does.
+    trace : what to show of it, as :func:`raypfl.common.user_code.told` does.
     """
 
     error: BaseException
@@ -85,45 +82,6 @@ class Backend(Protocol):
     def fetch(self, handle: Any) -> Stack:
         """The states behind a handle."""
         ...
-
-
-class Inline:
-    """Groups run one after the other in this process: for a breakpoint, or a machine with torch alone.
-
-    Parameters
-    ----------
-    threads : that torch has while a group is at work; None: as many as otherwise.
-    """
-
-    def __init__(self, worker: Worker, stop: StopRequest | None = None, threads: int | None = None):
-        self._worker = worker
-        self._stop = stop or StopRequest()
-        self._threads = threads
-
-    def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
-        return {name: np.array(array) for name, array in arrays.items()}
-
-    def opened(self, handle: Any) -> Mapping[str, np.ndarray]:
-        return handle
-
-    def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
-        for group in groups:
-            if self._stop.made:
-                raise Stopped("The run was asked to stop.")
-            try:
-                with self._stop.interruptible(), threads(self._threads or torch.get_num_threads()):
-                    states = states_of(group.states, lambda stacks: stacks)
-                    reply, stack = self._worker.work(call, list, group, states)
-            except Exception as error:
-                yield group, failure(error)
-            else:
-                yield group, Done(reply, [] if reply.kept is None else [(group.clients, stack, reply.kept)])
-
-    def keep(self, stack: Stack) -> Any:
-        return stack
-
-    def fetch(self, handle: Any) -> Stack:
-        return handle
 
 
 def states_of(

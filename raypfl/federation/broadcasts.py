@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from raypfl.messages import plain
-
-if TYPE_CHECKING:
-    from raypfl.federation.backend import Backend
+from raypfl.clients.worker import Sent
+from raypfl.common.messages import plain
+from raypfl.federation.backend import Backend
 
 INSIDE = 64_000
 """Bytes up to which tensors are part of every call, which costs less than to make them objects and fetch those."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The tensors that a call sends to every group.
-
-    Attributes
-    ----------
-    small : name -> array, or a reference to that.
-    large : name -> a number and ``{"": array}``, or a reference to that. The same number is the same tensor.
-    kept : numbers that later calls may name again.
-    """
-
-    small: Any
-    large: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
-    kept: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl import rng
-from raypfl.errors import MethodError
-from raypfl.federation.batches import Batch
-from raypfl.federation.events import Event, ServerAtWork
-from raypfl.federation.executor import AS_IT_IS, Precision
-from raypfl.federation.minimised import Loss, Minimised
-from raypfl.federation.pool import Pool, Pools
-from raypfl.federation.sequential import Sequential
-from raypfl.methods.base import Task
+from raypfl.common import rng
+from raypfl.common.errors import MethodError
+from raypfl.federation.task import Task
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
+from raypfl.objectives.batch import Batch
 from raypfl.optimizers import SGD, LocalOptimizer, Update
+from raypfl.training.executor import AS_IT_IS, Precision
+from raypfl.training.loss import Loss, Minimised
+from raypfl.training.pool import Pool, Pools
+from raypfl.training.sequential import Sequential
 
 Schedule = Literal["constant", "cosine"]
 Item = TypeVar("Item")
 
 OFTEN = 0.5
 """Seconds between two events about the same work; what takes less is not told of."""
+
+
+@dataclass(frozen=True)
+class ServerAtWork:
+    """What takes the server long is so far: `done` steps of `total`, or of nobody knows how many."""
+
+    round: int
+    text: str
+    done: int
+    total: int | None
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Place:
 
     pools: Pools
     precision: Precision
-    tell: Callable[[Event], None]
+    tell: Callable[[ServerAtWork], None]
 
 
 class Central(ABC):

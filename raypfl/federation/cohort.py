@@ -13,25 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl import rng
-from raypfl.authors import place
-from raypfl.errors import ClientError, EmptyCohort, MethodError, RaypflError
+from raypfl.clients.clients import Clients
+from raypfl.clients.worker import Call, Group, Reply
+from raypfl.common import rng
+from raypfl.common.errors import ClientError, EmptyCohort, MethodError, RaypflError
+from raypfl.common.messages import Broadcast, Scatter, numbers_charged
+from raypfl.common.user_code import place
 from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.broadcasts import Broadcasts
 from raypfl.federation.central import Central, Place
-from raypfl.federation.clients import Clients
 from raypfl.federation.ledger import Entry, Ledger, Phase
 from raypfl.federation.logged import Logged, number, png
 from raypfl.federation.logged import columns as checked_columns
 from raypfl.federation.placement import Timings
 from raypfl.federation.schedule import cut
-from raypfl.federation.states import StateTable
+from raypfl.federation.settings import FailureSettings
+from raypfl.federation.task import Task
 from raypfl.federation.totals import Means, Total
-from raypfl.federation.tree import taken_apart
-from raypfl.federation.work import Call, Group, Reply
-from raypfl.messages import Broadcast, Scatter, numbers_charged
-from raypfl.methods.base import Method, Task
-from raypfl.settings import FailureSettings
+from raypfl.storage.states import StateTable
+from raypfl.storage.tree import taken_apart
 
 _MISTAKES = (
     *(TypeError, ValueError, NameError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError),
@@ -197,7 +197,7 @@ class Exchanger:
         return failing
 
 
-def _as_they_are(clients: Clients, method: Method) -> dict[str, Any]:
+def _as_they_are(clients: Clients, method: object) -> dict[str, Any]:
     clients.state.changed = True
     return {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypfl.federation.columns import Columns
+from raypfl.storage.columns import Columns
 
 LEDGER = {
     "round": "int32",

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.errors import MethodError
-from raypfl.messages import plain
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import plain
 
 LOGGED = {"round": "int32", "name": "text", "value": "float64"}
 IMAGES = {"round": "int32", "name": "text", "png": "bytes"}
@@ -81,7 +81,7 @@ def columns(name: str, given: Mapping[str, Any], known: Mapping[str, str] | None
 
 
 def kinds(table: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Of a table's columns, as :class:`raypfl.federation.columns.Columns` has them."""
+    """Of a table's columns, as :class:`raypfl.storage.columns.Columns` has them."""
     return {column: _KINDS[array.dtype.kind] for column, array in table.items()}
 
 

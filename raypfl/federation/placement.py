@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.federation.work import Group
+from raypfl.clients.worker import Group
 
 IN_FLIGHT = 2
 """Groups pushed to an actor at most: while it computes one, the next is already there."""

@@ -8,15 +8,11 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raypfl import rng
-from raypfl.settings import CohortSettings
-
-if TYPE_CHECKING:
-    from raypfl.config import Experiment
+from raypfl.common import rng
+from raypfl.federation.settings import CohortSettings
 
 VECTORISED_GROUP = 50
 """Clients a vectorised group wants: in groups of 25 each takes 1.4 times as long, for what every operation costs; in
@@ -78,16 +74,6 @@ def _is_reachable(settings: CohortSettings, seed: int, round: int, clients: np.n
     low, high = settings.availability["low"], settings.availability["high"]
     chance = low + (high - low) * rng.uniform(rng.keys(seed, "availability", 0, clients))
     return rng.uniform(rng.keys(seed, "reachable", round, clients)) < chance
-
-
-def groups_for(experiment: Experiment, cohort: int, judged: bool = False) -> list[int]:
-    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest.
-
-    `judged` : it is to be judged, not trained.
-    """
-    size = experiment.engine.group_size or experiment.ray.clients_per_actor
-    suggest = judged_group_sizes if judged else group_sizes
-    return even(cohort, -(-cohort // size)) if size else suggest(cohort, experiment.engine.executor)
 
 
 def even(cohort: int, groups: int) -> list[int]:

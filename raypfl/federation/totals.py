@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.errors import MethodError
-from raypfl.federation.work import Group, Value
+from raypfl.clients.worker import Group, Value
+from raypfl.common.errors import MethodError
 
 
 class Means:

@@ -1,7 +1,8 @@
 """Federated methods, one a file."""
 
+from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.task import Task
 from raypfl.methods.apfl import APFL
-from raypfl.methods.base import METHODS, Method, Server, Task
 from raypfl.methods.creff import CReFF
 from raypfl.methods.ditto import Ditto
 from raypfl.methods.fedavg import FedAvg

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from raypfl.messages import Mean
-from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.common.messages import Mean
+from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.task import Task
 from raypfl.methods.server_optimizers import ServerOptimizer
 
 if TYPE_CHECKING:
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
     from raypfl.federation.cohort import Cohort
     from raypfl.models.flat import FlatModel
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raypfl.methods.base import METHODS, Server
+from raypfl.federation.method import METHODS, Server
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.finetuning import finetuned, refuse_negative
 
 if TYPE_CHECKING:
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
 
 
 @METHODS.register("fedavg-ft")

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.errors import ConfigError, known_pool
-from raypfl.messages import Mean
-from raypfl.methods.base import METHODS, Server, Task
+from raypfl.common.errors import ConfigError, known_pool
+from raypfl.common.messages import Mean
+from raypfl.federation.method import METHODS, Server
+from raypfl.federation.task import Task
 from raypfl.methods.fedavg import FedAvg
 from raypfl.optimizers import Adam
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
     from raypfl.federation.cohort import Cohort
-    from raypfl.federation.pool import Pool, PoolBatches
+    from raypfl.objectives.batch import Batch
+    from raypfl.training.pool import Pool, PoolBatches
 
 
 TOGETHER = 512

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.errors import ConfigError
-from raypfl.messages import Mean, Sum, per_client, plain
-from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import Mean, Sum, per_client, plain
+from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.task import Task
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
 from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
     from raypfl.federation.cohort import Cohort
     from raypfl.models.flat import FlatModel
 

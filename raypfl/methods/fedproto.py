@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.messages import Sum
-from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.common.messages import Sum
+from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.task import Task
 from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
     from raypfl.federation.cohort import Cohort
+    from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("fedproto")

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raypfl.messages import Mean
-from raypfl.methods.base import METHODS
+from raypfl.common.messages import Mean
+from raypfl.federation.method import METHODS
 from raypfl.methods.fedavg import FedAvg
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
+    from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("fedprox")

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from raypfl.messages import Mean, per_client, plain
-from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.common.messages import Mean, per_client, plain
+from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.task import Task
 from raypfl.methods.finetuning import refuse_negative
 from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
 from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
     from raypfl.federation.cohort import Cohort
+    from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("fedrod")

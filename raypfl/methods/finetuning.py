@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raypfl.errors import ConfigError
-from raypfl.messages import per_client, plain
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import per_client, plain
 
 if TYPE_CHECKING:
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
 
 
 def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) -> Tensor:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from raypfl.errors import ConfigError
-from raypfl.messages import Mean, per_client, plain
-from raypfl.methods.base import METHODS, Method, Server, Task
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import Mean, per_client, plain
+from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.task import Task
 from raypfl.methods.finetuning import finetuned, refuse_negative
 
 if TYPE_CHECKING:
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
     from raypfl.federation.cohort import Cohort
     from raypfl.models.flat import FlatModel
 

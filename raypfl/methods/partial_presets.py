@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raypfl.methods.base import METHODS
+from raypfl.federation.method import METHODS
 from raypfl.methods.partial import PartialPersonalization
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raypfl.errors import ConfigError
-from raypfl.messages import Mean, per_client
-from raypfl.methods.base import METHODS, Server
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import Mean, per_client
+from raypfl.federation.method import METHODS, Server
 from raypfl.methods.fedavg import FedAvg
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
-    from raypfl.federation.clients import Clients
+    from raypfl.clients.clients import Clients
+    from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("pfedme")

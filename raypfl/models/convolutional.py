@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.models.networks import MODELS, image_shape
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raypfl.messages import PerClient, per_client, plain
+from raypfl.common.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from raypfl.errors import ConfigError, MethodError, did_you_mean
+from raypfl.common.errors import ConfigError, MethodError, did_you_mean
 from raypfl.models.freezing import freeze, moving, resting, stored
 from raypfl.models.roles import roles
 

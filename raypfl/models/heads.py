@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 
 
 class PrototypeHead(nn.Module):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raypfl.errors import ConfigError
-from raypfl.registry import Registry
+from raypfl.common.errors import ConfigError
+from raypfl.common.registry import Registry
 
 MODELS = Registry("model")
 """Each entry is called as ``entry(input_shape=(C, H, W), num_classes=n, **options)`` and returns an ``nn.Module``

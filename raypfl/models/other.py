@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raypfl.messages import PerClient, per_client, plain
+from raypfl.common.messages import PerClient, per_client, plain
 from raypfl.models.flat import FlatModel
 
 

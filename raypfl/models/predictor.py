@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raypfl.authors import place
-from raypfl.errors import MethodError
-from raypfl.messages import Lent, one_client_at_a_time, per_client, plain
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import Lent, one_client_at_a_time, per_client, plain
+from raypfl.common.user_code import place
 from raypfl.models.extras import chosen, of_client, rows_of, with_rows
 from raypfl.models.other import Other
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypfl.errors import ConfigError, did_you_mean
+from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.models.roles import roles
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")

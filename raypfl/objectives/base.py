@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 import torch
 from torch import Tensor
 
-from raypfl.registry import Registry
+from raypfl.common.registry import Registry
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
+    from raypfl.objectives.batch import Batch
 
 OBJECTIVES = Registry("objective")
 METRICS = Registry("metric")

@@ -21,7 +21,7 @@ from raypfl.objectives.base import (
 )
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
+    from raypfl.objectives.batch import Batch
 
 BINS = 15
 COLUMNS = ("accuracy", "loss", "ece", "auc", "left_out")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from raypfl.objectives.base import METRICS, OBJECTIVES, Metric, Objective, SampleSums, Scores, unrounded
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
+    from raypfl.objectives.batch import Batch
 
 
 class TokenScores(Scores):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.objectives.base import (
     METRICS,
     OBJECTIVES,
@@ -22,7 +22,7 @@ from raypfl.objectives.base import (
 )
 
 if TYPE_CHECKING:
-    from raypfl.federation.batches import Batch
+    from raypfl.objectives.batch import Batch
 
 
 class NumberScores(Scores):

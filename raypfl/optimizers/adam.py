@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
 
 

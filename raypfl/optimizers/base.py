@@ -7,8 +7,8 @@ from typing import Any, ClassVar, dataclass_transform
 
 from torch import Tensor
 
+from raypfl.common.registry import Registry
 from raypfl.optimizers.draws import Draws
-from raypfl.registry import Registry
 
 OPTIMIZERS = Registry("optimizer")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raypfl.errors import ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
 
 

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from raypfl.data import Summary
+from raypfl.report.labels import listed, protocol_in_words, signed
 from raypfl.report.svg import FAINT, contender_colour, contender_group, drawn
-from raypfl.report.words import listed, protocol_in_words, signed
-from raypfl.tracking import data_picture, numbers
-from raypfl.tracking.contenders import COLOURS, Contender
-from raypfl.tracking.numbers import MODELS, Against, Curve, clients, judged, loss, pairs
-from raypfl.tracking.picture import from_worst, line
-from raypfl.tracking.units import Unit
+from raypfl.results import data_picture, numbers
+from raypfl.results.contenders import COLOURS, Contender
+from raypfl.results.numbers import MODELS, Against, Curve, clients, judged, loss, pairs
+from raypfl.results.picture import from_worst, line
+from raypfl.results.units import Unit
 
 NARROW, WIDE, SQUARE = (380, 290), (900, 380), (300, 290)
 """CSS pixels: of a figure that shares its row or fills a phone, of one with a row to itself, of one among many."""

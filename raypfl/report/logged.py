@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from raypfl.report import figures
 from raypfl.report.figures import Drawing
-from raypfl.tracking.contenders import Contender
+from raypfl.results.contenders import Contender
 
 _MOST_CURVES = 12
 _MOST_ROWS = 20  # of a table

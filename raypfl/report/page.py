@@ -13,20 +13,20 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-import raypfl
-from raypfl import files
+from raypfl.common import files
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.version import __version__
 from raypfl.data import Summary, load_federated, summarised
-from raypfl.errors import ConfigError, RaypflError
 from raypfl.evaluation.measures import Measures
-from raypfl.federation import Result
 from raypfl.report import figures, logged, tables
 from raypfl.report.figures import Drawing
+from raypfl.report.labels import listed, protocol_in_words
 from raypfl.report.shades import on_dark, on_light
-from raypfl.report.words import listed, protocol_in_words
-from raypfl.tracking import data_table
-from raypfl.tracking.contenders import Contender, contenders, setting
-from raypfl.tracking.numbers import prediction
-from raypfl.tracking.units import Unit, capital
+from raypfl.results import data_table
+from raypfl.results.contenders import Contender, contenders, setting
+from raypfl.results.numbers import prediction
+from raypfl.results.units import Unit, capital
+from raypfl.runs import Result
 
 _CURVES = 6  # protocols that have a figure of their own
 _PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val", "train")
@@ -113,7 +113,7 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
         "facts_differing": facts_differing,
         "facts": facts,
         "runs": runs,
-        "version": raypfl.__version__,
+        "version": __version__,
         "today": date.today().isoformat(),
     }
 

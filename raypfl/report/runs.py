@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raypfl.errors import CheckpointError, ConfigError
-from raypfl.federation import Result
-from raypfl.federation.folders import Comparison
-from raypfl.federation.result import RECIPE
-from raypfl.tracking.contenders import labels
+from raypfl.common.errors import CheckpointError, ConfigError
+from raypfl.results.contenders import labels
+from raypfl.runs import Result
+from raypfl.runs.folders import Comparison
+from raypfl.runs.result import RECIPE
 
 
 def found(paths: Sequence[str | Path]) -> tuple[list[Result], list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypfl.tracking.contenders import colour
+from raypfl.results.contenders import colour
 
 _LIGHT, _DARK = "#ffffff", "#14171c"
 _LEAST_CONTRAST = 3.0  # of a line or an area that means something (WCAG 2.2, 1.4.11)

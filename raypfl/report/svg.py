@@ -13,7 +13,7 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from raypfl.tracking.data_picture import COLOUR, QUIET
+from raypfl.results.data_picture import COLOUR, QUIET
 
 INK, FAINT, GRID = "#010101", "#020202", "#030303"
 """What to draw with: the page's style sheet decides what these are, on light ground and on dark."""

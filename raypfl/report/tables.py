@@ -9,11 +9,11 @@ from typing import Any
 
 from raypfl.config.assignments import dotted
 from raypfl.evaluation.measures import Measures
-from raypfl.federation import Result
-from raypfl.report.words import plain, protocol_in_words
-from raypfl.tracking.contenders import Contender, settings
-from raypfl.tracking.numbers import MODELS, Message, judged, messages, seconds
-from raypfl.tracking.units import Unit, over_seeds
+from raypfl.report.labels import plain, protocol_in_words
+from raypfl.results.contenders import Contender, settings
+from raypfl.results.numbers import MODELS, Message, judged, messages, seconds
+from raypfl.results.units import Unit, over_seeds
+from raypfl.runs import Result
 
 _ROWS = 20
 

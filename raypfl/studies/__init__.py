@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from raypfl.shelf import Shelf
+from raypfl.common.packaged import Shelf
 
 STUDIES = Shelf(__name__, "study")

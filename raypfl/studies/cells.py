@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
 from raypfl.config.limits import aggregates
-from raypfl.errors import ConfigError, did_you_mean
 from raypfl.studies.description import Setting, Study, merged, plain_label
 
 _SAME_BITS = ("name", "output", "ray", "checkpoint", "tracking")

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config.sentences import joined, sentences
 from raypfl.config.yaml_text import read
-from raypfl.errors import ConfigError, did_you_mean
 from raypfl.studies import STUDIES
 
 _WHOLE = ("metrics", "published", "choices")  # what a study that extends another replaces, rather than adds to

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raypfl.federation import Result
+from raypfl.runs import Result
 from raypfl.studies.cells import Cell, Choice
 from raypfl.studies.description import Study
 

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
-from raypfl.federation import Result
+from raypfl.results.units import Unit
+from raypfl.runs import Result
 from raypfl.studies.cells import Cell
 from raypfl.studies.description import Quoted, Study
-from raypfl.tracking.units import Unit
 
 
 @dataclass(frozen=True)

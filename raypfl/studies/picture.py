@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from raypfl.files import draft
+from raypfl.common.files import draft
+from raypfl.results.contenders import colour
+from raypfl.results.picture import STYLE
 from raypfl.studies.measured import Entry
-from raypfl.tracking.contenders import colour
-from raypfl.tracking.picture import STYLE
 
 _INCHES = (3.6, 0.42)  # a panel's width, a method's height
 _KEY = 1.8  # inches of a key in the legend

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raypfl import federation
+from raypfl import runs
+from raypfl.backends.cluster import client_actors, connected, for_client, in_one_process
+from raypfl.common.stopping import StopRequest
 from raypfl.config import Experiment
-from raypfl.federation.cluster import client_actors, connected, for_client, in_one_process
-from raypfl.federation.driver import make_room
-from raypfl.federation.events import Event, Progress
-from raypfl.federation.result import is_finished
-from raypfl.federation.stopping import StopRequest
+from raypfl.runs.driver import make_room
+from raypfl.runs.result import is_finished
+from raypfl.server.events import Event, Progress
 from raypfl.studies.cells import Cell
 from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Desk, Outcome, carry_out, work
 
@@ -54,7 +54,7 @@ def _is_on_its_own(experiment: Experiment) -> bool:
 
 def _one_by_one(cells: Sequence[Cell], left: Sequence[int], hear: Hear) -> dict[int, Outcome]:
     outcomes: dict[int, Outcome] = {}
-    with federation.session(cells[left[0]].experiment):
+    with runs.session(cells[left[0]].experiment):
         for i in left:
             listener = _listener(hear, i)
             outcomes[i] = carry_out(cells[i].experiment, cells[i].folder, [listener])

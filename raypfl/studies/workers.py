@@ -18,7 +18,7 @@ import ray
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
-    from raypfl.federation.events import Event, Listener
+    from raypfl.server.events import Event, Listener
 
 Status = Literal["finished", "stopped", "failed"]
 FINISHED: Status = "finished"
@@ -39,10 +39,10 @@ def carry_out(experiment: Experiment, folder: Path, listeners: Sequence[Listener
 
     Of several processes that are to do so, one does.
     """
-    from raypfl import federation
-    from raypfl.errors import RaypflError
-    from raypfl.federation.result import RECIPE, is_finished
-    from raypfl.files import alone
+    from raypfl import runs
+    from raypfl.common.errors import RaypflError
+    from raypfl.common.files import alone
+    from raypfl.runs.result import RECIPE, is_finished
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -53,9 +53,9 @@ def carry_out(experiment: Experiment, folder: Path, listeners: Sequence[Listener
                 values = experiment.to_dict()  # it may go on elsewhere, or with other checkpoints, to the same bits
                 where = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
                 where.append(f"engine.backend={experiment.engine.backend}")
-                result = federation.resume(folder, listeners=listeners, overrides=where)
+                result = runs.resume(folder, listeners=listeners, overrides=where)
             else:
-                result = federation.run(experiment, listeners=listeners, run_dir=folder)
+                result = runs.run(experiment, listeners=listeners, run_dir=folder)
         return Outcome(STOPPED if result.status == STOPPED else FINISHED)
     except RaypflError as error:
         return Outcome(FAILED, str(error))

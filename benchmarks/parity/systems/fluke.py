@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from benchmarks.parity.order import Order, Scores, judged
 from benchmarks.peers.order import Shards
-from raypfl import rng
-from raypfl.federation.batches import order as batches
+from raypfl.common import rng
 from raypfl.models import MODELS
+from raypfl.training.batches import order as batches
 
 ALGORITHMS = {
     "fedavg": FedAVG,

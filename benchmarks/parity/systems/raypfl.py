@@ -14,7 +14,7 @@ import raypfl
 from benchmarks.parity.data import SOURCE, digits
 from benchmarks.parity.jobs import BATCH, COHORT, EPOCHS, LR, ROUNDS, Job
 from benchmarks.parity.order import Scores
-from raypfl.federation.setup import make_task
+from raypfl.server.setup import make_task
 
 
 def experiment(

@@ -57,7 +57,7 @@ def evaluate(order: Order) -> None:
     Nothing else is left in the loop: modules have their weights in place, batches are normalised, both are in the
     faster layout, and memory is kept as raypfl keeps it.
     """
-    from raypfl.federation.allocator import keep_freed_memory  # here: start-up of other jobs is a bare loop's
+    from raypfl.backends.allocator import keep_freed_memory  # here: start-up of other jobs is a bare loop's
 
     keep_freed_memory()
     stamps = Stamps(order.report)

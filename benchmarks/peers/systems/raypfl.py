@@ -11,10 +11,10 @@ import torch
 
 import raypfl
 from benchmarks.peers.order import Order, Stamps
-from raypfl.federation.events import Event, RunStarted
-from raypfl.messages import Mean
+from raypfl.common.messages import Mean
 from raypfl.methods import FedAvg, Method
 from raypfl.methods.ditto import Ditto
+from raypfl.server.events import Event, RunStarted
 
 HERE = "benchmarks.peers.systems.raypfl"
 ENDLESS = 1_000_000

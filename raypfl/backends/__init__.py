@@ -1,0 +1,1 @@
+"""Where groups run on Ray: actors, their placement, the cluster."""

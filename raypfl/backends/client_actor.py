@@ -1,0 +1,95 @@
+"""The actor in which virtual clients work.
+
+Its process begins with importing this module, so it imports nothing that takes long; the rest comes when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from raypfl.backends.imports import importing
+from raypfl.common.errors import LostState
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from raypfl.clients.worker import Call, Group, Reply, Worker
+    from raypfl.federation.backend import Failed
+    from raypfl.storage.states import Stack
+
+
+class ClientActor:
+    """A process in which virtual clients work, one group at a time."""
+
+    def __init__(self) -> None:
+        with importing():
+            pass
+        self._worker: Worker | None = None
+
+    def prepare(self, order: bytes) -> str:
+        """Build the network and open the data of an order, a pickled (job, data); what comes next is work on it.
+
+        Returns the node that this process is on.
+        """
+        import torch
+
+        from raypfl.backends.allocator import keep_freed_memory
+        from raypfl.clients.worker import Worker
+        from raypfl.server.setup import make_bench, make_task
+
+        keep_freed_memory()
+        job, data = ray.cloudpickle.loads(order)
+        torch.set_num_threads(job.experiment.engine.threads)
+        task = make_task(job.experiment, data, reserved_device())
+        self._worker = Worker(make_bench(job.experiment, data, task), job.experiment.method)
+        return ray.get_runtime_context().get_node_id()
+
+    def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:
+        """Run a group. The new states are objects of their own, returned and so owned by the server.
+
+        They are one stack or, if they are to lie `apart`, one for each client.
+        """
+        reply, stack = self._worked(call, group)
+        if not apart:
+            return reply, stack
+        return reply, *(None if stack is None else stack.alone(k) for k in range(len(group.clients)))
+
+    def _worked(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
+        from raypfl.federation.backend import failure, states_of
+
+        assert self._worker is not None
+        try:
+            return self._worker.work(call, opened, group, states_of(group.states, fetched))
+        except Exception as error:
+            return failure(error), None
+
+
+def reserved_device() -> torch.device:
+    """Where this process computes: on a GPU, if Ray has reserved any of one for it."""
+    import torch
+
+    return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
+
+
+def opened(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:
+    """The arrays of broadcasts, each a reference or, if they are few, the arrays themselves."""
+    references = [handle for handle in handles if isinstance(handle, ray.ObjectRef)]
+    found = iter(ray.get(references) if references else [])
+    return [next(found) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
+
+
+def fetched(handles: list[Any]) -> list[Stack]:
+    """The states behind references, in shared memory.
+
+    Raises
+    ------
+    LostState : if they were on a node that is gone.
+    """
+    try:
+        return ray.get(handles)
+    except ray.exceptions.ObjectLostError as error:
+        raise LostState("The node that held some clients' states is gone, and their states with it.") from error

@@ -1,0 +1,55 @@
+"""The backend of one process, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from raypfl.clients.worker import Call, Group, Worker
+from raypfl.common.errors import Stopped
+from raypfl.common.stopping import StopRequest
+from raypfl.common.threads import threads
+from raypfl.federation.backend import Done, Failed, failure, states_of
+from raypfl.storage.states import Stack
+
+
+class Inline:
+    """Groups run one after the other in this process: for a breakpoint, or a machine with torch alone.
+
+    Parameters
+    ----------
+    threads : that torch has while a group is at work; None: as many as otherwise.
+    """
+
+    def __init__(self, worker: Worker, stop: StopRequest | None = None, threads: int | None = None):
+        self._worker = worker
+        self._stop = stop or StopRequest()
+        self._threads = threads
+
+    def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        return {name: np.array(array) for name, array in arrays.items()}
+
+    def opened(self, handle: Any) -> Mapping[str, np.ndarray]:
+        return handle
+
+    def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
+        for group in groups:
+            if self._stop.made:
+                raise Stopped("The run was asked to stop.")
+            try:
+                with self._stop.interruptible(), threads(self._threads or torch.get_num_threads()):
+                    states = states_of(group.states, lambda stacks: stacks)
+                    reply, stack = self._worker.work(call, list, group, states)
+            except Exception as error:
+                yield group, failure(error)
+            else:
+                yield group, Done(reply, [] if reply.kept is None else [(group.clients, stack, reply.kept)])
+
+    def keep(self, stack: Stack) -> Any:
+        return stack
+
+    def fetch(self, handle: Any) -> Stack:
+        return handle

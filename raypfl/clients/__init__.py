@@ -1,0 +1,1 @@
+"""A group of clients at work."""

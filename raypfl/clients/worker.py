@@ -1,0 +1,232 @@
+"""One group's share of an exchange: what is sent to where the clients are, what is done there, what comes back."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.clients.context import Bench
+from raypfl.common.errors import MethodError
+from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, plain
+from raypfl.common.user_code import place
+from raypfl.storage.states import Kept, Place, Stack
+from raypfl.storage.tree import put_together
+from raypfl.training.unkeyed import ON_CLIENTS, refuse_unkeyed
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The tensors that a call sends to every group.
+
+    Attributes
+    ----------
+    small : name -> array, or a reference to that.
+    large : name -> a number and ``{"": array}``, or a reference to that. The same number is the same tensor.
+    kept : numbers that later calls may name again.
+    """
+
+    small: Any
+    large: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every group of an exchange is sent.
+
+    Attributes
+    ----------
+    number : of the call, counted over the run, so that an actor unpacks what is sent to all once.
+    function : name of the method's client function, or a function ``f(clients, method, **arguments)`` of the engine's.
+    round, lr : of the round; rounds are numbered from 1.
+    broadcast : the tensors among the arguments.
+    arguments : name -> number or string, or a :class:`raypfl.storage.tree.Leaf` for each tensor, in dicts and lists.
+    """
+
+    number: int
+    function: str | Callable[..., Mapping[str, Any]]
+    round: int
+    lr: float
+    broadcast: Sent
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One group of an exchange.
+
+    Attributes
+    ----------
+    index : its place in the cut, in which partial sums are added.
+    clients : their numbers. positions : their places in the cohort.
+    scattered : name -> ``[K, ...]``.
+    states : each client's places, the oldest first.
+    length : what it is expected to take, in any unit. seconds : the same in seconds; 0: that is not known yet.
+    tries : that it has left, this one included. A try ends with a reply, an error, or its actor's death.
+    alone : whether its actor has nothing else meanwhile, so that it is known whose doing the actor's death is.
+    """
+
+    index: int
+    clients: tuple[int, ...]
+    positions: np.ndarray
+    scattered: Mapping[str, np.ndarray]
+    states: Sequence[tuple[Place, ...]]
+    length: float = 1.0
+    seconds: float = 0.0
+    tries: int = 1
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Value:
+    """A reply's value on its way up.
+
+    Attributes
+    ----------
+    kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
+    numbers : ``int64[K]``, how many each client sends; zeros if it is not charged.
+    """
+
+    kind: Literal["each", "sum", "mean"]
+    array: np.ndarray
+    weight: float
+    numbers: np.ndarray
+
+
+@dataclass
+class Reply:
+    """What comes back from a group.
+
+    Attributes
+    ----------
+    losses : ``[K]`` mean training losses, or None if nothing was trained.
+    seconds : the group took.
+    kept : what its clients' new states hold; None if they did not change.
+    notes : warnings given meanwhile.
+    logged : name -> sum and count of the numbers that clients logged.
+    """
+
+    values: dict[str, Value]
+    losses: np.ndarray | None
+    seconds: float
+    kept: Kept | None = None
+    notes: list[str] = field(default_factory=list)
+    logged: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+
+class Worker:
+    """The clients' side of one process: runs client functions on groups. The same object inline and in a Ray actor."""
+
+    def __init__(self, bench: Bench, method: object):
+        self.bench = bench
+        self.method = method
+        self._unpacked: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._large: dict[int, Tensor] = {}
+
+    def work(
+        self,
+        call: Call,
+        opened: Callable[[list[Any]], list[Mapping[str, np.ndarray]]],
+        group: Group,
+        states: list[Mapping[str, np.ndarray]],
+    ) -> tuple[Reply, Stack | None]:
+        """Run the call's function for a group; returns its reply and what it changed of its clients' states, or None.
+
+        `opened` gives the arrays behind what the backend made of them; large ones are asked for but once.
+        """
+        begun = time.perf_counter()
+        shared = self._shared(call, opened)
+        clients = Clients(self.bench, group.clients, call.round, call.lr, states)
+        rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
+        arguments = {**put_together(dict(call.arguments), shared), **rows}
+        clients.received(arguments)
+        versions = {name: tensor._version for name, tensor in shared.items()}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            returned = self._run(call, clients, arguments)
+        self._refuse_changed(shared, versions)
+        values = self._values(call, returned, len(clients))
+        losses = None if clients.losses is None else clients.losses.cpu().numpy()
+        notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
+        stack, kept = clients.state.stack() if clients.state.changed else (None, None)
+        logged = {name: (float(rows.double().sum()), len(rows)) for name, rows in clients.logged.items()}
+        return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged), stack
+
+    def _run(self, call: Call, clients: Clients, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(call.function, str):
+            return call.function(clients, self.method, **arguments)
+        function = getattr(self.method, call.function)
+        with refuse_unkeyed(function, clients.device, ON_CLIENTS):
+            return function(clients, **arguments)
+
+    def _values(self, call: Call, returned: Mapping[str, Any] | None, clients: int) -> dict[str, Value]:
+        who = place(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
+        if not isinstance(returned, Mapping | None):
+            raise MethodError(
+                f"{who} returned a {type(returned).__name__}; it must return a dict of what comes up, such as "
+                '{"theta": Mean(trained)}.'
+            )
+        return {name: _reduced(who, name, value, clients) for name, value in (returned or {}).items()}
+
+    def _shared(self, call: Call, opened: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]) -> dict[str, Tensor]:
+        if self._unpacked[0] != call.number:
+            sent = call.broadcast
+            missing = {number: handle for number, handle in sent.large.values() if number not in self._large}
+            small, *large = opened([sent.small, *missing.values()])
+            new = {number: self._own(arrays[""]) for number, arrays in zip(missing, large, strict=True)}
+            self._large = {number: tensor for number, tensor in self._large.items() if number in sent.kept} | new
+            known = {name: self._large[number] for name, (number, _) in sent.large.items()}
+            self._unpacked = (call.number, known | {name: self._own(array) for name, array in small.items()})
+        return self._unpacked[1]
+
+    def _own(self, array: np.ndarray) -> Tensor:
+        # What Ray hands out is read-only shared memory, to which a tensor must never write, and which is not free for
+        # the next round's as long as somebody looks at it. The other backend makes copies.
+        mine = array.flags.owndata and array.flags.writeable
+        return torch.from_numpy(array).to(self.bench.model.device) if mine else self._tensor(array)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.array(array)).to(self.bench.model.device)
+
+    def _refuse_changed(self, shared: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
+        for name, tensor in shared.items():
+            if tensor._version != versions[name]:
+                self._unpacked, self._large = (-1, {}), {}
+                raise MethodError(
+                    f"A client function changed its argument {name!r} in place, but all clients share it; work on "
+                    f"{name}.clone()."
+                )
+
+
+def _reduced(who: str, name: str, value: object, clients: int) -> Value:
+    if not isinstance(value, Mean | Sum | Each):
+        raise MethodError(
+            f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how it comes up."
+        )
+    rows = plain(value.rows).detach()
+    if rows.dim() == 0 or len(rows) != clients:
+        raise MethodError(
+            f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
+            "its first axis must run over them."
+        )
+    numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
+    if isinstance(value, Each):
+        return Value("each", rows.cpu().numpy(), 0.0, numbers)
+    if isinstance(value, Sum):
+        return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers)
+    weight = torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else plain(value.weight)
+    if weight.shape != (clients,) or bool((weight < 0).any()):
+        raise MethodError(
+            f"The weight of Mean {name!r}, which {who} returned, must be one number, not negative, for each of the "
+            f"group's {clients} clients; it is {weight.tolist()}."
+        )
+    partial = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
+    return Value("mean", partial.cpu().numpy(), float(weight.double().sum()), numbers)

@@ -1,0 +1,1 @@
+"""What every room uses and what knows nothing of federated learning: errors, files, keyed random draws, registries."""

@@ -1,0 +1,173 @@
+"""What crosses between server and clients, as a method says it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import MethodError
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Down: `tensor`, or each of a list of tensors, goes to every client of the cohort, as a bare one does.
+
+    Parameters
+    ----------
+    charged : how many of its numbers each client gets, one for all or ``[C]``, where that is not all of them. False for
+        what clients have already, by messages that were counted (global models of past rounds), and which is sent only
+        so that not every client's state holds a copy.
+    """
+
+    tensor: Tensor | Sequence[Tensor]
+    charged: bool | int | Tensor = True
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Down: row i of `rows` (``[C, ...]``, in cohort order) goes to client i alone; `charged` as for `Broadcast`."""
+
+    rows: Tensor
+    charged: bool | int | Tensor = True
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Up: the weighted mean over the cohort of ``rows[K, ...]``, reduced where the clients are.
+
+    Parameters
+    ----------
+    rows : one row a client of the group.
+    weight : ``[K]``, not negative; None: every client counts the same. The server knows it beforehand (the clients'
+        sample counts), so it is not charged to the wire.
+    charged : how many numbers of its row each client sends, one for all or ``[K]``, where that is not all of them (rows
+        of zeros for classes that it lacks). False for what the server itself could compute from messages already
+        counted, and which is reduced on the actors only because that is where the models are (a teacher ensemble's
+        logits on a public pool).
+    """
+
+    rows: Tensor
+    weight: Tensor | None = None
+    charged: bool | int | Tensor = True
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Up: the sum over the cohort of ``rows[K, ...]``, reduced where the clients are; `charged` as for `Mean`."""
+
+    rows: Tensor
+    charged: bool | int | Tensor = True
+
+
+@dataclass(frozen=True)
+class Each:
+    """Up: ``rows[K, ...]`` as they are; the server gets ``[C, ...]`` in cohort order. `charged` as for `Mean`."""
+
+    rows: Tensor
+    charged: bool | int | Tensor = True
+
+
+def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, whole: int) -> np.ndarray:
+    """How many of the `whole` numbers of a message each of its clients sends or gets, ``int64[clients]``."""
+    numbers = np.asarray(whole * charged if isinstance(charged, bool) else plain(torch.as_tensor(charged)).cpu())
+    if numbers.shape not in ((), (clients,)) or (numbers < 0).any() or (numbers > whole).any():
+        raise MethodError(
+            f"What {name!r} is charged must be a whole number between 0 and {whole}, the numbers of a row, one for all "
+            f"or one for each of the {clients} clients; it is {numbers.tolist()}."
+        )
+    return np.broadcast_to(numbers, clients).astype(np.int64)
+
+
+class PerClient(torch.Tensor):
+    """A tensor whose first axis runs over the clients of a group: a ``Scatter``'s rows, a state, a training's result.
+
+    What is computed from it is one too. Inside a loss, which sees one client at a time, it must come as an argument: a
+    loss that reaches for it directly would mix all clients' rows, so that is refused.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _one_client.active:
+            raise MethodError(
+                "A loss sees one client at a time, but this one uses a tensor that holds a row for every client of the "
+                "group. Pass it by name instead: clients.sgd(loss, start, anchor=personal), with loss(p, batch, "
+                "anchor). So does the function of a Predictor: Predictor(function, memory=rows)."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Lent(PerClient):
+    """A state that is shown where it lies, in memory that may be read-only: what would change it in place is refused.
+
+    What is computed from it is one too, since it may be a view.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        dunder = name.endswith("__")
+        if (name.endswith("_") and not dunder) or (dunder and name in _IN_PLACE) or (kwargs and "out" in kwargs):
+            raise LentChanged
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class LentChanged(Exception):
+    """Something that is :class:`Lent` was about to be changed; it takes a copy to do so."""
+
+
+_IN_PLACE = {"__setitem__", "__set__"} | {
+    f"__i{name}__"
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "matmul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    ]
+}
+
+
+def per_client(rows: Tensor) -> PerClient:
+    """Mark a tensor's first axis as the clients of the group."""
+    return rows.as_subclass(PerClient)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same tensor without the mark."""
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, PerClient) else tensor
+
+
+class _OneClient:
+    active = False
+
+
+_one_client = _OneClient()
+
+
+def inside_a_loss() -> bool:
+    """Whether a function of one client is running."""
+    return _one_client.active
+
+
+@contextlib.contextmanager
+def one_client_at_a_time() -> Iterator[None]:
+    """Within: touching a :class:`PerClient` tensor is an error."""
+    was, _one_client.active = _one_client.active, True
+    try:
+        yield
+    finally:
+        _one_client.active = was

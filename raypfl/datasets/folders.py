@@ -1,0 +1,168 @@
+"""Trees of images whose folders say what they show: classes, domains, splits; and TinyImageNet's own layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.datasets.base import DATASETS, DataConfig, RawData, reads, under
+from raypfl.datasets.images import decoded
+
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+_TINY_IMAGENET = "TinyImageNet: wnids.txt, train/ and val/"
+_LEVELS = ("class", "group", "split")
+_TRAIN, _TEST = {"train", "training"}, {"test", "val", "valid", "validation"}
+
+
+class _Listed(NamedTuple):
+    """An image and what its path or a list says of it."""
+
+    path: Path
+    class_name: str
+    group: str
+    is_test: bool
+
+
+def _images(config: DataConfig) -> list[Path]:
+    return [path for path in under(config.folder("a tree of images")) if path.suffix.lower() in _SUFFIXES]
+
+
+@DATASETS.register("image_folder")
+@reads(_images)
+def image_folder(config: DataConfig) -> RawData:
+    """A tree of images (data.root) whose folders are classes: ``dog/1.jpg``, as torchvision's ImageFolder reads.
+
+    ``data.layout`` names the levels from the root down: ``group/class`` for Office-Home's ``Art/Bed/00001.jpg``,
+    ``split/class``, ``group/split/class``. A group is a domain, writer or the like. In a level of splits, what is not
+    called train is the published test split. Images of several sizes need data.size.
+
+    Raises
+    ------
+    ConfigError : if the folder is missing or the layout is not one.
+    DataError : if an image is damaged, or lies elsewhere than the layout says; the message names it.
+    """
+    root, paths = config.folder("a tree of images"), _images(config)
+    levels = config.layout.split("/")
+    if set(levels) - set(_LEVELS) or len(set(levels)) < len(levels) or "class" not in levels:
+        raise ConfigError(
+            f"data.layout is {config.layout!r}, but must name the folders' levels: 'class', and before or after it "
+            f"'group' and 'split' where there are such, as in 'group/split/class'."
+        )
+    if not paths:
+        raise DataError(f"There is no image in the folder {root}, which data.root names.")
+    return _raw(root, [_placed(path, root, levels) for path in paths], config, "group" in levels, "split" in levels)
+
+
+def _placed(path: Path, root: Path, levels: list[str]) -> _Listed:
+    shown = path.relative_to(root)
+    *folders, _ = shown.parts
+    if len(folders) < len(levels):
+        raise DataError(f"The image {shown} does not lie in folders as data.layout={'/'.join(levels)} says.")
+    at = dict(zip(levels, folders, strict=False))
+    split = at.get("split", "train").lower()
+    if split not in _TRAIN | _TEST:
+        raise DataError(
+            f"The image {shown} lies in {at['split']!r}, but the folders of splits are called train and test."
+        )
+    return _Listed(path, at["class"], at.get("group", ""), split in _TEST)
+
+
+def _tiny_imagenet_files(config: DataConfig) -> list[Path]:
+    lists = ("wnids.txt", "words.txt", "val/val_annotations.txt")
+    return [*(config.folder(_TINY_IMAGENET) / name for name in lists), *_images(config)]
+
+
+@DATASETS.register("tiny_imagenet")
+@reads(_tiny_imagenet_files)
+def tiny_imagenet(config: DataConfig) -> RawData:
+    """110,000 colour images, 64x64, of 200 classes; data.root is the folder ``tiny-imagenet-200`` as published.
+
+    Images of ``train/<wnid>/images`` are to train on; those of ``val/images``, listed in ``val/val_annotations.txt``,
+    are the published test split, since ``test`` has no labels. Classes are those of ``wnids.txt``, in its order.
+
+    Raises
+    ------
+    ConfigError : if the folder is missing.
+    DataError : if a list or an image is missing or damaged; the message names file and row.
+    """
+    root = config.folder(_TINY_IMAGENET)
+    classes = [line.strip() for line in _lines(root / "wnids.txt", root) if line.strip()]
+    repeated = [name for name, count in Counter(classes).items() if count > 1]
+    if repeated:
+        raise DataError(f"wnids.txt lists {repeated[0]} more than once.")
+    listed = [*_trained(root, classes), *_validated(root, classes)]
+    return _raw(root, listed, config, False, True, classes, _names(root, classes))
+
+
+def _trained(root: Path, classes: list[str]) -> Iterator[_Listed]:
+    for wnid in classes:
+        images = sorted((root / "train" / wnid / "images").glob("*.JPEG"))
+        if not images:
+            raise DataError(
+                f"There is no image in train/{wnid}/images of {root}, but wnids.txt lists the class {wnid}."
+            )
+        yield from (_Listed(path, wnid, "", False) for path in images)
+
+
+def _validated(root: Path, classes: list[str]) -> Iterator[_Listed]:
+    shown, folder, rows = "val/val_annotations.txt", root / "val" / "images", dict[str, int]()
+    for row, line in enumerate(_lines(root / shown, root)):
+        if not line.strip():
+            continue
+        name, _, rest = line.partition("\t")
+        wnid = rest.split("\t")[0]
+        if wnid not in classes:
+            raise DataError(f"Row {row} of {shown} has {wnid!r} for a class; {did_you_mean(wnid, classes)}")
+        if name in rows:
+            raise DataError(f"Row {row} of {shown} lists {name}, as row {rows[name]} does; remove one of them.")
+        rows[name] = row
+        yield _Listed(folder / name, wnid, "", True)
+    unlisted = sorted(path.name for path in folder.glob("*.JPEG") if path.name not in rows)
+    if unlisted:
+        more = f", nor have {len(unlisted) - 1} more" if len(unlisted) > 1 else ""
+        raise DataError(
+            f"The image val/images/{unlisted[0]} of {root} has no line in {shown}{more}; get the data set again."
+        )
+
+
+def _names(root: Path, classes: list[str]) -> list[str]:
+    """The classes in words, from words.txt where it is there."""
+    if not (root / "words.txt").is_file():
+        return classes
+    words = dict(line.rstrip("\n").partition("\t")[::2] for line in _lines(root / "words.txt", root))
+    names = [words.get(wnid, wnid).partition(",")[0] for wnid in classes]
+    return names if len(set(names)) == len(names) else classes
+
+
+def _lines(path: Path, root: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path.relative_to(root)} of {root} cannot be read: {error}") from error
+
+
+def _raw(
+    root: Path,
+    listed: list[_Listed],
+    config: DataConfig,
+    grouped: bool,
+    split: bool,
+    classes: list[str] | None = None,
+    names: list[str] | None = None,
+) -> RawData:
+    listed.sort(key=lambda image: image.is_test)
+    classes = classes or sorted({image.class_name for image in listed})
+    number = {name: place for place, name in enumerate(classes)}
+    sources = ((f"The file {image.path.relative_to(root)}", image.path) for image in listed)
+    return RawData(
+        inputs=decoded(sources, config),
+        labels=np.array([number[image.class_name] for image in listed]),
+        class_names=names or classes,
+        test_mask=np.array([image.is_test for image in listed]) if split else None,
+        groups=np.array([image.group for image in listed]) if grouped else None,
+    )

@@ -1,0 +1,207 @@
+"""Clients that are described, not stored: their samples are made or read when a client is at work, and where it is."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.datasets.base import DATASETS, SPLITS, DataConfig
+
+KEPT = 64 << 20
+"""Bytes of samples that a process keeps of the clients that it last asked for."""
+
+_TARGETS = {
+    "classes": (np.int64, "iu"),
+    "labels": (np.int8, "iu"),
+    "numbers": (np.float32, "f"),
+    "tokens": (np.int64, "iu"),
+}
+# Of each kind: the type as which targets are kept, and the kinds of types that may be given.
+
+_PLACES = 32
+# A sample's number is its client's, its split's, and its place there, side by side in 64 bits.
+
+
+class Population(ABC):
+    """As many clients as you like, each described by how many samples it has and a way to get them.
+
+    A class of your own, named in the description as ``data: my_module:MyClients``. Every process makes its own
+    instance; `samples` must give the same arrays each time and everywhere. Who holds what is settled by it, so
+    `partition` and the fractions in `data` have no say.
+
+    Parameters
+    ----------
+    config : the description's `data`, of which `root` may say where files are.
+
+    Attributes
+    ----------
+    num_clients, num_classes : how many; of targets that are labels, numbers or tokens: how many labels or numbers a
+        sample has, or tokens there are.
+    input_shape : of a sample, (channels, height, width) of an image.
+    kind : of the targets, ``classes``, ``labels``, ``numbers`` or ``tokens``; see :data:`raypfl.objectives.KINDS`.
+    discrete : whether inputs are tokens, ``int64``, which a network sees as they are.
+    scale, mean, std : else a network sees ``(inputs / scale - mean) / std``.
+    """
+
+    num_clients: int
+    num_classes: int
+    input_shape: tuple[int, ...]
+    kind: str = "classes"
+    discrete: bool = False
+    scale: float = 1.0
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __init__(self, config: DataConfig):
+        self.config = config
+
+    @abstractmethod
+    def sizes(self, split: str) -> np.ndarray:
+        """``int64[num_clients]`` samples in each client's split: ``train``, ``val`` or ``test``."""
+
+    @abstractmethod
+    def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """One client's split: inputs ``[n, ...]``, uint8, float32, float64 or tokens, and targets
+        of its kind."""
+
+
+class DescribedData:
+    """A population as the engine reads it: like :class:`raypfl.data.FederatedData`, but fetched client by client.
+
+    Pickled, it is its description. `sizes`, `indices`, `take` and the like mean what they do there; `pools` and
+    `unseen` are empty.
+    """
+
+    def __init__(self, config: DataConfig):
+        self.population: Population = DATASETS.get(config.name)(config)
+        self.config = config
+        self.name = config.name
+        self.num_clients, self.num_classes = self.population.num_clients, self.population.num_classes
+        self.input_shape = self.population.input_shape
+        self.scale = self.population.scale
+        self.kind, self.discrete = self.population.kind, self.population.discrete
+        channels = self.input_shape[0] if len(self.input_shape) == 3 else 1
+        self.mean = np.full(channels, self.population.mean, np.float32)
+        self.std = np.full(channels, self.population.std, np.float32)
+        self.pools: tuple[str, ...] = ()
+        self.unseen = np.zeros(0, dtype=np.int64)
+        self._sizes: dict[str, np.ndarray] = {}
+        self._kept: OrderedDict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the class's name and numbers and of all clients' sizes, the same on every machine."""
+        said = (self.name, self.num_clients, self.num_classes, self.input_shape, self.scale, self.mean, self.std)
+        digest = hashlib.sha256(repr(said if self.kind == "classes" else (*said, self.kind)).encode())
+        for split in SPLITS:
+            digest.update(np.ascontiguousarray(self.sizes(split)).data)
+        return digest.hexdigest()
+
+    def sizes(self, split: str = "train") -> np.ndarray:
+        """The number of samples in each client's split: ``int64[num_clients]``."""
+        if split not in SPLITS:
+            raise ConfigError(f"There is no split called {split!r}; {did_you_mean(split, SPLITS)}")
+        if split not in self._sizes:
+            sizes = np.asarray(self.population.sizes(split))
+            if sizes.shape != (self.num_clients,) or sizes.dtype.kind not in "iu" or (sizes < 0).any():
+                raise DataError(
+                    f"{self.name}.sizes({split!r}) must be a whole number, 0 or more, for each of {self.num_clients} "
+                    f"clients; it is {sizes.dtype}{list(sizes.shape)}."
+                )
+            self._sizes[split] = sizes
+        return self._sizes[split]
+
+    def pool(self, name: str) -> np.ndarray:
+        """There is none: raises a ConfigError."""
+        raise ConfigError(f"There is no pool called {name!r}: the population {self.name} describes clients only.")
+
+    def indices(self, client: int, split: str = "train") -> np.ndarray:
+        """Numbers for a client's samples: ``int64[n]``, to be given to `take`; nothing is fetched."""
+        if not 0 <= client < self.num_clients:
+            raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
+        count = int(self.sizes(split)[client])
+        return (len(SPLITS) * client + SPLITS.index(split) << _PLACES) + np.arange(count)
+
+    def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, ``[n, ...]`` each, of the samples that have these numbers."""
+        owner, place = where >> _PLACES, where & ((1 << _PLACES) - 1)
+        cuts = np.flatnonzero(np.diff(owner)) + 1
+        runs = zip(np.split(owner, cuts), np.split(place, cuts), strict=True)
+        parts = [self._part(int(owners[0]), places) for owners, places in runs if len(owners)]
+        if not parts:
+            inputs = np.zeros((0, *self.input_shape), np.int64 if self.discrete else np.float32)
+            return inputs, np.zeros((0, *[1] * (self.kind in ("labels", "tokens"))), _TARGETS[self.kind][0])
+        inputs, labels = zip(*parts, strict=True)
+        return np.concatenate(inputs), np.concatenate(labels)
+
+    def _part(self, owner: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        client, split = divmod(owner, len(SPLITS))
+        inputs, labels = self._samples(client, SPLITS[split])
+        return inputs[places], labels[places]
+
+    def _samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        held = self._kept.pop((client, split), None)
+        if held is None:
+            held = self._fetched(client, split)
+            self._bytes += held[0].nbytes + held[1].nbytes
+        self._kept[client, split] = held
+        while self._bytes > KEPT and len(self._kept) > 1:
+            _, (inputs, labels) = self._kept.popitem(last=False)
+            self._bytes -= inputs.nbytes + labels.nbytes
+        return held
+
+    def _fetched(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        inputs, labels = (np.asarray(part) for part in self.population.samples(client, split))
+        count = int(self.sizes(split)[client])
+        known = (np.int64,) if self.discrete else (np.uint8, np.float32, np.float64)
+        if inputs.shape != (count, *self.input_shape) or inputs.dtype not in known:
+            found, expected = f"{inputs.dtype}{list(inputs.shape)}", [count, *self.input_shape]
+            types = " or ".join(np.dtype(one).name for one in known[:2])
+            raise DataError(
+                f"{self.name} gives the inputs of client {client}'s {split} split as {found}; by its sizes and "
+                f"input_shape they must be {types} {expected}."
+            )
+        if not self._fits(labels, count):
+            raise DataError(
+                f"{self.name} must give {self._wanted} for each of the {count} samples of client {client}'s {split} "
+                f"split; it gives {labels.dtype}{list(labels.shape)}: {labels[:10].tolist()}."
+            )
+        stored, _ = _TARGETS[self.kind]
+        return inputs, labels if self.kind == "numbers" else labels.astype(stored)
+
+    def _fits(self, targets: np.ndarray, count: int) -> bool:
+        shape = {"classes": (count,), "labels": (count, self.num_classes)}.get(self.kind, targets.shape)
+        if targets.shape != shape or len(targets) != count or targets.dtype.kind not in _TARGETS[self.kind][1]:
+            return False
+        if self.kind == "numbers":
+            return bool(np.isfinite(targets).all()) and targets[:1].size in (0, self.num_classes)
+        least, values = -1 if self.kind == "tokens" else 0, 2 if self.kind == "labels" else self.num_classes
+        return bool(((targets >= least) & (targets < values)).all())
+
+    @property
+    def _wanted(self) -> str:
+        return {
+            "classes": f"a label from 0 to {self.num_classes - 1}",
+            "labels": f"{self.num_classes} labels of 0 or 1",
+            "numbers": f"{self.num_classes} finite numbers, as floats,",
+            "tokens": f"tokens from 0 to {self.num_classes - 1}, or -1 for none,",
+        }[self.kind]
+
+    def __repr__(self) -> str:
+        shape, targets = "x".join(map(str, self.input_shape)), f"{self.num_classes} {self.kind}"
+        return f"DescribedData({self.name}: {self.num_clients} clients, samples of {shape}, {targets})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DescribedData, (self.config,)
+
+
+def is_described(config: DataConfig) -> bool:
+    """Whether these data are a population, not samples that are dealt out."""
+    entry = DATASETS.get(config.name)
+    return isinstance(entry, type) and issubclass(entry, Population)

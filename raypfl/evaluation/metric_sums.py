@@ -1,0 +1,193 @@
+"""Sums over test samples, from which a model's metrics follow; those of the parts of a test set add up to the whole's.
+
+A tally has a row for each model, ``float64[K, W]``: samples, the sums of each metric and, if it is kept by class,
+samples and the sum of each mean over samples, of each class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import MethodError
+from raypfl.evaluation.measures import Measures
+from raypfl.objectives import BinnedSums, Metric, OverAll, SampleMean, SampleSums, Scores
+from raypfl.objectives.base import unrounded
+
+if TYPE_CHECKING:
+    from raypfl.training.inference import Answers
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How sums stand in a row.
+
+    Attributes
+    ----------
+    by_class : keep them by class too; for samples of one class each alone.
+    """
+
+    measures: Measures
+    by_class: bool = False
+
+    @cached_property
+    def spans(self) -> dict[str, slice]:
+        """The columns of each metric's sums."""
+        spans, first = {}, 1
+        for metric in (*self._dense, *self._sparse):
+            last = first + metric.width(self.measures.targets)
+            spans[metric.name], first = slice(first, last), last
+        return spans
+
+    @cached_property
+    def _dense(self) -> list[SampleMean | SampleSums]:
+        """Metrics to whose sums every sample adds, which stand first and side by side."""
+        return [m for m in self.measures.metrics.values() if isinstance(m, SampleMean | SampleSums)]
+
+    @cached_property
+    def _sparse(self) -> list[Metric]:
+        return [m for m in self.measures.metrics.values() if not isinstance(m, SampleMean | SampleSums)]
+
+    @cached_property
+    def means(self) -> list[str]:
+        """The metrics that can be weighed by class."""
+        return [name for name, metric in self.measures.metrics.items() if isinstance(metric, SampleMean)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether a metric needs all outputs at once, so that tallies of parts do not add up."""
+        return any(isinstance(metric, OverAll) for metric in self.measures.metrics.values())
+
+    @property
+    def _plain_width(self) -> int:
+        return max((span.stop for span in self.spans.values()), default=1)
+
+    def empty(self, rows: int, device: torch.device | str = "cpu") -> Tensor:
+        """Of no samples."""
+        width = self._plain_width + self.by_class * (1 + len(self.means)) * self.measures.targets
+        return torch.zeros(rows, width, dtype=torch.float64, device=device)
+
+    def of(self, answers: Iterable[Answers], rows: int) -> Tensor:
+        """The tally ``float64[rows, W]`` of all answers, a row for each model, or for each owner of the samples."""
+        sums: Tensor | None = None
+        kept: list[Answers] = []
+        for part in answers:
+            if sums is None:
+                sums = self.empty(rows, part.outputs.device)
+            self._add(sums, part)
+            if self.whole:
+                kept.append(part)
+        if sums is None:
+            return self.empty(rows)
+        if kept:
+            self._add_whole(sums, kept)
+        return sums
+
+    def values(self, sums: Tensor) -> Tensor:
+        """``float64[..., columns]``, the columns of `Measures`, of tallies ``[..., W]``; NaN for what has no value."""
+        count = sums[..., 0]
+        known = {
+            name: metric.value(sums[..., self.spans[name]], count) for name, metric in self.measures.metrics.items()
+        }
+        return self._in_columns({"samples": count, **known})
+
+    def class_weighted(self, sums: Tensor, alpha: Tensor) -> Tensor:
+        """The same if a sample of class c weighs ``alpha[..., c]``, from tallies by class ``[..., W]``.
+
+        `samples` are those of a weight above 0. (Dai et al. 2023, acc_i of section 5)
+        """
+        count, *parts = sums[..., self._plain_width :].unflatten(-1, (1 + len(self.means), -1)).unbind(-2)
+        total = (alpha * count).sum(-1)
+        known = {name: (alpha * part).sum(-1) / total for name, part in zip(self.means, parts, strict=True)}
+        return self._in_columns({"samples": (count * (alpha > 0)).sum(-1), **known})
+
+    def _in_columns(self, known: dict[str, Tensor]) -> Tensor:
+        unknown = torch.full_like(known["samples"], torch.nan)
+        return torch.stack([known.get(name, unknown) for name in self.measures.columns], dim=-1)
+
+    def _add(self, sums: Tensor, part: Answers) -> None:
+        outputs = unrounded(part.outputs)
+        y = part.y.expand(len(outputs), *part.y.shape[1:])
+        scores = self.measures.objective.scores(outputs, y)
+        dense = [row for metric in self._dense for row in _summed(metric, scores, self.measures.targets)]
+        binned = [(m, *m.binned(scores)) for m in self._sparse if isinstance(m, BinnedSums)]
+        values = [outputs.new_ones(outputs.shape[:2]), *dense, *(added for *_, added in binned)]
+        kind = torch.float64 if any(v.dtype == torch.float64 for v in values) else outputs.dtype
+        rows = torch.stack([v.to(kind) for v in values])
+        rows = (rows if part.weight is None else rows * part.weight).double()
+        mine, whole = sums[part.models], 1 + len(dense)
+        _add(mine, part.owners, rows[:whole])
+        for (metric, bins, _), row in zip(binned, rows[whole:], strict=True):
+            _add_at(mine, part.owners, bins + self.spans[metric.name].start, row)
+        if self.by_class:
+            kept = [0, *(self.spans[name].start for name in self.means)]
+            for i, row in enumerate(rows[kept]):
+                _add_at(mine, part.owners, y + (self._plain_width + i * self.measures.targets), row)
+
+    def _add_whole(self, sums: Tensor, parts: list[Answers]) -> None:
+        every = range(len(sums))
+        for k in every:
+            chosen = [_of(k, part) for part in parts if k in every[part.models]]
+            outputs, targets = (torch.cat(tensors) for tensors in zip(*chosen, strict=True)) if chosen else (None, None)
+            if outputs is None or targets is None or not len(outputs):
+                continue
+            for metric in self._sparse:
+                if isinstance(metric, OverAll):
+                    sums[k, self.spans[metric.name]] = metric.of_all(outputs, targets) * sums[k, 0]
+
+
+def _summed(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> list[Tensor]:
+    """What a metric adds up of each sample, ``[k, b]`` each."""
+    shape = list(scores.outputs.shape[:2])
+    try:
+        if isinstance(metric, SampleMean):
+            rows, says, wanted = metric.each(scores), "each(scores)", shape
+        else:
+            rows, says, wanted = metric.sums(scores), "sums(scores)", [*shape, metric.width(targets)]
+    except AttributeError as error:
+        if error.obj is not scores:
+            raise
+        raise MethodError(
+            f"The metric {metric.name!r} asks for scores.{error.name}, which the objective "
+            f"{type(scores.objective).__name__} does not give; it is a metric of another objective."
+        ) from error
+    if list(rows.shape) != wanted:
+        raise MethodError(
+            f"The metric {metric.name!r} gives {list(rows.shape)} for {shape[0]} models and {shape[1]} samples; its "
+            f"{says} must give {wanted}, numbers for each sample of each model."
+        )
+    return [rows] if isinstance(metric, SampleMean) else list(rows.unbind(-1))
+
+
+def _add(sums: Tensor, owners: Tensor | None, values: Tensor) -> None:
+    """Add ``values[n, k, b]`` to the first n columns."""
+    if owners is None:
+        sums[:, : len(values)] += values.sum(-1).T
+    else:
+        sums[:, : len(values)].index_add_(0, owners, values[:, 0].T)
+
+
+def _add_at(sums: Tensor, owners: Tensor | None, columns: Tensor, values: Tensor) -> None:
+    """Add ``values[k, b]`` to the columns ``columns[k, b]``."""
+    if owners is None:
+        sums.scatter_add_(1, columns, values)
+    else:
+        sums.index_put_((owners, columns[0]), values[0], accumulate=True)
+
+
+def _of(k: int, part: Answers) -> tuple[Tensor, Tensor]:
+    """Row k's outputs and targets, ``[n, ...]``."""
+    row = 0 if part.owners is not None else k - part.models.start
+    outputs, y = unrounded(part.outputs[row]), part.y.expand(len(part.outputs), *part.y.shape[1:])[row]
+    if part.owners is not None:
+        real = part.owners == k
+    elif part.weight is not None:
+        real = part.weight[row] > 0
+    else:
+        return outputs, y
+    return outputs[real], y[real]

@@ -1,0 +1,119 @@
+"""What a federated method is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
+
+from torch import Tensor, nn
+
+from raypfl.common.errors import MethodError
+from raypfl.common.registry import Registry
+from raypfl.federation.task import Task
+from raypfl.models.flat import FlatModel
+from raypfl.models.predictor import Predictor
+from raypfl.objectives import Objective
+
+if TYPE_CHECKING:
+    from raypfl.clients.clients import Clients
+    from raypfl.federation.cohort import Cohort
+
+METHODS = Registry("method")
+
+Server = dict[str, Any]
+"""A method's server state: tensors, numbers, strings, dicts and lists of them. Assign to it, never to the method."""
+
+
+def _refused(method: Method, name: str, value: Any) -> None:
+    raise MethodError(
+        f"{type(method).__name__}.{name} cannot be set: one method object, of hyperparameters alone, serves all "
+        f'clients. What clients remember belongs in clients.state["{name}"], what the server remembers in '
+        f'server["{name}"] of round(self, server, cohort).'
+    )
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Method:
+    """A federated method: a frozen dataclass of its hyperparameters, and what server and clients do in a round.
+
+    Subclasses become dataclasses by themselves. Nothing is kept on the method object: what the server remembers is in
+    `server`, what a client remembers in ``clients.state``.
+
+    Attributes
+    ----------
+    objectives : what it can learn, with subclasses; a run of it with another objective is refused.
+    """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclass(frozen=True, kw_only=True)(cls)
+        cls.__setattr__ = _refused  # type: ignore[method-assign,assignment]
+
+    def network(self, network: nn.Module) -> nn.Module:
+        """The clients' network as this method needs it, from the one that the experiment names."""
+        return network
+
+    def check(self, model: FlatModel) -> None:
+        """Raise a ConfigError if the options do not fit the clients' network; asked before anything is started."""
+
+    def networks(self, task: Task) -> dict[str, FlatModel]:
+        """Networks beside the clients' model; later they are in ``task.networks`` and ``clients.networks``."""
+        return {}
+
+    def start(self, task: Task) -> Server:
+        """The server's state before the first round."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it starts: define start(self, task).")
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """One round: change `server`, calling ``cohort.run(self.some_client_function, ...)``."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what a round is: define round(self, server, cohort)."
+        )
+
+    def global_model(self, server: Server) -> Tensor | None:
+        """The server's model ``[P+B]``, or None if the method has none."""
+        return None
+
+    def personalize(self, server: Server, cohort: Cohort) -> None:
+        """How clients come by their models, where that takes exchanges with work of the server's between.
+
+        Runs on the server when clients are judged, with everybody who is, in cohorts no larger than those of a round;
+        ``cohort.unseen`` says whether they are clients that are never trained. What clients put into ``clients.state``
+        is there for `personal_model` and `unseen_model`, and then forgotten, as are changes to `server` and what is
+        logged. The ledger counts what is sent apart from training. By default there is nothing to do.
+        """
+
+    def personal_model(self, clients: Clients, server: Server) -> Tensor | Predictor | None:
+        """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients.
+
+        What is not the network at a vector (a memory of samples, a mixture of models) is a :class:`raypfl.Predictor`.
+        """
+        return None
+
+    def unseen_model(self, clients: Clients, server: Server) -> Tensor | Predictor | None:
+        """What clients get that never took part, as `personal_model`, or None: the global model as it is.
+
+        Runs on the clients. It may use their training samples, as in ``clients.sgd(clients.loss, server["theta"])``;
+        what it leaves in ``clients.state`` is forgotten. By default None or, of a method that has `personalize`, what
+        `personal_model` makes of them.
+        """
+        return self.personal_model(clients, server) if self.has("personalize") else None
+
+    def judged_with(self, server: Server) -> Server:
+        """The part of the server's state that `personal_model` and `unseen_model` look at, sent to the clients.
+
+        By default all of it, if there is either; nothing, if the method has `personalize`, which sends what clients
+        need. It is no part of a round, and not charged. A method that changes what these two look at changes this too.
+        """
+        if self.has("personalize"):
+            return {}
+        return server if self.has("personal_model") or self.has("unseen_model") else {}
+
+    def has(self, function: str) -> bool:
+        """Whether the method has a function of this name of its own, in place of the one that does nothing."""
+        return getattr(type(self), function) is not getattr(Method, function)
+
+
+Method = dataclass(frozen=True, kw_only=True)(Method)  # type: ignore[misc]

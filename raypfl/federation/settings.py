@@ -1,0 +1,67 @@
+"""Settings of a round: who takes part, how clients are computed, what happens when one fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class CohortSettings:
+    """Who takes part in a round.
+
+    Attributes
+    ----------
+    size : clients drawn a round, uniformly without replacement; None: `fraction` of all.
+    fraction : share of the clients drawn a round, if `size` is None, rounded up.
+    dropout : chance that a drawn client receives the round's first message and then vanishes.
+    availability : None, or ``{"low": p, "high": q}``: every client has a fixed chance in [p, q] to be reachable in a
+        round.
+    """
+
+    size: int | None = None
+    fraction: float = 1.0
+    dropout: float = 0.0
+    availability: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How the work is executed. Group size and executor may change the last bits of a result; the rest does not.
+
+    Attributes
+    ----------
+    backend : ``ray``, or ``inline`` (this process, no Ray: for a breakpoint, or a machine with torch alone).
+    executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), or ``auto``:
+        the faster one, which a trial finds out once for a network and group size on a machine. A run's folder says
+        which it was, and why.
+    group_size : clients a group; None: from the cohort and the model.
+    threads : torch threads per client actor, and inline.
+    threads_for_server : torch threads of what the server computes itself; None: as many.
+    """
+
+    backend: Literal["ray", "inline"] = "ray"
+    executor: Literal["auto", "vectorised", "sequential"] = "auto"
+    group_size: int | None = None
+    threads: int = 1
+    threads_for_server: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureSettings:
+    """What happens when a client's own work fails.
+
+    Attributes
+    ----------
+    on_client_failure : ``raise`` stops the run with a sentence; ``skip`` goes on without the client and counts it.
+    retries : further tries of a group, after an error or the death of its process, before its failing clients are
+        singled out by one try of each alone. A mistake in the method's code, such as a TypeError or KeyError, gets
+        none: it would fail again.
+    min_success_fraction : share of a cohort that must succeed, else the run stops even under ``skip``.
+    loss_limit : a training loss above it, or one that is not finite, counts as a failure of that client.
+    """
+
+    on_client_failure: Literal["raise", "skip"] = "raise"
+    retries: int = 2
+    min_success_fraction: float = 0.5
+    loss_limit: float = 1e6

@@ -1,0 +1,1 @@
+"""Numbers, tables and pictures of finished and running experiments."""

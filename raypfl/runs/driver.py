@@ -1,0 +1,420 @@
+"""Running an experiment from its description to its result."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypfl.config import Experiment
+from raypfl.data import ClientData, load_federated
+from raypfl.data.store import cache_folder
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Unwritable, did_you_mean
+from raypfl.evaluation import Measures, refuse_untestable
+from raypfl.backends.allocator import keep_freed_memory
+from raypfl.backends.inline import Inline
+from raypfl.backends.cluster import client_actors, connected, for_client, for_server, has_died
+from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.runs.folders import new_folder
+from raypfl.storage.lease import held, refuse_unless_held
+from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, reason_before, refuse_shorter, write_description, write_facts, write_tables
+from raypfl.federation.schedule import cohort_size
+from raypfl.server.server import Job, Server
+from raypfl.server.setup import groups_for, make_bench, make_measures, make_model, make_task, pools_of_server, threads_of_server
+from raypfl.common.stopping import StopRequest
+from raypfl.common.threads import threads
+from raypfl.runs.autotune import Looks, faster, refuse_channels_last
+from raypfl.clients.worker import Worker
+from raypfl.methods import METHODS, Method
+from raypfl.models import FlatModel
+from raypfl.models.weights import digest
+from raypfl.objectives import KINDS, OBJECTIVES
+
+DRIVER_POLL = 0.2
+PATIENCE = 5.0
+"""Seconds that a server's events are waited for before they are asked for again."""
+STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again stops without that."
+JUDGED = ("global_model", "personal_model", "unseen_model")
+
+
+def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: str | Path | None = None) -> Result:
+    """Run an experiment to its end.
+
+    Parameters
+    ----------
+    listeners : are called with every event (:mod:`raypfl.server.events`), in order, in this process.
+    run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
+
+    Returns
+    -------
+    Its result; ``result.status`` is ``"stopped"`` if it was asked to stop (Ctrl-C, SIGTERM, SIGHUP).
+
+    Raises
+    ------
+    KeyboardInterrupt : if it was asked to stop before it had begun, or twice; :func:`resume` goes on.
+    RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
+    """
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(
+            f"raypfl.run takes an Experiment, not {experiment!r}; of a YAML file or text it is "
+            "raypfl.Experiment.from_yaml(...), of settings raypfl.Experiment(rounds=10, ...)."
+        )
+    folder = (new_folder(experiment) if run_dir is None else Path(run_dir)).resolve()
+    if (folder / RECIPE).exists() or (folder / "checkpoints").exists():
+        raise ConfigError(f"{folder} holds a run already: go on with `raypfl resume {folder}`, or name a new folder.")
+    write_description(folder, experiment)
+    try:
+        return _run(experiment, folder, listeners)
+    except ConfigError:
+        forget_unbegun(folder)
+        raise
+
+
+def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides: Sequence[str] = ()) -> Result:
+    """Go on with a run that was stopped, or failed, or was killed: to the same bits as if it never had been.
+
+    Parameters
+    ----------
+    run_dir : the run's folder.
+    overrides : ``dotted.key=value`` changes to its description, e.g. ``rounds=200`` for a longer run.
+    """
+    folder = Path(run_dir).resolve()
+    experiment = description(folder).override(overrides)
+    refuse_shorter(folder, experiment)
+    return _run(experiment, folder, listeners)
+
+
+def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
+    """Refuse a comparison of which a run would be refused once its data and network are there: before any is run.
+
+    Parameters
+    ----------
+    experiments : differ in their methods and seeds alone, so their data are looked at once.
+
+    Raises
+    ------
+    ConfigError : as :func:`run` would, of the first that it would refuse.
+    """
+    first = experiments[0]
+    _Audience(listeners)(Progress("preparing data"))
+    data = load_federated(first.data, first.partition, seed=first.seed)
+    for experiment in experiments:
+        if experiment.seed == first.seed:
+            _fitting_model(experiment, data)
+
+
+@contextlib.contextmanager
+def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> Iterator[None]:
+    """Within: runs on Ray share one connection, one local cluster, and actors. Inline runs need none."""
+    if experiment.engine.backend == "inline":
+        yield
+        return
+    with connected(experiment.ray, _Audience(listeners)) as ray:
+        _spare.shared = True
+        try:
+            yield
+        finally:
+            _spare.shared = False
+            _spare.release(ray)
+
+
+@dataclass
+class _Spare:
+    """A server actor, with its client actors, that a session keeps for its next run of the same kind."""
+
+    shared: bool = False
+    kind: Any = None
+    server: Any = None
+
+    def take(self, ray: Any, kind: Any) -> Any:
+        """The spare server, if it is of this kind; one of another kind makes room."""
+        if self.kind != kind:
+            self.release(ray)
+        server, self.server = self.server, None
+        return server
+
+    def release(self, ray: Any) -> None:
+        if self.server is not None:
+            ray.kill(self.server)
+        self.kind = self.server = None
+
+
+_spare = _Spare()
+
+
+def make_room(ray: Any) -> None:
+    """Give back the actors that a session keeps for its next run, for something else that needs their place."""
+    _spare.release(ray)
+
+
+def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
+    """The clients' network, if settings, data, network and method fit together."""
+    measures = make_measures(experiment, data)
+    refuse_untestable(experiment.evaluation.protocols, data, measures.objective)
+    _refuse_without_models(experiment.method)
+    _refuse_another_objective(experiment, data, measures)
+    _refuse_to_augment(experiment, data)
+    if experiment.cohort.size and experiment.cohort.size > data.num_clients:
+        raise ConfigError(
+            f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
+            "at most that many."
+        )
+    model = make_model(experiment, data, _device(experiment.ray.gpus_per_actor))
+    experiment.method.check(model)
+    if experiment.training.channels_last and experiment.engine.executor != "vectorised":
+        refuse_channels_last(model, experiment.training, Looks.of(data, measures))
+    return model
+
+
+def _refuse_without_models(method: Method) -> None:
+    if all(getattr(type(method), name) is getattr(Method, name) for name in JUDGED):
+        raise ConfigError(
+            f"{type(method).__name__} has no model to be judged: define global_model(self, server), which gives a "
+            "vector [P+B] such as server['theta'], or personal_model(self, clients, server), which gives [K, P+B], or "
+            "both."
+        )
+
+
+def _refuse_another_objective(experiment: Experiment, data: ClientData, measures: Measures) -> None:
+    """Data, objective, method and the metric that chooses the best round must fit together."""
+    objective, name = measures.objective, OBJECTIVES.name_of(type(measures.objective))
+    if objective.targets not in ("", data.kind):
+        raise ConfigError(
+            f"objective is {name!r}, which is for {KINDS[objective.targets]}, but the targets of {data.name!r} are "
+            f"{KINDS[data.kind]}."
+        )
+    if not isinstance(objective, experiment.method.objectives):
+        able = " or ".join(repr(OBJECTIVES.name_of(one)) for one in experiment.method.objectives)
+        raise ConfigError(
+            f"method is {METHODS.name_of(type(experiment.method))!r}, which learns the objective {able}, but that of "
+            f"{data.name!r} is {name!r}; choose another method."
+        )
+    metric = experiment.evaluation.metric
+    if metric is not None and metric not in measures.aggregates:
+        raise ConfigError(
+            f"evaluation.metric is {metric!r}, which the objective {name!r} does not have; "
+            f"{did_you_mean(metric, measures.aggregates)}"
+        )
+
+
+def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
+    shape = data.input_shape
+    if experiment.data.augmentation and (len(shape) != 3 or min(shape[1:]) == 1):
+        raise ConfigError(
+            f"data.augmentation is for images, but the samples of {data.name!r} are {'x'.join(map(str, shape))}, which "
+            f"has no rows and columns to change; leave it out."
+        )
+
+
+def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
+    telling = _Audience([partial(_write_beginning, folder), *listeners])
+    stop = StopRequest()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.acknowledged(lambda: telling(Progress(STOPPING))))
+        stack.enter_context(stop.listening())
+        with stop.interruptible():
+            telling(Progress("preparing data"))
+            data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+            job = _job(experiment, folder, data, telling)
+            stack.enter_context(held(job.checkpoints, job.attempt, lambda text: telling(Progress(text))))
+        backend = _inline if experiment.engine.backend == "inline" else _on_ray
+        with backend(job, data, telling, stop) as finished:
+            _keep(job, finished)  # before Ray is stopped, which takes seconds
+    return Result.load(folder)
+
+
+def _keep(job: Job, finished: RunFinished) -> None:
+    """Put a run's end into its folder, and raise what it ended with."""
+    problems = [finished.error] if finished.error else []
+    try:
+        refuse_unless_held(job.checkpoints, job.attempt)
+        write_tables(Path(job.run_dir), finished)
+    except Unwritable as problem:
+        problems.append(f"{problem} `raypfl resume {job.run_dir}` then goes on from the newest checkpoint.")
+    except CheckpointError as problem:
+        problems.append(str(problem))
+    if problems:
+        raise RaypflError("\n".join(dict.fromkeys(problems)))
+
+
+def _write_beginning(folder: Path, event: Event) -> None:
+    # Once the run has begun, not before: a resume with changes that is refused leaves the run as it was.
+    if isinstance(event, RunStarted):
+        write_description(folder, event.experiment)
+        write_facts(folder, event)
+
+
+def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:
+    """What the server is to do; what the settings left open is settled from here on, and in a resume."""
+    engine, training = experiment.engine, experiment.training
+    model = _fitting_model(experiment, data)
+    experiment = experiment.replace(objective=make_measures(experiment, data).objective)
+    why = reason_before(folder, experiment)
+    if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
+        emit(Progress("trying executors"))
+        looks = Looks.of(data, make_measures(experiment, data))
+        of = (looks, _largest_group(experiment, data), cache_folder(experiment.data))
+        with threads(engine.threads):
+            trial = faster(model, training, engine.executor, *of)
+        best, why = trial.best, trial.why
+        settled = [f"engine.executor={best.executor}", f"training.channels_last={str(best.channels_last).lower()}"]
+        experiment = experiment.override(settled)
+    weights, attempt = digest(experiment.model.weights), uuid.uuid4().hex
+    return Job(folder.name, str(folder), experiment, why, data.fingerprint, weights, attempt)
+
+
+def _largest_group(experiment: Experiment, data: ClientData) -> int:
+    """Clients of the largest group that this run would train together."""
+    trained = data.num_clients - len(data.unseen)
+    cohort = min(cohort_size(experiment.cohort, trained), trained)
+    return max(groups_for(experiment.override(["engine.executor=vectorised"]), cohort))
+
+
+def _device(gpus: float) -> torch.device:
+    """Where something computes in this process that would reserve so many GPUs on Ray, so that the backends agree."""
+    return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
+
+
+@contextlib.contextmanager
+def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
+    keep_freed_memory()
+    experiment = job.experiment
+    here, there = _device(experiment.ray.gpus_for_server), _device(experiment.ray.gpus_per_actor)
+    with threads(threads_of_server(experiment)):
+        task = make_task(experiment, data, here)
+        of_clients = task if here == there else make_task(experiment, data, there)
+        worker = Worker(make_bench(experiment, data, of_clients), experiment.method)
+        facts = {"backend": "inline", "actors": 1, "device": str(there)}
+        pools = pools_of_server(experiment, data, task)
+        yield Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, facts).run()
+
+
+@contextlib.contextmanager
+def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> Iterator[RunFinished]:
+    with contextlib.ExitStack() as stack:
+        with stop.interruptible():
+            ray = stack.enter_context(connected(job.experiment.ray, emit))
+            emit(Progress("starting actors"))
+            settings = job.experiment.ray
+            size = cohort_size(job.experiment.cohort, data.num_clients)
+            actors = client_actors(ray, settings, len(groups_for(job.experiment, size)))
+            kind = (actors, for_client(settings), for_server(settings))
+            server = _spare.take(ray, kind) or _server_actor(ray, *kind)
+        finished = None
+        try:
+            while finished is None:
+                reached = emit.round
+                try:
+                    finished = _follow(ray, server, (job, data), emit, stop)
+                except _ServerDied:
+                    if emit.round == reached:
+                        raise
+                    server = _server_actor(ray, *kind)  # Ray counts deaths, however much was done between them
+            yield finished
+        finally:
+            if _spare.shared and finished is not None:
+                _spare.kind, _spare.server = kind, server
+            elif not has_died(ray):
+                ray.kill(server)
+
+
+def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, float]) -> Any:
+    """A server actor on this node, where the run's folder is, if that has room.
+
+    Parameters
+    ----------
+    actors : its client actors. each, own : what each of them and it itself reserve.
+    """
+    from raypfl.backends.server_actor import ServerActor
+
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True
+    )
+    remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
+    placed = remote.options(**own, max_restarts=3, max_task_retries=3, scheduling_strategy=here)
+    return placed.remote(actors, each)
+
+
+def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:
+    """Have a server actor run a job, and pass its events on until that is over."""
+    run = uuid.uuid4().hex
+    finished = server.run.remote(run, ray.cloudpickle.dumps(job))
+    incarnation, seen = "", 0
+    silent = ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError
+    done: list[Any] = []
+    while not done:
+        done, _ = ray.wait([finished], timeout=DRIVER_POLL)
+        if has_died(ray):
+            raise RaypflError(
+                "Ray has died: the process of its raylet or of its GCS is gone, killed or out of memory. "
+                f"`raypfl resume {job[0].run_dir}` goes on from the newest checkpoint."
+            )
+        if stop.made:  # again and again: the server may not have begun, or have been started again since
+            server.stop.remote(run)
+        with contextlib.suppress(*silent):
+            now, events = ray.get(server.events.remote(run, incarnation, seen), timeout=PATIENCE)
+            if now != incarnation:
+                incarnation, seen = now, 0
+            seen += len(events)
+            for event in events:
+                emit(event)
+    try:
+        return ray.get(finished)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RaypflError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise _ServerDied(
+            f"The server's process died, and again each time that Ray started it: {str(error).splitlines()[0]} "
+            f"`raypfl resume {job[0].run_dir}` goes on from the newest checkpoint."
+        ) from error
+
+
+class _ServerDied(RaypflError):
+    """The server's process died as often as Ray may start it."""
+
+
+class _Audience:
+    """Passes events on to the listeners, each but once: a server that was started again runs some rounds again.
+
+    One event at a time, from whichever thread it comes.
+
+    Attributes
+    ----------
+    round : the last one that was done.
+    """
+
+    def __init__(self, listeners: Sequence[Listener]):
+        self._listeners = listeners
+        self._one_at_a_time = threading.RLock()  # what is news may be a warning more
+        self.round = -1
+        self._evaluated = -1
+        self._started = False
+
+    def __call__(self, event: Event) -> None:
+        with self._one_at_a_time:
+            if self._is_news(event):
+                for listener in self._listeners:
+                    listener(event)
+
+    def _is_news(self, event: Event) -> bool:
+        if isinstance(event, RunStarted):
+            first, self._started = not self._started, True
+            if not first:
+                self(Warned(f"The server was started again and goes on from round {event.first_round}."))
+            return first
+        if isinstance(event, RoundFinished):
+            news, self.round = event.round > self.round, max(event.round, self.round)
+            return news
+        if isinstance(event, Evaluated):
+            news, self._evaluated = event.round > self._evaluated, max(event.round, self._evaluated)
+            return news
+        return True

@@ -1,0 +1,256 @@
+"""What a run leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from raypfl.config import Experiment
+from raypfl.common.errors import CheckpointError, ConfigError
+from raypfl.evaluation import summarise
+from raypfl.storage import checkpoint
+from raypfl.storage.columns import Columns
+from raypfl.server.events import RunFinished, RunStarted
+from raypfl.federation.logged import ANALYSIS, LOGGED
+from raypfl.server.server import checkpoints_of
+from raypfl.storage.tables import arrow, read
+from raypfl.common.files import draft, write
+from raypfl.methods import METHODS
+
+TABLES = ("rounds", "evaluations", "ledger")
+PICTURES = "images"
+SUMMARY = "summary.json"
+FACTS = "facts.json"
+RECIPE = "experiment.yaml"
+
+
+def description(run_dir: str | Path) -> Experiment:
+    """What a run's folder says is, or was, run.
+
+    Raises
+    ------
+    CheckpointError : if it is no run's folder.
+    """
+    file = Path(run_dir, RECIPE)
+    if not file.exists():
+        inside = sorted(str(one.parent) for one in Path(run_dir).glob(f"*/{RECIPE}"))
+        where = f"Runs are in {', '.join(inside)}" if inside else "Runs are in the folder `output` names"
+        raise CheckpointError(f"{run_dir} is no run's folder: it has no {RECIPE}. {where}.")
+    return Experiment.from_yaml(file)
+
+
+def write_description(folder: Path, experiment: Experiment) -> None:
+    """Put what is to be run into its folder, which then is a run's: from here on it can be resumed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / RECIPE, experiment.to_yaml())
+
+
+def forget_unbegun(folder: Path) -> None:
+    """Take back `write_description`, unless the run has begun since; the folder goes too, if nothing else is in it."""
+    if not (folder / FACTS).exists():
+        (folder / RECIPE).unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
+    """Raise a ConfigError if a run that is to go on has done more rounds than it is to have."""
+    done = checkpoint.reached(checkpoints_of(experiment, str(run_dir)))
+    if done > experiment.rounds:
+        raise ConfigError(
+            f"rounds is {experiment.rounds}, but the run in {run_dir} has done {done} already, and rounds cannot be "
+            f"taken back; start a new run for fewer of them."
+        )
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Whether a run came to its end."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        return bool(json.loads((run_dir / SUMMARY).read_text())["status"] == "finished")
+    return False
+
+
+def refuse_stranger(client: int, count: int) -> None:
+    """Raise a ConfigError unless `client` is one of `count`."""
+    if not 0 <= client < count:
+        raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {count - 1}.")
+
+
+def write_facts(folder: Path, started: RunStarted) -> None:
+    """Put what a run found out as it began into its folder."""
+    write(folder / FACTS, json.dumps(started.facts, indent=1))
+
+
+def reason_before(folder: Path, experiment: Experiment) -> str:
+    """Why a run that goes on has its executor and layout; empty for a new one, or where these were changed."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        facts = json.loads((folder / FACTS).read_text())
+        chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
+        return str(facts["why"]) if chosen.items() <= facts.items() else ""
+    return ""
+
+
+def write_tables(folder: Path, finished: RunFinished) -> None:
+    """Put a run's tables and its end into its folder, and the images that its method logged."""
+    for name, table in finished.tables.items():
+        with draft(folder / f"{name}.parquet") as file:
+            pq.write_table(table, file)
+    for image in finished.images.to_pylist() if finished.images else []:
+        file = folder / PICTURES / image["name"] / f"{image['round']:06d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, image["png"])
+    end = {name: getattr(finished, name) for name in ("status", "round", "weights_hash", "error", "best_round")}
+    write(folder / SUMMARY, json.dumps(end, indent=1))
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A run that is over.
+
+    Attributes
+    ----------
+    experiment : its description. run_dir : its folder.
+    status : ``finished``, ``stopped`` or ``failed``. round : rounds finished.
+    weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
+    best_round : the best evaluated round by validation data; None: nothing was validated.
+    facts : what the run found out as it began, see ``events.RunStarted``.
+    rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
+    evaluations : a row for each (round, client, protocol, model): samples, and every metric.
+    ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
+        ``training`` or ``prediction``.
+    logged : a row for each number that the method logged: round, name, value.
+    analysis : the tables that it logged, by name: round, and its own columns.
+    images : a row for each PNG file that it logged: round, name, file.
+
+    Rounds are numbered from 1 in all of them; 0 is before the first one.
+    """
+
+    experiment: Experiment
+    run_dir: Path
+    status: str
+    round: int
+    weights_hash: str
+    best_round: int | None
+    facts: dict[str, Any]
+    rounds: pa.Table
+    evaluations: pa.Table
+    ledger: pa.Table
+    logged: pa.Table
+    analysis: dict[str, pa.Table]
+    images: pa.Table
+
+    @classmethod
+    def load(cls, run_dir: str | Path) -> Result:
+        """Read a result back from a run's folder."""
+        folder = Path(run_dir)
+        if not folder.exists():
+            raise CheckpointError(f"There is no folder {folder}. Runs are in the folder that `output` names.")
+        if not all((folder / name).exists() for name in (SUMMARY, FACTS)):
+            raise CheckpointError(
+                f"{folder} holds no finished run; `raypfl resume {folder}` finishes one that was cut off."
+            )
+        end = json.loads((folder / SUMMARY).read_text())
+        return cls(
+            experiment=description(folder),
+            run_dir=folder,
+            status=end["status"],
+            round=end["round"],
+            weights_hash=end["weights_hash"],
+            best_round=end["best_round"],
+            facts=json.loads((folder / FACTS).read_text()),
+            **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
+            logged=_logged(folder),
+            analysis={
+                file.stem.removeprefix(ANALYSIS): read(str(file))
+                for file in sorted(folder.glob(f"{ANALYSIS}*.parquet"))
+            },
+            images=_images(folder),
+        )
+
+    @property
+    def tables(self) -> dict[str, pa.Table]:
+        """All tables by the names of their files."""
+        own = {f"{ANALYSIS}{name}": table for name, table in self.analysis.items()}
+        return {name: getattr(self, name) for name in (*TABLES, "logged")} | own
+
+    def __repr__(self) -> str:
+        method = METHODS.name_of(type(self.experiment.method))
+        return (
+            f"<Result: {method}, {self.status} after round {self.round} of {self.experiment.rounds}, in {self.run_dir}>"
+        )
+
+    def summary(self, round: int | None = None) -> list[dict[str, Any]]:
+        """The aggregates of an evaluated round, a dict for each (protocol, model); see ``evaluation.summarise``.
+
+        `round` may be `best_round`; None: the last one.
+        """
+        if not self.evaluations.num_rows:
+            return []
+        wanted = pc.max(self.evaluations["round"]) if round is None else round
+        return summarise(
+            self.experiment.measures, self.evaluations.filter(pc.equal(self.evaluations["round"], wanted)).to_pydict()
+        )
+
+    @property
+    def megabytes(self) -> tuple[float, float]:
+        """Sent up and down in all, in megabytes of 10^6 bytes."""
+        up, down = (pc.sum(self.rounds[name]).as_py() or 0 for name in ("bytes_up", "bytes_down"))
+        return up / 1e6, down / 1e6
+
+    def server_state(self) -> dict[str, Any]:
+        """The server's final state, from the newest checkpoint."""
+        return self._snapshot(whole=False).server
+
+    def server_states(self) -> list[tuple[int, dict[str, Any]]]:
+        """The server's state after each round of which a checkpoint was kept (``checkpoint.every``, ``.keep``)."""
+        return checkpoint.history(checkpoints_of(self.experiment, str(self.run_dir)))
+
+    def global_model(self) -> Tensor:
+        """The global model ``[P+B]``.
+
+        Raises
+        ------
+        ConfigError : if the method has none.
+        """
+        theta = self.experiment.method.global_model(self.server_state())
+        if theta is None:
+            raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
+        return theta
+
+    def client_state(self, client: int) -> dict[str, Any]:
+        """What one client kept, by name, as NumPy arrays; empty if it never took part or keeps nothing.
+
+        Raises
+        ------
+        ConfigError : if there is no such client.
+        """
+        refuse_stranger(client, self.facts["num_clients"])
+        return self._snapshot().state_of(client)
+
+    def _snapshot(self, whole: bool = True) -> checkpoint.Snapshot:
+        location = checkpoints_of(self.experiment, str(self.run_dir))
+        snapshot = checkpoint.load(location, lambda text: None, whole)
+        if snapshot is None:
+            raise CheckpointError(f"There is no checkpoint in {location}.")
+        return snapshot
+
+
+def _logged(folder: Path) -> pa.Table:
+    file = folder / "logged.parquet"
+    return read(str(file)) if file.exists() else arrow(Columns(LOGGED))  # of a run from before there was any
+
+
+def _images(folder: Path) -> pa.Table:
+    files = sorted((folder / PICTURES).glob("*/[0-9]*.png"), key=lambda file: (int(file.stem), file.parent.name))
+    columns = Columns({"round": "int32", "name": "text", "file": "text"})
+    for file in files:
+        columns.append(round=int(file.stem), name=file.parent.name, file=str(file))
+    return arrow(columns)

@@ -1,0 +1,186 @@
+"""The models that a run ended with, as ordinary networks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raypfl.data import load_federated
+from raypfl.common.errors import CheckpointError, ConfigError
+from raypfl.storage import checkpoint
+from raypfl.runs import models_file
+from raypfl.backends.inline import Inline
+from raypfl.federation.central import Place
+from raypfl.storage.checkpoint import Snapshot
+from raypfl.clients.clients import Clients, learning_rate
+from raypfl.federation.cohort import Exchanger, Judged
+from raypfl.server.events import Event
+from raypfl.server.judging import Shown, maker, personalize
+from raypfl.federation.ledger import Ledger
+from raypfl.server.outline import DataOutline
+from raypfl.runs.result import description, refuse_stranger
+from raypfl.server.server import checkpoints_of
+from raypfl.server.setup import client_costs, make_bench, make_task, normalisation, precision_of
+from raypfl.storage.states import StateShard, StateTable, merged
+from raypfl.clients.worker import Worker
+from raypfl.common.messages import plain
+from raypfl.federation.method import Method
+from raypfl.federation.task import Task
+from raypfl.models.predictor import Predictor
+from raypfl.models.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
+    from raypfl.clients.context import Bench
+
+
+class TrainedModels:
+    """What a run's global model and its clients' personal models are made of, and those models.
+
+    They are the models that were evaluated after the last round. A method that fine-tunes its models for that, or has
+    exchanges with its clients (:meth:`raypfl.Method.personalize`), does so here too, which takes the clients' data; the
+    others need none.
+
+    Parameters
+    ----------
+    outline : of the run's data.
+    round : rounds finished.
+    server : the server's state.
+    state_of : what a client kept, by name.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        outline: DataOutline,
+        round: int,
+        server: Mapping[str, Any],
+        state_of: Callable[[int], Mapping[str, np.ndarray]],
+    ):
+        self.experiment, self.outline, self.round = experiment, outline, round
+        self.server = dict(server)
+        self._state_of = state_of
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path) -> TrainedModels:
+        """Those of a run's folder, from its newest checkpoint.
+
+        Raises
+        ------
+        CheckpointError : if the folder holds no run, or its checkpoints are damaged or gone.
+        """
+        return cls.of_snapshot(*newest(run_dir))
+
+    @classmethod
+    def of_snapshot(cls, experiment: Experiment, snapshot: Snapshot) -> TrainedModels:
+        """Those of a checkpoint that was loaded."""
+        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        return cls(experiment, DataOutline.of(data), snapshot.round, snapshot.server, snapshot.state_of)
+
+    @classmethod
+    def of_file(cls, path: str | Path) -> TrainedModels:
+        """Those in a file that :func:`raypfl.runs.models_file.write` made."""
+        stored = models_file.ModelsFile(path)
+        return cls(stored.experiment, stored.outline, stored.round, stored.server, stored.state_of)
+
+    @property
+    def num_clients(self) -> int:
+        """Clients are numbered from 0."""
+        return self.outline.num_clients
+
+    def global_model(self) -> TrainedModel:
+        """The global model, in evaluation mode.
+
+        Raises
+        ------
+        ConfigError : if the method has none.
+        """
+        theta = self.experiment.method.global_model(self.server)
+        if theta is None:
+            raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
+        return self._trained(self._bench.model.as_module(theta))
+
+    def personal_model(self, client: int) -> TrainedModel:
+        """A client's own model, in evaluation mode; of a client that was never trained, what the method gives those.
+
+        Raises
+        ------
+        ConfigError : if there is no such client, or the method makes no personal models.
+        DataError : if making the model takes the client's data, and they are not on this machine.
+        """
+        refuse_stranger(client, self.num_clients)
+        method, unseen = self.experiment.method, client in self.outline.unseen
+        clients = Clients(self._bench, (client,), self.round, self._lr, [self._state_to_judge(client, unseen)])
+        made = getattr(method, maker(unseen))(clients, Shown(method.judged_with(self.server)))
+        if made is None and unseen:
+            return self.global_model()
+        if made is None:
+            raise ConfigError(f"{type(method).__name__} makes no personal models; its clients share the global one.")
+        if isinstance(made, Predictor):
+            return self._trained(made.as_module(0, self._bench.evaluating))
+        return self._trained(self._bench.model.as_module(plain(made).reshape(-1)))
+
+    def _state_to_judge(self, client: int, unseen: bool) -> Mapping[str, np.ndarray]:
+        """What a client keeps once the method has personalized it, as a cohort of one in this process."""
+        method, state = self.experiment.method, self._state_of(client)
+        if not method.has("personalize"):
+            return state
+        states = StateTable()
+        if state:
+            own = {name: np.asarray(value)[None] for name, value in state.items()}
+            states.stage((client,), StateShard(np.array([client]), own).stack())
+        exchanger = Exchanger(
+            task=self._task,
+            backend=Inline(Worker(self._bench, method)),
+            states=states,
+            place=Place(self._bench.pools, precision_of(self.experiment), _nobody_watches),
+            ledger=Ledger(),
+            failures=self.experiment.failures,
+            costs=client_costs(self.experiment, self._task.num_samples),
+            cut_for=lambda clients: ([clients], self.experiment.engine.executor),
+            warn=warnings.warn,
+        )
+        personalize(method, self.server, Judged(exchanger, [client], self.round, self._lr, unseen))
+        return merged(place.stack.of(place.k) for place in states.places(client))
+
+    @property
+    def _lr(self) -> float:
+        return learning_rate(self.experiment.training, max(self.round - 1, 0), self.experiment.rounds)
+
+    @cached_property
+    def _task(self) -> Task:
+        return make_task(self.experiment, self.outline, torch.device("cpu"))
+
+    @cached_property
+    def _bench(self) -> Bench:
+        return make_bench(self.experiment, self.outline, self._task)
+
+    def _trained(self, network: nn.Module) -> TrainedModel:
+        gain, offset = normalisation(self.outline, self._bench.model)
+        return TrainedModel(network, gain, offset, self.outline.discrete)
+
+
+def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapshot]:
+    """A run's description and its newest checkpoint; `whole` as of :func:`raypfl.storage.checkpoint.load`."""
+    experiment = description(run_dir)
+    location = checkpoints_of(experiment, str(run_dir))
+    snapshot = checkpoint.load(location, lambda text: None, whole)
+    if snapshot is None:
+        raise CheckpointError(f"There is no checkpoint in {location}.")
+    return experiment, snapshot
+
+
+def makes_personal_models(method: Method) -> bool:
+    """Whether a method gives its clients models of their own."""
+    return method.has("personal_model")
+
+
+def _nobody_watches(event: Event) -> None:
+    pass

@@ -1,0 +1,169 @@
+"""What a group of clients does when models are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.common.messages import Each, LentChanged, Sum, plain
+from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, class_weights, parts
+from raypfl.models.predictor import Predictor
+
+if TYPE_CHECKING:
+    from raypfl.clients.clients import Clients
+    from raypfl.training.inference import Change
+
+PersonalModel = Callable[["Clients"], Tensor | Predictor | None]
+
+
+def score(
+    clients: Clients,
+    personal: PersonalModel,
+    shared: Tensor | None,
+    protocols: Collection[str],
+    shares: list[tuple[int, int]],
+) -> dict[str, Each | Sum]:
+    """What comes up from a group, by ``model/protocol``; nothing of it is charged.
+
+    Parameters
+    ----------
+    personal : gives a group's personal models, ``[K, P+B]``, ``[P+B]`` or a predictor, or None.
+    shared : the global model ``[P+B]``, or None.
+    shares : for each client ``(i, n)``: the i-th of n shares of a common test set is tested here with the global model.
+
+    Returns
+    -------
+    ``personal/...`` and, of own samples, ``global/...``: the metrics of each client, ``Each`` of ``[K, columns]``. Of
+    common samples ``global/...``: the global model's tally, ``Sum`` of ``[K, W]``; and ``global/alpha``: training
+    samples by class, ``Each`` of ``[K, C]``.
+    """
+    values: dict[str, Each | Sum] = {}
+    portions = [_personal(portion, personal, protocols) for portion in clients.portions()]
+    for protocol in portions[0]:
+        values[f"personal/{protocol}"] = Each(torch.cat([rows[protocol] for rows in portions]).cpu(), charged=False)
+    if shared is not None:
+        for protocol, value in _shared(clients, shared, protocols, shares).items():
+            values[f"global/{protocol}"] = type(value)(plain(value.rows).cpu(), charged=False)
+    return values
+
+
+def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[str]) -> dict[str, Tensor]:
+    try:
+        models = personal(clients)
+    except LentChanged:
+        clients = clients.alone(0)
+        models = personal(clients)
+    if models is None:
+        return {}
+    count = len(clients)
+    models = models if isinstance(models, Predictor) else plain(models).expand(count, -1)
+    plainly, rows = Tally(clients.bench.measures), {}
+    for protocol in protocols:
+        if protocol in OWN:
+            rows[protocol] = plainly.values(plainly.of(clients.answers(models, clients.own(OWN[protocol])), count))
+        elif protocol.startswith("ood/"):
+            of = parts(protocol, _everyone(clients), clients.bench.pools.where)
+            rows[protocol] = plainly.values(_on(clients, models, of, again=True))
+    return rows | _everywhere(clients, models, protocols)
+
+
+def _everywhere(clients: Clients, models: Tensor | Predictor, protocols: Collection[str]) -> dict[str, Tensor]:
+    """Metrics of personal models on everybody's test samples, which all protocols have from one pass."""
+    weighted = [protocol for protocol in WEIGHTED if protocol in protocols]
+    if "global" not in protocols and not weighted:
+        return {}
+    tally = Tally(clients.bench.measures, by_class=bool(weighted))
+    sums = tally.of(clients.answers(models, _everyone(clients)), len(clients))
+    rows = {"global": tally.values(sums)} if "global" in protocols else {}
+    for protocol in weighted:
+        rows[protocol] = tally.class_weighted(sums, class_weights(protocol, _classes(clients).to(sums)))
+    return rows
+
+
+def _shared(
+    clients: Clients, theta: Tensor, protocols: Collection[str], shares: list[tuple[int, int]]
+) -> dict[str, Each | Sum]:
+    model = plain(theta)[None]
+    values: dict[str, Each | Sum] = {}
+    weighted = any(protocol in WEIGHTED for protocol in protocols)
+    everywhere = weighted or "global" in protocols
+    for protocol, split in OWN.items():
+        if protocol in protocols or (protocol == "local" and everywhere):
+            tally = Tally(clients.bench.measures, by_class=weighted and protocol == "local")
+            sums = tally.of(clients.answers_for_owners(model, clients.own(split)), len(clients))
+            if protocol in protocols:
+                values[protocol] = Each(tally.values(sums))
+            if protocol == "local" and everywhere:
+                # The union of the clients' tests; an area under a curve is not the sum of its parts'.
+                union = [Part(_everyone(clients))]
+                values["global"] = Sum(_share(clients, model, union, shares) if tally.whole else sums)
+    for protocol in protocols:
+        if protocol.startswith("ood/"):
+            values[protocol] = Sum(
+                _share(clients, model, list(parts(protocol, _everyone(clients), clients.bench.pools.where)), shares)
+            )
+    if weighted:
+        values["alpha"] = Each(_classes(clients))
+    return values
+
+
+def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tuple[int, int]]) -> Tensor:
+    """The tally ``[K, W]`` of this group's shares of a common test set; if such do not add up, the first is all."""
+    if Tally(clients.bench.measures).whole:
+        mine = whole if any(i == 0 for i, _ in shares) else []
+    else:
+        cuts = [[(len(part.where) * i // n, len(part.where) * (i + 1) // n) for i, n in shares] for part in whole]
+        mine = [
+            part._replace(where=np.concatenate([part.where[a:b] for a, b in cut]))
+            for part, cut in zip(whole, cuts, strict=True)
+        ]
+    sums = _on(clients, model, mine)
+    return torch.cat([sums, sums.new_zeros(len(clients) - 1, sums.shape[1])])
+
+
+def _on(clients: Clients, models: Tensor | Predictor, of: Iterable[Part], again: bool = False) -> Tensor:
+    """The tally of models on common samples; `again` if other models will be tested on the same."""
+    tally = Tally(clients.bench.measures)
+    total = tally.empty(len(models))
+    for part in of:
+        change = _change(clients, part, again)
+        total = total + tally.of(clients.answers(models, part.where, change), len(models)).to(total.device)
+    return total
+
+
+def _change(clients: Clients, part: Part, again: bool) -> Change | None:
+    if (corruption := part.corruption) is None:
+        return None
+    if again and (images := _kept(clients, part)) is not None:
+        return lambda x, where, first: images[first : first + len(where)]
+    return lambda x, where, first: corruption(x, where, clients.bench.scale)
+
+
+def _kept(clients: Clients, part: Part) -> Tensor | None:
+    """All images of a part, corrupted once in this process, if there is room for them."""
+    bench, name = clients.bench, part.corruption
+    assert name is not None
+    if name not in bench.corrupted and len(part.where):
+        one, _ = bench.samples.take(part.where[:1])
+        taken = sum(images.numel() for images in bench.corrupted.values())
+        if taken + len(part.where) * one.numel() > bench.room:
+            return None
+        size = bench.evaluation_batch
+        blocks = [part.where[first : first + size] for first in range(0, len(part.where), size)]
+        bench.corrupted[name] = torch.cat([name(bench.samples.take(b)[0], b, bench.scale) for b in blocks])
+    return bench.corrupted.get(name)
+
+
+def _everyone(clients: Clients) -> np.ndarray:
+    return clients.bench.everyone("test")
+
+
+def _classes(clients: Clients) -> Tensor:
+    """Training samples of each class, ``float64[K, C]``."""
+    labels = [clients.bench.samples.take(where)[1] for where in clients.own("train")]
+    return torch.stack([torch.bincount(y, minlength=clients.num_classes) for y in labels]).double()

@@ -1,0 +1,433 @@
+"""The round loop."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from raypfl.clients.clients import learning_rate
+from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
+from raypfl.common.user_code import located, told
+from raypfl.common.version import __version__
+from raypfl.evaluation import Measures, Selection, deciding, select, summarise
+from raypfl.federation.backend import Backend
+from raypfl.federation.central import Place
+from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.ledger import LEDGER, Ledger
+from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
+from raypfl.federation.schedule import Draw, cohort_size, draw
+from raypfl.federation.task import Task
+from raypfl.models.weights import origin
+from raypfl.server.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.server.judging import Judge
+from raypfl.server.setup import client_costs, groups_for, precision_of
+from raypfl.storage import checkpoint
+from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage.columns import Columns
+from raypfl.storage.lease import refuse_unless_held
+from raypfl.storage.states import Lot, Pack, StateShard, StateTable, digests, merged, shards_of
+from raypfl.storage.tables import Table, arrow
+from raypfl.storage.tree import cloned, put_together, taken_apart
+from raypfl.training.pool import Pools
+from raypfl.training.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
+
+ROUNDS = {
+    "round": "int32",
+    "loss": "float64",
+    "seconds": "float64",
+    "bytes_up": "int64",
+    "bytes_down": "int64",
+    "clients": "int32",
+    "dropped": "int32",
+    "failed": "int32",
+    "cohort": "int32 list",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a server is asked to do, as it travels to a server actor; `why` it is the executor that it is.
+
+    Attributes
+    ----------
+    fingerprint, weights : of the data and partition, and of the file of weights to begin with, if there is one.
+    attempt : a name for this try at the run, in the lease that it holds.
+    """
+
+    name: str
+    run_dir: str
+    experiment: Experiment
+    why: str
+    fingerprint: str
+    weights: str
+    attempt: str
+
+    @property
+    def checkpoints(self) -> str:
+        return checkpoints_of(self.experiment, self.run_dir)
+
+
+class Server:
+    """Runs an experiment's rounds on a backend, from its newest checkpoint if there is one.
+
+    Parameters
+    ----------
+    pools : as the server reads them.
+    emit : is told of every event, in order.
+    facts : about the backend, for the run's record.
+    """
+
+    def __init__(self, job: Job, task: Task, pools: Pools, backend: Backend, emit: Listener, facts: dict[str, Any]):
+        self.job = job
+        self.task = task
+        self.backend = backend
+        self.emit = emit
+        self.facts = facts
+        self.experiment = job.experiment
+        self.method = job.experiment.method
+        self.round = 0
+        self.state: dict[str, Any] = {}
+        self.states = StateTable()
+        self.ledger = Ledger()
+        self._tables: dict[str, Table] = {}
+        self._validated: dict[int, dict[str, Any]] = {}
+        self._evaluated = 0
+        self._sent = dict.fromkeys(("up", "down"), 0)  # bytes of all finished rounds
+        self._warned: set[str] = set()
+        self._saved: int | None = None
+        self._exchanger = Exchanger(
+            task=task,
+            backend=backend,
+            states=self.states,
+            ledger=self.ledger,
+            failures=job.experiment.failures,
+            place=Place(pools, precision_of(job.experiment), self.emit),
+            costs=client_costs(job.experiment, task.num_samples),
+            cut_for=lambda cohort: (groups_for(job.experiment, cohort), job.experiment.engine.executor),
+            warn=self._warn,
+        )
+        self._judge = Judge(job.experiment, self._exchanger)
+        self.measures = self._judge.measures
+
+    def run(self) -> RunFinished:
+        """All rounds that are left; a stop or a failure leaves a checkpoint of the last finished round behind.
+
+        Raises
+        ------
+        RaypflError : if the run cannot begin: there is nothing to keep then.
+        """
+        self._begin()
+        while True:
+            try:
+                return self._go_on()
+            except LostState as error:
+                self._rewind(error)
+
+    def _go_on(self) -> RunFinished:
+        try:
+            while self._owes_evaluation() or (self.round < self.experiment.rounds and not self._is_over()):
+                self._step()
+            return self._end("finished")
+        except (Stopped, KeyboardInterrupt):
+            return self._end("stopped")
+        except LostState:
+            raise
+        except RaypflError as error:
+            return self._end("failed", located(error) if isinstance(error, MethodError) else str(error))
+        except Exception as error:
+            judged = self._owes_evaluation()
+            when = f"when clients were judged after round {self.round}" if judged else f"in round {self.round + 1}"
+            who, said = type(self.method).__name__, self._exchanger.said
+            text = f"{who} failed on the server {when}:\n{told(error)}\n{said}"
+            return self._end("failed", text.rstrip())
+
+    def _step(self) -> None:
+        # A run stopped between a round and its evaluation begins with the evaluation when it is resumed.
+        if not self._owes_evaluation():
+            self._one_round()
+        if self._owes_evaluation():
+            self._undisturbed(self._evaluate)
+        if self.round and self._due(self.experiment.checkpoint.every):
+            self._save()
+
+    def _owes_evaluation(self) -> bool:
+        return self.round > self._evaluated and (self.round == 0 or self._due(self.experiment.evaluation.every))
+
+    def _chosen(self) -> Selection:
+        return select(self.measures, self._validated, self.experiment.evaluation)
+
+    def _is_over(self) -> bool:
+        chosen = self._chosen()
+        over = chosen.is_over(self.experiment.evaluation)
+        if over:
+            best = "none had a value" if chosen.round is None else f"round {chosen.round} was the best"
+            self._warn(
+                f"The run ends after round {self.round}: {chosen.waited} evaluations in a row were no better on "
+                f"validation data; {best}."
+            )
+        return over
+
+    def _rewind(self, error: LostState) -> None:
+        """Go back to the last checkpoint; running its rounds again gives the same bits."""
+        reached = self.round
+        self._restore_or_start()
+        self._warn(f"{error} Going on from round {self.round} again, {reached - self.round} rounds back.")
+
+    def _restore_or_start(self) -> None:
+        self.states = self._exchanger.states = StateTable()
+        if not self._restore():
+            self.round, self.state = 0, self._begun()
+            self._evaluated = -1 if self.experiment.evaluation.at_start else 0
+            self._sent = dict.fromkeys(("up", "down"), 0)
+            self._tables = _empty_tables(self.measures)
+            self._validated = {}
+        self.ledger.rows = self._tables["ledger"].waiting
+
+    def _begin(self) -> None:
+        self._restore_or_start()
+        cohort = cohort_size(self.experiment.cohort, self.task.num_clients)
+        facts = {
+            "num_clients": self.task.num_clients,
+            "parameters": self.task.model.num_parameters,
+            "weights": origin(self.task.model.module),
+            "executor": self.experiment.engine.executor,
+            "channels_last": bool(self.experiment.training.channels_last),
+            "why": self.job.why,
+            "group_size": max(groups_for(self.experiment, cohort)),
+            "data": self.job.fingerprint,
+            "server_device": str(self.task.model.device),
+            "system": f"{platform.system()} {platform.machine()}",
+            "versions": {
+                "raypfl": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, facts | self.facts, self.round))
+
+    def _due(self, every: int) -> bool:
+        return self.round == self.experiment.rounds or (every > 0 and self.round % every == 0)
+
+    def _undisturbed(self, work: Callable[[], None]) -> None:
+        """Do all of the work or, if it is stopped or fails, leave everything as it was before."""
+        before, entries = cloned(self.state), len(self.ledger)
+        try:
+            work()
+        except BaseException as error:
+            self.state = before
+            self.states.abandon()
+            if not isinstance(error, EmptyCohort):
+                self.ledger.cut(entries)
+            raise
+
+    def _one_round(self) -> None:
+        begun = time.perf_counter()
+        self._exchanger.gather(self.round + 1)
+        number = self.round + 1
+        drawn = self._drawn(number)
+        lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
+        cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, number, lr, self._analysis())
+        try:
+            self._undisturbed(lambda: self._played(cohort))
+        except EmptyCohort as error:
+            self._warn(f"{error} Such a round changes nothing.")
+        self.states.commit()
+        self._record(cohort, len(drawn.dropped), time.perf_counter() - begun)
+
+    def _begun(self) -> dict[str, Any]:
+        with refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
+            return self.method.start(self.task)
+
+    def _played(self, cohort: Cohort) -> None:
+        with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
+            self.method.round(self.state, cohort)
+
+    def _drawn(self, number: int) -> Draw:
+        unseen = self.task.unseen
+        drawn = draw(self.experiment.cohort, self.task.num_clients - len(unseen), self.experiment.seed, number)
+        if not len(unseen):
+            return drawn
+        trained = np.setdiff1d(np.arange(self.task.num_clients), unseen)
+        return Draw(*(tuple(trained[list(some)].tolist()) for some in (drawn.clients, drawn.dropped)))
+
+    def _record(self, cohort: Cohort, dropped: int, seconds: float) -> None:
+        losses = [cohort.losses[c] for c in cohort.ids if c in cohort.losses]
+        self.round += 1
+        sent = {way: self.ledger.total(way, self.round) for way in self._sent}
+        self._sent = {way: before + sent[way] for way, before in self._sent.items()}
+        finished = RoundFinished(
+            round=self.round,
+            loss=float(np.mean(losses)) if losses else math.nan,
+            seconds=seconds,
+            bytes_up=sent["up"],
+            bytes_down=sent["down"],
+            clients=int(cohort.present.sum()),
+            dropped=dropped,
+            failed=len(cohort.failed),
+            bytes_up_total=self._sent["up"],
+            bytes_down_total=self._sent["down"],
+            logged=cohort.logged,
+        )
+        row = {**vars(finished), "cohort": cohort.ids}
+        self._tables["rounds"].waiting.append(**{name: row[name] for name in ROUNDS})
+        self._keep(cohort.logged)
+        self.emit(finished)
+
+    def _keep(self, logged: Logged) -> None:
+        """Put what a method logged in this round into the run's tables."""
+        for name, value in logged.values.items():
+            self._tables["logged"].waiting.append(round=self.round, name=name, value=value)
+        for name, png in logged.images.items():
+            self._tables["images"].waiting.append(round=self.round, name=name, png=png)
+        for name, columns in logged.tables.items():
+            new = Table(Columns({"round": "int32", **kinds(columns)}))
+            rows = len(next(iter(columns.values())))
+            table = self._tables.setdefault(f"{ANALYSIS}{name}", new)
+            table.waiting.extend({"round": [self.round] * rows, **columns})
+
+    def _analysis(self) -> dict[str, dict[str, str]]:
+        """Of each table that a method logged so far, its columns and their kinds."""
+        mine = {name.removeprefix(ANALYSIS): t for name, t in self._tables.items() if name.startswith(ANALYSIS)}
+        return {
+            name: {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
+            for name, table in mine.items()
+        }
+
+    def _evaluate(self) -> None:
+        columns = self._judge.columns(self.state, self.round)
+        self._tables["evaluations"].waiting.extend(columns)
+        self._evaluated = self.round
+        summary = summarise(self.measures, columns)
+        if (row := deciding(summary)) is not None:
+            self._validated[self.round] = row
+        self.emit(Evaluated(self.round, summary))
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self.emit(Warned(text))
+
+    def _end(self, status: Literal["finished", "stopped", "failed"], error: str | None = None) -> RunFinished:
+        problems = [error] if error else []
+        tables = {name: arrow(table.waiting) for name, table in self._tables.items()}
+        for attempt in (self._save_what_is_new, lambda: tables.update(self._whole_tables())):
+            try:
+                attempt()
+            except CheckpointError as problem:
+                problems.append(str(problem))
+        problems = list(dict.fromkeys(problems))
+        status, error = ("failed", "\n".join(problems)) if problems else (status, None)
+        images = tables.pop("images")
+        finished = RunFinished(status, self.round, self._hash(), error, tables, self._chosen().round, images)
+        self.emit(finished)
+        return finished
+
+    def _hash(self) -> str:
+        """SHA-256 of the server's tensors, in the order of names, and of every client's SHA-256, in that of clients."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(taken_apart(self.state)[1].items()):
+            digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+        clients: dict[int, bytes] = {}
+        for lots, places in self.states.together():  # a few stacks at a time: all of them may be more than memory
+            stacks = [self.backend.fetch(lot.stack) for lot in lots]
+            of = {c: [stack.of(k) for stack, k in zip(stacks, ks, strict=True)] for c, ks in places.items()}
+            clients |= digests((client, merged(parts)) for client, parts in of.items())
+        for client in sorted(clients):
+            digest.update(clients[client])
+        return digest.hexdigest()
+
+    def _whole_tables(self) -> dict[str, pa.Table]:
+        return {name: checkpoint.whole(self.job.checkpoints, table) for name, table in self._tables.items()}
+
+    def _save_what_is_new(self) -> None:
+        if self._saved != self.round:
+            self._save()
+
+    def _save(self) -> None:
+        packs = [(p, lots) for p, lots in self.states.packs() if checkpoint.holds(self.job.checkpoints, p)]
+        snapshot = Snapshot(
+            round=self.round,
+            server=self.state,
+            states=self._shards(packs),
+            packs=packs,
+            tables=self._tables,
+            meta={
+                "experiment": self.experiment.to_yaml(),
+                "evaluated": self._evaluated,
+                "validated": [[round, row] for round, row in self._validated.items()],
+                "data": self.job.fingerprint,
+                "weights": self.job.weights,
+                "versions": {"raypfl": __version__, "torch": torch.__version__},
+            },
+        )
+        permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt)
+        path = checkpoint.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
+        self._saved = self.round
+        self.emit(Checkpointed(self.round, path))
+
+    def _shards(self, packs: list[tuple[Pack, list[Lot]]]) -> Iterator[StateShard]:
+        packed = {lot for _, lots in packs for lot in lots}
+        for lot in self.states.lots():
+            if lot in packed:
+                continue
+            yield from shards_of(lot, self.states.seen(lot), self.backend.fetch(lot.stack))
+
+    def _restore(self) -> bool:
+        snapshot = checkpoint.load(self.job.checkpoints, self._warn)
+        if snapshot is None:
+            return False
+        if snapshot.meta["data"] != self.job.fingerprint:
+            raise CheckpointError(
+                f"The checkpoint in {self.job.checkpoints} was made with other data or another partition than "
+                f"{self.experiment.data.name} is now; bring back the data it was made with, or start a new run."
+            )
+        if snapshot.meta.get("weights", self.job.weights) != self.job.weights:
+            raise CheckpointError(
+                f"The run in {self.job.run_dir} began with other weights than {self.experiment.model.weights} holds "
+                "now, with which new clients would begin; bring the file back as it was, or start a new run."
+            )
+        device = self.task.model.device
+        skeleton, tensors = taken_apart(snapshot.server)
+        self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
+        for shard in snapshot.states:
+            clients, stack = shard.clients.tolist(), shard.stack()
+            self.states.stage(clients, self.backend.keep(stack), kept=stack.kept(len(clients)), shard=shard)
+        self.states.commit()
+        self._tables = _empty_tables(self.measures) | snapshot.tables
+        if (known := set(self._tables["evaluations"].waiting.kinds)) != set(self.measures.kinds):
+            raise CheckpointError(
+                f"The run in {self.job.run_dir} was judged by other metrics than it would be now "
+                f"({', '.join(sorted(known ^ set(self.measures.kinds)))}); bring back its objective and "
+                "evaluation.metrics, or start a new run."
+            )
+        rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])
+        self._sent = {way: sum(rounds[f"bytes_{way}"].to_pylist()) for way in self._sent}
+        self.round = self._saved = snapshot.round
+        self._evaluated = snapshot.meta["evaluated"]
+        self._validated = dict(snapshot.meta["validated"])
+        return True
+
+
+def _empty_tables(measures: Measures) -> dict[str, Table]:
+    of = {"rounds": ROUNDS, "evaluations": measures.kinds, "ledger": LEDGER, "logged": LOGGED, "images": IMAGES}
+    return {name: Table(Columns(columns)) for name, columns in of.items()}
+
+
+def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
+    """Where a run's checkpoints are: in its folder, or in one of its own in the location that the settings name."""
+    location = experiment.checkpoint.location
+    return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"

@@ -1,0 +1,200 @@
+"""From an experiment's description to what works on it: the same in the server and in every actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from raypfl.clients.context import ROOM, Bench
+from raypfl.common import rng
+from raypfl.data import ClientData, FederatedData
+from raypfl.datasets import DescribedData
+from raypfl.evaluation import Measures
+from raypfl.federation.method import Method
+from raypfl.federation.schedule import even, group_sizes, judged_group_sizes
+from raypfl.federation.task import Task
+from raypfl.models import MODELS, FlatModel
+from raypfl.models.weights import Pretrained
+from raypfl.objectives import fitting
+from raypfl.server.outline import DataOutline
+from raypfl.training.augmentation import Augmentation
+from raypfl.training.batches import Samples
+from raypfl.training.executor import Executor, Precision
+from raypfl.training.pool import Pools
+from raypfl.training.residence import moved, room_on
+from raypfl.training.sequential import Sequential
+from raypfl.training.vectorised import Vectorised
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
+
+
+def make_measures(experiment: Experiment, data: ClientData | DataOutline) -> Measures:
+    """What is learned of this data, and by which metrics models are judged."""
+    objective = experiment.objective or fitting(data.kind)
+    return Measures(objective, experiment.evaluation.metrics, data.num_classes)
+
+
+def make_model(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> FlatModel:
+    """The clients' network for this data."""
+    settings = experiment.model
+    entry, outputs = MODELS.get(settings.name), make_measures(experiment, data).objective.outputs(data.num_classes)
+    factory: Callable[[], nn.Module] = partial(
+        entry, input_shape=data.input_shape, num_classes=outputs, **settings.options
+    )
+    if settings.weights is not None:
+        factory = Pretrained(factory, settings.name, settings.weights)
+    factory = partial(_as_the_method_needs_it, experiment.method, factory)
+    dtype = torch.float64 if experiment.training.precision == "fp64" else torch.float32
+    seed = rng.key(experiment.seed, "network") % 2**31
+    return FlatModel(factory, seed, dtype, device, frozen=settings.frozen, trained=settings.trained)
+
+
+def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) -> nn.Module:
+    return method.network(factory())
+
+
+def make_task(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> Task:
+    """What the method may know, its own networks built."""
+    model, measures = make_model(experiment, data, device), make_measures(experiment, data)
+    task = Task(
+        model=model,
+        seed=experiment.seed,
+        rounds=experiment.rounds,
+        num_clients=data.num_clients,
+        num_classes=data.num_classes,
+        input_shape=data.input_shape,
+        num_samples=data.sizes("train"),
+        num_test_samples=data.sizes("test"),
+        unseen=data.unseen,
+        pools={name: len(where) for name, where in _pools(data).items()},
+        objective=measures.objective,
+    )
+    return replace(task, networks=experiment.method.networks(task))
+
+
+def precision_of(experiment: Experiment) -> Precision:
+    """How forward and backward passes of the clients' network are computed."""
+    return Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
+
+
+def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Task) -> Bench:
+    """What the clients of one process share."""
+    precision = precision_of(experiment)
+    room = room_on(task.model.device, experiment.ray.data_share, experiment.ray.gpus_per_actor)
+    samples = samples_for(data, task.model, experiment.data.augmentation, room)
+    together = experiment.engine.executor == "vectorised"
+    executor: Executor = Vectorised(task.model, precision) if together else Sequential(task.model, precision)
+    return Bench(
+        model=task.model,
+        executor=executor,
+        samples=samples,
+        split=data.indices,
+        num_clients=data.num_clients,
+        num_classes=data.num_classes,
+        training=experiment.training,
+        seed=experiment.seed,
+        measures=make_measures(experiment, data),
+        pools=_read(experiment, data, samples),
+        networks=task.networks,
+        loss_limit=experiment.failures.loss_limit,
+        evaluation_batch=experiment.evaluation.batch_size,
+        scale=data.scale,
+        room=min(room - samples.resident, ROOM),
+        unseen=frozenset(task.unseen.tolist()),
+    )
+
+
+def pools_of_server(experiment: Experiment, data: ClientData, task: Task) -> Pools:
+    """The pools as the server reads them: from where they are mapped, batch by batch."""
+    return _read(experiment, data, samples_for(data, task.model, experiment.data.augmentation, room=0.0))
+
+
+def _read(experiment: Experiment, data: ClientData | DataOutline, samples: Samples) -> Pools:
+    moments = data.pool_moments if isinstance(data, FederatedData) else {}
+    apart = {}
+    for name, (mean, std) in moments.items():
+        gain, offset = _affine(data, mean, std, samples.gain)
+        apart[name] = replace(samples, gain=gain, offset=offset)
+    return Pools(samples, _pools(data), apart, experiment.seed)
+
+
+def _pools(data: ClientData | DataOutline) -> dict[str, np.ndarray]:
+    return {} if isinstance(data, DataOutline) else {name: data.pool(name) for name in data.pools}
+
+
+def threads_of_server(experiment: Experiment) -> int:
+    """Threads that torch has for what the server computes itself."""
+    return experiment.engine.threads_for_server or experiment.engine.threads
+
+
+def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
+    """``float[num_clients]``: SGD steps of each client's round, the measure by which groups are cut and ordered."""
+    training = experiment.training
+    if training.steps is not None:
+        return np.full(len(sizes), float(training.steps))
+    return np.ceil(sizes / training.batch_size) * training.epochs
+
+
+def groups_for(experiment: Experiment, cohort: int, judged: bool = False) -> list[int]:
+    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest.
+
+    `judged` : it is to be judged, not trained.
+    """
+    size = experiment.engine.group_size or experiment.ray.clients_per_actor
+    suggest = judged_group_sizes if judged else group_sizes
+    return even(cohort, -(-cohort // size)) if size else suggest(cohort, experiment.engine.executor)
+
+
+def normalisation(data: ClientData | DataOutline, model: FlatModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """``gain, offset``, ``[C, 1, 1]`` for images, else ``[features]``: a network sees ``inputs * gain + offset``."""
+    return _affine(data, data.mean, data.std, torch.empty(0, dtype=model.dtype, device=model.device))
+
+
+def _affine(
+    data: ClientData | DataOutline, mean: np.ndarray, std: np.ndarray, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gain, offset = 1.0 / (data.scale * std.astype(np.float64)), -mean.astype(np.float64) / std
+    axes = (-1, 1, 1) if len(data.input_shape) == 3 else (-1,)
+    channels = [torch.from_numpy(values).to(like).reshape(axes) for values in (gain, offset)]
+    return channels[0], channels[1]
+
+
+def samples_for(
+    data: ClientData | DataOutline, model: FlatModel, augmentation: Sequence[Augmentation], room: float
+) -> Samples:
+    """The samples as the model's device sees them: they lie there if they take no more than `room` bytes."""
+    gain, offset = normalisation(data, model)
+    if not isinstance(data, FederatedData):
+        nothing = np.zeros(0)
+        return _Fetched(nothing, nothing, gain, offset, augmentation, data=data)
+    inputs, labels = data.inputs, data.labels
+    if model.device.type == "cpu" or inputs.nbytes + labels.nbytes > room:
+        return Samples(inputs, labels, gain, offset, augmentation)
+    resident = torch.from_numpy(np.array(inputs)).to(model.device), torch.from_numpy(np.array(labels)).to(model.device)
+    return Samples(*resident, gain, offset, augmentation)
+
+
+@dataclass(frozen=True)
+class _Fetched(Samples):
+    """Samples that are fetched client by client; none are resident."""
+
+    data: DescribedData | DataOutline = field(kw_only=True)
+
+    def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.random.fork_rng(devices=[]):  # a population may seed torch for what it makes
+            x, y = self.data.take(where)
+        return moved(x, self.gain.device), moved(y, self.gain.device)
+
+    def labels_of(self, where: np.ndarray) -> torch.Tensor:
+        return self.take(where)[1]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self.data.input_shape

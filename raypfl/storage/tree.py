@@ -1,0 +1,93 @@
+"""A server's state, nested dicts and lists with tensors among them, taken apart and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from raypfl.common.errors import CheckpointError, MethodError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Stands where a tensor was."""
+
+    name: str
+
+
+def taken_apart(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """The tree with a :class:`Leaf` for each tensor, and the tensors by name."""
+    if isinstance(tree, Tensor):
+        return Leaf(path), {path: tree}
+    if not isinstance(tree, dict | list | tuple):
+        return tree, {}
+    tensors: dict[str, Tensor] = {}
+    parts = []
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        part, below = taken_apart(value, f"{path}/{key}" if path else str(key))
+        parts.append((key, part))
+        if clash := tensors.keys() & below.keys():
+            raise MethodError(f"The server's state has two tensors that are both called {min(clash)!r}; rename a key.")
+        tensors |= below
+    return dict(parts) if isinstance(tree, dict) else type(tree)(part for _, part in parts), tensors
+
+
+def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of :func:`taken_apart`."""
+    if isinstance(skeleton, Leaf):
+        return tensors[skeleton.name]
+    if isinstance(skeleton, dict):
+        return {key: put_together(value, tensors) for key, value in skeleton.items()}
+    if isinstance(skeleton, list | tuple):
+        return type(skeleton)(put_together(value, tensors) for value in skeleton)
+    return skeleton
+
+
+def cloned(tree: Any) -> Any:
+    """A copy whose tensors are copies too."""
+    skeleton, tensors = taken_apart(tree)
+    return put_together(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+def encoded(server: dict[str, Any], tensors: dict[str, Tensor]) -> list[Any]:
+    """A server's state as JSON; its tensors go to `tensors`. :func:`decoded` gives it back."""
+    return _encode(server, "", tensors)
+
+
+def decoded(node: list[Any], tensors: dict[str, Tensor]) -> Any:
+    """The inverse of :func:`encoded`."""
+    kind, content = node
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: decoded(item, tensors) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [decoded(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    return content
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
+    """`value` as JSON, each node a pair ``[kind, content]``; its tensors go to `tensors` under their path."""
+    if isinstance(value, Tensor):
+        while path in tensors:  # the keys 3 and "3", or "a/b" and "a" above "b", make one path
+            path += "'"
+        # A copy: safetensors refuses tensors that share memory, as views of one flat vector do.
+        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+        return ["tensor", path]
+    if isinstance(value, dict):
+        if bad := [key for key in value if not isinstance(key, (str, int))]:
+            raise CheckpointError(f"The server state {path or '/'} has the key {bad[0]!r}; keys must be str or int.")
+        return ["dict", [[key, _encode(item, f"{path}/{key}".lstrip("/"), tensors)] for key, item in value.items()]]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["value", value]
+    raise CheckpointError(
+        f"The server state {path!r} is of type {type(value).__name__}, which a checkpoint cannot hold; keep tensors, "
+        f"numbers, strings, and dicts, lists or tuples of them."
+    )

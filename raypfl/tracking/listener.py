@@ -1,0 +1,151 @@
+"""A listener that records runs in MLflow, behind their back, and that never stops one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from raypfl.common.errors import RaypflError, Stopped
+from raypfl.results.contenders import settings_told
+from raypfl.runs import folders
+from raypfl.runs.replay import events_of
+from raypfl.runs.result import Result
+from raypfl.server.events import Event, RunStarted
+from raypfl.tracking import entries
+from raypfl.tracking.run import NOTE, RUN_ID_FILE, STATUS, Comparison, RunRecord, tracking_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+    from raypfl.config import Experiment
+
+__all__ = ["RUN_ID_FILE", "MLflowListener", "track", "tracking_uri"]
+
+
+class MLflowListener:
+    """Records parameters, metrics per round, tags, tables and models of every run that it hears of.
+
+    Recording happens behind the run's back: a tracking server that is slow costs it nothing until its end, where it
+    waits for what is left. What MLflow refuses is tried again with the next event, and a person is told once a run. A
+    resumed run goes on in its MLflow run, whose id is kept in the run's folder.
+
+    Parameters
+    ----------
+    comparison : a name under which all runs heard of belong together, below a parent run; None: each is on its own.
+        The listener is then a context manager: at its end the parent gets the results of all.
+    tags : of your own, for every run.
+    warn : is told in a sentence when recording fails, from another thread; None: a log message.
+    kept_in : a folder for the parent's id, so that a comparison which was cut off goes on below the same parent.
+
+    Examples
+    --------
+    ``raypfl.run(experiment, listeners=[MLflowListener()])`` or, for several runs, ::
+
+        with MLflowListener("lambdas") as tracked:
+            for lam in (0.1, 1.0):
+                raypfl.run(experiment.override([f"method.lam={lam}"]), listeners=[tracked])
+    """
+
+    def __init__(
+        self,
+        comparison: str | None = None,
+        *,
+        tags: Mapping[str, str] | None = None,
+        warn: Callable[[str], None] | None = None,
+        kept_in: str | Path | None = None,
+    ):
+        self._tags = dict(tags or {})
+        self._warn = warn or logging.getLogger("raypfl").warning
+        folder = None if kept_in is None else Path(kept_in)
+        self._comparison = Comparison(comparison, self._tags, folder) if comparison else None
+        self._note = ""
+        self._records: list[RunRecord] = []
+        self._current: RunRecord | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            tracked = event.experiment.tracking.mlflow
+            self._current = RunRecord(event, self._comparison, self._tags, self._warn) if tracked else None
+            self._records += [self._current] if self._current else []
+        elif self._current:
+            self._current.put(event)
+
+    def for_each(self, experiments: Sequence[Experiment]) -> list[MLflowListener]:
+        """A listener for each run of a comparison; settings that tell one from the others are in its name."""
+        told = settings_told(experiments)
+        return [self.beside({"settings": words} if words else {}) for words in told]
+
+    def beside(self, tags: Mapping[str, str] | None = None) -> MLflowListener:
+        """A listener for a run that goes while others do, in the same comparison; each listener hears one at a time.
+
+        `tags` : for that run alone.
+        """
+        other = copy.copy(self)  # with the same list of records
+        other._current = None
+        other._tags = {**self._tags, **(tags or {})}
+        return other
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._end_comparison(kind)
+
+    def describe(self, page: str) -> None:
+        """What is to be read beside the comparison at its end, as Markdown, in place of its runs' accuracies."""
+        self._note = page
+
+    def attach(self, file: str | Path) -> None:
+        """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
+        for record in self._records:
+            run_id = self._comparison.run_id if self._comparison else record.run_id
+            if run_id and record.client:
+                record.attempt(lambda client, run_id=run_id: client.log_artifact(run_id, str(file)))
+            if self._comparison and run_id:
+                return
+
+    def _end_comparison(self, kind: type[BaseException] | None) -> None:
+        record = next((record for record in self._records if record.client), None)
+        if self._comparison and self._comparison.run_id and record:
+            record.attempt(self._tell_parent, self._comparison.run_id, kind)
+
+    def _tell_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
+        if note := self._note or self._accuracies():
+            client.set_tag(parent, NOTE, entries.shortened(note))
+        whole = [record.status for record in self._records]
+        stopped = "stopped" in whole or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))
+        status = "stopped" if stopped else "failed" if kind or "failed" in whole else "finished"
+        client.set_terminated(parent, STATUS[status])
+
+    def _accuracies(self) -> str:
+        over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
+        judged = [result for result in over if result.evaluations.num_rows]
+        return entries.comparison_of(judged) if judged else ""
+
+
+def track(run_dir: str | Path, uri: str | None = None) -> None:
+    """Record a run or a comparison that is over, from its folder: MLflow could not be told of it, or was not to be.
+
+    What MLflow has of it already is not recorded twice.
+
+    Parameters
+    ----------
+    uri : tracking URI; None: the run's own.
+
+    Raises
+    ------
+    RaypflError : if MLflow does not take all of it, or the folder holds no run that is over.
+    """
+    problems: list[str] = []
+    comparison = folders.Comparison.load(run_dir)
+    results = [Result.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
+    name = comparison.words[0] if comparison else None
+    with MLflowListener(name, warn=problems.append, kept_in=run_dir if comparison else None) as listener:
+        for result, mine in zip(results, listener.for_each([one.experiment for one in results]), strict=True):
+            for event in events_of(result, uri):
+                mine(event)
+    if problems:
+        raise RaypflError("\n".join(problems))

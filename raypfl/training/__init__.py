@@ -1,0 +1,1 @@
+"""Local training of a group of models: batches, executors, steps."""

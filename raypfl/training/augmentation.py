@@ -1,0 +1,169 @@
+"""Training images changed at random: whole batches at once, where the clients compute, from random numbers given in.
+
+In the order of ``data.augmentation``, each sees what the one before it gave. Images are normalised by then, as networks
+see them, so that black is a number of each channel's own, and the mean colour is 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import ConfigError, MethodError
+from raypfl.common.registry import Registry
+
+AUGMENTATIONS = Registry("augmentation")
+
+Colour = Literal["black", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation(ABC):
+    """A random change of images.
+
+    One of your own overrides `draws` and `__call__` (or, of :class:`ByChance`, `changed`), and is named as
+    ``my_module:MyAugmentation``; its fields are its options.
+
+    Attributes
+    ----------
+    draws : random numbers that it takes for an image.
+    """
+
+    draws: ClassVar[int]
+
+    @abstractmethod
+    def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        """The changed images, of the same shape; those given stay as they are.
+
+        Parameters
+        ----------
+        images : ``[n, C, H, W]``, normalised.
+        u : ``float64[n, draws]``, uniform in [0, 1); whatever is drawn must follow from these.
+        black : ``[C, 1, 1]``, a black pixel, normalised.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByChance(Augmentation):
+    """A change that an image's first draw decides on.
+
+    Attributes
+    ----------
+    p : chance that an image is changed.
+    """
+
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p <= 1:
+            raise ConfigError(f"data.augmentation: p is {self.p}, but must be between 0 and 1.")
+
+    def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        return torch.where((u[:, 0] < self.p)[:, None, None, None], self.changed(images, u[:, 1:], black), images)
+
+    @abstractmethod
+    def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        """All images as they are when changed, by the draws that are left: ``u[n, draws - 1]``."""
+
+
+@AUGMENTATIONS.register("crop")
+@dataclass(frozen=True, kw_only=True)
+class Crop(ByChance):
+    """A window of the image's own size, anywhere in the image with a border around it.
+
+    As torchvision's ``RandomCrop(size, padding=4)``: all (2 padding + 1)² windows are equally likely.
+
+    Attributes
+    ----------
+    padding : pixels on each side.
+    fill : the border's colour: ``black``, as where ``RandomCrop`` comes before ``Normalize``, or ``mean`` (after it).
+    """
+
+    padding: int = 4
+    fill: Colour = "black"
+    draws: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("padding", self.padding)
+
+    def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        count, channels, height, width = images.shape
+        pad = self.padding
+        canvas = _coloured(self.fill, black).expand(count, channels, height + 2 * pad, width + 2 * pad).clone()
+        canvas[:, :, pad : pad + height, pad : pad + width] = images
+        windows = canvas.unfold(2, height, 1).unfold(3, width, 1).permute(0, 2, 3, 1, 4, 5)
+        top, left = (u * (2 * pad + 1)).long().T
+        return windows[torch.arange(count, device=u.device), top, left]
+
+
+@AUGMENTATIONS.register("flip")
+@dataclass(frozen=True, kw_only=True)
+class Flip(ByChance):
+    """Left and right exchanged, as by torchvision's ``RandomHorizontalFlip``."""
+
+    p: float = 0.5
+    draws: ClassVar[int] = 1
+
+    def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        return images.flip(-1)
+
+
+@AUGMENTATIONS.register("cutout")
+@dataclass(frozen=True, kw_only=True)
+class Cutout(ByChance):
+    """A square of one colour, centred anywhere on the image and cut off at its edge (DeVries and Taylor 2017).
+
+    Attributes
+    ----------
+    size : pixels of a side.
+    fill : the square's colour: ``mean``, as where it is cut out of normalised images, or ``black``.
+    """
+
+    size: int = 16
+    fill: Colour = "mean"
+    draws: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("size", self.size)
+
+    def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
+        rows, columns = (self._covered(u[:, axis], images.shape[2 + axis]) for axis in (0, 1))
+        hole = rows[:, None, :, None] & columns[:, None, None, :]
+        return torch.where(hole, _coloured(self.fill, black), images)
+
+    def _covered(self, u: Tensor, length: int) -> Tensor:
+        """``bool[n, length]``, the rows or columns that the square covers."""
+        first = (u * length).long()[:, None] - self.size // 2
+        at = torch.arange(length, device=u.device)
+        return (at >= first) & (at < first + self.size)
+
+
+def augmented(images: Tensor, augmentations: Sequence[Augmentation], u: Tensor, black: Tensor) -> Tensor:
+    """Images ``[..., C, H, W]`` after all augmentations, by the draws ``u[..., D]`` that these take together."""
+    flat, rest = images.flatten(0, -4), u.flatten(0, -2)
+    for augmentation in augmentations:
+        mine, rest = rest[:, : augmentation.draws], rest[:, augmentation.draws :]
+        changed = augmentation(flat, mine, black)
+        if changed.shape != flat.shape:
+            raise MethodError(
+                f"The augmentation {AUGMENTATIONS.name_of(type(augmentation))!r} made {list(changed.shape)} of images "
+                f"{list(flat.shape)}; it must leave their shape as it is."
+            )
+        flat = changed
+    return flat.reshape(images.shape)
+
+
+def _coloured(fill: Colour, black: Tensor) -> Tensor:
+    return black if fill == "black" else torch.zeros_like(black)
+
+
+def _require_count(option: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"data.augmentation: {option} is {value}, but must be at least 1.")

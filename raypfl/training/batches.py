@@ -1,0 +1,255 @@
+"""A group's samples, and the order in which its clients walk through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.common import rng
+from raypfl.objectives.batch import Batch, spread_over_labels
+from raypfl.training.augmentation import Augmentation, augmented
+from raypfl.training.residence import moved
+
+READY = 2**21
+"""Numbers that are normalised once for all batches that they come in; more would not stay in a cache."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples that batches are drawn from.
+
+    Attributes
+    ----------
+    inputs : ``uint8[N, C, H, W]``, read-only NumPy (memory-mapped), of which groups and batches are copied to the
+        device; or a tensor that lies there.
+    labels : ``int64[N]``, or ``int8[N, L]``.
+    gain, offset : ``[C, 1, 1]``: the normalised input is ``uint8 * gain + offset``.
+    augmentation : how images are changed where SGD steps on them, and nowhere else.
+    """
+
+    inputs: np.ndarray | Tensor
+    labels: np.ndarray | Tensor
+    gain: Tensor
+    offset: Tensor
+    augmentation: Sequence[Augmentation] = ()
+
+    @property
+    def resident(self) -> int:
+        """Bytes of the samples that lie on the device."""
+        return sum(part.nbytes for part in (self.inputs, self.labels) if isinstance(part, Tensor))
+
+    def take(self, where: np.ndarray) -> tuple[Tensor, Tensor]:
+        """``(uint8[n, C, H, W], int64[n])`` of the samples at ``where[n]``, on the device."""
+        if isinstance(self.inputs, np.ndarray) and isinstance(self.labels, np.ndarray):
+            device = self.gain.device
+            return moved(self.inputs[where], device), moved(np.asarray(self.labels[where]), device)
+        index = torch.from_numpy(where).to(self.gain.device)
+        return self.inputs[index], self.labels[index]
+
+    def labels_of(self, where: np.ndarray) -> Tensor:
+        """``int64[n]`` labels of the samples at ``where[n]``, on the device; inputs are not read."""
+        if isinstance(self.labels, np.ndarray):
+            return moved(np.asarray(self.labels[where]), self.gain.device)
+        return self.labels[torch.from_numpy(where).to(self.gain.device)]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+        return tuple(self.inputs.shape[1:])
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """Inputs to the floating point that networks see; tokens stay as they are."""
+        if x.dtype == torch.int64:
+            return x
+        return torch.addcmul(self.offset, x.to(self.gain.dtype), self.gain)
+
+    def augmented(self, batch: Batch, draws: Tensor | None) -> Batch:
+        """A batch with its images changed by ``draws[..., b, D]``; None: as it is."""
+        return batch if draws is None else batch._replace(x=augmented(batch.x, self.augmentation, draws, self.offset))
+
+
+class GroupSamples:
+    """One split of a group's clients, gathered once: row k holds client k's samples, padded to the longest."""
+
+    def __init__(self, samples: Samples, indices: list[np.ndarray]):
+        self._source = samples
+        self._ready: Tensor | None = None
+        self.sizes = np.array([len(i) for i in indices], dtype=np.int64)
+        self.width = int(self.sizes.max(initial=0))
+        self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
+        self.x, self.y = samples.take(np.concatenate(indices))
+
+    def client(self, k: int, index: Tensor | None = None) -> Batch:
+        """Client k's samples at ``index[b]`` (positions in its own list; None: all of them), without padding."""
+        rows = self._rows(k)
+        x, y = self.x[rows], self.y[rows]
+        if index is not None:
+            x, y = x[index], y[index]
+        return Batch(self._source.normalise(x), y, torch.ones(len(y), dtype=self._source.gain.dtype, device=y.device))
+
+    def some(self, k: int, count: int) -> Batch:
+        """At most `count` of client k's samples, spread over its labels and with the largest of them."""
+        return self.client(k, spread_over_labels(self.y[self._rows(k)], count))
+
+    def step(self, k: int, visits: Order, s: int, ready: Batch | None = None) -> Batch:
+        """Client k's batch in step s, without padding; `ready` are all its samples, if they are normalised already."""
+        count = visits.counts[k, s]
+        index = torch.from_numpy(visits.index[k, s, :count]).to(self.y.device)
+        draws = None if visits.draws is None else torch.from_numpy(visits.draws[k, s, :count]).to(self.y.device)
+        batch = self.client(k, index) if ready is None else Batch(ready.x[index], ready.y[index], ready.weight[:count])
+        return self._source.augmented(batch, draws)
+
+    def steps(self, k: int, visits: Order) -> Callable[[int], Batch]:
+        """:meth:`step` of client k, s to be given: if it pays, samples are normalised but once."""
+        few = visits.counts[k].sum() < self.sizes[k] or self.sizes[k] * self.x[0].numel() > READY
+        ready = None if few else self.client(k)
+        return lambda s: self.step(k, visits, s, ready)
+
+    def walk(self, clients: np.ndarray, visits: Order) -> Callable[..., Batch]:
+        """``batch(which, s)``: the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
+
+        `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)``: no
+        more than the first `width` places of each batch.
+        """
+        device = self.y.device
+        real = np.arange(visits.index.shape[-1]) < visits.counts[clients][:, :, None]
+        at = torch.from_numpy(self._starts[clients][:, None, None] + visits.index[clients]).to(device)
+        weight = torch.from_numpy(real).to(self._source.gain)
+        draws = None if visits.draws is None else torch.from_numpy(visits.draws[clients]).to(device)
+        if self._ready is None and self.x.numel() <= READY:
+            self._ready = self._source.normalise(self.x)
+
+        def batch(which: slice | Tensor, s: int, width: int | None = None) -> Batch:
+            where = at[which, s, :width]
+            x = self._source.normalise(self.x[where]) if self._ready is None else self._ready[where]
+            mine = None if draws is None else draws[which, s, :width]
+            return self._source.augmented(Batch(x, self.y[where], weight[which, s, :width]), mine)
+
+        return batch
+
+    def _rows(self, k: int) -> slice:
+        return slice(int(self._starts[k]), int(self._starts[k + 1]))
+
+
+class StepBatches:
+    """The batches of some clients in one step, made when they are needed: each alone, or padded and stacked."""
+
+    def __init__(self, alone: Callable[[], list[Batch]], padded: Callable[[], Batch]):
+        self._make_alone = alone
+        self._make_padded = padded
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.alone)
+
+    @cached_property
+    def alone(self) -> list[Batch]:
+        """Of each client, without padding."""
+        return self._make_alone()
+
+    @cached_property
+    def padded(self) -> Batch:
+        """Of all, ``[k, b, ...]``, with rows of weight 0 where one has less than the largest."""
+        return self._make_padded()
+
+
+Batches = list[Batch] | StepBatches
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples a group's clients visit, step by step.
+
+    Attributes
+    ----------
+    index : ``int64[K, S, b]`` positions in each client's own list; padding repeats position 0.
+    counts : ``int64[K, S]`` real samples in each batch; 0 once a client has done its steps.
+    draws : ``float64[K, S, b, D]`` in [0, 1), by which the images of each visit are changed; None: they are not.
+    """
+
+    index: np.ndarray
+    counts: np.ndarray
+    draws: np.ndarray | None = None
+
+    @property
+    def steps(self) -> np.ndarray:
+        """``int64[K]`` steps of each client."""
+        return (self.counts > 0).sum(1)
+
+    @property
+    def unequal(self) -> bool:
+        """Whether batches differ in their number of samples, so that some are padded where they are stacked."""
+        return bool(((self.counts > 0) & (self.counts != self.counts.max(initial=0))).any())
+
+    def drawn(self, keys: np.ndarray, each: int) -> Order:
+        """With `each` random numbers a visit, which depend on ``keys[k]``, ``uint64[K]``, the step and the place in the
+        batch alone."""
+        _, steps, size = self.index.shape
+        with np.errstate(over="ignore"):
+            of_step = rng.mix(keys[:, None] + np.arange(steps, dtype=np.uint64))
+        return replace(self, draws=draws(of_step, size, each))
+
+
+def draws(keys: np.ndarray, size: int, each: int) -> np.ndarray:
+    """``float64[..., size, each]`` in [0, 1) for the batches with these keys, ``uint64[...]``."""
+    with np.errstate(over="ignore"):
+        of_place = rng.mix(keys[..., None] + np.arange(size, dtype=np.uint64))
+        return rng.uniform(of_place[..., None] + np.arange(each, dtype=np.uint64))
+
+
+def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> Order:
+    """Batches of ``batch_size`` from freshly shuffled epochs; the last batch of an epoch takes what is left.
+
+    Row k depends on ``keys[k]`` and ``sizes[k]`` alone, so a client's batches are the same in every group.
+
+    Parameters
+    ----------
+    keys : ``uint64[K]``. sizes : ``int64[K]``, at least 1.
+    epochs, steps : `epochs` passes, or exactly `steps` batches if that is given.
+    """
+    per_epoch = -(-sizes // batch_size)
+    totals = num_steps(sizes, batch_size, epochs, steps)
+    step = np.arange(int(totals.max(initial=0)))
+    epoch, place = np.divmod(step, per_epoch[:, None])
+    at = place[:, :, None] * batch_size + np.arange(batch_size)
+    real = (at < sizes[:, None, None]) & (step < totals[:, None])[:, :, None]
+    shuffled, begins = _shuffled(keys, -(-totals // per_epoch), sizes)
+    begun = begins[:, None] + epoch * sizes[:, None]
+    index = np.zeros(at.shape, dtype=np.int64)
+    index[real] = shuffled[(begun[:, :, None] + at)[real]]
+    return Order(index, real.sum(2))
+
+
+def num_steps(sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> np.ndarray:
+    """``int64[K]``: how many batches :func:`order` gives each client."""
+    per_epoch = -(-sizes // batch_size)
+    return per_epoch * epochs if steps is None else np.full_like(per_epoch, steps)
+
+
+def _shuffled(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each client's samples in the order of its ``epochs[k]``, one after the other, and where each client begins.
+
+    Rows of one draw are as long as its largest client's, so only clients within a factor of two are drawn together.
+    """
+    parts, begins, done = [], np.zeros_like(sizes), 0
+    doublings = np.frexp(sizes)[1]
+    for doubling in np.unique(doublings):
+        alike = np.flatnonzero(doublings == doubling)
+        numbers = epochs[alike] * sizes[alike]
+        begins[alike] = done + np.cumsum(numbers) - numbers
+        done += int(numbers.sum())
+        parts.append(_drawn(keys[alike], epochs[alike], sizes[alike]))
+    return np.concatenate(parts), begins
+
+
+def _drawn(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """``int64[sum of epochs * sizes]``: clients' samples in the order of their epochs, drawn in rows of one length."""
+    client = np.repeat(np.arange(len(keys)), epochs)
+    epoch = np.arange(len(client)) - np.repeat(np.cumsum(epochs) - epochs, epochs)
+    width, mine = int(sizes.max()), sizes[client]
+    rows = rng.permutations(rng.mix(keys[client] + epoch.astype(np.uint64)), width, mine)
+    return rows[np.arange(width) < mine[:, None]]

@@ -1,0 +1,104 @@
+"""Running a function of one client for a whole group: all clients at once, or one by one.
+
+A *loss* here is a :class:`Minimised` function of one client's trainable parameters ``p[P]``, a batch and extras; a
+*function* is the same with any output. Extras come as ``{name: tensor}``; those that are :class:`PerClient` have a row
+for each client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.models.extras import Extras
+from raypfl.models.predictor import Predictor
+from raypfl.objectives.batch import Batch
+from raypfl.optimizers import Update
+from raypfl.training.batches import Batches, GroupSamples, Order
+from raypfl.training.loss import Loss, Minimised
+
+
+class Executor(Protocol):
+    """What a group at work needs; both implementations give the same up to floating-point rounding."""
+
+    def sgd(
+        self,
+        loss: Minimised,
+        start: Tensor,
+        samples: GroupSamples,
+        visits: Order,
+        update: Update,
+        keys: Tensor,
+        extras: Extras,
+        correction: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean of what is reported[K])``.
+
+        ``correction[K, P]`` is added to all gradients.
+        """
+        ...
+
+    def grad(
+        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of each client's loss on its batch: ``(gradients[K, P], reported[K], statistics[K, B] after it)``.
+
+        With an `update` that asks for the gradients of single samples, it is what its optimizer makes of those.
+        """
+        ...
+
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+        """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it.
+
+        Where it gives a row for each sample, rows of zeros stand behind those of clients with fewer than the largest.
+        """
+        ...
+
+    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
+        """Outputs ``[K, b, ...]`` of K models, ``[K, P+B]`` or a predictor's, without gradients; the caller sets
+        evaluation mode.
+
+        `x` has each model's own inputs, ``[K, b, C, H, W]``, or the same for all, ``[b, C, H, W]``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the forward and backward passes are computed: bf16 autocast or not, and the layout of images."""
+
+    autocast: bool = False
+    channels_last: bool = False
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The autocast context for `device`."""
+        return torch.autocast(device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
+
+    def layout(self, x: Tensor) -> Tensor:
+        """A batch of images in the chosen layout."""
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
+
+
+AS_IT_IS = Precision()
+"""No autocast, and images in the layout that they have."""
+
+
+def copied(rows: Tensor, order: Tensor | None = None) -> Tensor:
+    """A contiguous copy with rows in this order. NumPy asks for larger pages for a large array: to get those takes a
+    tenth of the time."""
+    if rows.stride(0) == 0:
+        order = None  # one row for all, which need not be gathered first
+    if rows.device.type != "cpu":
+        return rows.clone(memory_format=torch.contiguous_format) if order is None else rows[order]
+    copy = torch.from_numpy(np.empty(rows.shape, rows.new_empty(0).numpy().dtype))
+    return copy.copy_(rows) if order is None else torch.index_select(rows.detach(), 0, order, out=copy)
+
+
+def forked(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Within: torch's global streams may be seeded; whatever a network draws from them is then keyed, too."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

@@ -1,0 +1,84 @@
+"""What a client minimises, and what of it is reported as its training loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import MethodError
+from raypfl.models.flat import FlatModel
+from raypfl.objectives.batch import Batch
+
+Loss = Callable[..., Any]
+Report = Loss | Literal["loss"] | None
+
+
+@dataclass(frozen=True)
+class Minimised:
+    """A function of one client's parameters and batch: the value to descend, and the one to report.
+
+    Attributes
+    ----------
+    model : the network, whose statistics a report of its own leaves alone.
+    loss : ``loss(p, batch, **extras) -> scalar``; or a pair of scalars, the loss and what is added to it, where both
+        come from one forward pass.
+    penalty : ``penalty(p, batch, **extras) -> scalar``, added to what is minimised and not reported.
+    report : what is reported: the ``loss``, another function of the same form, or None: nothing.
+    """
+
+    model: FlatModel
+    loss: Loss
+    penalty: Loss | None = None
+    report: Report = "loss"
+
+    def __call__(self, p: Tensor, batch: Batch, **extras: Any) -> tuple[Tensor, Tensor]:
+        """The value to descend, and the one to report, NaN if nothing is."""
+        value, reported = self._parted(self.loss(p, batch, **self._for(self.loss, extras)))
+        if self.penalty is not None:
+            value = value + self.penalty(p, batch, **self._for(self.penalty, extras))
+        if self.report is None:
+            return value, torch.full_like(value.detach(), torch.nan)
+        if self.report == "loss":
+            return value, reported
+        with torch.no_grad(), self.model.unmoved(), self.model.step():
+            return value, self.report(p.detach(), batch, **self._for(self.report, extras))
+
+    def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
+        """Raise a MethodError for an extra that no function takes."""
+        taken = {name for names in self._names.values() for name in (extras if names is None else names)}
+        if self._names and (strange := sorted(set(extras) - taken)):
+            raise MethodError(
+                f"Neither the loss nor its penalty or report takes {strange[0]!r}, which is passed to them by name; "
+                "give one of them a parameter of that name, or leave it out."
+            )
+
+    @cached_property
+    def _names(self) -> dict[Loss, frozenset[str] | None]:
+        """The extras that each function takes, None for all; empty if there is but the loss, which gets what comes."""
+        functions = [f for f in (self.loss, self.penalty, self.report) if callable(f)]
+        return {f: _extras_of(f) for f in functions} if len(functions) > 1 else {}
+
+    def _for(self, function: Loss, extras: dict[str, Any]) -> dict[str, Any]:
+        names = self._names.get(function)
+        return extras if names is None else {name: extra for name, extra in extras.items() if name in names}
+
+    @staticmethod
+    def _parted(returned: Any) -> tuple[Tensor, Tensor]:
+        if not isinstance(returned, tuple):
+            return returned, returned
+        loss, added = returned
+        return loss + added, loss
+
+
+def _extras_of(function: Loss) -> frozenset[str] | None:
+    """Names of the parameters behind ``p`` and ``batch``; None if it takes any."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return None
+    return frozenset(one.name for one in parameters[2:])

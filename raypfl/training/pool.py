@@ -1,0 +1,187 @@
+"""Pools: samples that belong to no client, in mini-batches that are the same on the server and on every client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.common import rng
+from raypfl.common.errors import MethodError, known_pool
+from raypfl.objectives.batch import Batch
+from raypfl.training.batches import Samples, draws
+
+
+@dataclass(frozen=True)
+class Pools:
+    """All pools, as one process reads them.
+
+    Attributes
+    ----------
+    samples : of which pools are a part.
+    where : name -> ``int64[M]``, the numbers of a pool's samples.
+    apart : name -> the same samples, normalised by the pool's own mean and deviation.
+    """
+
+    samples: Samples
+    where: Mapping[str, np.ndarray] = field(default_factory=dict)
+    apart: Mapping[str, Samples] = field(default_factory=dict)
+    seed: int = 0
+
+    def pool(self, name: str, round: int) -> Pool:
+        """A pool, as its mini-batches are drawn in a round.
+
+        Raises
+        ------
+        ConfigError : if there is no such pool.
+        """
+        where = self.where[known_pool(name, self.where)]
+        return Pool(name, self.apart.get(name, self.samples), where, self.seed, round)
+
+
+class Pool:
+    """Samples that belong to no client.
+
+    What is drawn is keyed by the run's seed, the pool's name, the round and a stream, so that a mini-batch on a client
+    is the same as on the server.
+    """
+
+    def __init__(self, name: str, samples: Samples, where: np.ndarray, seed: int, round: int):
+        self.name = name
+        self._samples = samples
+        self._where = where
+        self._seed = seed
+        self._round = round
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def batches(
+        self,
+        size: int,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        fraction: float = 1.0,
+        augment: bool = False,
+        stream: str = "",
+    ) -> PoolBatches:
+        """Mini-batches of freshly shuffled epochs; the last of an epoch takes what is left.
+
+        Parameters
+        ----------
+        size : samples a batch.
+        epochs, steps : so many passes, or exactly so many batches; neither: one pass.
+        fraction : share of the samples that is used, rounded down: the same ones in all rounds, and a larger share has
+            those of a smaller one.
+        augment : whether images are changed as the experiment's ``data.augmentation`` says.
+        stream : another name, other batches.
+        """
+        if size < 1 or not 0 < fraction <= 1 or (epochs is not None and steps is not None):
+            raise MethodError(
+                f"Batches of the pool {self.name!r} need a size of at least 1, a fraction above 0 and at most 1, and "
+                f"epochs or steps, not both; they are {size}, {fraction}, {epochs} and {steps}."
+            )
+        chosen = self._chosen(fraction)
+        if steps is None:
+            steps = -(-len(chosen) // size) * (1 if epochs is None else epochs)
+        augmentation = self._samples.augmentation if augment else ()
+        samples = replace(self._samples, augmentation=augmentation)
+        keys = [rng.key(self._seed, f"pool {what}/{self.name}/{stream}", self._round) for what in _DRAWN]
+        return PoolBatches(samples, self._where[chosen], size, steps, np.array(keys, dtype=np.uint64))
+
+    def _chosen(self, fraction: float) -> np.ndarray:
+        count = int(fraction * len(self) + 1e-9)
+        if count == 0:
+            raise MethodError(f"A fraction of {fraction} of the pool {self.name!r}, {len(self)} samples, has none.")
+        key = rng.key(self._seed, f"pool fraction/{self.name}")
+        return np.sort(rng.permutations(np.array([key], dtype=np.uint64), len(self))[0, :count])
+
+
+_DRAWN = ("batches", "augmentation")
+
+
+@dataclass(frozen=True, eq=False)
+class PoolBatches:
+    """Mini-batches of a pool, made one by one; to go through them again gives the same. ``len`` says how many.
+
+    Attributes
+    ----------
+    where : ``int64[m]``, the samples that they are drawn from.
+    keys : ``uint64[2]``, of the order of samples, and of how images are changed.
+    targets : ``[v, ...]``, in place of labels: a row for each sample that is visited, as :meth:`once` gives them.
+    """
+
+    samples: Samples
+    where: np.ndarray
+    size: int
+    steps: int
+    keys: np.ndarray
+    targets: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        shuffled, visited = self._shuffled(0), self._visited()
+        for step in range(self.steps):
+            epoch, place = divmod(step, self._per_epoch)
+            if step and not place:
+                shuffled = self._shuffled(epoch)
+            index = shuffled[place * self.size : (place + 1) * self.size]
+            batch = self.samples.augmented(self._batch(index), self._draws(step, len(index)))
+            yield batch if self.targets is None else batch._replace(y=self._rows(visited, index))
+
+    def once(self, size: int) -> Iterator[Batch]:
+        """Every sample that is visited, once and unchanged, in an order of their own, at most `size` a batch."""
+        visited = self._visited()
+        for first in range(0, len(visited), size):
+            yield self._batch(visited[first : first + size])
+
+    def with_targets(self, rows: Tensor) -> PoolBatches:
+        """The same batches with rows ``[v, ...]`` in place of labels, where :meth:`once` gives v samples.
+
+        So a teacher answers each sample once, however often the student sees it.
+        """
+        if len(rows) != len(self._visited()):
+            raise MethodError(
+                f"Targets have {len(rows)} rows, but {len(self._visited())} samples are visited: a row for each sample "
+                "that once() gives, in that order."
+            )
+        return replace(self, targets=rows)
+
+    @property
+    def _per_epoch(self) -> int:
+        return -(-len(self.where) // self.size)
+
+    def _visited(self) -> np.ndarray:
+        """Positions in `where` of the samples that are visited, ascending."""
+        if self.steps >= self._per_epoch:
+            return np.arange(len(self.where))
+        return np.sort(self._shuffled(0)[: self.steps * self.size])
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            key = rng.mix(self.keys[:1] + np.uint64(epoch))
+        return rng.permutations(key, len(self.where))[0]
+
+    def _batch(self, index: np.ndarray) -> Batch:
+        x, y = self.samples.take(self.where[index])
+        gain = self.samples.gain
+        return Batch(self.samples.normalise(x), y, torch.ones(len(index), dtype=gain.dtype, device=gain.device))
+
+    def _draws(self, step: int, count: int) -> Tensor | None:
+        if not self.samples.augmentation:
+            return None
+        with np.errstate(over="ignore"):
+            key = rng.mix(self.keys[1:] + np.uint64(step))
+        drawn = draws(key, count, sum(one.draws for one in self.samples.augmentation))[0]
+        return torch.from_numpy(drawn).to(self.samples.gain.device)
+
+    def _rows(self, visited: np.ndarray, index: np.ndarray) -> Tensor:
+        assert self.targets is not None
+        rows = torch.from_numpy(np.searchsorted(visited, index)).to(self.targets.device)
+        return self.targets[rows].to(self.samples.gain.device)

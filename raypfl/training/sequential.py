@@ -1,0 +1,219 @@
+"""Clients one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypfl.common.messages import one_client_at_a_time
+from raypfl.models.extras import Extras, of_client, trimmed
+from raypfl.models.flat import BoundModel, FlatModel
+from raypfl.models.predictor import Predictor
+from raypfl.models.rowwise import RowWise
+from raypfl.objectives.batch import Batch
+from raypfl.optimizers import Update
+from raypfl.training.batches import Batches, GroupSamples, Order
+from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
+from raypfl.training.executor import AS_IT_IS, Precision, copied, forked
+from raypfl.training.loss import Loss, Minimised
+
+
+class Sequential:
+    """Client by client over one flat buffer to which an ordinary module is bound."""
+
+    def __init__(self, model: FlatModel, precision: Precision = AS_IT_IS):
+        self.model = model
+        self.precision = precision
+
+    def sgd(
+        self,
+        loss: Minimised,
+        start: Tensor,
+        samples: GroupSamples,
+        visits: Order,
+        update: Update,
+        keys: Tensor,
+        extras: Extras,
+        correction: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        trained = copied(start)
+        losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
+        with self.model.bound() as bound, self.model.mode(train=True), forked(start.device):
+            gradient, still = (
+                Descent.buffer(update, self.model.parameters(trained[0])),
+                still_segments(self.model, update),
+            )
+            for k, steps in enumerate(visits.steps):
+                added = None if correction is None else correction[k]
+                descent = self._begun(bound, trained[k], still, update, gradient, keys[k], added)
+                mine = trimmed(self.model, of_client(extras, k))
+                own = samples.steps(k, visits)
+                for s in range(steps):
+                    reported = self._step(loss, descent, self._batch(own(s)), keys[k] + s, mine)
+                    losses[k] += reported / int(steps)
+        return trained, losses
+
+    def train(
+        self,
+        loss: Minimised,
+        theta: Tensor,
+        batches: Iterable[Batch],
+        update: Update,
+        rate: Callable[[int], float],
+        key: Tensor,
+        extras: Extras,
+        training: bool = True,
+    ) -> Iterator[Tensor]:
+        """Train one model ``theta[P+B]`` in place, a step for each batch; yields what each reports.
+
+        Parameters
+        ----------
+        rate : the learning rate of each step, in place of the update's.
+        training : whether the network is in training mode. Batches are drawn while it is not.
+        """
+        mine, still = trimmed(self.model, dict(extras)), still_segments(self.model, update)
+        gradient = Descent.buffer(update, self.model.parameters(theta))
+        with self.model.bound() as bound, forked(theta.device):
+            descent = self._begun(bound, theta, still, update, gradient, key)
+            for s, batch in enumerate(self._drawn(batches)):
+                descent.update = replace(update, lr=rate(s))
+                with self.model.mode(training):
+                    reported = self._step(loss, descent, self._batch(batch), key + s, mine)
+                yield reported
+
+    def _drawn(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        waiting = iter(batches)
+        while True:
+            with self.model.mode(train=False), torch.no_grad():
+                batch = next(waiting, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _begun(
+        self,
+        bound: BoundModel,
+        vector: Tensor,
+        still: Set[str],
+        update: Update,
+        gradient: Tensor | None,
+        key: Tensor,
+        correction: Tensor | None = None,
+    ) -> Descent:
+        """Steps of a model vector ``[P+B]``, which is trained in place from its first one on."""
+        bound.bind(vector, still)
+        _seed(vector.device, key)
+        memory = update.init(self.model.parameters(vector))
+        return Descent(self.model, update, bound.theta, bound.tensors, gradient, memory, correction)
+
+    def _step(self, loss: Minimised, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]) -> Tensor:
+        """Take a step; returns what is reported."""
+        if descent.update.optimizer.per_sample:
+            slope = partial(self._slope, loss, descent, extras)
+            gradient, reported = self._by_samples(descent.update, descent.theta, batch, key, slope)
+            descent.step_whole(gradient)
+            return reported
+        with self._inside(key):
+            value, reported = loss(descent.theta, batch, **extras)
+        descent.step(*gradients_of(value, descent.tensors, descent.theta))
+        return reported.detach()
+
+    def _slope(
+        self, loss: Minimised, descent: Descent, extras: dict[str, Any], batch: Batch, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with self._inside(key):
+            value, reported = loss(descent.theta, batch, **extras)
+        slope = torch.empty_like(descent.theta)
+        assemble(segments(self.model, slope), *gradients_of(value, descent.tensors, descent.theta), into=slope)
+        return slope, reported.detach()
+
+    def _by_samples(
+        self,
+        update: Update,
+        at: Tensor,
+        batch: Batch,
+        key: Tensor,
+        slope: Callable[[Batch, Tensor], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Gradient and report of a batch, from ``slope(batch, key)`` of its samples one by one."""
+
+        def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            keys = sample_keys(key, start, stop)
+            found = [slope(Batch(*(part[i : i + 1] for part in batch)), keys[i - start]) for i in range(start, stop)]
+            gradients, values = zip(*found, strict=True)
+            return torch.stack(gradients), torch.stack(values)
+
+        return by_samples(update, at.detach(), batch.weight, key, rows)
+
+    def grad(
+        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients, losses, statistics = [], [], []
+        with self.model.mode(train=True), forked(at.device):
+            for k, batch in enumerate(batches):
+                _seed(at.device, keys[k])
+                p = self.model.parameters(at[k]).detach().requires_grad_()
+                slope = partial(self._slope_at, loss, p, trimmed(self.model, of_client(extras, k)))
+                with self.model.statistics(self.model.buffers(at[k])) as moved:
+                    if update is None or not update.optimizer.per_sample:
+                        gradient, reported = slope(self._batch(batch), keys[k])
+                    else:
+                        gradient, reported = self._by_samples(update, p, self._batch(batch), keys[k], slope)
+                    statistics.append(moved().detach())
+                gradients.append(gradient)
+                losses.append(reported)
+        return torch.stack(gradients), torch.stack(losses), torch.stack(statistics)
+
+    def _slope_at(
+        self, loss: Minimised, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with self._inside(key):
+            value, reported = loss(p, batch, **extras)
+        return torch.autograd.grad(value, p)[0], reported.detach()
+
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+        rows = []
+        with self.model.mode(train=False), self._inside(None), forked(at.device):
+            for k, batch in enumerate(batches):
+                _seed(at.device, keys[k])
+                rows.append(function(at[k], self._batch(batch), **of_client(extras, k)))
+        sizes = [len(batch.y) for batch in batches]
+        if len(set(sizes)) > 1 and [len(row) if row.dim() else 0 for row in rows] == sizes:
+            return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return torch.stack(rows)
+
+    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
+        with torch.no_grad(), self.precision.context(self.model.device):
+            xs = map(self.precision.layout, x) if own else itertools.repeat(self.precision.layout(x), len(at))
+            if isinstance(at, Predictor):
+                rows = [at.outputs_of(k, part) for k, part in enumerate(xs)]
+            else:
+                rows = [self.model(theta, part) for theta, part in zip(at, xs, strict=True)]
+            return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+    def _batch(self, batch: Batch) -> Batch:
+        return batch._replace(x=self.precision.layout(batch.x))
+
+    @contextlib.contextmanager
+    def _inside(self, key: Tensor | None) -> Iterator[None]:
+        draws = RowWise(None, key) if key is not None and self.model.has_dropout else contextlib.nullcontext()
+        with one_client_at_a_time(), self.precision.context(self.model.device), self.model.step(), draws:
+            yield
+
+
+def _seed(device: torch.device, key: Tensor) -> None:
+    """Seed torch's global streams.
+
+    ``torch.manual_seed`` formats its caller's stack for every kind of device, whether there is one or not: a
+    millisecond, which is as long as a small client's step.
+    """
+    torch.default_generator.manual_seed(int(key))
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(int(key))

@@ -1,0 +1,55 @@
+"""Settings of local training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raypfl.optimizers import SGD, LocalOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """A client's local training, unless its method says otherwise.
+
+    Attributes
+    ----------
+    epochs, steps : passes over the client's data, or SGD steps if `steps` is given (batches go on over epochs).
+    batch_size : samples a step; the last batch of an epoch may be smaller.
+    optimizer : ``sgd``; or another registered one, or one of your own: ``adam``, ``{name: adamw, beta2: 0.99}``,
+        ``module:Name``. What it remembers starts afresh every round.
+    momentum, nesterov : of SGD, as in ``torch.optim.SGD``.
+    lr, weight_decay : of any optimizer, as ``torch.optim`` has them.
+    clip_norm : gradient norm to which a step is clipped, per client; None: not clipped.
+    schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (toward 0
+        after the last round); ``step`` (times `gamma` after each round in `milestones`).
+    warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
+    precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
+    channels_last : lay image batches out channels last, where clients train one by one; the network must work in that
+        layout (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: if it does and is faster, as for
+        ``engine.executor``.
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int = 10
+    lr: float = 0.1
+    optimizer: LocalOptimizer | Literal["sgd"] = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    schedule: Literal["constant", "exponential", "cosine", "step"] = "constant"
+    decay: float = 1.0
+    milestones: tuple[int, ...] = ()
+    gamma: float = 0.1
+    warmup_rounds: int = 0
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    channels_last: bool | None = None
+
+    @property
+    def local_optimizer(self) -> LocalOptimizer:
+        """The optimizer with its hyperparameters."""
+        if isinstance(self.optimizer, LocalOptimizer):
+            return self.optimizer
+        return SGD(momentum=self.momentum, nesterov=self.nesterov)

@@ -1,0 +1,75 @@
+"""Draws from global random streams: they depend on what was drawn before, so a method's own code must make none."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import MethodError
+from raypfl.common.user_code import place
+
+ON_CLIENTS = "clients.generators(stream) or clients.randn(*shape, stream=...), keyed by seed, round and client"
+AT_START = "torch.Generator().manual_seed(task.seed)"
+ON_SERVER = "cohort.generator(stream), keyed by seed and round"
+
+_HIDDEN: dict[str, tuple[Any, ...]] = {
+    "NumPy's": (np, np.random, np.random.mtrand._rand),
+    "Python's": (random, random._inst),
+}
+"""What a module that may draw from a stream refers to: the module, or the object whose methods draw."""
+
+
+@contextmanager
+def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterator[None]:
+    """Within: a method's own function runs; raises a MethodError if it draws from a global stream, or seeds one.
+
+    NumPy's and Python's streams are looked at only where the method's module refers to them: threads of other
+    libraries may draw from them at any time.
+    """
+    mentioned = _mentioned(tuple(one.__module__ for one in type(function.__self__).__mro__))
+    before = _states(device, mentioned)
+    yield
+    for whose, state in _states(device, mentioned).items():
+        if not _same(state, before[whose]):
+            raise MethodError(
+                f"{place(function)} draws from {whose} global random stream (or seeds it), so that two runs of one "
+                f"experiment would differ. Draw from {instead}."
+            )
+
+
+def torch_streams(device: torch.device) -> Tensor:
+    """The state of torch's global streams, on the CPU and on `device`."""
+    state = torch.default_generator.get_state()
+    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
+
+
+def _states(device: torch.device, mentioned: frozenset[str]) -> dict[str, Any]:
+    states: dict[str, Any] = {"torch's": torch_streams(device)}
+    if "NumPy's" in mentioned:
+        state = np.random.get_state(legacy=False)["state"]
+        states["NumPy's"] = (state["key"].tobytes(), state["pos"])
+    if "Python's" in mentioned:
+        states["Python's"] = random.getstate()
+    return states
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@lru_cache
+def _mentioned(modules: tuple[str, ...]) -> frozenset[str]:
+    """Whose streams these modules refer to, raypfl's own aside."""
+    names = {name for name in modules if name.partition(".")[0] != "raypfl"} & sys.modules.keys()
+    values = [value for name in names for value in vars(sys.modules[name]).values()]
+    values += [value.__self__ for value in values if isinstance(value, BuiltinMethodType | MethodType)]
+    return frozenset(whose for whose, those in _HIDDEN.items() if any(v is one for v in values for one in those))

@@ -1,0 +1,274 @@
+"""All clients of a group at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, vmap
+
+from raypfl.common.messages import one_client_at_a_time
+from raypfl.models.extras import Extras, chosen, of_client, rows_of, trimmed, with_rows
+from raypfl.models.flat import FlatModel
+from raypfl.models.predictor import Predictor
+from raypfl.models.rowwise import RowWise
+from raypfl.objectives.batch import Batch
+from raypfl.optimizers import Memory, Update
+from raypfl.training.batches import Batches, GroupSamples, Order, StepBatches
+from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
+from raypfl.training.executor import AS_IT_IS, Precision, copied, forked
+from raypfl.training.loss import Loss, Minimised
+from raypfl.training.unkeyed import torch_streams
+
+
+class Vectorised:
+    """All clients of the group at once with ``vmap``; unequal batches are padded and masked."""
+
+    def __init__(self, model: FlatModel, precision: Precision = AS_IT_IS):
+        self.model = model
+        self.precision = precision
+
+    def sgd(
+        self,
+        loss: Minimised,
+        start: Tensor,
+        samples: GroupSamples,
+        visits: Order,
+        update: Update,
+        keys: Tensor,
+        extras: Extras,
+        correction: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        rank = np.argsort(-visits.steps, kind="stable")
+        walk, steps = samples.walk(rank, visits), visits.steps[rank]
+        parts = (self.model.parameters(start), self.model.buffers(start))
+        if bool((rank[1:] > rank[:-1]).all()):
+            theta, statistics = (copied(rows) for rows in parts)
+            return self._longest_first(loss, theta, statistics, walk, steps, update, keys, extras, correction)
+        ranked = torch.from_numpy(rank).to(start.device)
+        theta, statistics = (copied(rows, ranked) for rows in parts)
+        added = None if correction is None else correction[ranked]
+        of = (theta, statistics, walk, steps, update, keys[ranked], chosen(extras, ranked), added)
+        trained, losses = self._longest_first(loss, *of)
+        back = ranked.argsort()
+        return trained[back], losses[back]
+
+    def _longest_first(
+        self,
+        loss: Minimised,
+        theta: Tensor,
+        statistics: Tensor,
+        walk: Callable[..., Batch],
+        steps: np.ndarray,
+        update: Update,
+        keys: Tensor,
+        extras: Extras,
+        correction: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Train in place, in the order of clients' steps: those still at it are always the first rows."""
+        gradient, memory = Descent.buffer(update, theta), update.init(theta)
+        losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
+        mine = list(rows_of(extras).values())
+        step, still = self._step(loss, extras), still_segments(self.model, update)
+        descent: Descent | None = None
+        with self.model.mode(train=True), self._inside():
+            for s in range(steps.max(initial=0)):
+                k = int((steps > s).sum())
+                if descent is None or len(descent.theta) > k:
+                    buffers = (None if rows is None else rows[:k] for rows in (gradient, correction))
+                    descent = self._descent(update, theta[:k], still, memory, *buffers)
+                batch, active = walk(slice(k), s), [rows[:k] for rows in mine]
+                if update.optimizer.per_sample:
+                    whole, value = self._by_samples(step, update, descent.theta, keys[:k] + s, batch, active)
+                    descent.step_whole(whole)
+                else:
+                    grads, direct, value, moved = step(
+                        descent.theta, descent.tensors, statistics[:k], keys[:k] + s, batch, active
+                    )
+                    descent.step(grads, direct)
+                    if self.model.num_buffers:
+                        statistics[:k] = moved
+                losses[:k] += value
+        losses /= torch.from_numpy(steps).to(losses).clamp_min(1)
+        return torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta, losses
+
+    def _descent(
+        self,
+        update: Update,
+        theta: Tensor,
+        still: Set[str],
+        memory: Memory,
+        gradient: Tensor | None,
+        correction: Tensor | None,
+    ) -> Descent:
+        """Of the clients whose models `theta` are, the first of all."""
+        mine = {name: rows[: len(theta)] for name, rows in memory.items()}
+        return Descent(self.model, update, theta, self._leaves(theta, still), gradient, mine, correction)
+
+    def _by_samples(
+        self,
+        step: Callable[..., Any],
+        update: Update,
+        theta: Tensor,
+        keys: Tensor,
+        batch: Batch,
+        mine: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients ``[K, P]`` and reports ``[K]`` of batches, from those of single samples, each as if a client's."""
+
+        def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            shape = (len(theta), stop - start)
+            at, *extras = (rows.repeat_interleave(stop - start, 0) for rows in (theta, *mine))
+            alone = Batch(*(part[:, start:stop].flatten(0, 1)[:, None] for part in batch))
+            leaves, none = self._leaves(at, still_segments(self.model, update)), at[:, :0]
+            grads, direct, values, _ = step(at, leaves, none, sample_keys(keys, start, stop).flatten(), alone, extras)
+            gradients = torch.empty_like(at)
+            assemble(segments(self.model, gradients), grads, direct, into=gradients)
+            return gradients.unflatten(0, shape), values.unflatten(0, shape)
+
+        return by_samples(update, theta, batch.weight, keys, rows)
+
+    def grad(
+        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        theta, statistics = self.model.parameters(at), self.model.buffers(at)
+        mine = list(rows_of(extras).values())
+        with self.model.mode(train=True), self._inside():
+            step, batch = self._step(loss, extras), _padded(batches)
+            if update is not None and update.optimizer.per_sample:
+                return *self._by_samples(step, update, theta, keys, batch, mine), statistics
+            grads, direct, value, moved = step(theta, self._leaves(theta), statistics, keys, batch, mine)
+        gradient = torch.empty_like(theta, memory_format=torch.contiguous_format)
+        assemble(segments(self.model, gradient), grads, direct, into=gradient)
+        return gradient, value, moved
+
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+        one, padded = vmap(lambda p, batch, mine: function(p, batch, **with_rows(extras, mine))), _padded(batches)
+        with self.model.mode(train=False), self._inside():
+            values = one(at, padded, rows_of(extras))
+            if values.shape[1:2] != padded.y.shape[1:2] or not self._gives_rows(function, at, batches, extras):
+                return values
+        return values.masked_fill(padded.weight.reshape(*padded.weight.shape, *[1] * (values.dim() - 2)) == 0, 0)
+
+    def _gives_rows(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
+        """Whether a function gives a row for each sample: seen at the client with fewest, if others have more."""
+        sizes = [len(batch.y) for batch in batches]
+        k = int(np.argmin(sizes))
+        return sizes[k] < max(sizes) and len(function(at[k], batches[k], **of_client(extras, k))) == sizes[k]
+
+    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
+        with torch.no_grad(), self.precision.context(self.model.device):
+            if isinstance(at, Predictor):
+                return vmap(at.outputs, in_dims=(0 if own else None, 0))(x, at.rows)
+            if len(at) == 1:
+                return self.model(at[0], x[0] if own else x)[None]
+            return vmap(self.model, in_dims=(0, 0 if own else None))(at, x)
+
+    def unfit_for_padding(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> str | None:
+        """What keeps `function` from running on padded batches, if anything: tried on the first client of a group.
+
+        `at` is that client's model vector, `batch` some samples of it; a loss is tried in training mode. Nothing is
+        remembered: the answer may change over rounds, and must not depend on which groups this process saw before.
+        """
+        twice, none = torch.cat([batch.x, batch.x]), torch.zeros_like(batch.weight)
+        other = batch.x.flip(0)
+        strange = torch.cat([batch.x, other.neg().add(1.0) if other.is_floating_point() else other])
+        weight = torch.cat([batch.weight, none])
+        padded = [
+            Batch(twice, torch.cat([batch.y, batch.y.flip(0)]), weight),
+            Batch(strange, torch.cat([batch.y, torch.zeros_like(batch.y)]), weight),
+        ]
+        with forked(at.device):
+            before = torch_streams(at.device)
+            alone, *values = [self._value(function, at, b, extras, train) for b in (batch, *padded)]
+            if not torch.equal(before, torch_streams(at.device)):
+                return "draws random numbers, so its clients run one by one, each with a stream of its own."
+        if alone.shape[:1] == batch.y.shape[:1]:  # perhaps a row for each sample, and more for padding
+            values = [value[: len(alone)] for value in values]
+        # In bf16 a matrix product of more rows may round otherwise.
+        rtol = 2e-2 if self.precision.autocast else 1e-4
+        if all(v.shape == alone.shape and torch.allclose(alone, v, rtol, 1e-6, equal_nan=True) for v in values):
+            return None
+        return (
+            "does not weigh its samples with batch.weight, so its clients run one by one; use batch.mean(values) to "
+            "run them together."
+        )
+
+    def _value(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
+        mine = of_client(extras, 0)
+        with self.model.mode(train), self._inside():
+            if not train:
+                return function(at.detach(), batch, **mine).detach()
+            key, p = torch.zeros((), dtype=torch.int64, device=batch.y.device), self.model.parameters(at)
+            with self.model.statistics(self.model.buffers(at)), self.model.step(), self._rows(batch, key):
+                # A loss may itself differentiate.
+                value = function(p.detach().requires_grad_(), batch, **trimmed(self.model, mine))
+                return torch.stack(value).detach()
+
+    def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
+        return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]
+
+    def _step(self, loss: Minimised, extras: Extras) -> Callable[..., Any]:
+        names = list(rows_of(extras))
+        segments = self.model.parameter_names
+
+        # Tensors one by one, not in a Batch and a dict: vmap takes a tenth of a small step to take those apart.
+        def one(
+            p: Tensor, statistics: Tensor, key: Tensor, x: Tensor, y: Tensor, weight: Tensor, *rest: Tensor
+        ) -> tuple[Tensor, ...]:
+            tensors, mine = rest[: len(segments)], rest[len(segments) :]
+            batch = Batch(x, y, weight)
+            parts = self.model.parts(p, dict(zip(segments, tensors, strict=True)))
+            with parts, self.model.statistics(statistics) as moved, self.model.step(), self._rows(batch, key):
+                own = trimmed(self.model, with_rows(extras, dict(zip(names, mine, strict=True))))
+                value, reported = loss(p, batch, **own)
+            return (value, moved()) if reported is value else (value, moved(), reported)
+
+        rows = vmap(one)
+
+        # One backward pass through all rows, not torch.func.grad: the same gradients, but that imports the compiler,
+        # which takes longer than a small run. A gradient for each segment: putting them together into one for `p` takes
+        # a fifth of a small step.
+        def step(
+            theta: Tensor,
+            tensors: Sequence[Tensor],
+            statistics: Tensor,
+            keys: Tensor,
+            batch: Batch,
+            mine: Sequence[Tensor],
+        ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor, Tensor]:
+            p = theta.detach().requires_grad_()
+            values, moved, *reported = rows(p, statistics, keys, *batch, *tensors, *mine)
+            # The sum, and not values with a gradient of ones: PyTorch imports sympy to check that one's shape.
+            grads, direct = gradients_of(values.sum(), tensors, p)
+            return grads, direct, (reported[0] if reported else values).detach(), moved.detach()
+
+        return step
+
+    def _rows(self, batch: Batch, key: Tensor) -> contextlib.AbstractContextManager[Any]:
+        if self.model.mixes_rows or self.model.has_dropout or self.model.num_buffers:
+            return RowWise(batch.weight, key)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        with one_client_at_a_time(), self.precision.context(self.model.device):
+            yield
+
+
+def _padded(batches: Batches) -> Batch:
+    """Batches of unequal length as one, ``[K, b, ...]``, padded with rows of weight 0."""
+    if isinstance(batches, StepBatches):
+        return batches.padded
+    width = max(len(b.y) for b in batches)
+
+    def stack(parts: list[Tensor]) -> Tensor:
+        out = parts[0].new_zeros((len(parts), width, *parts[0].shape[1:]))
+        for row, part in zip(out, parts, strict=True):
+            row[: len(part)] = part
+        return out
+
+    return Batch(stack([b.x for b in batches]), stack([b.y for b in batches]), stack([b.weight for b in batches]))
