@@ -19,20 +19,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from raypfl.clients.clients import Clients
+from raypfl.clients.context import Bench
+from raypfl.clients.ways import FallenBack
+from raypfl.common.errors import ConfigError
 from raypfl.common.version import __version__
 from raypfl.data import ClientData
-from raypfl.common.errors import ConfigError
 from raypfl.evaluation import Measures
+from raypfl.models.flat import FlatModel
 from raypfl.training.batches import Samples
-from raypfl.clients.context import Bench
-from raypfl.clients.clients import Clients
 from raypfl.training.executor import Precision
 from raypfl.training.pool import Pools
 from raypfl.training.sequential import Sequential
-from raypfl.training.vectorised import Vectorised
-from raypfl.clients.ways import FallenBack
-from raypfl.models.flat import FlatModel
 from raypfl.training.settings import TrainingSettings
+from raypfl.training.vectorised import Vectorised
 
 STEPS = 3
 """Steps of each of a trial's trainings."""

@@ -13,29 +13,47 @@ from typing import Any
 
 import torch
 
+from raypfl.backends.allocator import keep_freed_memory
+from raypfl.backends.cluster import client_actors, connected, for_client, for_server, has_died
+from raypfl.backends.inline import Inline
+from raypfl.clients.worker import Worker
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Unwritable, did_you_mean
+from raypfl.common.stopping import StopRequest
+from raypfl.common.threads import threads
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.data.store import cache_folder
-from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Unwritable, did_you_mean
 from raypfl.evaluation import Measures, refuse_untestable
-from raypfl.backends.allocator import keep_freed_memory
-from raypfl.backends.inline import Inline
-from raypfl.backends.cluster import client_actors, connected, for_client, for_server, has_died
-from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
-from raypfl.runs.folders import new_folder
-from raypfl.storage.lease import held, refuse_unless_held
-from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, reason_before, refuse_shorter, write_description, write_facts, write_tables
 from raypfl.federation.schedule import cohort_size
-from raypfl.server.server import Job, Server
-from raypfl.server.setup import groups_for, make_bench, make_measures, make_model, make_task, pools_of_server, threads_of_server
-from raypfl.common.stopping import StopRequest
-from raypfl.common.threads import threads
-from raypfl.runs.autotune import Looks, faster, refuse_channels_last
-from raypfl.clients.worker import Worker
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import digest
 from raypfl.objectives import KINDS, OBJECTIVES
+from raypfl.runs.autotune import Looks, faster, refuse_channels_last
+from raypfl.runs.folders import new_folder
+from raypfl.runs.result import (
+    RECIPE,
+    Result,
+    description,
+    forget_unbegun,
+    reason_before,
+    refuse_shorter,
+    write_description,
+    write_facts,
+    write_tables,
+)
+from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.server.server import Job, Server
+from raypfl.server.setup import (
+    groups_for,
+    make_bench,
+    make_measures,
+    make_model,
+    make_task,
+    pools_of_server,
+    threads_of_server,
+)
+from raypfl.storage.lease import held, refuse_unless_held
 
 DRIVER_POLL = 0.2
 PATIENCE = 5.0

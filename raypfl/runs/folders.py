@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypfl.common import files
+from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment
 from raypfl.config.assignments import parsed
 from raypfl.config.yaml_text import read, write
-from raypfl.common.errors import ConfigError
-from raypfl.runs.result import FACTS, description, refuse_shorter, write_description
 from raypfl.methods import METHODS
+from raypfl.runs.result import FACTS, description, refuse_shorter, write_description
 
 COMPARISON = "comparison.yaml"
 

@@ -25,11 +25,11 @@ import numpy as np
 import safetensors
 import torch
 
+from raypfl.common.errors import CheckpointError
 from raypfl.config import Experiment
 from raypfl.data import load_federated
-from raypfl.common.errors import CheckpointError
-from raypfl.storage.checkpoint import Snapshot
 from raypfl.server.outline import DataOutline
+from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.states import StateShard
 from raypfl.storage.tree import decoded, encoded
 

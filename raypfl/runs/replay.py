@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
-from raypfl.server.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.federation.logged import Logged
 from raypfl.runs.result import SUMMARY
+from raypfl.server.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
 
 if TYPE_CHECKING:
     from raypfl.runs import Result

@@ -13,17 +13,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from raypfl.config import Experiment
 from raypfl.common.errors import CheckpointError, ConfigError
+from raypfl.common.files import draft, write
+from raypfl.config import Experiment
 from raypfl.evaluation import summarise
+from raypfl.federation.logged import ANALYSIS, LOGGED
+from raypfl.methods import METHODS
+from raypfl.server.events import RunFinished, RunStarted
+from raypfl.server.server import checkpoints_of
 from raypfl.storage import checkpoint
 from raypfl.storage.columns import Columns
-from raypfl.server.events import RunFinished, RunStarted
-from raypfl.federation.logged import ANALYSIS, LOGGED
-from raypfl.server.server import checkpoints_of
 from raypfl.storage.tables import arrow, read
-from raypfl.common.files import draft, write
-from raypfl.methods import METHODS
 
 TABLES = ("rounds", "evaluations", "ledger")
 PICTURES = "images"

@@ -12,33 +12,33 @@ import numpy as np
 import torch
 from torch import nn
 
-from raypfl.data import load_federated
-from raypfl.common.errors import CheckpointError, ConfigError
-from raypfl.storage import checkpoint
-from raypfl.runs import models_file
 from raypfl.backends.inline import Inline
-from raypfl.federation.central import Place
-from raypfl.storage.checkpoint import Snapshot
 from raypfl.clients.clients import Clients, learning_rate
-from raypfl.federation.cohort import Exchanger, Judged
-from raypfl.server.events import Event
-from raypfl.server.judging import Shown, maker, personalize
-from raypfl.federation.ledger import Ledger
-from raypfl.server.outline import DataOutline
-from raypfl.runs.result import description, refuse_stranger
-from raypfl.server.server import checkpoints_of
-from raypfl.server.setup import client_costs, make_bench, make_task, normalisation, precision_of
-from raypfl.storage.states import StateShard, StateTable, merged
 from raypfl.clients.worker import Worker
+from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.common.messages import plain
+from raypfl.data import load_federated
+from raypfl.federation.central import Place
+from raypfl.federation.cohort import Exchanger, Judged
+from raypfl.federation.ledger import Ledger
 from raypfl.federation.method import Method
 from raypfl.federation.task import Task
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
+from raypfl.runs import models_file
+from raypfl.runs.result import description, refuse_stranger
+from raypfl.server.events import Event
+from raypfl.server.judging import Shown, maker, personalize
+from raypfl.server.outline import DataOutline
+from raypfl.server.server import checkpoints_of
+from raypfl.server.setup import client_costs, make_bench, make_task, normalisation, precision_of
+from raypfl.storage import checkpoint
+from raypfl.storage.checkpoint import Snapshot
+from raypfl.storage.states import StateShard, StateTable, merged
 
 if TYPE_CHECKING:
-    from raypfl.config import Experiment
     from raypfl.clients.context import Bench
+    from raypfl.config import Experiment
 
 
 class TrainedModels:
