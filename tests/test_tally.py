@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from raypfl.evaluation import Measures
 from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.protocols import class_weights
 from raypfl.objectives import Classification, MultiLabel
 from raypfl.objectives.multi_label import macro_auc
-from raypfl.server.scoring import weights
 from raypfl.training.inference import Answers
 
 ONE_CLASS, LABELS = Classification(), MultiLabel()
@@ -166,7 +166,7 @@ def weighted_accuracy(sums, protocol, counts):
 
 def class_weighted(sums, protocol, counts):
     tally = Tally(Measures(targets=len(counts)), by_class=True)
-    return tally.class_weighted(sums, weights(protocol, torch.tensor([counts], dtype=torch.float64)))
+    return tally.class_weighted(sums, class_weights(protocol, torch.tensor([counts], dtype=torch.float64)))
 
 
 def test_a_constant_predictor_is_worth_the_share_of_its_class():
