@@ -409,7 +409,7 @@ def test_the_study_of_the_guide_is_one(tiny: Path):
 # The studies that come with the package
 
 
-@pytest.mark.parametrize("name", STUDIES.names())
+@pytest.mark.parametrize("name", list(STUDIES))
 def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     study, reference = load(name)
     cells = plan(study, choose(study))

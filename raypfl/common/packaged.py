@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.resources import files
 
 from raypfl.common.errors import ConfigError, did_you_mean
 
 
-class Shelf:
-    """The YAML files beside a package's ``__init__``, each of which says in its first line, a comment, what it is.
+class Packaged:
+    """The YAML files in a package's folder, by name and in order. The first line of each is a comment that sums it up.
 
     Parameters
     ----------
-    package : whose files they are. kind : what they are called, in the singular.
+    package : full name of the package. kind : what messages call one of its files, in the singular.
     """
 
     def __init__(self, package: str, kind: str):
-        self._package, self._kind = package, kind
+        self._folder, self._kind = files(package), kind
 
-    def names(self) -> list[str]:
-        """All names, sorted."""
-        found = files(self._package).iterdir()
-        return sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml"))
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(f.name.removesuffix(".yaml") for f in self._folder.iterdir() if f.name.endswith(".yaml")))
 
     def text(self, name: str) -> str:
         """The YAML text called `name`.
@@ -30,13 +29,13 @@ class Shelf:
         ------
         ConfigError : if there is none.
         """
-        if name not in self.names():
+        if name not in self:
             raise ConfigError(
-                f"There is no {self._kind} called {name!r}; {did_you_mean(name, self.names())} "
-                f"To run one of your own, give a file that ends in .yaml."
+                f"There is no {self._kind} called {name!r}; {did_you_mean(name, self)} "
+                f"To run your own, give a file that ends in .yaml."
             )
-        return (files(self._package) / f"{name}.yaml").read_text(encoding="utf-8")
+        return (self._folder / f"{name}.yaml").read_text(encoding="utf-8")
 
     def summary(self, name: str) -> str:
-        """Its first line, which is a comment that says what it is."""
+        """Its first line."""
         return self.text(name).partition("\n")[0].removeprefix("# ")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from raypfl.common.packaged import Shelf
+from raypfl.common.packaged import Packaged
 
-RECIPES = Shelf(__name__, "recipe")
+RECIPES = Packaged(__name__, "recipe")

@@ -1,7 +1,7 @@
-"""Studies: tables of results, measured cell by cell and laid beside published ones."""
+"""Studies: tables of results, measured cell by cell and compared with published ones."""
 
 from __future__ import annotations
 
-from raypfl.common.packaged import Shelf
+from raypfl.common.packaged import Packaged
 
-STUDIES = Shelf(__name__, "study")
+STUDIES = Packaged(__name__, "study")
