@@ -236,9 +236,9 @@ def test_an_object_that_was_made_in_code_is_checked_as_well():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("rounds: 1\nrounds: 2\n", "line 2, column 1 is not valid YAML: the key 'rounds' stands twice."),
+        ("rounds: 1\nrounds: 2\n", "line 2, column 1 is not valid YAML: the key 'rounds' is given twice."),
         ("rounds: [1\n", "is not valid YAML"),
-        ("- rounds\n", "holds a list; it must be 'key: value' lines"),
+        ("- rounds\n", "is a list; it must be 'key: value' lines"),
         ("nowhere.yaml", "There is no file 'nowhere.yaml'."),
     ],
 )
@@ -252,7 +252,7 @@ def test_text_that_is_no_experiment_is_refused_with_its_place(text, sentence):
 def test_a_file_that_holds_nothing_is_refused(tmp_path: Path, text):
     (tmp_path / "mine.yaml").write_text(text)
     for read in (Experiment.from_yaml, experiments):
-        with pytest.raises(ConfigError, match=r"mine\.yaml holds nothing; write 'key: value' lines"):
+        with pytest.raises(ConfigError, match=r"mine\.yaml is empty; write 'key: value' lines"):
             read(tmp_path / "mine.yaml")
 
 
@@ -323,7 +323,7 @@ def test_naming_one_method_replaces_a_comparison_by_it():
     [
         ("methods: ditto\n", "methods is 'ditto'; it must be a list, such as"),
         ("methods: []\n", "methods is []; it must be a list, such as"),
-        ("method: [fedavg, ditto]\n", "method is ['fedavg', 'ditto'], which is several: give them as methods"),
+        ("method: [fedavg, ditto]\n", "method is ['fedavg', 'ditto']; give several as methods"),
         ("seeds: 0\n", "seeds is 0; it must be a whole number, at least 1"),
         ("method: ditto\nmethods: [fedavg]\n", "Both method and methods are given"),
     ],
@@ -334,8 +334,8 @@ def test_a_comparison_that_makes_no_sense_is_refused(text, sentence):
 
 
 def test_every_recipe_describes_experiments():
-    assert "digits" in RECIPES.names()
-    for name in RECIPES.names():
+    assert "digits" in RECIPES
+    for name in RECIPES:
         assert experiments(RECIPES.text(name))
         assert RECIPES.summary(name)
 

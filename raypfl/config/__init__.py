@@ -1,4 +1,4 @@
-"""An experiment's description: typed, checked early, YAML in and out."""
+"""Descriptions of experiments and comparisons: read from YAML or Python, and checked before anything runs."""
 
 from raypfl.config.comparison import experiments
 from raypfl.config.experiment import Experiment

@@ -1,4 +1,4 @@
-"""``dotted.key=value``, as the command line and sweeps change an experiment."""
+"""``dotted.key=value`` assignments, with which the command line and sweeps change an experiment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from raypfl.common.errors import ConfigError
 from raypfl.config.yaml_text import parse
 
 
-def parsed(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
-    """Paths and values of assignments, the shorter paths first, so that ``method=ditto`` never undoes ``method.lam=1``.
+def parse_assignments(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
+    """Paths and values, shorter paths first, so that ``method=ditto`` does not undo ``method.lam=1``.
 
     Raises
     ------
-    ConfigError : for one without ``=`` or with a value that is not YAML.
+    ConfigError : if one has no ``=`` or its value is not YAML.
     """
     pairs = []
     for text in assignments:
@@ -22,27 +22,27 @@ def parsed(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
         path = key.strip().split(".")
         if not equals or not all(path):
             raise ConfigError(f"{text!r} is not an assignment; write dotted.key=value, such as training.lr=0.05.")
-        # To YAML a star begins an alias, of which there can be none here; to a person, a pattern such as *.bias.
+        # In YAML a star begins an alias; nobody can mean one here, but a pattern such as *.bias.
         pattern = value.lstrip().startswith("*")
         pairs.append((path, value.strip() if pattern else parse(value, f"The value in {text!r}")))
     return sorted(pairs, key=lambda pair: len(pair[0]))
 
 
 def last_of_each(assignments: Iterable[str]) -> list[str]:
-    """Without those whose key is assigned again later."""
+    """The last assignment to each key."""
     return list({text.partition("=")[0].strip(): text for text in assignments}.values())
 
 
-def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, with ``dotted.key`` paths."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 
 def assign(values: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set what stands at `path` in nested dicts, in place; a part that is a name alone gets options beside it."""
+    """Set the entry at `path` in nested dicts, in place; ``method: ditto`` becomes a dict if an option is set."""
     for depth, key in enumerate(path[:-1], start=1):
         inner = values.get(key)
         if isinstance(inner, str) and (depth == 1 or path[:depth] == ["training", "optimizer"]):

@@ -1,26 +1,23 @@
-"""What the numbers of an experiment may be, and which settings contradict each other."""
+"""Ranges of settings, and settings that contradict each other."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from raypfl.common.errors import did_you_mean
-from raypfl.datasets.population import is_described
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import mistakes
-from raypfl.objectives import OBJECTIVES
+from raypfl.evaluation.settings import EvaluationSettings
+from raypfl.federation.settings import CohortSettings
+from raypfl.objectives import OBJECTIVES, Metric, Objective
+from raypfl.training.settings import TrainingSettings
 
-if TYPE_CHECKING:
-    from raypfl.config.experiment import Experiment
 
-
-@dataclass(frozen=True)
-class Limit:
-    """A condition and how a sentence says it."""
+class Limit(NamedTuple):
+    """A condition, and how a sentence says it."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -57,28 +54,20 @@ LIMITS = {path: limit for limit, paths in _SETTINGS.items() for path in paths.sp
 
 
 def outside_limits(field: str, value: Any) -> list[str]:
-    """A sentence for every number in an experiment's `field` that is out of range."""
+    """A sentence for every number out of range in an experiment's `field`."""
     lines = []
     for path, limit in LIMITS.items():
         section, _, key = path.partition(".")
         if section == field:
-            lines += _outside(path, getattr(value, key) if key else value, limit)
+            setting = getattr(value, key) if key else value
+            numbers = setting if isinstance(setting, tuple) else () if setting is None else (setting,)
+            lines += [f"{path} is {one!r}; it must be {limit.text}." for one in numbers if not limit.holds(one)]
     return lines
 
 
-def _outside(path: str, value: Any, limit: Limit) -> list[str]:
-    each = value if isinstance(value, tuple) else () if value is None else (value,)
-    return [f"{path} is {one!r}; it must be {limit.text}." for one in each if not limit.holds(one)]
-
-
-def contradictions(experiment: Experiment) -> list[str]:
-    """A sentence for every pair of settings that cannot both be meant."""
-    return [*_cohort(experiment), *_training(experiment), *_evaluation(experiment)]
-
-
-def _cohort(experiment: Experiment) -> list[str]:
-    lines, cohort = [], experiment.cohort
-    clients = None if is_described(experiment.data) else getattr(experiment.partition, "clients", None)
+def cohort_mistakes(cohort: CohortSettings, clients: int | None) -> list[str]:
+    """A sentence for every contradiction; `clients` is how many there are, if the partition says so."""
+    lines = []
     if cohort.size and clients and cohort.size > clients:
         lines.append(f"cohort.size is {cohort.size}, but partition.clients is {clients}; draw at most that many.")
     reach = cohort.availability
@@ -87,8 +76,9 @@ def _cohort(experiment: Experiment) -> list[str]:
     return lines
 
 
-def _training(experiment: Experiment) -> list[str]:
-    lines, training = [], experiment.training
+def training_mistakes(training: TrainingSettings, rounds: int) -> list[str]:
+    """A sentence for every contradiction."""
+    lines = []
     for name in ("momentum", "nesterov"):
         if training.optimizer != "sgd" and getattr(training, name):
             kind = type(training.optimizer).__name__
@@ -108,39 +98,34 @@ def _training(experiment: Experiment) -> list[str]:
             f"training.schedule is {training.schedule!r} with decay {training.decay}; "
             f"schedule: exponential and a decay below 1, such as 0.99, belong together."
         )
-    if training.warmup_rounds > experiment.rounds:
-        lines.append(f"training.warmup_rounds is {training.warmup_rounds}, but rounds is {experiment.rounds}.")
+    if training.warmup_rounds > rounds:
+        lines.append(f"training.warmup_rounds is {training.warmup_rounds}, but rounds is {rounds}.")
     return lines
 
 
-def _evaluation(experiment: Experiment) -> list[str]:
-    evaluation = experiment.evaluation
+def evaluation_mistakes(evaluation: EvaluationSettings, objective: Objective | None) -> list[str]:
+    """A sentence for every contradiction, as far as is known before the data is read."""
     lines = mistakes(evaluation.protocols)
     if evaluation.patience is not None and "val" not in evaluation.protocols:
         lines.append(
-            f"evaluation.patience is {evaluation.patience}, but evaluation.protocols has no 'val', on which a run is "
-            f"stopped; add it."
+            f"evaluation.patience is {evaluation.patience}, but evaluation.protocols has no 'val', which early "
+            f"stopping needs; add it."
         )
-    return [*lines, *_metric_mistakes(experiment)]
-
-
-def aggregates(experiment: Experiment) -> set[str]:
-    """What a summary may have: of the objective or, where the data will say which it is, of any."""
-    given = experiment.objective
-    objectives = [OBJECTIVES.get(name)() for name in OBJECTIVES] if given is None else [given]
-    return {name for one in objectives for name in Measures(one, experiment.evaluation.metrics).aggregates}
-
-
-def _metric_mistakes(experiment: Experiment) -> list[str]:
-    own = [metric.name for metric in experiment.evaluation.metrics]
-    lines = [f"evaluation.metrics has a metric without a name: {one!r}." for one in own if not one]
-    taken = () if experiment.objective is None else Measures(experiment.objective).columns
+    names = [metric.name for metric in evaluation.metrics]
+    lines += [f"evaluation.metrics has a metric without a name: {one!r}." for one in names if not one]
+    taken = () if objective is None else Measures(objective).columns
     lines += [
         f"evaluation.metrics has {name!r}, which models are judged by already; leave it out."
-        for i, name in enumerate(own)
-        if name in taken or name in own[:i]
+        for i, name in enumerate(names)
+        if name in taken or name in names[:i]
     ]
-    known = aggregates(experiment)
-    if (metric := experiment.evaluation.metric) is not None and metric not in known:
+    known = aggregates(objective, evaluation.metrics)
+    if (metric := evaluation.metric) is not None and metric not in known:
         lines.append(f"evaluation.metric is {metric!r}, which is no metric; {did_you_mean(metric, known)}")
     return lines
+
+
+def aggregates(objective: Objective | None, metrics: tuple[Metric, ...]) -> set[str]:
+    """The aggregates that a summary may have; of any objective where the data will decide it."""
+    objectives = [OBJECTIVES.get(name)() for name in OBJECTIVES] if objective is None else [objective]
+    return {name for one in objectives for name in Measures(one, metrics).aggregates}

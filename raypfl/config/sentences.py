@@ -1,4 +1,4 @@
-"""What pydantic found wrong, said in sentences with dotted paths."""
+"""The errors that pydantic found, as sentences with dotted paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 Path = tuple[int | str, ...]
 
-_UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -24,23 +23,18 @@ _EXPECTED = {
 
 
 def sentences(error: ValidationError, unknown: Callable[[Path], str], prefix: Path = ()) -> list[str]:
-    """One sentence for everything that is wrong.
+    """One sentence for each mistake.
 
     Parameters
     ----------
-    unknown : what to say of the path of an unknown key: ``"is not an option of ditto; did you mean 'lam'?"``.
-    prefix : path of what was validated.
+    unknown : what to say after the path of an unknown key: ``"is not an option of ditto; did you mean 'lam'?"``.
+    prefix : path of the value that was validated.
     """
     return [line for detail in error.errors() for line in _sentence(detail, unknown, prefix)]
 
 
-def dotted(path: Path) -> str:
-    """``("training", "milestones", 0)`` as ``"training.milestones[0]"``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-
-
-def joined(lines: list[str], subject: str) -> str:
-    """One sentence as it is; several as a list."""
+def listed(lines: list[str], subject: str) -> str:
+    """A single sentence unchanged, several as a list."""
     if len(lines) == 1:
         return lines[0]
     return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *lines])
@@ -48,13 +42,15 @@ def joined(lines: list[str], subject: str) -> str:
 
 def _sentence(detail: Any, unknown: Callable[[Path], str], prefix: Path) -> list[str]:
     kind, path = detail["type"], (*prefix, *detail["loc"])
+    # ("training", "milestones", 0) is training.milestones[0].
+    dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if kind == "value_error":
         return str(detail["ctx"]["error"]).splitlines()
-    if kind in _UNKNOWN:
-        return [f"{dotted(path)} {unknown(path)}"]
+    if kind in {"extra_forbidden", "unexpected_keyword_argument"}:
+        return [f"{dotted} {unknown(path)}"]
     if kind in {"missing", "missing_argument"}:
-        return [f"{dotted(path)} is needed and has no default."]
-    return [f"{dotted(path)} is {detail['input']!r}; it must be {_expected(detail)}."]
+        return [f"{dotted} is needed and has no default."]
+    return [f"{dotted} is {detail['input']!r}; it must be {_expected(detail)}."]
 
 
 def _expected(detail: Any) -> str:

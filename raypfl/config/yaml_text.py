@@ -1,4 +1,4 @@
-"""YAML as a person writes it: ``1e-3`` is a number, and a key given twice is an error rather than a silent choice."""
+"""YAML, in which ``1e-3`` is a number and a key that is given twice is an error."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1, which PyYAML follows, reads 1e-3 as text: it wants 1.0e-3.
+# PyYAML follows YAML 1.1, which takes 1e-3 for text and wants 1.0e-3.
 _EXPONENT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
-
-_LIST = "tag:yaml.org,2002:seq"
 
 
 class _Dumper(yaml.SafeDumper):
     pass
 
 
+_LIST = "tag:yaml.org,2002:seq"
 _Dumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(_LIST, items, flow_style=True))
 
 
@@ -41,7 +40,7 @@ def parse(text: str, where: str) -> Any:
 
     Raises
     ------
-    ConfigError : if it is not YAML, or gives a key twice; `where` says which text is meant.
+    ConfigError : if it is not valid YAML, or gives a key twice; `where` names the text in the message.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
@@ -54,18 +53,16 @@ def parse(text: str, where: str) -> Any:
 
 
 def read(source: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file (a Path, or a line ending in ``.yaml`` or ``.yml``) or in YAML text."""
+    """The mapping in a YAML file (a Path, or one line that ends in ``.yaml`` or ``.yml``) or in YAML text."""
     is_file = isinstance(source, Path) or ("\n" not in source and source.endswith((".yaml", ".yml")))
     text, where = (_text(Path(source)), str(source)) if is_file else (str(source), "The experiment's text")
     values = parse(text, where)
     if values is None and not is_file:
         return {}
     if values is None:
-        raise ConfigError(f"{where} holds nothing; write 'key: value' lines, such as 'method: ditto' and 'rounds: 30'.")
+        raise ConfigError(f"{where} is empty; write 'key: value' lines, such as 'method: ditto' and 'rounds: 30'.")
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{where} holds a {type(values).__name__}; it must be 'key: value' lines, such as 'rounds: 30'."
-        )
+        raise ConfigError(f"{where} is a {type(values).__name__}; it must be 'key: value' lines, such as 'rounds: 30'.")
     return values
 
 

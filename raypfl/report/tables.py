@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from raypfl.config.assignments import dotted
+from raypfl.config.assignments import flatten
 from raypfl.evaluation.measures import Measures
 from raypfl.report.labels import plain, protocol_in_words
 from raypfl.results.contenders import Contender, settings
@@ -140,12 +140,12 @@ def ledger(compared: Sequence[Contender]) -> list[tuple[int, str, list[tuple[Mes
 def differences(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
     """Settings in which runs differ, beside method and seed, and those that all runs share."""
     runs = _named(compared)
-    return _settled([(label, dotted(settings(result.experiment))) for label, result in runs], ("method.name", "seed"))
+    return _settled([(label, flatten(settings(result.experiment))) for label, result in runs], ("method.name", "seed"))
 
 
 def environment(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
     """What the runs found out as they began: where that differs, and what they share."""
-    return _settled([(label, dotted(result.facts)) for label, result in _named(compared)], ("data",))
+    return _settled([(label, flatten(result.facts)) for label, result in _named(compared)], ("data",))
 
 
 def _lines(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from raypfl.config.assignments import dotted
+from raypfl.config.assignments import flatten
 from raypfl.datasets.population import is_described
 from raypfl.evaluation.measures import Measures
 from raypfl.results.units import Unit
@@ -155,7 +155,7 @@ def _called(component: dict[str, Any]) -> str:
 def _settings(experiment: Experiment) -> dict[str, Any]:
     """What decides a result beside the method and the seed."""
     parts = {key: value for key, value in settings(experiment).items() if key not in _BESIDE}
-    return {key: value for key, value in dotted(parts).items() if key not in _BESIDE_KEYS}
+    return {key: value for key, value in flatten(parts).items() if key not in _BESIDE_KEYS}
 
 
 def _told_apart(names: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from raypfl.common import files
 from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment
-from raypfl.config.assignments import parsed
+from raypfl.config.assignments import parse_assignments
 from raypfl.config.yaml_text import read, write
 from raypfl.methods import METHODS
 from raypfl.runs.result import FACTS, description, refuse_shorter, write_description
@@ -75,7 +75,7 @@ class Comparison:
         ------
         ConfigError : if a change would make it another comparison, or does not suit one of its runs.
         """
-        for path, _ in parsed(changes):
+        for path, _ in parse_assignments(changes):
             if len(path) == 1 and path[0] in _ITS_OWN:
                 raise ConfigError(
                     f"{path[0]} cannot be changed in a comparison that has been started: it has its methods, seeds and "

@@ -144,7 +144,7 @@ def _require_metrics(study: Study, cell: Cell) -> None:
                 f"The study's metric {heading} is of the protocol {metric.protocol!r}, but evaluation.protocols is "
                 f"[{', '.join(tested)}]; add it."
             )
-        known = aggregates(cell.experiment)
+        known = aggregates(cell.experiment.objective, cell.experiment.evaluation.metrics)
         if metric.value is not None and metric.value not in known:
             raise ConfigError(
                 f"The study's metric {heading} has the value {metric.value!r}, which is no metric; "

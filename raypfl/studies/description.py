@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.config.sentences import joined, sentences
+from raypfl.config.sentences import listed, sentences
 from raypfl.config.yaml_text import read
 from raypfl.studies import STUDIES
 
@@ -157,9 +157,9 @@ def _made(source: str, values: dict[str, Any]) -> Study:
     try:
         study = Study(**values)
     except ValidationError as error:
-        raise ConfigError(joined(sentences(error, _unknown), f"The study {source}")) from None
+        raise ConfigError(listed(sentences(error, _unknown), f"The study {source}")) from None
     if lines := [*_label_mistakes(study), *_option_mistakes(study), *_published_mistakes(study)]:
-        raise ConfigError(joined(lines, f"The study {source}"))
+        raise ConfigError(listed(lines, f"The study {source}"))
     return study
 
 

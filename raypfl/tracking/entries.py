@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypfl.config.assignments import dotted
+from raypfl.config.assignments import flatten
 from raypfl.results.contenders import contenders, setting, settings
 from raypfl.server.events import Evaluated, RoundFinished, RunStarted
 
@@ -114,7 +114,7 @@ def table_of(table: pa.Table) -> dict[str, Any]:
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested dicts as dotted keys and texts, which MLflow takes up to a length."""
-    return {key: str(value)[:LONGEST_VALUE] for key, value in dotted(values, prefix).items()}
+    return {key: str(value)[:LONGEST_VALUE] for key, value in flatten(values, prefix).items()}
 
 
 def database(uri: str) -> Path | None:
