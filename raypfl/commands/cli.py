@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -17,26 +17,38 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from raypfl.common.errors import ConfigError, RaypflError, Stopped
+from raypfl.common.errors import ConfigError, RaypflError, Stopped, did_you_mean
 from raypfl.common.version import __version__
-
-if TYPE_CHECKING:
-    from raypfl.common.registry import Registry
 
 STOPPED, WRONG, FAILED = 130, 2, 1  # exit codes; 130 is what a shell expects after Ctrl-C
 
 
+LISTED = {
+    "methods": "raypfl.methods:METHODS",
+    "datasets": "raypfl.datasets:DATASETS",
+    "models": "raypfl.models:MODELS",
+    "partitions": "raypfl.data:PARTITIONS",
+    "augmentations": "raypfl.training.augmentation:AUGMENTATIONS",
+    "optimizers": "raypfl.optimizers:OPTIMIZERS",
+    "objectives": "raypfl.objectives:OBJECTIVES",
+    "metrics": "raypfl.objectives:METRICS",
+    "recipes": "raypfl.recipes:RECIPES",
+    "studies": "raypfl.studies:STUDIES",
+}
+"""What can be listed, and where its names and summaries are."""
+
+
 class _Sentences(TyperGroup):
-    """Ends a command that failed on purpose with a sentence and an exit code, not with a traceback."""
+    """Ends a command that raises one of raypfl's errors with its sentence and an exit code, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (Stopped, KeyboardInterrupt) as stop:
-            _say_error(str(stop) or "Stopped.", "yellow")
+            _print_error(str(stop) or "Stopped.", "yellow")
             raise typer.Exit(STOPPED) from None
         except RaypflError as error:
-            _say_error(str(error), "red")
+            _print_error(str(error), "red")
             raise typer.Exit(WRONG if isinstance(error, ConfigError) else FAILED) from None
 
 
@@ -53,41 +65,24 @@ app.add_typer(data_app, name="data")
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RECIPE|FILE.yaml KEY=VALUE", help="What to run, and what to change.", show_default=False),
-]
-DataWords = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="RECIPE|FILE.yaml KEY=VALUE", help="Whose data, and what to change.", show_default=False),
+    typer.Argument(
+        metavar="RECIPE|FILE.yaml KEY=VALUE", help="The experiment, and settings to change.", show_default=False
+    ),
 ]
 StudyWords = Annotated[
     list[str] | None,
-    typer.Argument(metavar="STUDY|FILE.yaml KEY=VALUE", help="Which study, and what to change.", show_default=False),
+    typer.Argument(metavar="STUDY|FILE.yaml KEY=VALUE", help="The study, and settings to change.", show_default=False),
 ]
 Changes = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change.", show_default=False)
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the result only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the result only, without progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
-
-
-class Kind(StrEnum):
-    """What can be listed."""
-
-    methods = "methods"
-    datasets = "datasets"
-    models = "models"
-    partitions = "partitions"
-    augmentations = "augmentations"
-    optimizers = "optimizers"
-    objectives = "objectives"
-    metrics = "metrics"
-    recipes = "recipes"
-    studies = "studies"
 
 
 def main() -> None:
     """Entry point of the command ``raypfl``."""
-    sys.path.insert(0, os.getcwd())  # where `my_module:MyMethod` is looked for, as under `python -m`
+    sys.path.insert(0, os.getcwd())  # so that `my_module:MyMethod` is found, as under `python -m`
     app()
 
 
@@ -99,7 +94,9 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Options of the command itself."""
 
@@ -112,7 +109,7 @@ def run(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run an experiment or a comparison: a recipe by name, or your own YAML file. Without either: the recipe digits.
+    """Run an experiment or a comparison: a recipe by name (default: digits) or your own YAML file.
 
     KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
     """
@@ -123,57 +120,54 @@ def run(
     changes = [*given, f"methods={json.dumps(_names(method))}"] if method else given
     changes = [*changes, f"seeds={seeds}"] if seeds else changes
     planned = experiments(_source(recipe), changes)
-    running.begin(planned, [recipe, *given], running.Shown(quiet, as_json))
+    running.run(planned, [recipe, *given], quiet, as_json)
 
 
 @app.command()
 def resume(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of the run, or of the comparison.", show_default=False)
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or comparison.", show_default=False)],
     changes: Changes = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run from its newest checkpoint, to the same result as if it had not been interrupted.
+    """Continue a run from its newest checkpoint, to the same result as without the interruption.
 
-    Of a comparison, the run that was cut off goes on, and those that have not begun are begun. rounds=60 makes what is
-    finished longer.
+    In a comparison, the interrupted run continues and the remaining ones start. rounds=60 extends what is finished.
     """
     from raypfl.commands import run as running
 
-    running.go_on(folder, changes or [], running.Shown(quiet, as_json))
+    running.resume(folder, changes or [], quiet, as_json)
 
 
 @app.command()
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN...", help="Folders of runs, of comparisons, or with such in them."),
+        typer.Argument(metavar="RUN...", help="Folders of runs or comparisons, or folders that contain some."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The page's file.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
 ) -> None:
-    """Make one HTML page of runs, to be shown, printed and sent: results, curves, clients, data, bytes, settings."""
+    """Write one HTML page about runs, to show, print or send: results, curves, clients, data, bytes, settings."""
     from raypfl.report import found, write
 
     results, left_out = found(runs or [])
     for sentence in left_out:
-        _say_error(sentence, "yellow")
+        _print_error(sentence, "yellow")
     print(f"Report: {write(results, out, left_out)}")
 
 
 @app.command()
 def study(
     words: StudyWords = None,
-    only: Annotated[str, typer.Option(help="Methods and settings to run, by their labels: --only fednh,cifar10")] = "",
+    only: Annotated[str, typer.Option(help="Methods and settings to run, by label, as in: --only fednh,cifar10")] = "",
     rounds: Annotated[int | None, typer.Option(help="Rounds of each run.", min=1)] = None,
     seeds: Annotated[int | None, typer.Option(help="Seeds of each method and setting.", min=1)] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a published table and show both: a study by name, or your own YAML file. Without either: digits-personal.
+    """Measure a published table and show both: a study by name (default: digits-personal) or your own YAML file.
 
-    What is finished is not run again, and what was interrupted goes on. KEY=VALUE changes a setting of all runs.
+    Finished runs are not repeated, interrupted ones continue. KEY=VALUE changes a setting of all runs.
     """
     from raypfl.commands import study as command
 
@@ -185,32 +179,47 @@ def study(
 @app.command()
 def track(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or of comparisons.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or comparisons.", show_default=False)
     ],
-    uri: Annotated[str | None, typer.Option(help="MLflow's tracking URI; without it, the run's own.")] = None,
+    uri: Annotated[str | None, typer.Option(help="MLflow's tracking URI; by default the run's own.")] = None,
 ) -> None:
-    """Record runs that are over in MLflow, such as those of a time when the tracking server could not be reached."""
-    from raypfl.tracking import listener as mlflow
+    """Record finished runs in MLflow, for instance if the tracking server could not be reached at the time."""
+    from raypfl.tracking import listener
 
     for folder in folders:
-        mlflow.track(folder, uri)
+        listener.track(folder, uri)
 
 
 @app.command(name="list")
-def list_(kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)]) -> None:
+def list_(
+    kind: Annotated[
+        str, typer.Argument(metavar="|".join(LISTED), help="What to list.", autocompletion=lambda: list(LISTED))
+    ],
+) -> None:
     """List what an experiment can name, with options and their defaults."""
-    Console().print(_listing(kind))
+    if kind not in LISTED:
+        raise ConfigError(f"{kind!r} cannot be listed; {did_you_mean(kind, LISTED)}")
+    module, name = LISTED[kind].split(":")
+    source = getattr(importlib.import_module(module), name)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("what it is")
+    table.add_column("options", style="dim")
+    for name in source:
+        options = _options(source.get(name), source.name_of) if hasattr(source, "get") else ""
+        table.add_row(*map(Text, (name, source.summary(name), options)))
+    Console().print(table)
 
 
 @data_app.command()
 def show(
-    words: DataWords = None,
-    picture: Annotated[Path, typer.Option(help="The picture's file.")] = Path("data.png"),
+    words: Words = None,
+    picture: Annotated[Path, typer.Option(help="Picture to write.")] = Path("data.png"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what each client of an experiment holds: a table, and a picture of clients and classes.
 
-    The experiment is named as for raypfl run.
+    The experiment is given as for raypfl run.
     """
     from raypfl.config import experiments
     from raypfl.data import load_federated, summarised
@@ -248,60 +257,17 @@ def _source(recipe: str) -> str | dict[str, Any]:
     return {"name": file.stem, **read(file)}
 
 
-def _listing(kind: Kind) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("what it is")
-    table.add_column("options", style="dim")
-    for row in _shelf_rows(kind) if kind in (Kind.recipes, Kind.studies) else _registry_rows(kind):
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+def _options(entry: Callable[..., Any], name_of: Callable[[object], str]) -> str:
+    """A line for each option; options that are inherited unchanged from a registered method go under its name."""
+    from raypfl.config.components import GIVEN_BY_ENGINE, options_of
 
-
-def _shelf_rows(kind: Kind) -> list[tuple[str, str, str]]:
-    from raypfl.recipes import RECIPES
-    from raypfl.studies import STUDIES
-
-    shelf = RECIPES if kind is Kind.recipes else STUDIES
-    return [(name, shelf.summary(name), "") for name in shelf.names()]
-
-
-def _registry_rows(kind: Kind) -> list[tuple[str, str, str]]:
-    from raypfl.data import PARTITIONS
-    from raypfl.datasets import DATASETS
-    from raypfl.methods import METHODS
-    from raypfl.models import MODELS
-    from raypfl.objectives import METRICS, OBJECTIVES
-    from raypfl.optimizers import OPTIMIZERS
-    from raypfl.training.augmentation import AUGMENTATIONS
-
-    registry = {
-        Kind.methods: METHODS,
-        Kind.models: MODELS,
-        Kind.partitions: PARTITIONS,
-        Kind.augmentations: AUGMENTATIONS,
-        Kind.datasets: DATASETS,
-        Kind.optimizers: OPTIMIZERS,
-        Kind.objectives: OBJECTIVES,
-        Kind.metrics: METRICS,
-    }[kind]
-    return [(name, registry.summary(name), _options(registry, name)) for name in registry]
-
-
-def _options(registry: Registry, name: str) -> str:
-    """A line for each option; those of another registered method, which this one extends and leaves as they are, go
-    under its name."""
-    from raypfl.config.components import options_of
-    from raypfl.config.experiment import GIVEN_BY_ENGINE
-
-    entry = registry.get(name)
     known = {key: option.default for key, option in options_of(entry, ("config", *GIVEN_BY_ENGINE)).items()}
-    bases = [base for base in getattr(entry, "__mro__", ())[1:] if (":" not in registry.name_of(base))]
-    inherited = options_of(bases[0]) if bases else {}
-    taken = {key for key, option in inherited.items() if key in known and option.default == known[key]}
-    lines = [f"{key} = {default!r}" for key, default in known.items() if key not in taken]
-    return "\n".join([*lines, *(f"and those of {registry.name_of(base)}" for base in bases[:1] if inherited)])
+    base = next((base for base in getattr(entry, "__mro__", ())[1:] if ":" not in name_of(base)), None)
+    inherited = options_of(base) if base else {}
+    same = {key for key, option in inherited.items() if key in known and option.default == known[key]}
+    lines = [f"{key} = {default!r}" for key, default in known.items() if key not in same]
+    return "\n".join([*lines, *([f"and those of {name_of(base)}"] if inherited else [])])
 
 
-def _say_error(text: str, colour: str) -> None:
+def _print_error(text: str, colour: str) -> None:
     Console(stderr=True).print(Text(text, colour), soft_wrap=True)

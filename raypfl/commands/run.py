@@ -1,14 +1,15 @@
-"""What `raypfl run` and `raypfl resume` do: run after run, and then tell what came of them."""
+"""What `raypfl run` and `raypfl resume` do: carry out runs one after another, then show the results."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -19,7 +20,7 @@ from raypfl.common.stopping import interrupting
 from raypfl.config import Experiment
 from raypfl.results import outcome
 from raypfl.results.console import view, warner
-from raypfl.results.progress import RunLine, lines_for
+from raypfl.results.progress import lines_for
 from raypfl.runs import Result
 from raypfl.runs.folders import Comparison, new_folder
 from raypfl.runs.result import RECIPE, description, is_finished
@@ -27,60 +28,53 @@ from raypfl.server.events import Listener
 from raypfl.tracking.entries import comparison_of
 from raypfl.tracking.listener import MLflowListener
 
-Session = Callable[[Sequence[Listener]], AbstractContextManager[None]]
 
+class _Run(NamedTuple):
+    """One run, its folder, and what carries it out for the listeners that it is given; None: it is finished."""
 
-@dataclass(frozen=True)
-class Shown:
-    """How a person wants to be told: `quiet`, without progress; `as_json`, for programs."""
-
-    quiet: bool
-    as_json: bool
+    experiment: Experiment
+    folder: Path
+    start: Callable[..., Result] | None
 
 
 @dataclass(frozen=True)
 class _Work:
-    """One run, or those of a comparison.
+    """One run, or the runs of a comparison.
 
     Attributes
     ----------
-    folder : of the run or of the comparison. planned, lines, jobs : one a run, in order.
+    folder : of the run or of the comparison.
     tried : recipe or file, and the assignments that changed it. tags : for MLflow.
-    changes : with which this is to go on if it is cut off.
-    session : within which the jobs go.
+    changes : assignments that this resume was given, and the next one needs.
     """
 
     folder: Path
-    planned: Sequence[Experiment]
-    lines: Sequence[RunLine]
-    jobs: Sequence[Callable[..., Result]]
+    runs: Sequence[_Run]
     tried: Sequence[str]
     tags: Mapping[str, str] = field(default_factory=dict)
     changes: Sequence[str] = ()
-    session: Session = lambda listeners: nullcontext()
 
     @property
     def is_comparison(self) -> bool:
-        return len(self.jobs) > 1
-
-    def how_to_go_on(self, results: Sequence[Result]) -> str:
-        """How far it came, and the command."""
-        finished = sum(result.status == "finished" for result in results)
-        count = f"{finished} of {len(self.jobs)} runs are finished. " if self.is_comparison else ""
-        return f"{count}{self.command}"
+        return len(self.runs) > 1
 
     @property
-    def command(self) -> str:
-        """To go on with."""
+    def experiments(self) -> list[Experiment]:
+        return [run.experiment for run in self.runs]
+
+    @property
+    def to_go_on(self) -> str:
+        """The command that continues it, announced as such."""
         return "To go on: " + shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
 
 
-def begin(planned: Sequence[Experiment], tried: Sequence[str], shown: Shown) -> None:
+def run(planned: Sequence[Experiment], tried: Sequence[str], quiet: bool, as_json: bool) -> None:
     """Run an experiment, or several as a comparison.
 
     Parameters
     ----------
-    tried : the recipe or file that was named, and the assignments that changed it.
+    tried : the recipe or file, and the assignments that changed it.
+    quiet : show no progress. as_json : print the results for programs.
 
     Raises
     ------
@@ -90,85 +84,84 @@ def begin(planned: Sequence[Experiment], tried: Sequence[str], shown: Shown) -> 
     if len(planned) > 1:
         comparison = Comparison.new(planned, tried)
         try:
-            _carry_out(_compared(comparison, []), shown)
+            _carry_out(_resumed(comparison, []), quiet, as_json)
         except ConfigError:
             comparison.forget_unbegun()
             raise
         return
-    folder = new_folder(planned[0]).absolute()
-    job = partial(runs.run, planned[0], run_dir=folder)
-    _carry_out(_Work(folder, planned, lines_for(planned), [job], tried, {"recipe": tried[0]}), shown)
+    (experiment,) = planned
+    folder = new_folder(experiment).absolute()
+    only = _Run(experiment, folder, partial(runs.run, experiment, run_dir=folder))
+    _carry_out(_Work(folder, [only], tried, {"recipe": tried[0]}), quiet, as_json)
 
 
-def go_on(folder: Path, changes: Sequence[str], shown: Shown) -> None:
-    """Bring the run or the comparison in a folder to its end, with ``dotted.key=value`` changes.
-
-    Raises
-    ------
-    Stopped, RaypflError : as for `begin`.
-    """
+def resume(folder: Path, changes: Sequence[str], quiet: bool, as_json: bool) -> None:
+    """Finish the run or the comparison in a folder, with ``dotted.key=value`` changes; raises as `run` does."""
     if comparison := Comparison.load(folder):
-        _carry_out(_compared(comparison, changes), shown)
-        return
-    planned = [description(folder).override(changes)]
-    job = partial(runs.resume, folder, overrides=changes)
-    _carry_out(
-        _Work(folder.absolute(), planned, lines_for(planned), [job], [str(folder / RECIPE)], changes=changes), shown
-    )
+        work = _resumed(comparison, changes)
+    else:
+        start = partial(runs.resume, folder, overrides=changes)
+        only = _Run(description(folder).override(changes), folder, start)
+        work = _Work(folder.absolute(), [only], [str(folder / RECIPE)], changes=changes)
+    _carry_out(work, quiet, as_json)
 
 
-def _compared(comparison: Comparison, changes: Sequence[str]) -> _Work:
-    """What is left of a comparison; runs that are finished as they are to be are looked up."""
-    planned = comparison.experiments(changes)
-    lines = lines_for(planned)
-    jobs: list[Callable[..., Result]] = []
-    left = []
-    for folder, experiment, line in zip(comparison.folders, planned, lines, strict=True):
-        if is_finished(folder) and description(folder) == experiment:
-            line.status, line.round = "finished", line.rounds
-            jobs.append(_known(folder))
-        else:
-            jobs.append(partial(runs.resume, folder, overrides=changes))
-            left.append(experiment)
-    tags = {"recipe": comparison.words[0]}
-    session = partial(_together, left) if left else _Work.session
-    return _Work(comparison.folder.absolute(), planned, lines, jobs, comparison.words, tags, changes, session)
+def _resumed(comparison: Comparison, changes: Sequence[str]) -> _Work:
+    resumed = []
+    for folder, experiment in zip(comparison.folders, comparison.experiments(changes), strict=True):
+        finished = is_finished(folder) and description(folder) == experiment
+        start = None if finished else partial(runs.resume, folder, overrides=changes)
+        resumed.append(_Run(experiment, folder.absolute(), start))
+    return _Work(comparison.folder.absolute(), resumed, comparison.words, {"recipe": comparison.words[0]}, changes)
 
 
-def _known(folder: Path) -> Callable[..., Result]:
-    return lambda listeners: Result.load(folder.absolute())
-
-
-@contextmanager
-def _together(planned: Sequence[Experiment], listeners: Sequence[Listener]) -> Iterator[None]:
-    """The session of several runs, once none of them is known to be refused."""
-    runs.check(planned, listeners=listeners)
-    with runs.session(planned[0], listeners=listeners):
-        yield
-
-
-def _carry_out(work: _Work, shown: Shown) -> None:
-    """Run after run, then tell what came of those that came to an end, even if a later one fails."""
+def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
+    """Carry out the runs, then show the results there are, even if a later run fails."""
     progress = Console(stderr=True)
+    lines = lines_for(work.experiments)
+    for line, run in zip(lines, work.runs, strict=True):
+        if run.start is None:
+            line.status, line.round = "finished", line.rounds
     results: list[Result] = []
     name, kept_in = (work.tried[0], work.folder) if work.is_comparison else (None, None)
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
-    with interrupting(), last_words(work.command), tracking as tracked:
+    with interrupting(), last_words(work.to_go_on), tracking as tracked:
+        trackers = tracked.for_each(work.experiments)
         try:
-            with view(progress, work.lines, shown.quiet) as lines, work.session([lines.listener(0)]):
-                for i, (job, mine) in enumerate(zip(work.jobs, tracked.for_each(work.planned), strict=True)):
-                    results.append(job(listeners=[lines.listener(i), mine]))
+            with view(progress, lines, quiet) as shown, _session(work, shown.listener(0)):
+                for i, run in enumerate(work.runs):
+                    listeners = [shown.listener(i), trackers[i]]
+                    results.append(run.start(listeners=listeners) if run.start else Result.load(run.folder))
                     if results[-1].status == "stopped":
                         raise KeyboardInterrupt
-        except KeyboardInterrupt:  # also before a first round, between two runs, or for the second time
-            raise Stopped(f"Stopped. {work.how_to_go_on(results)}") from None
+        except KeyboardInterrupt:  # also before the first round, between two runs, or a second one
+            raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
         except ConfigError:
             raise
         except RaypflError as error:
-            raise RaypflError(f"{error}\n{work.how_to_go_on(results)}") from error
+            raise RaypflError(f"{error}\n{_unfinished(work, results)}") from error
         finally:
             if results:
-                _report(work, results, tracked, shown.as_json)
+                _report(work, results, tracked, as_json)
+
+
+@contextmanager
+def _session(work: _Work, listener: Listener) -> Iterator[None]:
+    """Within: the runs of a comparison share a session, after a check that would refuse any of them."""
+    left = [run.experiment for run in work.runs if run.start]
+    if not work.is_comparison or not left:
+        yield
+        return
+    runs.check(left, listeners=[listener])
+    with runs.session(left[0], listeners=[listener]):
+        yield
+
+
+def _unfinished(work: _Work, results: Sequence[Result]) -> str:
+    """How many runs are finished, and the command that continues."""
+    finished = sum(result.status == "finished" for result in results)
+    count = f"{finished} of {len(work.runs)} runs are finished. " if work.is_comparison else ""
+    return f"{count}{work.to_go_on}"
 
 
 def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_json: bool) -> None:
@@ -176,7 +169,7 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
     pictures = _pictures(work.folder, results, judged, warner(Console(stderr=True)))
     for drawn in pictures.values():
         tracked.attach(drawn)
-    if judged:  # also those that were finished before a comparison was cut off
+    if judged:  # also runs that were finished before a comparison was interrupted
         tracked.describe(comparison_of(judged))
     if as_json:
         print(json.dumps(outcome.as_json(results, pictures), indent=2))
@@ -187,8 +180,8 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
 def _pictures(
     folder: Path, results: Sequence[Result], judged: Sequence[Result], warn: Callable[[str], None]
 ) -> dict[str, Path]:
-    """What was drawn, by its heading."""
-    from raypfl.results import latent_picture, picture  # with Matplotlib: a mistake is told without it
+    """The pictures that were drawn, by their headings."""
+    from raypfl.results import latent_picture, picture  # Matplotlib takes a second, which an error need not wait for
 
     pictures = {}
     try:
