@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from raypfl.commands.cli import app
 from raypfl.studies import running
-from raypfl.studies.workers import carry_out
+from raypfl.studies.workers import run_cell
 from raypfl.tracking.listener import MLflowListener
 from tests.mlflow_support import client_of, events, runs_of, with_database
 from tests.test_studies import TINY, Watch
@@ -42,10 +42,10 @@ def test_a_study_that_is_cut_off_and_made_larger_stays_below_one_parent(folder: 
     def interrupted(experiment, cell, listeners):
         watch = Watch(cell=0, round=1)
         seen = [*listeners, lambda event: watch(0, event)] if "ditto" in cell.name else listeners
-        return carry_out(experiment, cell, seen)
+        return run_cell(experiment, cell, seen)
 
     with monkeypatch.context() as patched:
-        patched.setattr(running, "carry_out", interrupted)
+        patched.setattr(running, "run_cell", interrupted)
         assert study("--only", "dir0.1").exit_code == 130
     parent, children = family(folder)
     assert parent.info.status == "KILLED" and [run.info.status for run in children] == ["FINISHED", "KILLED"]

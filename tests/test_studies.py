@@ -29,7 +29,7 @@ from raypfl.studies.deviations import deviations
 from raypfl.studies.layout import blocks, markdown
 from raypfl.studies.measured import Entry
 from raypfl.studies.picture import draw
-from raypfl.studies.workers import carry_out
+from raypfl.studies.workers import run_cell
 
 TINY = """\
 seeds: 2
@@ -279,9 +279,9 @@ def test_ctrl_c_ends_with_130_tells_what_there_is_and_the_command_that_goes_on(m
     def interrupted(experiment, folder, listeners):
         watch = Watch(cell=0, round=1)
         seen = listeners if experiment.seed == 0 else [*listeners, lambda event: watch(0, event)]
-        return carry_out(experiment, folder, seen)
+        return run_cell(experiment, folder, seen)
 
-    monkeypatch.setattr(running, "carry_out", interrupted)
+    monkeypatch.setattr(running, "run_cell", interrupted)
     words = ["study", "tiny.yaml", "training.lr=0.05", "--only", "FedAvg,Dir(0.1)", "--quiet"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 130

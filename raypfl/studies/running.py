@@ -1,10 +1,10 @@
-"""Running a study's cells: as many at a time as there is room for, each in a process of its own."""
+"""Running a study's cells: as many at a time as the cluster has room for, each in a process of its own."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,131 +16,108 @@ from raypfl.runs.driver import make_room
 from raypfl.runs.result import is_finished
 from raypfl.server.events import Event, Progress
 from raypfl.studies.cells import Cell
-from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Desk, Outcome, carry_out, work
+from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Outcome, run_cell, run_cell_task
 
 POLL = 0.3
-"""Seconds between looks at what cells have told."""
+"""Seconds between looks at the events of running cells."""
 
-Hear = Callable[[int, Event], None]
+Listen = Callable[[int, Event], None]
 
 
-def run(cells: Sequence[Cell], hear: Hear) -> list[Outcome]:
-    """Bring all cells to their ends, but for those that are stopped or fail.
+def run(cells: Sequence[Cell], listen: Listen) -> list[Outcome]:
+    """Run all cells to their ends, except for those that are stopped or fail.
 
-    A cell whose run is finished is left as it is; one that was interrupted goes on from its checkpoint. Cells are Ray
-    tasks that reserve what one client actor would or, if that is more, the server, so Ray runs as
-    many at a time as the cluster has room for. With ``ray.actors`` a cell has so many actors, and with
-    ``engine.backend=inline`` there is no Ray: cells then go one after the other.
+    Finished cells are skipped, interrupted ones continue from their checkpoints. Cells are Ray tasks that reserve what
+    a client actor would, or what the server would if that is more; Ray runs as many at a time as the cluster has room
+    for. With ``ray.actors`` or ``engine.backend=inline`` they run one after another in this process, with so many
+    actors each or without Ray.
 
     Parameters
     ----------
-    hear : is called with a cell's number and every event of its run.
+    listen : is called with a cell's number and every event of its run.
 
     Returns
     -------
-    What became of each. After Ctrl-C or SIGTERM, those that are not finished are ``stopped``.
+    The outcome of each. After Ctrl-C or SIGTERM, cells that are not finished are ``stopped``.
     """
     outcomes = {i: Outcome(FINISHED) for i, cell in enumerate(cells) if is_finished(cell.folder)}
     left = [i for i in range(len(cells)) if i not in outcomes]
     if left:
-        one_by_one = any(_is_on_its_own(cell.experiment) for cell in cells)
-        outcomes |= (_one_by_one if one_by_one else _together)(cells, left, hear)
+        one_by_one = any(_needs_this_process(cell.experiment) for cell in cells)
+        outcomes |= (_one_by_one if one_by_one else _as_tasks)(cells, left, listen)
     return [outcomes.get(i, Outcome(STOPPED)) for i in range(len(cells))]
 
 
-def _is_on_its_own(experiment: Experiment) -> bool:
+def _needs_this_process(experiment: Experiment) -> bool:
     return experiment.engine.backend == "inline" or experiment.ray.actors is not None
 
 
-def _one_by_one(cells: Sequence[Cell], left: Sequence[int], hear: Hear) -> dict[int, Outcome]:
+def _one_by_one(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dict[int, Outcome]:
     outcomes: dict[int, Outcome] = {}
     with runs.session(cells[left[0]].experiment):
         for i in left:
-            listener = _listener(hear, i)
-            outcomes[i] = carry_out(cells[i].experiment, cells[i].folder, [listener])
+            outcomes[i] = run_cell(cells[i].experiment, cells[i].folder, [partial(listen, i)])
             if outcomes[i].status == STOPPED:
                 break
     return outcomes
 
 
-def _listener(hear: Hear, cell: int) -> Callable[[Event], None]:
-    return lambda event: hear(cell, event)
+def _as_tasks(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dict[int, Outcome]:
+    listener = partial(listen, left[0])
+    with StopRequest().listening() as stop, connected(cells[left[0]].experiment.ray, listener) as ray:
+        from ray.util.queue import Queue
 
-
-def _together(cells: Sequence[Cell], left: Sequence[int], hear: Hear) -> dict[int, Outcome]:
-    settings = cells[left[0]].experiment.ray
-    with StopRequest().listening() as stop, connected(settings, lambda event: hear(left[0], event)) as ray:
         make_room(ray)
-        desk = ray.remote(Desk).options(num_cpus=0).remote()
+        for i in left:
+            client_actors(ray, in_one_process(cells[i].experiment.ray), len(left))  # refuses what never has room
+        events = Queue(actor_options={"num_cpus": 0})
         try:
-            return _Crowd(ray, desk, cells, list(left)).followed(hear, stop)
+            # If its process dies, Ray runs a task again, which costs the rounds since the last checkpoint.
+            task = ray.remote(max_retries=3)(run_cell_task)
+            references = {_begun(task, cells[i], i, events): i for i in left}
+            return _outcomes(ray, cells, references, events, listen, stop)
         finally:
-            ray.kill(desk)
+            events.shutdown(force=True)
 
 
-@dataclass
-class _Crowd:
-    """Cells that run at the same time, and those that wait for room, in order."""
+def _begun(task: Any, cell: Cell, number: int, events: Any) -> Any:
+    """A reference to the outcome of a cell, which Ray begins as soon as there is room for it."""
+    reserved = for_client(in_one_process(cell.experiment.ray))
+    inline = cell.experiment.override(["engine.backend=inline"])
+    return task.options(**reserved).remote(number, inline, cell.folder, os.getcwd(), events)
 
-    ray: Any
-    desk: Any
-    cells: Sequence[Cell]
-    waiting: list[int]
-    running: dict[Any, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        # A process that dies costs the rounds since the last checkpoint: its task is run again, and resumes there.
-        self._task = self.ray.remote(max_retries=3)(work)
+def _outcomes(
+    ray: Any, cells: Sequence[Cell], references: dict[Any, int], events: Any, listen: Listen, stop: StopRequest
+) -> dict[int, Outcome]:
+    """What became of the cells, all of which ended or, once that was requested, were stopped."""
+    outcomes: dict[int, Outcome] = {}
+    cancelled = False
+    while references:
+        done, _ = ray.wait(list(references), timeout=POLL)
+        if stop.made and not cancelled:
+            listen(next(iter(references.values())), Progress("stopping: saving what runs"))
+            for reference in reversed(references):  # those that wait first, so that no room is left to begin them
+                ray.cancel(reference)  # in a process that runs it, a Ctrl-C, which saves a checkpoint
+            cancelled = True
+        for cell, event in events.get_nowait_batch(events.size()):
+            listen(cell, ray.cloudpickle.loads(event))
+        for reference in done:
+            number = references.pop(reference)
+            outcomes[number] = _outcome(ray, reference, cells[number].folder, stop)
+    return outcomes
 
-    def followed(self, hear: Hear, stop: StopRequest) -> dict[int, Outcome]:
-        """All to their ends or, once that is asked for, to their stops."""
-        outcomes: dict[int, Outcome] = {}
-        cancelled = False
-        self._begin()
-        while self.running:
-            done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=POLL)
-            if stop.made and not cancelled:
-                hear(next(iter(self.running.values())), Progress("stopping: what runs is saved"))
-                self.waiting.clear()
-                for reference in self.running:
-                    self.ray.cancel(reference)  # a Ctrl-C to its process, which then saves a checkpoint
-                cancelled = True
-            for cell, event in self.ray.get(self.desk.collect.remote()):
-                hear(cell, self.ray.cloudpickle.loads(event))
-            for reference in done:
-                number = self.running.pop(reference)
-                outcomes[number] = self._outcome(reference, self.cells[number].folder, stop)
-            self._begin()
-        return outcomes
 
-    def _begin(self) -> None:
-        """Hand Ray as many cells as there is room for, and one more, so that no room waits for us."""
-        while self.waiting and len(self.running) <= self._at_a_time(self.cells[self.waiting[0]]):
-            number = self.waiting.pop(0)
-            self.running[self._begun(self.cells[number], number)] = number
-
-    def _at_a_time(self, cell: Cell) -> int:
-        """How many like this the cluster has room for; refuses one that it never has room for."""
-        return client_actors(self.ray, in_one_process(cell.experiment.ray), len(self.cells))
-
-    def _begun(self, cell: Cell, number: int) -> Any:
-        """A reference to the outcome of a cell, which begins once there is room for it."""
-        task = self._task.options(**for_client(in_one_process(cell.experiment.ray)))
-        inside = cell.experiment.override(["engine.backend=inline"])
-        return task.remote(number, inside, cell.folder, os.getcwd(), self.desk)
-
-    def _outcome(self, reference: Any, folder: Path, stop: StopRequest) -> Outcome:
-        try:
-            outcome: Outcome = self.ray.get(reference)
-            if outcome.status == FINISHED and not is_finished(folder):
-                return Outcome(
-                    FAILED, f"It finished on a node where {folder} is another folder; let output be a shared one."
-                )
-            return outcome
-        except self.ray.exceptions.RayError as error:
-            if stop.made:
-                return Outcome(STOPPED)
-            if isinstance(error, self.ray.exceptions.RayTaskError):
-                return Outcome(FAILED, str(error))
-            first = str(error).strip().splitlines()[0]
-            return Outcome(FAILED, f"Its process died, and again each time that Ray started it: {first}")
+def _outcome(ray: Any, reference: Any, folder: Path, stop: StopRequest) -> Outcome:
+    try:
+        outcome: Outcome = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        if stop.made:
+            return Outcome(STOPPED)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            return Outcome(FAILED, str(error))
+        first = str(error).strip().splitlines()[0]
+        return Outcome(FAILED, f"Its process died every time that Ray started it: {first}")
+    if outcome.status == FINISHED and not is_finished(folder):
+        return Outcome(FAILED, f"It finished on a node that has another {folder}; let output be a shared folder.")
+    return outcome

@@ -1,6 +1,7 @@
-"""What goes on in the processes of a study's cells, and how the study hears of it.
+"""One cell of a study, in the process that runs it.
 
-Their processes begin with importing this module, so it imports nothing that takes long.
+On Ray such a process begins by importing this module, so it imports nothing that takes long: a Ctrl-C before a cell's
+run begins is then a KeyboardInterrupt in that cell, rather than in Ray.
 """
 
 from __future__ import annotations
@@ -28,17 +29,14 @@ FAILED: Status = "failed"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How work on a cell ended; `error` is a sentence, if it failed."""
+    """How a cell ended; `error` is a sentence, if it failed."""
 
     status: Status
     error: str = ""
 
 
-def carry_out(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Outcome:
-    """Bring a cell's run to its end: from its beginning, or from its newest checkpoint.
-
-    Of several processes that are to do so, one does.
-    """
+def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Outcome:
+    """Run a cell to its end, from its beginning or from its newest checkpoint, unless another process does so."""
     from raypfl import runs
     from raypfl.common.errors import RaypflError
     from raypfl.common.files import alone
@@ -50,49 +48,32 @@ def carry_out(experiment: Experiment, folder: Path, listeners: Sequence[Listener
             if is_finished(folder):
                 return Outcome(FINISHED)
             if (folder / RECIPE).exists():
-                values = experiment.to_dict()  # it may go on elsewhere, or with other checkpoints, to the same bits
-                where = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
-                where.append(f"engine.backend={experiment.engine.backend}")
-                result = runs.resume(folder, listeners=listeners, overrides=where)
+                values = experiment.to_dict()  # it may continue elsewhere, or with other checkpoints, to the same bits
+                changes = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
+                changes.append(f"engine.backend={experiment.engine.backend}")
+                result = runs.resume(folder, listeners=listeners, overrides=changes)
             else:
                 result = runs.run(experiment, listeners=listeners, run_dir=folder)
         return Outcome(STOPPED if result.status == STOPPED else FINISHED)
     except RaypflError as error:
         return Outcome(FAILED, str(error))
-    except Exception:  # one cell must not take the others with it
+    except Exception:  # a cell that fails must not end the others
         return Outcome(FAILED, traceback.format_exc())
 
 
-class Desk:
-    """Where cells leave their news, as pickled events, and the study collects them."""
-
-    def __init__(self) -> None:
-        self._told: list[tuple[int, bytes]] = []
-
-    def tell(self, cell: int, event: bytes) -> None:
-        self._told.append((cell, event))
-
-    def collect(self) -> list[tuple[int, bytes]]:
-        """What was told since the last time."""
-        told, self._told = self._told, []
-        return told
-
-
-def work(cell: int, experiment: Experiment, folder: Path, home: str, desk: Any) -> Outcome:
-    """A cell in a process of its own, with all that it needs.
+def run_cell_task(cell: int, experiment: Experiment, folder: Path, home: str, events: Any) -> Outcome:
+    """`run_cell` as a Ray task.
 
     Parameters
     ----------
-    home : the study's working directory, from which paths and modules are named.
+    home : the study's working directory, to which paths and modules are relative.
+    events : a Ray queue, into which the cell's number and its pickled events are put.
     """
     with contextlib.suppress(OSError):
         os.chdir(home)
-    told: list[Any] = []
 
-    def tell(event: Event) -> None:
-        if type(event).__name__ != "Progress":  # steps of the start-up, which all cells take at the same time
-            told[:] = [desk.tell.remote(cell, ray.cloudpickle.dumps(event))]
+    def report(event: Event) -> None:
+        if type(event).__name__ != "Progress":  # the steps of the start-up, which cells take at the same time
+            events.put((cell, ray.cloudpickle.dumps(event)))  # the queue's own process need not import its class
 
-    outcome = carry_out(experiment, folder, [tell])
-    ray.get(told)  # all of it has been told once the last has
-    return outcome
+    return run_cell(experiment, folder, [report])
