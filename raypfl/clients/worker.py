@@ -16,7 +16,7 @@ from raypfl.clients.clients import Clients
 from raypfl.clients.context import Bench
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, plain
-from raypfl.common.user_code import place
+from raypfl.common.user_code import where_defined
 from raypfl.storage.states import Kept, Place, Stack
 from raypfl.storage.tree import put_together
 from raypfl.training.unkeyed import ON_CLIENTS, refuse_unkeyed
@@ -168,7 +168,7 @@ class Worker:
             return function(clients, **arguments)
 
     def _values(self, call: Call, returned: Mapping[str, Any] | None, clients: int) -> dict[str, Value]:
-        who = place(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
+        who = where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
         if not isinstance(returned, Mapping | None):
             raise MethodError(
                 f"{who} returned a {type(returned).__name__}; it must return a dict of what comes up, such as "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.user_code import told
+from raypfl.common.user_code import traceback_text
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Registry:
                     f"Is the module's folder on PYTHONPATH, or the current folder?"
                 ) from error
             raise ConfigError(
-                f"The {self.kind} {path!r} cannot be imported, for its module fails:\n{told(error)}"
+                f"The {self.kind} {path!r} cannot be imported, for its module fails:\n{traceback_text(error)}"
             ) from error
         try:
             return getattr(imported, attribute)

@@ -1,4 +1,4 @@
-"""Where in a person's own code something is, or went wrong."""
+"""Locations in user code: where a function is defined, and which lines led to an error."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-_LIBRARIES = (str(Path(__file__).parent), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_MOST = 24  # lines of a traceback
+_LIBRARIES = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_MAX_LINES = 24
 _FILE = '  File "'
 
 
-def place(function: Callable[..., Any]) -> str:
+def where_defined(function: Callable[..., Any]) -> str:
     """``"Mine.train (my_methods.py, line 12)"``."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return name + (f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else "")
 
 
-def lines(error: BaseException) -> str:
-    """The lines of the author's own files that led to an error, outermost first; empty if there are none."""
-    walked = traceback.walk_tb(error.__traceback__)
-    return "\n".join(_line(frame.f_code, number) for frame, number in walked if _is_own(frame.f_code.co_filename))
-
-
-def told(error: BaseException) -> str:
-    """An error under the author's own lines alone; under all lines if none is the author's."""
-    own = lines(error)
+def traceback_text(error: BaseException) -> str:
+    """The traceback of an error, reduced to the lines of user code; the full traceback if it has none."""
+    own = _user_lines(error)
     text = "".join(
         traceback.format_exception_only(error)
         if own or isinstance(error, SyntaxError)
         else traceback.format_exception(error)
     ).rstrip()
     shown = [*own.splitlines(), *text.splitlines()]
-    return "\n".join(shown if len(shown) <= _MOST else [*shown[:4], "  ...", *shown[5 - _MOST :]])
+    return "\n".join(shown if len(shown) <= _MAX_LINES else [*shown[:4], "  ...", *shown[5 - _MAX_LINES :]])
 
 
-def located(error: BaseException) -> str:
-    """An error's text, with the author's own lines below unless they are in it already."""
-    text, own = str(error), lines(error)
+def with_location(error: BaseException) -> str:
+    """The message of an error, followed by the lines of user code unless it has them already."""
+    text, own = str(error), _user_lines(error)
     return text if not own or _FILE in text else f"{text}\n{own}"
 
 
-def _is_own(file: str) -> bool:
+def _user_lines(error: BaseException) -> str:
+    """The lines of user code that led to an error, outermost first; empty if there are none."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return "\n".join(_line(frame.f_code, number) for frame, number in frames if _is_user_code(frame.f_code.co_filename))
+
+
+def _is_user_code(file: str) -> bool:
     return not file.startswith(("<frozen ", *_LIBRARIES))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import MethodError
-from raypfl.common.user_code import located, told
+from raypfl.common.user_code import traceback_text, with_location
 from raypfl.storage.states import Kept, Place, Stack, merged
 
 
@@ -37,7 +37,7 @@ class Failed:
 
     Attributes
     ----------
-    trace : what to show of it, as :func:`raypfl.common.user_code.told` does.
+    trace : what to show of it, as :func:`raypfl.common.user_code.traceback_text` does.
     """
 
     error: BaseException
@@ -46,9 +46,9 @@ class Failed:
 
 def failure(error: Exception) -> Failed:
     """What to tell of an error that is being handled; one that cannot travel between processes goes as its text."""
-    trace = told(error)
+    trace = traceback_text(error)
     if isinstance(error, MethodError):
-        error = MethodError(located(error))
+        error = MethodError(with_location(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

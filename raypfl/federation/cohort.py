@@ -18,7 +18,7 @@ from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError, RaypflError
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
-from raypfl.common.user_code import place
+from raypfl.common.user_code import where_defined
 from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.broadcasts import Broadcasts
 from raypfl.federation.central import Central, Place
@@ -335,7 +335,7 @@ class Cohort(Central):
         self._charge_up(total)
         self.log(**logged.result())
         self._exchanges += 1
-        answer = _Answer(total.result(), place(function))
+        answer = _Answer(total.result(), where_defined(function))
         self._exchanger.said = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Lent, one_client_at_a_time, per_client, plain
-from raypfl.common.user_code import place
+from raypfl.common.user_code import where_defined
 from raypfl.models.extras import chosen, of_client, rows_of, with_rows
 from raypfl.models.other import Other
 
@@ -45,8 +45,8 @@ class Predictor:
         counts = {name: len(rows) for name, rows in self.rows.items()}
         if len(set(counts.values())) != 1:
             raise MethodError(
-                f"The Predictor of {place(function)} needs extras with a row for each client of the group; marked as "
-                f"such are {counts or 'none'}. raypfl.per_client(rows) marks one."
+                f"The Predictor of {where_defined(function)} needs extras with a row for each client of the "
+                f"group; marked as such are {counts or 'none'}. raypfl.per_client(rows) marks one."
             )
 
     @property
@@ -67,8 +67,8 @@ class Predictor:
             outputs = self.function(x, **with_rows(self.extras, mine))
         if outputs.dim() == 0 or len(outputs) != len(x):
             raise MethodError(
-                f"{place(self.function)} returned {list(outputs.shape)} for {len(x)} samples; a Predictor's function "
-                "must return a row for each sample."
+                f"{where_defined(self.function)} returned {list(outputs.shape)} for {len(x)} samples; a Predictor's "
+                "function must return a row for each sample."
             )
         return outputs
 

@@ -11,7 +11,7 @@ import torch
 from raypfl.clients.clients import Clients, learning_rate
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each, Scatter, Sum
-from raypfl.common.user_code import place
+from raypfl.common.user_code import where_defined
 from raypfl.evaluation import Measures, tabulate
 from raypfl.federation.cohort import Exchanger, Judged
 from raypfl.federation.method import Method
@@ -147,8 +147,8 @@ def _fitting(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], sa
     if list(made.shape) != shape:
         meant = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
         text = (
-            f"{place(maker)} returned {list(made.shape)}, which is no model of this network; it must return {shape}: "
-            f"all parameters and buffer entries, {meant}. {said}"
+            f"{where_defined(maker)} returned {list(made.shape)}, which is no model of this network; it must "
+            f"return {shape}: all parameters and buffer entries, {meant}. {said}"
         )
         raise MethodError(text.rstrip())
     return made
@@ -157,8 +157,8 @@ def _fitting(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], sa
 def _for_all(made: Predictor, clients: int, maker: Callable[..., Any]) -> Predictor:
     if len(made) != clients:
         raise MethodError(
-            f"{place(maker)} returned a Predictor of {len(made)} clients, but the group has {clients}: a tensor "
-            "that is passed row by row must have a row for each."
+            f"{where_defined(maker)} returned a Predictor of {len(made)} clients, but the group has {clients}: a "
+            "tensor that is passed row by row must have a row for each."
         )
     return made
 

@@ -18,7 +18,7 @@ import torch
 
 from raypfl.clients.clients import learning_rate
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
-from raypfl.common.user_code import located, told
+from raypfl.common.user_code import traceback_text, with_location
 from raypfl.common.version import __version__
 from raypfl.evaluation import Measures, Selection, deciding, select, summarise
 from raypfl.federation.backend import Backend
@@ -147,12 +147,12 @@ class Server:
         except LostState:
             raise
         except RaypflError as error:
-            return self._end("failed", located(error) if isinstance(error, MethodError) else str(error))
+            return self._end("failed", with_location(error) if isinstance(error, MethodError) else str(error))
         except Exception as error:
             judged = self._owes_evaluation()
             when = f"when clients were judged after round {self.round}" if judged else f"in round {self.round + 1}"
             who, said = type(self.method).__name__, self._exchanger.said
-            text = f"{who} failed on the server {when}:\n{told(error)}\n{said}"
+            text = f"{who} failed on the server {when}:\n{traceback_text(error)}\n{said}"
             return self._end("failed", text.rstrip())
 
     def _step(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import MethodError
-from raypfl.common.user_code import place
+from raypfl.common.user_code import where_defined
 
 ON_CLIENTS = "clients.generators(stream) or clients.randn(*shape, stream=...), keyed by seed, round and client"
 AT_START = "torch.Generator().manual_seed(task.seed)"
@@ -41,8 +41,8 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
     for whose, state in _states(device, mentioned).items():
         if not _same(state, before[whose]):
             raise MethodError(
-                f"{place(function)} draws from {whose} global random stream (or seeds it), so that two runs of one "
-                f"experiment would differ. Draw from {instead}."
+                f"{where_defined(function)} draws from {whose} global random stream (or seeds it), so that two runs of "
+                f"one experiment would differ. Draw from {instead}."
             )
 
 
