@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from raypfl.clients.clients import learning_rate
 from raypfl.common.errors import ClientError
 from raypfl.common.messages import per_client
-from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.models import MODELS
 from raypfl.models.rowwise import RowWise
 from raypfl.training.batches import Samples
@@ -465,7 +465,7 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
     judged = clients.evaluate(per_client(models), split="train")
     samples, correct, loss = (judged[name] for name in ("samples", "accuracy", "loss"))
     everywhere = np.concatenate(fed.split)
-    union = Tally(fed.bench.measures).of(clients.answers(models, everywhere), 4)
+    union = MetricSums(fed.bench.measures).of(clients.answers(models, everywhere), 4)
     union_correct, union_loss = union[:, 1], union[:, 2]
     logits = clients.logits(models, fed.samples(1)[0])
     assert samples.tolist() == list(fed.sizes)

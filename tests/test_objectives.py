@@ -17,7 +17,7 @@ from raypfl.common.errors import CheckpointError, ConfigError, DataError, Method
 from raypfl.data import IID, ByColumn, load_federated
 from raypfl.datasets import DataConfig, Population, RawData
 from raypfl.evaluation import Measures, summarise
-from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.methods import FedAvg
 from raypfl.models import MODELS
 from raypfl.objectives import (
@@ -74,11 +74,11 @@ def test_losses_are_torchs_leave_padding_out_and_are_vectorised(name):
 
 def judged(objective: Objective, outputs, y, cuts=(2, 5), targets: int = 1, extra=()) -> dict[str, float]:
     """Every metric of one model, its answers in several batches."""
-    tally = Tally(Measures(objective, extra, targets))
+    metric_sums = MetricSums(Measures(objective, extra, targets))
     ends = [0, *cuts, len(y)]
     parts = [(slice(a, b)) for a, b in itertools.pairwise(ends)]
-    sums = tally.of([Answers(slice(0, 1), outputs[None, part], y[None, part], None) for part in parts], 1)
-    return dict(zip(tally.measures.columns, tally.values(sums)[0].tolist(), strict=True))
+    sums = metric_sums.of([Answers(slice(0, 1), outputs[None, part], y[None, part], None) for part in parts], 1)
+    return dict(zip(metric_sums.measures.columns, metric_sums.values(sums)[0].tolist(), strict=True))
 
 
 def test_metrics_of_numbers_are_scikit_learns_in_the_targets_own_units():

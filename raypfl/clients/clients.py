@@ -18,7 +18,7 @@ from raypfl.clients.ways import fit_for_padding, tried
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, MethodError
 from raypfl.common.messages import PerClient, inside_a_loss, per_client, plain
-from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
 from raypfl.models.predictor import Predictor
@@ -338,8 +338,8 @@ class Clients:
     def evaluate(self, theta: Tensor | Predictor, split: str = "test") -> dict[str, PerClient]:
         """Each client's model on its own split: ``samples`` and every metric by name, ``[K]`` each; NaN without any."""
         models, measures = theta if isinstance(theta, Predictor) else self._rows(theta), self._bench.measures
-        tally = Tally(measures)
-        rows = tally.values(tally.of(self.answers(models, self.own(split)), len(self))).to(self.device)
+        metric_sums = MetricSums(measures)
+        rows = metric_sums.values(metric_sums.of(self.answers(models, self.own(split)), len(self))).to(self.device)
         columns = dict(zip(measures.columns, rows.unbind(1), strict=True))
         return {name: per_client(columns[name]) for name in ("samples", *measures.metrics)}
 

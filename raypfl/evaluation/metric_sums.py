@@ -1,7 +1,7 @@
 """Sums over test samples, from which a model's metrics follow; those of the parts of a test set add up to the whole's.
 
-A tally has a row for each model, ``float64[K, W]``: samples, the sums of each metric and, if it is kept by class,
-samples and the sum of each mean over samples, of each class.
+Metric sums have a row for each model, ``float64[K, W]``: the number of samples and the sums of each metric. If they are
+kept by class, the number of samples and the sum of each `SampleMean` follow for every class.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tally:
-    """How sums stand in a row.
+class MetricSums:
+    """The layout of a row of sums.
 
     Attributes
     ----------
-    by_class : keep them by class too; for samples of one class each alone.
+    by_class : keep them by class too. Every sample must have exactly one class.
     """
 
     measures: Measures
@@ -60,7 +60,7 @@ class Tally:
 
     @property
     def whole(self) -> bool:
-        """Whether a metric needs all outputs at once, so that tallies of parts do not add up."""
+        """Whether a metric needs all outputs at once, so that the sums of parts do not add up."""
         return any(isinstance(metric, OverAll) for metric in self.measures.metrics.values())
 
     @property
@@ -73,7 +73,7 @@ class Tally:
         return torch.zeros(rows, width, dtype=torch.float64, device=device)
 
     def of(self, answers: Iterable[Answers], rows: int) -> Tensor:
-        """The tally ``float64[rows, W]`` of all answers, a row for each model, or for each owner of the samples."""
+        """The sums ``float64[rows, W]`` over all answers, a row for each model, or for each owner of the samples."""
         sums: Tensor | None = None
         kept: list[Answers] = []
         for part in answers:
@@ -89,7 +89,7 @@ class Tally:
         return sums
 
     def values(self, sums: Tensor) -> Tensor:
-        """``float64[..., columns]``, the columns of `Measures`, of tallies ``[..., W]``; NaN for what has no value."""
+        """The columns of `Measures`, ``float64[..., columns]``, from sums ``[..., W]``; NaN where there is no value."""
         count = sums[..., 0]
         known = {
             name: metric.value(sums[..., self.spans[name]], count) for name, metric in self.measures.metrics.items()
@@ -97,7 +97,7 @@ class Tally:
         return self._in_columns({"samples": count, **known})
 
     def class_weighted(self, sums: Tensor, alpha: Tensor) -> Tensor:
-        """The same if a sample of class c weighs ``alpha[..., c]``, from tallies by class ``[..., W]``.
+        """The same if a sample of class c weighs ``alpha[..., c]``, from sums by class ``[..., W]``.
 
         `samples` are those of a weight above 0. (Dai et al. 2023, acc_i of section 5)
         """

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from raypfl.evaluation.measures import Measures
-from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import OWN, WEIGHTED, class_weights
 
 MODELS = ("personal", "global")
@@ -93,11 +93,13 @@ def _rows(
     everybody, nobody = np.asarray(clients, dtype=np.int64), np.array([-1])
     if model == "global" and protocol in WEIGHTED and "global/global" in scores:
         alpha = class_weights(protocol, scores["global/alpha"])
-        return Tally(measures, by_class=True).class_weighted(scores["global/global"][None], alpha).numpy(), everybody
+        return MetricSums(measures, by_class=True).class_weighted(
+            scores["global/global"][None], alpha
+        ).numpy(), everybody
     if (found := scores.get(f"{model}/{protocol}")) is None:
         return np.zeros((0, len(measures.columns))), everybody[:0]
     if model == "global" and protocol not in OWN:
-        return Tally(measures).values(found[None]).numpy(), nobody
+        return MetricSums(measures).values(found[None]).numpy(), nobody
     return found.numpy(), everybody
 
 

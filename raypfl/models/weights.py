@@ -76,12 +76,12 @@ def fill(network: nn.Module, given: Mapping[str, Tensor], source: str) -> str:
     """
     own = _tensors(network.state_dict())
     given = _tensors(given)
-    words = roles(network, own)
-    head = words["output layer"]
+    parts = roles(network, own)
+    head = parts["output layer"]
     kept = _other_classes(own, given, head)
     if kept:
         given = {name: t for name, t in given.items() if not name.startswith(_layer(head))}
-    drawn = [n for n in own if n not in given and n in (*words["output layer"], *words["adapters"])]
+    drawn = [n for n in own if n not in given and n in (*parts["output layer"], *parts["adapters"])]
     if problems := _misfits(own, given, drawn):
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         raise ConfigError(f"The weights of {source} do not fit the network: {shown}.")
@@ -91,7 +91,7 @@ def fill(network: nn.Module, given: Mapping[str, Tensor], source: str) -> str:
     said = f"{len(given)} of {len(own)} tensors" if drawn else f"all {len(own)} tensors"
     layers = sorted({name.rpartition(".")[0] for name in drawn if name in head})
     said += f"; {', '.join(layers)} drawn at random{kept}" if layers else ""
-    return said + ("; adapters drawn at random" if any(name in words["adapters"] for name in drawn) else "")
+    return said + ("; adapters drawn at random" if any(name in parts["adapters"] for name in drawn) else "")
 
 
 def _tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.messages import Each, LentChanged, Sum, plain
-from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, class_weights, parts
 from raypfl.models.predictor import Predictor
 
@@ -39,7 +39,7 @@ def score(
     Returns
     -------
     ``personal/...`` and, of own samples, ``global/...``: the metrics of each client, ``Each`` of ``[K, columns]``. Of
-    common samples ``global/...``: the global model's tally, ``Sum`` of ``[K, W]``; and ``global/alpha``: training
+    common samples ``global/...``: the global model's metric sums, ``Sum`` of ``[K, W]``; and ``global/alpha``: training
     samples by class, ``Each`` of ``[K, C]``.
     """
     values: dict[str, Each | Sum] = {}
@@ -62,7 +62,7 @@ def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[s
         return {}
     count = len(clients)
     models = models if isinstance(models, Predictor) else plain(models).expand(count, -1)
-    plainly, rows = Tally(clients.bench.measures), {}
+    plainly, rows = MetricSums(clients.bench.measures), {}
     for protocol in protocols:
         if protocol in OWN:
             rows[protocol] = plainly.values(plainly.of(clients.answers(models, clients.own(OWN[protocol])), count))
@@ -77,11 +77,11 @@ def _everywhere(clients: Clients, models: Tensor | Predictor, protocols: Collect
     weighted = [protocol for protocol in WEIGHTED if protocol in protocols]
     if "global" not in protocols and not weighted:
         return {}
-    tally = Tally(clients.bench.measures, by_class=bool(weighted))
-    sums = tally.of(clients.answers(models, _everyone(clients)), len(clients))
-    rows = {"global": tally.values(sums)} if "global" in protocols else {}
+    metric_sums = MetricSums(clients.bench.measures, by_class=bool(weighted))
+    sums = metric_sums.of(clients.answers(models, _everyone(clients)), len(clients))
+    rows = {"global": metric_sums.values(sums)} if "global" in protocols else {}
     for protocol in weighted:
-        rows[protocol] = tally.class_weighted(sums, class_weights(protocol, _classes(clients).to(sums)))
+        rows[protocol] = metric_sums.class_weighted(sums, class_weights(protocol, _classes(clients).to(sums)))
     return rows
 
 
@@ -94,14 +94,14 @@ def _shared(
     everywhere = weighted or "global" in protocols
     for protocol, split in OWN.items():
         if protocol in protocols or (protocol == "local" and everywhere):
-            tally = Tally(clients.bench.measures, by_class=weighted and protocol == "local")
-            sums = tally.of(clients.answers_for_owners(model, clients.own(split)), len(clients))
+            metric_sums = MetricSums(clients.bench.measures, by_class=weighted and protocol == "local")
+            sums = metric_sums.of(clients.answers_for_owners(model, clients.own(split)), len(clients))
             if protocol in protocols:
-                values[protocol] = Each(tally.values(sums))
+                values[protocol] = Each(metric_sums.values(sums))
             if protocol == "local" and everywhere:
                 # The union of the clients' tests; an area under a curve is not the sum of its parts'.
                 union = [Part(_everyone(clients))]
-                values["global"] = Sum(_share(clients, model, union, shares) if tally.whole else sums)
+                values["global"] = Sum(_share(clients, model, union, shares) if metric_sums.whole else sums)
     for protocol in protocols:
         if protocol.startswith("ood/"):
             values[protocol] = Sum(
@@ -113,8 +113,8 @@ def _shared(
 
 
 def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tuple[int, int]]) -> Tensor:
-    """The tally ``[K, W]`` of this group's shares of a common test set; if such do not add up, the first is all."""
-    if Tally(clients.bench.measures).whole:
+    """Sums ``[K, W]`` of this group's shares of a common test; it stays whole if the sums of parts do not add up."""
+    if MetricSums(clients.bench.measures).whole:
         mine = whole if any(i == 0 for i, _ in shares) else []
     else:
         cuts = [[(len(part.where) * i // n, len(part.where) * (i + 1) // n) for i, n in shares] for part in whole]
@@ -127,12 +127,12 @@ def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tupl
 
 
 def _on(clients: Clients, models: Tensor | Predictor, of: Iterable[Part], again: bool = False) -> Tensor:
-    """The tally of models on common samples; `again` if other models will be tested on the same."""
-    tally = Tally(clients.bench.measures)
-    total = tally.empty(len(models))
+    """The metric sums of models on common samples; `again` if other models will be tested on the same."""
+    metric_sums = MetricSums(clients.bench.measures)
+    total = metric_sums.empty(len(models))
     for part in of:
         change = _change(clients, part, again)
-        total = total + tally.of(clients.answers(models, part.where, change), len(models)).to(total.device)
+        total = total + metric_sums.of(clients.answers(models, part.where, change), len(models)).to(total.device)
     return total
 
 

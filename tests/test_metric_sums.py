@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
 from raypfl.evaluation import Measures
-from raypfl.evaluation.metric_sums import Tally
+from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import class_weights
 from raypfl.objectives import Classification, MultiLabel
 from raypfl.objectives.multi_label import macro_auc
@@ -26,16 +26,16 @@ def answers(logits, y, **fields):
     return [Answers(slice(0, len(logits)), logits, y, fields.pop("weight", None), **fields)]
 
 
-def tally(answers, rows, classes=0, objective=ONE_CLASS):
-    return Tally(Measures(objective, targets=classes), by_class=classes > 0).of(answers, rows)
+def sums_of(answers, rows, classes=0, objective=ONE_CLASS):
+    return MetricSums(Measures(objective, targets=classes), by_class=classes > 0).of(answers, rows)
 
 
-def labels_tally(answers):
-    return tally(answers, 1, objective=LABELS)
+def label_sums(answers):
+    return sums_of(answers, 1, objective=LABELS)
 
 
 def metrics(sums, objective=ONE_CLASS):
-    return Tally(Measures(objective)).values(sums)
+    return MetricSums(Measures(objective)).values(sums)
 
 
 def of(sums, name, row=0, objective=ONE_CLASS):
@@ -51,7 +51,7 @@ def random_answers(models=3, samples=40, classes=5, seed=0):
 # ------------------------------------------------------------------------------------------------------------- metrics
 def test_accuracy_and_loss_are_torchs():
     logits, y = random_answers()
-    sums = tally(answers(logits, y), 3)
+    sums = sums_of(answers(logits, y), 3)
     for k in range(3):
         assert of(sums, "samples", k) == 40
         assert of(sums, "accuracy", k) == pytest.approx(float((logits[k].argmax(1) == y[k]).float().mean()))
@@ -67,25 +67,25 @@ def test_calibration_error_is_the_gap_of_fifteen_bins_weighed_by_their_samples()
         inside = (confidence > low) & (confidence <= high)
         if inside.any():
             expected += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
-    assert of(tally(answers(logits, y), 1), "ece") == pytest.approx(expected, rel=1e-5)
+    assert of(sums_of(answers(logits, y), 1), "ece") == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_model_that_is_sure_and_right_has_no_calibration_error_and_one_that_is_wrong_has_all_of_it():
     sure = torch.tensor([[[60.0, 0.0], [60.0, 0.0]]])
-    assert of(tally(answers(sure, [[0, 0]]), 1), "ece") == 0
-    assert of(tally(answers(sure, [[1, 1]]), 1), "ece") == pytest.approx(1)
-    assert of(tally(answers(torch.zeros(1, 2, 2), [[0, 1]]), 1), "ece") == pytest.approx(0)
+    assert of(sums_of(answers(sure, [[0, 0]]), 1), "ece") == 0
+    assert of(sums_of(answers(sure, [[1, 1]]), 1), "ece") == pytest.approx(1)
+    assert of(sums_of(answers(torch.zeros(1, 2, 2), [[0, 1]]), 1), "ece") == pytest.approx(0)
 
 
 def test_a_diverged_model_is_judged_with_a_loss_that_is_no_number():
-    sums = tally(answers(torch.full((1, 4, 3), torch.nan), [[0, 1, 2, 0]]), 1)
+    sums = sums_of(answers(torch.full((1, 4, 3), torch.nan), [[0, 1, 2, 0]]), 1)
     assert np.isnan(of(sums, "loss")) and of(sums, "samples") == 4
 
 
-def test_tallies_of_the_parts_of_a_test_set_add_up_to_the_wholes():
+def test_sums_over_the_parts_of_a_test_set_add_up_to_the_wholes():
     logits, y = random_answers()
-    whole = tally(answers(logits, y), 3, classes=5)
-    parts = sum(tally(answers(logits[:, a:b], y[:, a:b]), 3, classes=5) for a, b in ((0, 7), (7, 8), (8, 40)))
+    whole = sums_of(answers(logits, y), 3, classes=5)
+    parts = sum(sums_of(answers(logits[:, a:b], y[:, a:b]), 3, classes=5) for a, b in ((0, 7), (7, 8), (8, 40)))
     torch.testing.assert_close(parts, whole, equal_nan=True)
     torch.testing.assert_close(metrics(parts), metrics(whole), equal_nan=True)
 
@@ -94,16 +94,19 @@ def test_padding_counts_for_nothing():
     logits, y = random_answers()
     weight = torch.ones(3, 40)
     weight[1, 25:] = 0
-    padded, short = tally(answers(logits, y, weight=weight), 3, 5), tally(answers(logits[1:2, :25], y[1:2, :25]), 1, 5)
+    padded, short = (
+        sums_of(answers(logits, y, weight=weight), 3, 5),
+        sums_of(answers(logits[1:2, :25], y[1:2, :25]), 1, 5),
+    )
     torch.testing.assert_close(padded[1], short[0], equal_nan=True)
 
 
 def test_one_models_answers_are_divided_among_the_owners_of_the_samples():
     logits, y = random_answers(models=1)
     owners = torch.arange(40) % 4
-    mixed = tally([answers(logits, y, owners=owners)[0]._replace(models=slice(None))], 4, 5)
+    mixed = sums_of([answers(logits, y, owners=owners)[0]._replace(models=slice(None))], 4, 5)
     for k in range(4):
-        alone = tally(answers(logits[:, owners == k], y[:, owners == k]), 1, 5)
+        alone = sums_of(answers(logits[:, owners == k], y[:, owners == k]), 1, 5)
         torch.testing.assert_close(mixed[k], alone[0], equal_nan=True)
 
 
@@ -134,14 +137,14 @@ def test_labels_without_positives_or_without_negatives_are_left_out_of_the_area_
 
 def test_labels_may_be_whole_numbers_as_a_data_set_has_them():
     scores, targets = multi_label()
-    whole = labels_tally(answers(scores[None], targets.to(torch.int8)[None]))
-    torch.testing.assert_close(whole, labels_tally(answers(scores[None], targets[None])), equal_nan=True)
+    whole = label_sums(answers(scores[None], targets.to(torch.int8)[None]))
+    torch.testing.assert_close(whole, label_sums(answers(scores[None], targets[None])), equal_nan=True)
 
 
 def test_several_labels_a_sample_are_judged_by_their_mean_and_by_the_area_under_the_curve():
     scores, targets = multi_label()
     halves = [answers(scores[None, a:b], targets[None, a:b])[0] for a, b in ((0, 25), (25, 60))]
-    sums = labels_tally(halves)
+    sums = label_sums(halves)
     assert of(sums, "accuracy", objective=LABELS) == pytest.approx(
         float(((scores > 0) == (targets > 0.5)).float().mean())
     )
@@ -156,8 +159,8 @@ def test_several_labels_a_sample_are_judged_by_their_mean_and_by_the_area_under_
 
 # --------------------------------------------------------------------------------------------------- PM(V) and PM(L)
 def predictor(guesses, labels, classes):
-    """Tally by class of one model that answers `guesses`."""
-    return tally(answers(F.one_hot(torch.tensor([guesses]), classes).double(), [labels]), 1, classes)
+    """MetricSums by class of one model that answers `guesses`."""
+    return sums_of(answers(F.one_hot(torch.tensor([guesses]), classes).double(), [labels]), 1, classes)
 
 
 def weighted_accuracy(sums, protocol, counts):
@@ -165,8 +168,8 @@ def weighted_accuracy(sums, protocol, counts):
 
 
 def class_weighted(sums, protocol, counts):
-    tally = Tally(Measures(targets=len(counts)), by_class=True)
-    return tally.class_weighted(sums, class_weights(protocol, torch.tensor([counts], dtype=torch.float64)))
+    metric_sums = MetricSums(Measures(targets=len(counts)), by_class=True)
+    return metric_sums.class_weighted(sums, class_weights(protocol, torch.tensor([counts], dtype=torch.float64)))
 
 
 def test_a_constant_predictor_is_worth_the_share_of_its_class():
