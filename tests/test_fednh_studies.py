@@ -13,7 +13,7 @@ from torch import nn
 from raypfl.config import Experiment
 from raypfl.models import FlatModel
 from raypfl.server.setup import make_model
-from raypfl.studies.cells import Cell, choose, plan
+from raypfl.studies.cells import Cell, plan, select
 from raypfl.studies.description import Study, load
 
 NAMES = ("fednh-table1", "fednh-table2", "fednh-table3")
@@ -179,7 +179,7 @@ def study_of(name: str) -> Study:
 @cache
 def cells_of(name: str) -> list[Cell]:
     study = study_of(name)
-    return plan(study, choose(study))
+    return plan(study, select(study))
 
 
 def cells_on(name: str, data: str) -> list[Cell]:
@@ -294,7 +294,7 @@ def test_the_method_of_the_authors_code_joins_the_study_by_the_file_on_the_page(
     (tmp_path / "release.yaml").write_text(written("extends"))
     study, reference = load(str(tmp_path / "release.yaml"))
     assert reference.name == "fednh-table1" and len(study.methods) == 11
-    cells = plan(study, choose(study, ("FedNH (release)", "FedNH", "cifar10", "dir0.3")), ["seeds=1"])
+    cells = plan(study, select(study, ("FedNH (release)", "FedNH", "cifar10", "dir0.3")), ["seeds=1"])
     paper, release = (cell.experiment for cell in cells)
     theirs = {"scale": 1.0, "unit_means": True, "missing": "samples"}
     assert release.to_dict()["method"] == paper.to_dict()["method"] | theirs

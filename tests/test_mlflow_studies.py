@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from raypfl.commands.cli import app
 from raypfl.studies import running
-from raypfl.studies.workers import run_cell
+from raypfl.studies.worker import run_cell
 from raypfl.tracking.listener import MLflowListener
 from tests.mlflow_support import client_of, events, runs_of, with_database
 from tests.test_studies import TINY, Watch

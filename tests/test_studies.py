@@ -23,13 +23,13 @@ from raypfl.common.errors import ConfigError
 from raypfl.runs.result import is_finished
 from raypfl.server.events import RoundFinished, RunStarted
 from raypfl.studies import STUDIES, running
-from raypfl.studies.cells import choose, identity, plan
+from raypfl.studies.cells import identity, plan, select
 from raypfl.studies.description import Quoted, load
 from raypfl.studies.deviations import deviations
+from raypfl.studies.entries import Entry
 from raypfl.studies.layout import blocks, markdown
-from raypfl.studies.measured import Entry
 from raypfl.studies.picture import draw
-from raypfl.studies.workers import run_cell
+from raypfl.studies.worker import run_cell
 
 TINY = """\
 seeds: 2
@@ -68,7 +68,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def cells_of(source: str, *assignments: str, only: tuple[str, ...] = ()) -> list:
     study, _ = load(source)
-    return plan(study, choose(study, only), assignments)
+    return plan(study, select(study, only), assignments)
 
 
 def told(*words: str) -> dict:
@@ -122,9 +122,9 @@ def test_a_method_of_a_study_may_have_settings_of_its_own_and_a_setting_of_the_s
 
 
 def test_only_chooses_by_labels_whatever_their_case_and_punctuation():
-    assert {c.place for c in cells_of("tiny.yaml", only=("ditto", "dir 0.1"))} == {("Ditto", "", "Dir(0.1)")}
-    assert {c.place[0] for c in cells_of("tiny.yaml", only=("DIR(0.1)",))} == {"FedAvg", "Ditto"}
-    table = {c.place for c in cells_of("fednh-table1", only=("FedNH", "fedavg", "cifar10"))}
+    assert {c.position for c in cells_of("tiny.yaml", only=("ditto", "dir 0.1"))} == {("Ditto", "", "Dir(0.1)")}
+    assert {c.position[0] for c in cells_of("tiny.yaml", only=("DIR(0.1)",))} == {"FedAvg", "Ditto"}
+    table = {c.position for c in cells_of("fednh-table1", only=("FedNH", "fedavg", "cifar10"))}
     assert {place[:2] for place in table} == {("FedNH", "CIFAR-10"), ("FedAvg", "CIFAR-10")}
     with pytest.raises(ConfigError, match=r"no setting of fednh-table1; did you mean 'fednh'\?"):
         cells_of("fednh-table1", only=("fednhh",))
@@ -145,8 +145,8 @@ def test_a_study_that_extends_another_adds_to_it_takes_away_and_is_held_against_
     )
     study, reference = load("mine.yaml")
     assert (study.name, list(study.methods), reference.name) == ("mine", ["Ditto", "FedPer"], "tiny")
-    cells = plan(study, choose(study))
-    lines = deviations(reference, choose(study), cells, plan(reference, choose(reference)), {})
+    cells = plan(study, select(study))
+    lines = deviations(reference, select(study), cells, plan(reference, select(reference)), {})
     assert "training.lr is 0.5, not 0.1." in lines
     assert "FedPer: not in the published table." in lines and "1 of 2 methods: without FedAvg." in lines
 
@@ -356,8 +356,8 @@ def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():
 
 def test_deviations_say_where_they_hold_and_are_on_the_page():
     study, _ = load("fednh-table1")
-    choice = choose(study, ("fedavg", "fednh", "cifar10", "tinyimagenet"))
-    planned = plan(study, choose(study))
+    choice = select(study, ("fedavg", "fednh", "cifar10", "tinyimagenet"))
+    planned = plan(study, select(study))
     cells = plan(study, choice, ["training.precision=bf16", "method.rho=0.5", "training.weight_decay=1e-5", "seeds=2"])
     lines = deviations(study, choice, cells, planned, {})
     assert lines == [
@@ -367,7 +367,7 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
         "method.rho is 0.5, not 0.9 (FedNH).",
         "training.weight_decay is 1e-05, not 0.001 (TinyImageNet).",
         "2 seeds, not 3.",
-        "16 of 16 cells are not finished; what they would say is missing from the means.",
+        "16 of 16 cells are not finished, so the means do not include them.",
     ]
     page = markdown(study, study.published, [entry("A", "x", "GM", 1.0)], lines)
     assert "**Deviations from the published protocol**" in page and all(f"- {line}" in page for line in lines)
@@ -383,8 +383,8 @@ def test_what_is_true_of_an_unchanged_study_alone_is_not_said_of_a_changed_one()
 
 def test_reading_a_copy_in_another_format_is_said_and_where_it_lies_is_not():
     study, _ = load("fednh-table1")
-    choice = choose(study, ("cifar10", "fednh", "dir0.3"))
-    planned = plan(study, choose(study))
+    choice = select(study, ("cifar10", "fednh", "dir0.3"))
+    planned = plan(study, select(study))
     done = SimpleNamespace(round=1, experiment=raypfl.Experiment(rounds=1))
     cells = plan(study, choice, ["data.name=parquet", "data.root=/somewhere", "engine.threads=2", "data.label=fine"])
     assert deviations(study, choice, cells, planned, dict.fromkeys(range(3), done))[3:] == [
@@ -398,12 +398,12 @@ def test_the_study_of_the_guide_is_one(tiny: Path):
     for name, text in (("own", own), ("extending", extending)):
         (tiny / f"{name}.yaml").write_text(text)
     study, _ = load("own.yaml")
-    assert len(plan(study, choose(study))) == 12 and study.quoted("Ditto", "digits", "Dir(0.1)", "PM(L)") == (
+    assert len(plan(study, select(study))) == 12 and study.quoted("Ditto", "digits", "Dir(0.1)", "PM(L)") == (
         95.0,
         None,
     )
     study, reference = load("extending.yaml")
-    assert reference.name == "fednh-table1" and len(plan(study, choose(study))) == 180
+    assert reference.name == "fednh-table1" and len(plan(study, select(study))) == 180
 
 
 # The studies that come with the package
@@ -412,6 +412,6 @@ def test_the_study_of_the_guide_is_one(tiny: Path):
 @pytest.mark.parametrize("name", list(STUDIES))
 def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     study, reference = load(name)
-    cells = plan(study, choose(study))
+    cells = plan(study, select(study))
     assert reference is study and STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))

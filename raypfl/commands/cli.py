@@ -113,14 +113,14 @@ def run(
 
     KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
     """
-    from raypfl.commands import run as running
+    from raypfl.commands.run import run_experiments
     from raypfl.config import experiments
 
     recipe, given = _named_and_changes(words or [], "digits")
     changes = [*given, f"methods={json.dumps(_names(method))}"] if method else given
     changes = [*changes, f"seeds={seeds}"] if seeds else changes
     planned = experiments(_source(recipe), changes)
-    running.run(planned, [recipe, *given], quiet, as_json)
+    run_experiments(planned, [recipe, *given], quiet, as_json)
 
 
 @app.command()
@@ -134,9 +134,9 @@ def resume(
 
     In a comparison, the interrupted run continues and the remaining ones start. rounds=60 extends what is finished.
     """
-    from raypfl.commands import run as running
+    from raypfl.commands.run import resume_folder
 
-    running.resume(folder, changes or [], quiet, as_json)
+    resume_folder(folder, changes or [], quiet, as_json)
 
 
 @app.command()
@@ -169,11 +169,11 @@ def study(
 
     Finished runs are not repeated, interrupted ones continue. KEY=VALUE changes a setting of all runs.
     """
-    from raypfl.commands import study as command
+    from raypfl.commands.study import run_study
 
     source, changes = _named_and_changes(words or [], "digits-personal")
     changes += [f"{key}={count}" for key, count in (("rounds", rounds), ("seeds", seeds)) if count]
-    command.carry_out(command.Order(source, _names(only), changes), quiet, as_json)
+    run_study(source, _names(only), changes, quiet, as_json)
 
 
 @app.command()

@@ -68,7 +68,7 @@ class _Work:
         return "To go on: " + shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
 
 
-def run(planned: Sequence[Experiment], tried: Sequence[str], quiet: bool, as_json: bool) -> None:
+def run_experiments(planned: Sequence[Experiment], tried: Sequence[str], quiet: bool, as_json: bool) -> None:
     """Run an experiment, or several as a comparison.
 
     Parameters
@@ -95,8 +95,8 @@ def run(planned: Sequence[Experiment], tried: Sequence[str], quiet: bool, as_jso
     _carry_out(_Work(folder, [only], tried, {"recipe": tried[0]}), quiet, as_json)
 
 
-def resume(folder: Path, changes: Sequence[str], quiet: bool, as_json: bool) -> None:
-    """Finish the run or the comparison in a folder, with ``dotted.key=value`` changes; raises as `run` does."""
+def resume_folder(folder: Path, changes: Sequence[str], quiet: bool, as_json: bool) -> None:
+    """Finish the run or comparison in a folder, with ``dotted.key=value`` changes. Raises as `run_experiments` does."""
     if comparison := Comparison.load(folder):
         work = _resumed(comparison, changes)
     else:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, ValidationError, create_model
 
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
-from raypfl.config.sentences import sentences
+from raypfl.config.validation import sentences
 from raypfl.data import PARTITIONS, Partition
 from raypfl.methods import METHODS, Method
 from raypfl.objectives import METRICS, OBJECTIVES, Metric, Objective

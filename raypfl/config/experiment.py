@@ -32,8 +32,8 @@ from raypfl.config.components import (
     name_and_options,
 )
 from raypfl.config.limits import cohort_mistakes, evaluation_mistakes, outside_limits, training_mistakes
-from raypfl.config.sentences import listed, sentences
 from raypfl.config.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
+from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read, write
 from raypfl.data import Dirichlet, Partition
 from raypfl.datasets import DATASETS, DataConfig

@@ -1,4 +1,4 @@
-"""A study's cells: one method in one setting from one seed, and the folder where its run is."""
+"""The cells of a study: one method in one setting with one seed, and the folder of its run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from raypfl.config import Experiment, experiments
 from raypfl.config.limits import aggregates
 from raypfl.studies.description import Setting, Study, merged, plain_label
 
-_SAME_BITS = ("name", "output", "ray", "checkpoint", "tracking")
+_NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
+"""Parts of a description that do not change the bits of a result."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,26 @@ class Cell:
     experiment: Experiment
 
     @property
-    def place(self) -> tuple[str, str, str]:
-        """Its method, block and group of columns, without its seed."""
+    def position(self) -> tuple[str, str, str]:
+        """Method, block and group of columns, which the cells of all seeds have in common."""
         return self.method, self.down, self.across
 
     @property
     def label(self) -> str:
-        """Method, setting and seed, to a person."""
-        return " · ".join([*filter(None, self.place), f"seed {self.experiment.seed}"])
+        """Method, setting and seed, as shown to a person."""
+        return " · ".join([*filter(None, self.position), f"seed {self.experiment.seed}"])
 
     @property
     def folder(self) -> Path:
-        """Of its run, named after what decides the result, so that studies with the same cell share it."""
+        """Folder of its run, named after everything that decides the result: equal cells of other studies share it."""
         values = self.experiment.to_dict()
         parts = (values["method"]["name"], values["data"]["name"], f"s{values['seed']}", identity(self.experiment))
-        name = "-".join(parts)
-        return Path(self.experiment.output).absolute() / "cells" / re.sub(r"[^\w.-]+", "_", name)
+        return Path(self.experiment.output).absolute() / "cells" / re.sub(r"[^\w.-]+", "_", "-".join(parts))
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which methods, blocks and groups of columns are run."""
+class Selection:
+    """The labels of methods, blocks and groups of columns that are run."""
 
     methods: tuple[str, ...]
     down: tuple[str, ...]
@@ -62,20 +62,18 @@ class Choice:
 
 
 def identity(experiment: Experiment) -> str:
-    """Twelve hexadecimal digits of everything in a description that may change its result."""
-    values = {key: value for key, value in experiment.to_dict().items() if key not in _SAME_BITS}
-    data, engine = dict(values["data"]), dict(values["engine"])
-    for section, keys in ((data, ("cache", "download")), (engine, ("backend",))):
-        for key in keys:
-            del section[key]
+    """Twelve hexadecimal digits, a hash of everything in a description that may change its result."""
+    values = {key: value for key, value in experiment.to_dict().items() if key not in _NO_EFFECT}
+    data = {key: value for key, value in values["data"].items() if key not in ("cache", "download")}
+    engine = {key: value for key, value in values["engine"].items() if key != "backend"}
     if data["root"]:
         data["root"] = str(Path(data["root"]).expanduser().absolute())
     text = json.dumps(values | {"data": data, "engine": engine}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def choose(study: Study, words: Iterable[str] = ()) -> Choice:
-    """What `words` name: of each axis the labels that are named or, where none is, all.
+def select(study: Study, only: Iterable[str] = ()) -> Selection:
+    """The labels in `only`; of an axis of which it names none, all labels.
 
     Case and punctuation do not count: ``dir0.3`` is ``Dir(0.3)``.
 
@@ -86,17 +84,17 @@ def choose(study: Study, words: Iterable[str] = ()) -> Choice:
     axes = {"methods": list(study.methods), "down": list(study.down), "across": list(study.across)}
     known = {plain_label(label): (axis, label) for axis, labels in axes.items() for label in labels}
     named: dict[str, set[str]] = {axis: set() for axis in axes}
-    for word in words:
+    for word in only:
         if plain_label(word) not in known:
             hint = did_you_mean(plain_label(word), known)
             raise ConfigError(f"--only names {word!r}, which is no method and no setting of {study.name}; {hint}")
         axis, label = known[plain_label(word)]
         named[axis].add(label)
-    return Choice(*(tuple(one for one in labels if one in (named[axis] or labels)) for axis, labels in axes.items()))
+    return Selection(*(tuple(one for one in labels if one in (named[axis] or labels)) for axis, labels in axes.items()))
 
 
-def plan(study: Study, choice: Choice, assignments: Sequence[str] = ()) -> list[Cell]:
-    """The cells to run, all methods and settings of one seed before the next.
+def plan(study: Study, selection: Selection, assignments: Sequence[str] = ()) -> list[Cell]:
+    """The cells to run, all methods and settings of one seed before the next seed.
 
     Parameters
     ----------
@@ -104,47 +102,44 @@ def plan(study: Study, choice: Choice, assignments: Sequence[str] = ()) -> list[
 
     Raises
     ------
-    ConfigError : for anything wrong with the study's experiments or with `assignments`.
+    ConfigError : if one of the experiments or an assignment is wrong.
     """
     for text in assignments:
         if text.partition("=")[0].strip() in ("method", "methods"):
             raise ConfigError(f"{text!r} cannot be set in a study: it has its methods. Choose among them with --only.")
     cells = []
-    for down in choice.down or ("",):
-        for across in choice.across or ("",):
-            cells += _row(study, choice.methods, (down, across), assignments)
+    for down in selection.down or ("",):
+        for across in selection.across or ("",):
+            cells += _cells(study, selection.methods, down, across, assignments)
     for cell in cells:
         _require_metrics(study, cell)
     return sorted(cells, key=lambda cell: cell.experiment.seed)
 
 
-def _row(study: Study, methods: Sequence[str], place: tuple[str, str], assignments: Sequence[str]) -> list[Cell]:
+def _cells(study: Study, methods: Sequence[str], down: str, across: str, assignments: Sequence[str]) -> list[Cell]:
     """The cells of all methods and seeds in one setting."""
-    down, across = place
-    settings = [study.down.get(down, Setting()), study.across.get(across, Setting())]
     values: dict[str, Any] = {"name": study.name, "seeds": study.seeds, **study.experiment}
-    for setting in settings:
+    described = {label: study.methods[label] for label in methods}
+    for setting in (study.down.get(down, Setting()), study.across.get(across, Setting())):
         values = merged(values, setting.experiment)
-    values["methods"] = []
-    for label in methods:
-        method = study.methods[label]
-        for setting in settings:
-            method = merged(method, setting.methods.get(label, {})) if label in setting.methods else method
-        values["methods"].append(method)
-    planned = experiments(values, assignments)
+        described |= {
+            label: merged(described[label], setting.methods[label]) for label in methods if label in setting.methods
+        }
+    planned = experiments(values | {"methods": list(described.values())}, assignments)
     seeds = len(planned) // len(methods)
     return [Cell(methods[i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
 
 
 def _require_metrics(study: Study, cell: Cell) -> None:
-    tested = cell.experiment.evaluation.protocols
+    experiment = cell.experiment
+    tested = experiment.evaluation.protocols
+    known = aggregates(experiment.objective, experiment.evaluation.metrics)
     for heading, metric in study.metrics.items():
         if metric.protocol not in tested:
             raise ConfigError(
                 f"The study's metric {heading} is of the protocol {metric.protocol!r}, but evaluation.protocols is "
                 f"[{', '.join(tested)}]; add it."
             )
-        known = aggregates(cell.experiment.objective, cell.experiment.evaluation.metrics)
         if metric.value is not None and metric.value not in known:
             raise ConfigError(
                 f"The study's metric {heading} has the value {metric.value!r}, which is no metric; "

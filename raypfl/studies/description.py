@@ -1,4 +1,4 @@
-"""A study's file: which cells it has, how its table is laid out, and what was published."""
+"""A study's file: its cells, the layout of its table, and what was published."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.config.sentences import listed, sentences
+from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read
 from raypfl.studies import STUDIES
 
-_WHOLE = ("metrics", "published", "choices")  # what a study that extends another replaces, rather than adds to
+_REPLACED = ("metrics", "published", "choices")
+"""Keys that a study which extends another replaces as a whole."""
+
 _DASHES = {"–", "—", "-"}
-_QUOTED = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*±\s*(\d+(?:\.\d+)?))?")
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*±\s*(\d+(?:\.\d+)?))?")
 
 
 class Quoted(NamedTuple):
-    """A published number in percent, and what stands behind its ±."""
+    """A published number in percent, and the number after its ±."""
 
     value: float
     spread: float | None = None
@@ -36,8 +38,8 @@ class Metric(_Part):
     Attributes
     ----------
     protocol, model : which rows of an evaluation. value : which of their aggregates: a metric, or ``weighted``,
-        ``worst_decile`` or ``std`` of the primary one; None: that one. Shares are shown in percent.
-    spread : what stands behind the ±: the standard deviation over the ``seeds``, or that over the ``clients``.
+        ``worst_decile`` or ``std`` of the primary one; None: the primary one. Shares are shown in percent.
+    spread : what the ± is: the standard deviation over the ``seeds``, or over the ``clients``.
     """
 
     protocol: str
@@ -54,14 +56,14 @@ class Setting(_Part):
 
 
 class Published(_Part):
-    """Numbers from elsewhere.
+    """Numbers of the paper.
 
     Attributes
     ----------
-    source : where they stand, with the number of the table.
-    notes : what one should know of them.
-    alike : what is true of the gaps only where nothing deviates from the published protocol.
-    rows : the table as it is printed: by block (where there are any) and method, a list with an entry for each column.
+    source : the paper, and the number of the table.
+    notes : remarks on these numbers.
+    alike : remarks on the gaps that hold only without any deviation from the published protocol.
+    rows : the table as printed: by block (if there are any) and method, a list with an entry for each column.
     """
 
     source: str
@@ -71,17 +73,17 @@ class Published(_Part):
 
 
 class Study(_Part):
-    """A named grid of methods, settings and seeds.
+    """A grid of methods, settings and seeds.
 
     Attributes
     ----------
-    name : of its folder.
-    experiment : what all cells share, as in an experiment's file.
+    name : of the study and of its folder.
+    experiment : settings that all cells share, as in an experiment's file.
     methods : label -> method with its options.
-    down, across : label -> what that block of rows, or that group of columns, changes.
-    metrics : heading -> what is shown, for each group of columns.
+    down, across : label -> what this block of rows, or this group of columns, changes.
+    metrics : heading -> metric, in each group of columns.
     seeds : how often each method is run in each setting.
-    choices : what the source leaves open and is chosen here, in sentences.
+    choices : sentences on what the paper leaves open and this study chooses.
     published : None: there is nothing to compare with.
     """
 
@@ -95,41 +97,53 @@ class Study(_Part):
     choices: list[str] = Field(default_factory=list)
     published: Published | None = None
 
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """The table's columns, as (group, metric)."""
+        return [(group, metric) for group in self.across or [""] for metric in self.metrics]
+
+    @property
+    def published_blocks(self) -> dict[str, Any]:
+        """The published rows by block; without blocks, under an empty name."""
+        rows = self.published.rows if self.published else {}
+        return rows if self.down else {"": rows}
+
     def quoted(self, method: str, down: str, across: str, metric: str) -> Quoted | None:
         """The published number there, if there is one."""
-        if self.published is None:
+        rows = self.published_blocks.get(down, {})
+        if method not in rows or (across, metric) not in self.columns:
             return None
-        rows = self.published.rows.get(down, {}) if self.down else self.published.rows
-        columns = _columns(self)
-        if method not in rows or (across, metric) not in columns:
-            return None
-        return _parsed(rows[method][columns.index((across, metric))])
+        return _parsed(rows[method][self.columns.index((across, metric))])
 
 
 def load(source: str) -> tuple[Study, Study]:
-    """A study that comes with the package, or that of a file ending in ``.yaml``; and the one it is held against.
+    """A study, by name or from a file that ends in ``.yaml``, and the study with whose published table it is compared.
 
-    That is itself or, if its file extends another one and publishes nothing of its own, that other one.
+    The second is the study itself or, if its file extends another one and publishes nothing, that other one.
 
     Raises
     ------
-    ConfigError : if there is none, or for everything that is wrong with it.
+    ConfigError : if there is no such study, or for every mistake in it.
     """
-    given = _given(source)
+    is_file = source.endswith((".yaml", ".yml"))
+    given = {"name": Path(source).stem if is_file else source}
+    given |= read(Path(source) if is_file else STUDIES.text(source))
     base = given.pop("extends", None)
     if base is None:
-        study = _made(source, given)
+        study = _checked(source, given)
         return study, study
     if not isinstance(base, str):
         raise ConfigError(f"{source}: extends is {base!r}; it must be the name of a study, or a file.")
     extended, reference = load(base)
     parent = extended.model_dump(exclude={"name", "published"})
-    study = _made(source, _extended(parent, given))
+    replaced = {key: given[key] for key in _REPLACED if key in given}
+    changes = {key: value for key, value in given.items() if key not in replaced}
+    study = _checked(source, merged(parent, changes) | replaced)
     return study, study if "published" in given else reference
 
 
 def merged(base: Any, change: Any) -> Any:
-    """`change` laid over `base`: mappings merge, key by key, and None takes a key away."""
+    """`base`, changed: mappings are merged key by key, and None removes a key."""
     if not isinstance(change, Mapping):
         return change
     under = {"name": base} if isinstance(base, str) else base if isinstance(base, Mapping) else {}
@@ -137,23 +151,12 @@ def merged(base: Any, change: Any) -> Any:
     return {key: value for key, value in {**under, **over}.items() if value is not None}
 
 
-def _extended(parent: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    both = merged(parent, {key: value for key, value in given.items() if key not in _WHOLE})
-    return both | {key: given[key] for key in _WHOLE if key in given}
-
-
 def plain_label(label: str) -> str:
-    """How labels are compared: letters and digits alone, in lower case."""
+    """A label as it is compared: letters and digits in lower case."""
     return re.sub(r"[\W_]+", "", label.casefold())
 
 
-def _given(source: str) -> dict[str, Any]:
-    if not source.endswith((".yaml", ".yml")):
-        return {"name": source, **read(STUDIES.text(source))}
-    return {"name": Path(source).stem, **read(Path(source))}
-
-
-def _made(source: str, values: dict[str, Any]) -> Study:
+def _checked(source: str, values: dict[str, Any]) -> Study:
     try:
         study = Study(**values)
     except ValidationError as error:
@@ -179,7 +182,7 @@ def _label_mistakes(study: Study) -> Iterable[str]:
     for label in (*study.methods, *study.down, *study.across):
         plain = plain_label(label)
         if plain in seen or not plain:
-            yield f"The labels {seen.get(plain, '')!r} and {label!r} must differ in letters or digits, to be chosen by."
+            yield f"The labels {seen.get(plain, '')!r} and {label!r} must differ in letters or digits."
         seen[plain] = label
 
 
@@ -193,10 +196,7 @@ def _option_mistakes(study: Study) -> Iterable[str]:
 
 
 def _published_mistakes(study: Study) -> Iterable[str]:
-    if study.published is None:
-        return
-    blocks = study.published.rows if study.down else {"": study.published.rows}
-    for block, rows in blocks.items():
+    for block, rows in study.published_blocks.items():
         where = "published.rows" + (f".{block}" if study.down else "")
         if study.down and block not in study.down:
             yield f"{where} is no block of the table; {did_you_mean(block, study.down)}"
@@ -208,11 +208,10 @@ def _published_mistakes(study: Study) -> Iterable[str]:
 
 
 def _row_mistakes(study: Study, where: str, method: str, row: Any) -> Iterable[str]:
-    columns = _columns(study)
     if method not in study.methods:
         yield f"{where} is none of the study's methods; {did_you_mean(method, study.methods)}"
-    if not isinstance(row, list) or len(row) != len(columns):
-        headings = ", ".join(" ".join(filter(None, column)) for column in columns)
+    if not isinstance(row, list) or len(row) != len(study.columns):
+        headings = ", ".join(" ".join(filter(None, column)) for column in study.columns)
         count = f"{len(row)} entries" if isinstance(row, list) else repr(row)
         yield f"{where} has {count}; it must have one for each column: {headings}."
         return
@@ -220,18 +219,13 @@ def _row_mistakes(study: Study, where: str, method: str, row: Any) -> Iterable[s
         try:
             _parsed(entry)
         except ValueError:
-            yield f"{where} has {entry!r}; an entry is a number, '66.40 ± 3.13', or '–' where there is none."
-
-
-def _columns(study: Study) -> list[tuple[str, str]]:
-    """The table's columns, as (group, metric)."""
-    return [(group, metric) for group in study.across or [""] for metric in study.metrics]
+            yield f"{where} has {entry!r}; an entry is a number, '66.40 ± 3.13', or '–' if there is none."
 
 
 def _parsed(entry: Any) -> Quoted | None:
     text = str(entry).strip()
     if text in _DASHES:
         return None
-    if not (found := _QUOTED.fullmatch(text)):
+    if not (found := _NUMBER.fullmatch(text)):
         raise ValueError(text)
     return Quoted(float(found[1]), None if found[2] is None else float(found[2]))

@@ -1,121 +1,110 @@
-"""How what was run departs from the protocol of what was published, in sentences."""
+"""How the runs depart from the published protocol, in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raypfl.config.assignments import flatten
 from raypfl.runs import Result
-from raypfl.studies.cells import Cell, Choice
+from raypfl.studies.cells import Cell, Selection
 from raypfl.studies.description import Study
 
-_NO_MATTER = {
+_NO_DEVIATION = {
     "": ("name", "seed", "output", "engine", "ray", "checkpoint", "tracking", "failures"),
     "data": ("root", "cache", "download", "image", "label", "files"),
     "training": ("channels_last",),
     "evaluation": ("every", "protocols", "batch_size"),
 }
-"""What decides where, how fast and how often something is done, but not what."""
+"""Settings, by section, that decide where, how fast and how often something is done, but not what."""
 
-_AXES = ((1, "down"), (2, "across"), (0, "methods"))
-_PARTS = {"methods": "methods", "down": "blocks", "across": "groups of columns"}
+_AXES = {"methods": "methods", "down": "blocks", "across": "groups of columns"}
+
+Position = tuple[str, str, str]
 
 
 def deviations(
-    study: Study, choice: Choice, cells: Sequence[Cell], planned: Sequence[Cell], results: Mapping[int, Result]
+    study: Study, selection: Selection, cells: Sequence[Cell], planned: Sequence[Cell], results: Mapping[int, Result]
 ) -> list[str]:
     """A sentence for every departure; none if the whole table was measured as published.
 
     Parameters
     ----------
-    study : with the published table, whose cells `planned` are, all of them.
-    choice : of what is asked for.
-    cells, results : that were run, and what came of those that are finished.
+    study : with the published table; `planned` are all of its cells.
+    selection : what was asked for.
+    cells, results : what was run, and the results of the finished ones by their index in `cells`.
     """
+    ours, theirs = ({cell.experiment.seed for cell in some} for some in (cells, planned))
+    seeds = f"{len(ours)} seed{'s' * (len(ours) > 1)}, not {len(theirs)}."
     return [
-        *_extent(study, choice),
+        *_extent(study, selection),
         *_settings(cells, planned),
-        *_seeds(cells, planned),
-        *_left(cells, results),
+        *([seeds] if len(ours) != len(theirs) else []),
+        *_unfinished(cells, results),
     ]
 
 
-def _extent(study: Study, choice: Choice) -> list[str]:
+def _extent(study: Study, selection: Selection) -> list[str]:
     lines = []
-    for axis, name in _PARTS.items():
-        whole, chosen = getattr(study, axis), getattr(choice, axis)
-        left_out = [label for label in whole if label not in chosen]
-        if left_out:
-            lines.append(f"{len(whole) - len(left_out)} of {len(whole)} {name}: without {', '.join(left_out)}.")
-        strange = [label for label in chosen if label not in whole]
-        if strange:
-            lines.append(f"{', '.join(strange)}: not in the published table.")
+    for axis, name in _AXES.items():
+        published, selected = getattr(study, axis), getattr(selection, axis)
+        if left_out := [label for label in published if label not in selected]:
+            count = len(published) - len(left_out)
+            lines.append(f"{count} of {len(published)} {name}: without {', '.join(left_out)}.")
+        if added := [label for label in selected if label not in published]:
+            lines.append(f"{', '.join(added)}: not in the published table.")
     return lines
 
 
 def _settings(cells: Sequence[Cell], planned: Sequence[Cell]) -> list[str]:
     published = _of_first_seed(planned)
-    here = {place: values for place, values in _of_first_seed(cells).items() if place in published}
-    changed: dict[tuple[str, str, str], list[tuple[str, str, str]]] = {}
-    for place, values in here.items():
-        for path in dict.fromkeys([*values, *published[place]]):
-            ours, theirs = (_shown(some.get(path)) for some in (values, published[place]))
+    here = {position: values for position, values in _of_first_seed(cells).items() if position in published}
+    changed: dict[tuple[str, str, str], list[Position]] = {}
+    for position, values in here.items():
+        for path in dict.fromkeys([*values, *published[position]]):
+            ours, theirs = (_shown(some.get(path)) for some in (values, published[position]))
             if ours != theirs:
-                changed.setdefault((path, ours, theirs), []).append(place)
+                changed.setdefault((path, ours, theirs), []).append(position)
     return [
         f"{path} is {ours}, not {theirs}{_scope(where, list(here))}." for (path, ours, theirs), where in changed.items()
     ]
 
 
-def _of_first_seed(cells: Sequence[Cell]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The settings in each place, in order, by their dotted paths."""
-    first: dict[tuple[str, str, str], Cell] = {}
+def _of_first_seed(cells: Sequence[Cell]) -> dict[Position, dict[str, Any]]:
+    """The settings that count at each position, by their dotted paths."""
+    first: dict[Position, Cell] = {}
     for cell in cells:
-        first.setdefault(cell.place, cell)
-    return {place: _flat(cell.experiment.to_dict()) for place, cell in first.items()}
+        first.setdefault(cell.position, cell)
+    return {position: _protocol(cell.experiment.to_dict()) for position, cell in first.items()}
 
 
-def _scope(places: list[tuple[str, str, str]], all_places: list[tuple[str, str, str]]) -> str:
-    """Where something holds: everywhere, at some labels of one axis, or in so many of the places."""
-    if len(places) == len(all_places):
+def _protocol(values: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in values.items() if key not in _NO_DEVIATION[""]}
+    for section in _NO_DEVIATION.keys() & kept.keys():
+        kept[section] = {key: value for key, value in kept[section].items() if key not in _NO_DEVIATION[section]}
+    return flatten(kept)
+
+
+def _scope(positions: list[Position], everywhere: list[Position]) -> str:
+    """Where something holds: everywhere, at some labels of one axis, or in so many of the positions."""
+    if len(positions) == len(everywhere):
         return ""
-    for axis, _ in _AXES:
-        labels = {place[axis] for place in places}
-        if sum(place[axis] in labels for place in all_places) == len(places):
-            named = dict.fromkeys(place[axis] for place in all_places if place[axis] in labels)
+    for axis in (1, 2, 0):  # down, across, methods
+        labels = {position[axis] for position in positions}
+        if sum(position[axis] in labels for position in everywhere) == len(positions):
+            named = dict.fromkeys(position[axis] for position in everywhere if position[axis] in labels)
             return f" ({', '.join(named)})"
-    return f" (in {len(places)} of {len(all_places)} rows of results)"
+    return f" (in {len(positions)} of {len(everywhere)} rows of results)"
 
 
-def _seeds(cells: Sequence[Cell], planned: Sequence[Cell]) -> list[str]:
-    ours, theirs = ({cell.experiment.seed for cell in some} for some in (cells, planned))
-    if len(ours) == len(theirs):
-        return []
-    return [f"{len(ours)} seed{'s' * (len(ours) > 1)}, not {len(theirs)}."]
-
-
-def _left(cells: Sequence[Cell], results: Mapping[int, Result]) -> list[str]:
+def _unfinished(cells: Sequence[Cell], results: Mapping[int, Result]) -> list[str]:
     lines = []
     if left := len(cells) - len(results):
-        lines.append(f"{left} of {len(cells)} cells are not finished; what they would say is missing from the means.")
-    short = [f"{cells[i].label} after {result.round}" for i, result in results.items() if _is_short(result)]
+        lines.append(f"{left} of {len(cells)} cells are not finished, so the means do not include them.")
+    short = [(i, one.round) for i, one in results.items() if one.round < one.experiment.rounds]
     if short:
-        lines.append(f"Stopped early: {'; '.join(short)} rounds.")
+        lines.append(f"Stopped early: {'; '.join(f'{cells[i].label} after {count}' for i, count in short)} rounds.")
     return lines
-
-
-def _is_short(result: Result) -> bool:
-    return result.round < result.experiment.rounds
-
-
-def _flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if key in _NO_MATTER.get(section, ()):
-            continue
-        path = f"{section}.{key}" if section else key
-        flat |= _flat(value, path) if isinstance(value, dict) and not section else {path: value}
-    return flat
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A study's table as a person reads it: on the terminal, and in Markdown."""
+"""A study's table, on the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.studies.description import Published, Study
-from raypfl.studies.measured import Entry
+from raypfl.studies.entries import Entry
 
-NOTHING = "–"
-WANTED = "…"
-"""What is not finished yet."""
+EMPTY = "–"
+PENDING = "…"
+"""Stands where cells are not finished."""
 
 _STYLES = {"here": "bold", "published": "dim", "gap": "cyan"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a block: what was measured here, what was published, or the gap between both.
+    """One line of a block: measured numbers, published ones, or the gaps between both.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Block:
-    """The table of one setting of `study.down`, with headings ``(group, metric)`` over its columns."""
+    """The part of the table for one setting of `study.down`; its columns have headings ``(group, metric)``."""
 
     title: str
     headings: tuple[tuple[str, str], ...]
@@ -45,8 +45,8 @@ class Block:
 
 
 def blocks(found: Sequence[Entry]) -> list[Block]:
-    """The table, as the paper has it: a block of methods for each setting down, a column a metric for each across."""
-    laid_out = []
+    """The table as the paper has it: a block for each setting down, a column for each metric and setting across."""
+    table = []
     for title in dict.fromkeys(one.down for one in found):
         own = [one for one in found if one.down == title]
         headings = tuple(dict.fromkeys((one.across, one.metric) for one in own))
@@ -54,27 +54,28 @@ def blocks(found: Sequence[Entry]) -> list[Block]:
         for method in dict.fromkeys(one.method for one in own):
             at = {(one.across, one.metric): one for one in own if one.method == method}
             lines += _lines(method, [at[heading] for heading in headings])
-        laid_out.append(Block(title, headings, tuple(lines)))
-    return laid_out
+        table.append(Block(title, headings, tuple(lines)))
+    return table
 
 
 def show(
     console: Console, study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]
 ) -> None:
-    """Print the table and what must be known of it."""
+    """Print the table and the notes on it."""
     for block in blocks(found):
         console.print()
         if block.title:
             console.print(Text(block.title, "bold"))
         console.print(_table(block))
-    for heading, lines in _remarks(study, published, found, deviations):
-        console.print(Text(heading, "bold yellow" if heading.startswith("Deviat") else "dim"))
+    for heading, lines in _notes(study, published, found, deviations):
+        loud = heading.startswith("Deviations")
+        console.print(Text(heading, "bold yellow" if loud else "dim"))
         for line in lines:
-            console.print(Padding(Text(line, "" if heading.startswith("Deviat") else "dim"), (0, 0, 0, 2)))
+            console.print(Padding(Text(line, "" if loud else "dim"), (0, 0, 0, 2)))
 
 
 def markdown(study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]) -> str:
-    """The same as a page."""
+    """The table and its notes as Markdown."""
     parts = [f"# {study.name}"]
     for block in blocks(found):
         parts += [f"## {block.title}"] if block.title else []
@@ -82,26 +83,26 @@ def markdown(study: Study, published: Published | None, found: Sequence[Entry], 
         rows = [headings, ["---", "---", *["---:"] * len(block.headings)]]
         rows += [[line.method, line.kind, *line.texts] for line in block.lines]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    for heading, lines in _remarks(study, published, found, deviations):
+    for heading, lines in _notes(study, published, found, deviations):
         parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
     return "\n\n".join(parts) + "\n"
 
 
 def _lines(method: str, row: Sequence[Entry]) -> list[Line]:
-    """A method's lines; of what was published and the gap only where there is something to say."""
+    """A method's lines; those of published numbers and of gaps only if they are not empty."""
     kinds = {
         "here": [_measured(one) for one in row],
-        "published": [_number(*one.published) if one.published else NOTHING for one in row],
+        "published": [_number(*one.published) if one.published else EMPTY for one in row],
         "gap": [_gap(one) for one in row],
     }
-    told = [(kind, texts) for kind, texts in kinds.items() if kind == "here" or set(texts) != {NOTHING}]
-    return [Line("" if i else method, kind, tuple(texts)) for i, (kind, texts) in enumerate(told)]
+    shown = [(kind, texts) for kind, texts in kinds.items() if kind == "here" or set(texts) != {EMPTY}]
+    return [Line("" if i else method, kind, tuple(texts)) for i, (kind, texts) in enumerate(shown)]
 
 
 def _measured(one: Entry) -> str:
     if one.mean is None:
-        return WANTED if one.missing else NOTHING
-    return _number(one.mean, one.spread) + (WANTED if one.missing else "")
+        return PENDING if one.missing else EMPTY
+    return _number(one.mean, one.spread) + (PENDING if one.missing else "")
 
 
 def _number(value: float, spread: float | None) -> str:
@@ -110,7 +111,7 @@ def _number(value: float, spread: float | None) -> str:
 
 def _gap(one: Entry) -> str:
     if one.gap is None:
-        return NOTHING
+        return EMPTY
     return _signed(one.gap) if one.spread_gap is None else f"{_signed(one.gap)} ({_signed(one.spread_gap)})"
 
 
@@ -132,18 +133,18 @@ def _table(block: Block) -> Table:
     return drawn
 
 
-def _remarks(
+def _notes(
     study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
     clients = any(one.spread_over == "clients" for one in found)
     gaps = "; gap (gap of the ±)" if published else ""
     over = f"the clients, averaged over the seeds{gaps}" if clients else "the seeds"
     shares = "In %" if all(one.label.endswith("(%)") for one in found) else "Shares in %"
-    legend = f"{shares}. Behind ±: the standard deviation over {over}. {WANTED} marks what is not finished."
-    remarks = [("Numbers", [legend])]
+    legend = f"{shares}. ± is the standard deviation over {over}. {PENDING} marks unfinished cells."
+    notes = [("Numbers", [legend])]
     if published:
-        remarks.append(("Published", [published.source, *published.notes, *([] if deviations else published.alike)]))
-        remarks.append(("Chosen where the source leaves it open", study.choices))
+        notes.append(("Published", [published.source, *published.notes, *([] if deviations else published.alike)]))
+        notes.append(("Choices where the source leaves something open", study.choices))
     heading = "Deviations from the published protocol" if published else "Deviations"
-    remarks.append((heading, [*deviations] or ["None: everything was run as described."]))
-    return [(heading, lines) for heading, lines in remarks if lines]
+    notes.append((heading, [*deviations] or ["None: everything was run as described."]))
+    return [(heading, lines) for heading, lines in notes if lines]

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from raypfl.common.files import draft
 from raypfl.results.contenders import colour
 from raypfl.results.picture import STYLE
-from raypfl.studies.measured import Entry
+from raypfl.studies.entries import Entry
 
 _INCHES = (3.6, 0.42)  # a panel's width, a method's height
 _KEY = 1.8  # inches of a key in the legend

@@ -16,7 +16,7 @@ from raypfl.runs.driver import make_room
 from raypfl.runs.result import is_finished
 from raypfl.server.events import Event, Progress
 from raypfl.studies.cells import Cell
-from raypfl.studies.workers import FAILED, FINISHED, STOPPED, Outcome, run_cell, run_cell_task
+from raypfl.studies.worker import FAILED, FINISHED, STOPPED, Outcome, run_cell, run_cell_task
 
 POLL = 0.3
 """Seconds between looks at the events of running cells."""

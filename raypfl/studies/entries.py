@@ -1,4 +1,4 @@
-"""From finished cells to the entries of a study's table, and to Parquet."""
+"""The entries of a study's table, from its finished cells; as rows for Parquet and JSON."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from raypfl.studies.description import Quoted, Study
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in one place of the table; shares in percent.
+    """One entry of the table; shares in percent.
 
     Attributes
     ----------
     method, down, across, metric : labels.
-    values : one for each seed whose cell is finished; empty where the method has no such model.
-    within : the standard deviation over clients of each.
-    missing : seeds whose cell is not finished.
-    published : what the source has there.
+    values : one for each finished seed; empty if the method has no such model.
+    within : standard deviation over clients, of each of the `values`.
+    missing : number of seeds that are not finished.
+    published : the number in the paper.
     spread_over : ``seeds`` or ``clients``.
-    label : what the values are, as of an axis: ``accuracy (%)``.
+    label : what the values are, as on an axis: ``accuracy (%)``.
     """
 
     method: str
@@ -49,15 +49,18 @@ class Entry:
 
     @property
     def over_seeds(self) -> float | None:
-        """The values' sample standard deviation; None for less than two."""
+        """Sample standard deviation of the values; None for less than two."""
         return stdev(self.values) if len(self.values) > 1 else None
 
     @property
+    def over_clients(self) -> float | None:
+        """Standard deviation over clients, averaged over the seeds."""
+        return fmean(self.within) if self.within else None
+
+    @property
     def spread(self) -> float | None:
-        """What stands behind the ±."""
-        if self.spread_over == "clients":
-            return fmean(self.within) if self.within else None
-        return self.over_seeds
+        """The number after the ±."""
+        return self.over_clients if self.spread_over == "clients" else self.over_seeds
 
     @property
     def gap(self) -> float | None:
@@ -66,10 +69,11 @@ class Entry:
 
     @property
     def spread_gap(self) -> float | None:
-        """The same of a spread over clients, which is a result of its own."""
-        if self.spread_over != "clients" or self.published is None or self.published.spread is None:
+        """The gap of the spread, if that is over clients: then it is a result of its own."""
+        theirs = self.published.spread if self.published else None
+        if self.spread_over != "clients" or self.spread is None or theirs is None:
             return None
-        return None if self.spread is None else self.spread - self.published.spread
+        return self.spread - theirs
 
 
 def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapping[int, Result]) -> list[Entry]:
@@ -77,38 +81,40 @@ def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapp
 
     Parameters
     ----------
-    reference : the study whose published numbers are shown.
-    results : of the cells that are finished, by their place in `cells`.
+    reference : the study with the published numbers.
+    results : of the finished cells, by their index in `cells`.
     """
     found = []
-    for place in dict.fromkeys(cell.place for cell in cells):
-        numbers = [i for i, cell in enumerate(cells) if cell.place == place]
+    for position in dict.fromkeys(cell.position for cell in cells):
+        numbers = [i for i, cell in enumerate(cells) if cell.position == position]
         finished = [results[i] for i in numbers if i in results]
         summaries = [result.summary() for result in finished]
-        # Where nothing is finished yet, it may not be known what will be learned.
+        # Before a run has begun, it may not be known what will be learned.
         measures = (finished[0] if finished else cells[numbers[0]]).experiment.measures
         for heading, metric in study.metrics.items():
-            rows = [row for one in summaries if (row := _row(one, metric.protocol, metric.model))]
+            wanted = (metric.protocol, metric.model)
+            rows = [row for one in summaries for row in one if (row["protocol"], row["model"]) == wanted]
             value = metric.value or measures.primary.name
             unit = Unit(measures.of(value) if value in measures.aggregates else measures.primary)
             of_primary = value in (measures.primary.name, *OF_PRIMARY)
             found.append(
                 Entry(
-                    *place,
+                    *position,
                     metric=heading,
                     values=tuple(unit.of(row[value] for row in rows if value in row)),
                     within=tuple(unit.of(row["std"] for row in rows if of_primary and "std" in row)),
                     missing=len(numbers) - len(summaries),
-                    published=reference.quoted(*place, heading),
+                    published=reference.quoted(*position, heading),
                     spread_over=metric.spread,
                     label=unit.label,
                 )
             )
-    return sorted(found, key=lambda one: (list(study.down or [""]).index(one.down), _order(study.methods, one.method)))
+    downs, methods = list(study.down or [""]), list(study.methods)
+    return sorted(found, key=lambda one: (downs.index(one.down), methods.index(one.method)))
 
 
 def as_rows(found: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A dict for each entry, as it stands in Parquet and JSON; shares in percent, None where there are none."""
+    """A dict for each entry, as in Parquet and JSON; shares in percent, None for what there is not."""
     return [
         {
             "method": one.method,
@@ -117,7 +123,7 @@ def as_rows(found: Sequence[Entry]) -> list[dict[str, Any]]:
             "metric": one.metric,
             "measured": one.mean,
             "std_over_seeds": one.over_seeds,
-            "std_over_clients": fmean(one.within) if one.within else None,
+            "std_over_clients": one.over_clients,
             "seeds": len(one.values),
             "missing_seeds": one.missing,
             "published": one.published.value if one.published else None,
@@ -130,32 +136,28 @@ def as_rows(found: Sequence[Entry]) -> list[dict[str, Any]]:
 
 def entry_table(found: Sequence[Entry]) -> pa.Table:
     """`as_rows` as a table."""
-    texts = [(name, pa.string()) for name in ("method", "down", "across", "metric")]
-    numbers = [(name, pa.float64()) for name in ("measured", "std_over_seeds", "std_over_clients")]
-    counts = [(name, pa.int32()) for name in ("seeds", "missing_seeds")]
-    numbers_of_source = [(name, pa.float64()) for name in ("published", "published_spread", "gap")]
-    return pa.Table.from_pylist(as_rows(found), pa.schema([*texts, *numbers, *counts, *numbers_of_source]))
+    rows = as_rows(found)
+    kinds = {"method": "string", "down": "string", "across": "string", "metric": "string"}
+    kinds |= {"seeds": "int32", "missing_seeds": "int32"}
+    return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, "float64")) for name in rows[0]]))
 
 
 def cell_table(cells: Sequence[Cell], results: Mapping[int, Result]) -> pa.Table:
-    """A row for each aggregate of each finished cell: what was measured, and which run measured it."""
-    schema = [(name, pa.string()) for name in ("method", "down", "across")]
-    schema += [("seed", pa.int64()), ("protocol", pa.string()), ("model", pa.string())]
+    """A row for each protocol and model of each finished cell: its aggregates, and the run that measured them."""
     found = dict.fromkeys(name for result in results.values() for name in result.experiment.measures.aggregates)
-    schema += [(name, pa.float64()) for name in found or Measures().aggregates]
-    schema += [("rounds", pa.int32()), ("run_dir", pa.string()), ("weights_hash", pa.string())]
+    schema = pa.schema(
+        [
+            *((name, "string") for name in ("method", "down", "across")),
+            ("seed", "int64"),
+            *((name, "string") for name in ("protocol", "model")),
+            *((name, "float64") for name in found or Measures().aggregates),
+            *(("rounds", "int32"), ("run_dir", "string"), ("weights_hash", "string")),
+        ]
+    )
     rows = []
     for i, result in results.items():
-        cell = cells[i]
-        about = {"method": cell.method, "down": cell.down, "across": cell.across, "seed": cell.experiment.seed}
-        about |= {"rounds": result.round, "run_dir": str(result.run_dir), "weights_hash": result.weights_hash}
-        rows += [about | {k: v for k, v in row.items() if k in dict(schema)} for row in result.summary()]
-    return pa.Table.from_pylist(rows, pa.schema(schema))
-
-
-def _row(summary: list[dict[str, Any]], protocol: str, model: str) -> dict[str, Any] | None:
-    return next((row for row in summary if (row["protocol"], row["model"]) == (protocol, model)), None)
-
-
-def _order(labels: Mapping[str, Any], label: str) -> int:
-    return list(labels).index(label)
+        about: dict[str, Any] = dict(zip(("method", "down", "across"), cells[i].position, strict=True))
+        about |= {"seed": cells[i].experiment.seed, "rounds": result.round, "run_dir": str(result.run_dir)}
+        about["weights_hash"] = result.weights_hash
+        rows += [about | {k: v for k, v in row.items() if k in schema.names} for row in result.summary()]
+    return pa.Table.from_pylist(rows, schema)
