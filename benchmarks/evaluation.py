@@ -41,7 +41,7 @@ from raypfl.datasets import DataConfig, RawData
 from raypfl.models import FlatModel
 from raypfl.runs.driver import _job
 from raypfl.server.server import Server
-from raypfl.server.setup import make_bench, make_task
+from raypfl.server.setup import make_context, make_task
 from raypfl.storage.states import Stack
 
 CLIENTS, TOGETHER = 1000, 25
@@ -89,8 +89,8 @@ def prepared(experiment: raypfl.Experiment, data: FederatedData, folder: str) ->
     keep_freed_memory()
     job = _job(experiment, Path(folder), data, lambda event: None)
     task = make_task(job.experiment, data, torch.device("cpu"))
-    worker = Worker(make_bench(job.experiment, data, task), experiment.method)
-    server = Server(job, task, worker.bench.pools, Inline(worker), lambda event: None, {})
+    worker = Worker(make_context(job.experiment, data, task), experiment.method)
+    server = Server(job, task, worker.context.pools, Inline(worker), lambda event: None, {})
     server._restore_or_start()
     server.round = 1
     draws = np.random.default_rng(1)

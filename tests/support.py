@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from raypfl.backends.inline import Inline
 from raypfl.clients.clients import Clients
-from raypfl.clients.context import Bench
+from raypfl.clients.context import Context
 from raypfl.clients.worker import Worker
 from raypfl.common import rng
 from raypfl.evaluation import Measures
@@ -134,9 +134,9 @@ class Federation:
         return Pools(self.all_samples, {"auxiliary": where}, seed=self.seed)
 
     @cached_property
-    def bench(self) -> Bench:
+    def context(self) -> Context:
         precision = Precision(self.training.precision == "bf16", bool(self.training.channels_last))
-        return Bench(
+        return Context(
             model=self.model,
             executor={"vectorised": Vectorised, "sequential": Sequential}[self.executor](self.model, precision),
             samples=self.all_samples,
@@ -155,7 +155,7 @@ class Federation:
     def exchanger(self) -> Exchanger:
         return Exchanger(
             task=self.task,
-            backend=Inline(Worker(self.bench, self.method or Method())),
+            backend=Inline(Worker(self.context, self.method or Method())),
             states=self.states,
             ledger=self.ledger,
             failures=self.failures,
@@ -169,7 +169,7 @@ class Federation:
         """A group; ``state[k]`` is what its k-th client remembers."""
         ids = tuple(range(len(self.sizes)) if ids is None else ids)
         states: list[Mapping[str, np.ndarray]] = [{n: v[k].numpy() for n, v in state.items()} for k in range(len(ids))]
-        return Clients(self.bench, ids, round, self.training.lr, states)
+        return Clients(self.context, ids, round, self.training.lr, states)
 
     def cohort(self, ids: Iterable[int] | None = None, dropped: tuple[int, ...] = ()) -> Cohort:
         ids = tuple(range(len(self.sizes)) if ids is None else ids)

@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional as torchvision
 import raypfl
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.common.messages import plain
+from raypfl.common.messages import unmarked
 from raypfl.datasets import DataConfig
 from raypfl.training.augmentation import Crop, Cutout, Flip, augmented
 from raypfl.training.batches import Samples, order
@@ -156,9 +156,9 @@ def test_mini_batches_one_by_one_are_those_of_sgd_with_their_changes(executor):
     clients = fed.clients()
     theta = raypfl.per_client(starts_of(fed))
     trained = clients.sgd(clients.loss, theta)
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta)
-    close(theta, plain(trained))
+    close(theta, unmarked(trained))
 
 
 def test_a_client_sees_the_same_images_alone_and_in_any_group():
@@ -174,7 +174,7 @@ def test_rounds_and_streams_change_the_same_samples_in_other_ways():
     trained = []
     for round, stream in ((0, ""), (0, "other"), (1, "")):
         clients = fed.clients(round=round)
-        trained.append(plain(clients.sgd(clients.loss, clients.initial, stream=stream)))
+        trained.append(unmarked(clients.sgd(clients.loss, clients.initial, stream=stream)))
     for one, other in combinations(trained, 2):
         assert (one != other).any(dim=1).all()
 
@@ -192,7 +192,7 @@ def test_whatever_is_no_step_of_training_sees_images_and_labels_as_they_are(exec
             clients.map(lambda p, batch: batch.mean(batch.x), theta),
             *(tensor for batch in batches for tensor in batch),
         ]
-        return [plain(part) for part in (means, counts, *parts)]
+        return [unmarked(part) for part in (means, counts, *parts)]
 
     changed, unchanged = (looked_at(Federation(executor=executor, augmentation=a)) for a in (SEVERAL, ()))
     assert all(torch.equal(one, other) for one, other in zip(changed, unchanged, strict=True))

@@ -1,4 +1,4 @@
-"""Clients walk through their own samples in an order that is theirs alone."""
+"""Clients visit their own samples in an order that is theirs alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def keys_for(count: int, seed: int = 0) -> np.ndarray:
     return np.array([rng.key(seed, "batches", 0, client) for client in range(count)], dtype=np.uint64)
 
 
-def visited(walk: Order, k: int) -> list[list[int]]:
+def visited(visits: Order, k: int) -> list[list[int]]:
     """The real positions of a client's batches, and that real ones come first."""
-    batches = [index[:count].tolist() for index, count in zip(walk.index[k], walk.counts[k], strict=True)]
-    steps = int(walk.steps[k])
+    batches = [index[:count].tolist() for index, count in zip(visits.index[k], visits.counts[k], strict=True)]
+    steps = int(visits.steps[k])
     assert all(batches[:steps]) and not any(batches[steps:])
     return batches[:steps]
 
@@ -34,9 +34,9 @@ def visited(walk: Order, k: int) -> list[list[int]]:
 @settings(deadline=None)
 @given(sizes=SIZES, batch_size=st.integers(1, 12), epochs=st.integers(1, 4), seed=st.integers(0, 9))
 def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(sizes, batch_size, epochs, seed):
-    walk = order(keys_for(len(sizes), seed), np.array(sizes), batch_size, epochs)
+    visits = order(keys_for(len(sizes), seed), np.array(sizes), batch_size, epochs)
     for k, size in enumerate(sizes):
-        batches = visited(walk, k)
+        batches = visited(visits, k)
         per_epoch = -(-size // batch_size)
         assert len(batches) == epochs * per_epoch
         for first in range(0, len(batches), per_epoch):
@@ -49,11 +49,11 @@ def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(
 @settings(deadline=None)
 @given(sizes=SIZES, batch_size=st.integers(1, 12), steps=st.integers(0, 15))
 def test_a_number_of_steps_goes_on_over_epochs_and_is_met_exactly(sizes, batch_size, steps):
-    walk = order(keys_for(len(sizes)), np.array(sizes), batch_size, steps=steps)
+    visits = order(keys_for(len(sizes)), np.array(sizes), batch_size, steps=steps)
     enough = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs=max(1, steps))
     for k in range(len(sizes)):
-        assert visited(walk, k) == visited(enough, k)[:steps]
-        assert walk.steps[k] == steps
+        assert visited(visits, k) == visited(enough, k)[:steps]
+        assert visits.steps[k] == steps
 
 
 @settings(deadline=None)
@@ -76,10 +76,10 @@ def test_a_clients_batches_are_the_same_in_every_group(sizes, batch_size, work, 
 @settings(deadline=None)
 @given(sizes=SIZES, batch_size=st.integers(1, 12), epochs=st.integers(1, 3))
 def test_padding_points_at_a_sample_that_exists(sizes, batch_size, epochs):
-    walk = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs)
-    assert walk.index.shape == (len(sizes), walk.counts.shape[1], batch_size)
-    assert (walk.index >= 0).all()
-    assert (walk.index < np.array(sizes)[:, None, None]).all()
+    visits = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs)
+    assert visits.index.shape == (len(sizes), visits.counts.shape[1], batch_size)
+    assert (visits.index >= 0).all()
+    assert (visits.index < np.array(sizes)[:, None, None]).all()
 
 
 def by_hand(key: np.uint64, size: int, batch_size: int, epochs: int) -> list[list[int]]:
@@ -100,24 +100,24 @@ def by_hand(key: np.uint64, size: int, batch_size: int, epochs: int) -> list[lis
 )
 def test_a_clients_order_is_its_epochs_one_after_the_other_each_shuffled_by_its_own_key(sizes, batch_size, work):
     keys = keys_for(len(sizes))
-    walk = order(keys, np.array(sizes), batch_size, **work)
+    visits = order(keys, np.array(sizes), batch_size, **work)
     for k, size in enumerate(sizes):
         whole = by_hand(keys[k], size, batch_size, work.get("epochs", 29))
-        assert visited(walk, k) == (whole[: work["steps"]] if "steps" in work else whole)
-        past = np.arange(batch_size) >= walk.counts[k][:, None]
-        assert not walk.index[k][past].any()
+        assert visited(visits, k) == (whole[: work["steps"]] if "steps" in work else whole)
+        past = np.arange(batch_size) >= visits.counts[k][:, None]
+        assert not visits.index[k][past].any()
 
 
 def test_an_order_is_the_one_that_it_always_was():
-    walk = order(keys_for(3), np.array([1, 6, 3]), 2, steps=4)
-    assert walk.index.tolist() == [
+    visits = order(keys_for(3), np.array([1, 6, 3]), 2, steps=4)
+    assert visits.index.tolist() == [
         [[0, 0], [0, 0], [0, 0], [0, 0]],
         [[2, 0], [4, 1], [3, 5], [3, 0]],
         [[2, 0], [1, 0], [0, 2], [1, 0]],
     ]
-    assert walk.counts.tolist() == [[1, 1, 1, 1], [2, 2, 2, 2], [2, 1, 2, 1]]
-    walk = order(keys_for(2), np.array([5, 3]), 2, epochs=2)
-    assert walk.index.tolist() == [
+    assert visits.counts.tolist() == [[1, 1, 1, 1], [2, 2, 2, 2], [2, 1, 2, 1]]
+    visits = order(keys_for(2), np.array([5, 3]), 2, epochs=2)
+    assert visits.index.tolist() == [
         [[4, 0], [3, 1], [2, 0], [4, 1], [0, 3], [2, 0]],
         [[2, 0], [1, 0], [0, 1], [2, 0], [0, 0], [0, 0]],
     ]
@@ -128,25 +128,25 @@ def test_the_many_epochs_of_a_small_client_are_not_drawn_for_the_large_ones(size
     keys = keys_for(10)
     tracemalloc.start()
     try:
-        walk = order(keys, np.array(sizes), 8, steps=300)
+        visits = order(keys, np.array(sizes), 8, steps=300)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 12 * walk.index.nbytes
+    assert peak < 12 * visits.index.nbytes
 
 
 def test_epochs_and_keys_shuffle_differently():
-    walk = order(keys_for(2), np.array([50, 50]), 50, epochs=2)
-    shuffles = {tuple(walk.index[k, e]) for k in range(2) for e in range(2)}
+    visits = order(keys_for(2), np.array([50, 50]), 50, epochs=2)
+    shuffles = {tuple(visits.index[k, e]) for k in range(2) for e in range(2)}
     assert len(shuffles) == 4
     assert tuple(range(50)) not in shuffles
 
 
 def test_every_sample_comes_first_about_as_often():
     keys = np.array([rng.key(1, "batches", round, 0) for round in range(4000)], dtype=np.uint64)
-    walk = order(keys, np.full(4000, 8), 8)
+    visits = order(keys, np.full(4000, 8), 8)
     for place in (0, 3, 7):
-        seen = np.bincount(walk.index[:, 0, place], minlength=8)
+        seen = np.bincount(visits.index[:, 0, place], minlength=8)
         assert ((seen - 500.0) ** 2 / 500).sum() < 30  # chi-squared with 7 degrees of freedom: 1 in 10,000
 
 
@@ -161,7 +161,7 @@ def test_a_row_of_permutations_depends_on_its_own_key_and_size_alone():
 @pytest.mark.parametrize("resident", [False, True])
 def test_samples_are_a_clients_own_and_normalised(resident):
     fed = Federation(sizes=(7, 4, 11))
-    source = fed.bench.samples
+    source = fed.context.samples
     if resident:
         source = Samples(torch.from_numpy(fed.inputs), torch.from_numpy(fed.labels), source.gain, source.offset)
     group = GroupSamples(source, [fed.split[2], fed.split[0]])
@@ -182,14 +182,14 @@ def test_samples_are_a_clients_own_and_normalised(resident):
 )
 def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augmentation):
     fed = Federation(sizes=(7, 4, 11), augmentation=augmentation)
-    group = GroupSamples(fed.bench.samples, fed.split)
+    group = GroupSamples(fed.context.samples, fed.split)
     visits = order(keys_for(3), np.array([7, 4, 11]), 4, epochs=2)
     if augmentation:
         visits = visits.drawn(keys_for(3, seed=1), 7)
     chosen = np.array([2, 0, 1])
-    walk = group.walk(chosen, visits)
+    batches = group.stacked(chosen, visits)
     for s in range(visits.index.shape[1]):
-        together = walk(slice(3), s)
+        together = batches(slice(3), s)
         for row, k in enumerate(chosen):
             count = int(visits.counts[k, s])
             assert together.weight[row].tolist() == [1.0] * count + [0.0] * (4 - count)
@@ -207,13 +207,13 @@ def test_batches_of_some_clients_are_gathered_at_once_and_no_wider_than_is_asked
     if not ready:
         monkeypatch.setattr("raypfl.training.batches.READY", 0)
     fed = Federation(sizes=(7, 3, 11), augmentation=augmentation)
-    group = GroupSamples(fed.bench.samples, fed.split)
+    group = GroupSamples(fed.context.samples, fed.split)
     visits = order(keys_for(3), np.array([7, 3, 11]), 4)
     if augmentation:
         visits = visits.drawn(keys_for(3, seed=1), 1)
-    walk = group.walk(np.arange(3), visits)
+    batches = group.stacked(np.arange(3), visits)
     for s, clients, width in [(0, [1, 2], 4), (0, [1], 3), (1, [0, 2], 4), (2, [2], 3)]:
-        together = walk(torch.tensor(clients), s, width)
+        together = batches(torch.tensor(clients), s, width)
         assert together.x.shape == (len(clients), width, *fed.inputs.shape[1:])
         assert together.y.shape == together.weight.shape == (len(clients), width)
         for row, k in enumerate(clients):
@@ -233,7 +233,7 @@ def test_some_of_a_clients_samples_are_spread_over_its_labels_with_the_largest_a
     several[7, 1] = 1
     assert Batch(batch.x[:9], several, torch.ones(9)).some(3).y[0].tolist() == [0, 1, 0]
     fed = Federation(sizes=(7, 40))
-    group, labels = GroupSamples(fed.bench.samples, fed.split), fed.labels[fed.split[1]]
+    group, labels = GroupSamples(fed.context.samples, fed.split), fed.labels[fed.split[1]]
     some, own = group.some(1, 10), group.client(1)
     assert len(some.y) == 10 and some.y[0] == labels.max()
     assert all((own.x == x).flatten(1).all(1).any() for x in some.x)

@@ -32,7 +32,7 @@ def cross_entropy(model: FlatModel):
 
 
 def by_torch(fed: Federation, optimizer, batches, rates, train: bool = True) -> Tensor:
-    net = as_module(fed.factory, fed.bench.initial).train(train)
+    net = as_module(fed.factory, fed.context.initial).train(train)
     steps = optimizer(net.parameters())
     for batch, lr in zip(batches, rates, strict=True):
         steps.param_groups[0]["lr"] = lr
@@ -56,24 +56,24 @@ def test_the_server_trains_as_torchs_own_loop_batch_norm_included(factory, optim
     cohort = fed.cohort()
     batches = cohort.pool("auxiliary").batches(3, steps=5)
     options = {"lr": 0.02, "optimizer": optimizer, "schedule": "cosine"}
-    trained = cohort.sgd(cross_entropy(fed.model), fed.bench.initial, batches, **options)
+    trained = cohort.sgd(cross_entropy(fed.model), fed.context.initial, batches, **options)
     scheduler = [0.01 * (1 + torch.tensor(torch.pi * s / 5).cos().item()) for s in range(5)]
     close(trained, by_torch(fed, of_torch, batches, scheduler), 1e-6)
-    assert torch.equal(trained, fed.cohort().sgd(cross_entropy(fed.model), fed.bench.initial, batches, **options))
+    assert torch.equal(trained, fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial, batches, **options))
 
 
 def test_in_evaluation_mode_batch_norm_goes_by_its_statistics_and_leaves_them():
     fed = Federation(NormalisedConv)
     batches = list(fed.cohort().pool("auxiliary").batches(3))
-    trained = fed.cohort().sgd(cross_entropy(fed.model), fed.bench.initial, batches, lr=0.1, mode="eval")
+    trained = fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial, batches, lr=0.1, mode="eval")
     close(trained, by_torch(fed, lambda p: torch.optim.SGD(p, lr=0.1), batches, [0.1] * 3, train=False))
-    assert torch.equal(fed.model.buffers(trained), fed.model.buffers(fed.bench.initial))
+    assert torch.equal(fed.model.buffers(trained), fed.model.buffers(fed.context.initial))
 
 
 def test_only_the_segments_that_are_named_move():
     fed = Federation()
     batches = fed.cohort().pool("auxiliary").batches(3)
-    loss, start = cross_entropy(fed.model), fed.bench.initial
+    loss, start = cross_entropy(fed.model), fed.context.initial
     trained = fed.cohort().sgd(loss, start, batches, lr=0.1, optimizer=Adam(), train="output layer")
     assert ((trained != start) == fed.model.mask("output layer")).all()
 
@@ -83,7 +83,7 @@ def test_dropout_on_the_server_is_keyed_by_round_and_stream():
     loss, batches = cross_entropy(fed.model), list(fed.cohort().pool("auxiliary").batches(9))
 
     def trained(stream: str) -> Tensor:
-        return fed.cohort().sgd(loss, fed.bench.initial, batches, lr=0.1, stream=stream)
+        return fed.cohort().sgd(loss, fed.context.initial, batches, lr=0.1, stream=stream)
 
     first, again = trained(""), trained("")
     torch.rand(3)  # whatever happened to torch's own stream
@@ -94,7 +94,7 @@ def test_dropout_on_the_server_is_keyed_by_round_and_stream():
 
 def test_batches_that_are_made_by_the_network_itself_leave_its_statistics_alone():
     fed = Federation(NormalisedConv)
-    start, teacher = fed.bench.initial, fed.model.init(5)
+    start, teacher = fed.context.initial, fed.model.init(5)
     batches, before = list(fed.cohort().pool("auxiliary").batches(3)), teacher.clone()
 
     def loss(p: Tensor, batch) -> Tensor:
@@ -123,13 +123,13 @@ def test_a_network_of_the_methods_own_is_trained_by_the_same_steps():
 
 def test_a_gradient_in_training_mode_comes_with_the_statistics_after_it():
     fed = Federation(NormalisedConv)
-    theta, (batch,) = fed.bench.initial, fed.cohort().pool("auxiliary").batches(9)
+    theta, (batch,) = fed.context.initial, fed.cohort().pool("auxiliary").batches(9)
     net = as_module(fed.factory, theta).train()
     F.cross_entropy(net(batch.x), batch.y).backward()
     _, slope, moved = fed.model.gradient(lambda p: cross_entropy(fed.model)(p, batch), theta, train=True)
     close(slope, torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
     close(moved, fed.model.buffers(as_vector(net)))
-    assert torch.equal(theta, fed.bench.initial)
+    assert torch.equal(theta, fed.context.initial)
 
 
 def test_a_synthetic_set_of_any_shape_moves_down_a_gradient():
@@ -144,11 +144,11 @@ def test_what_diverges_or_cannot_be_trained_is_told():
     fed = Federation()
     batches = fed.cohort().pool("auxiliary").batches(3)
     with pytest.raises(MethodError, match=r"Distilling diverged in round 0.*Lower the learning rate"):
-        fed.cohort().sgd(lambda p, batch: -(p**4).sum(), fed.bench.initial, batches, lr=1e200, text="distilling")
+        fed.cohort().sgd(lambda p, batch: -(p**4).sum(), fed.context.initial, batches, lr=1e200, text="distilling")
     with pytest.raises(MethodError, match=r"one model vector \[\d+\] of this network; it was given \[4, \d+\]"):
-        fed.cohort().sgd(cross_entropy(fed.model), fed.bench.initial.repeat(4, 1), batches, lr=0.1)
+        fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial.repeat(4, 1), batches, lr=0.1)
     with pytest.raises(MethodError, match="must know how many batches"):
-        fed.cohort().sgd(cross_entropy(fed.model), fed.bench.initial, iter(batches), lr=0.1, schedule="cosine")
+        fed.cohort().sgd(cross_entropy(fed.model), fed.context.initial, iter(batches), lr=0.1, schedule="cosine")
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

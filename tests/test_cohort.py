@@ -14,7 +14,7 @@ import torch
 
 from raypfl.backends.inline import Inline
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError
-from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, plain
+from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, unmarked
 from raypfl.federation.ledger import Entry
 from raypfl.federation.settings import FailureSettings
 from raypfl.methods import Method
@@ -80,7 +80,11 @@ def test_a_sum_is_over_the_cohort_however_it_is_cut(group_size):
 def test_rows_come_up_in_cohort_order_and_scattered_rows_go_to_their_clients(group_size):
     def answer(clients, mine, shared, name):
         assert isinstance(mine, PerClient) and not isinstance(shared, PerClient)
-        return {"rows": Each(rows_of(clients)), "back": Each(mine * shared), "ids": Each(plain(ids_of(clients)).long())}
+        return {
+            "rows": Each(rows_of(clients)),
+            "back": Each(mine * shared),
+            "ids": Each(unmarked(ids_of(clients)).long()),
+        }
 
     fed = federation(answer, group_size=group_size)
     for ids in (range(5), [0, 2, 3, 4]):

@@ -44,13 +44,13 @@ def federation(method: Method, adapters: str = "none") -> Federation:
     """Its clients take one stride, of whatever they train."""
     factory = partial(copy.deepcopy, drawn(adapters))  # drawing it anew takes ten times as long
     fed = Federation(factory, training=ONE_STEP, method=method)
-    fed.bench.executor = Strides(fed.model)
+    fed.context.executor = Strides(fed.model)
     return fed
 
 
 def trained_by_client_0(fed: Federation) -> int:
     """Parameters that moved in what the client keeps and in what it sent, the same model in both counted once."""
-    start, models = fed.bench.initial, []
+    start, models = fed.context.initial, []
     own = fed.method.parts(fed.model).personal if isinstance(fed.method, PartialPersonalization) else slice(None)
     for kept in fed.state_of(0).values():
         if kept.size > 1:

@@ -35,8 +35,8 @@ def judged_federation(executor, factory=None, **options):
     """A federation whose clients have tests of unequal sizes, one of them none."""
     fed = Federation(executor=executor, **({"factory": factory} if factory else {}), **options)
     tests = [np.array([3, 1, 8]), np.array([2]), np.zeros(0, dtype=np.int64), np.arange(9, 20)]
-    fed.bench.split = lambda client, name: fed.split[client] if name == "train" else tests[client]
-    fed.bench.evaluation_batch = 4
+    fed.context.split = lambda client, name: fed.split[client] if name == "train" else tests[client]
+    fed.context.evaluation_batch = 4
     fed.tests = tests
     return fed
 
@@ -69,7 +69,7 @@ def scored(fed, personal=None, shared=None, protocols=("local", "global"), group
                 total.setdefault(name, torch.zeros(4, rows.shape[1], dtype=torch.float64))[list(ids)] = rows
             else:
                 total[name] = total.get(name, 0) + rows.sum(0)
-    table = tabulate(fed.bench.measures, 7, total, range(4), protocols)
+    table = tabulate(fed.context.measures, 7, total, range(4), protocols)
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     return {(row["protocol"], row["model"], row["client"]): row for row in rows}
 
@@ -148,11 +148,11 @@ def test_class_weighted_accuracy_is_the_sum_over_everybodys_tests_weighed_by_the
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_common_test_set_is_passed_once_through_the_global_model(executor, monkeypatch):
     fed = judged_federation(executor)
-    fed.bench.pools = Pools(fed.bench.samples, {"ood/strange": np.arange(20, 31)})
+    fed.context.pools = Pools(fed.context.samples, {"ood/strange": np.arange(20, 31)})
     seen = []
-    predict = type(fed.bench.executor).predict
+    predict = type(fed.context.executor).predict
     monkeypatch.setattr(
-        type(fed.bench.executor),
+        type(fed.context.executor),
         "predict",
         lambda self, at, x, own: seen.append(x.shape[0]) or predict(self, at, x, own),
     )
@@ -169,8 +169,8 @@ def test_a_common_test_set_is_passed_once_through_the_global_model(executor, mon
 def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_the_curve(executor):
     fed = judged_federation(executor)
     fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.int8)
-    fed.bench.samples = replace(fed.bench.samples, labels=fed.labels)
-    fed.bench.measures = Measures(MultiLabel(), targets=CLASSES)
+    fed.context.samples = replace(fed.context.samples, labels=fed.labels)
+    fed.context.measures = Measures(MultiLabel(), targets=CLASSES)
     personal, shared = models_of(fed), models_of(fed)[0] + 0.3
     table = scored(fed, personal, shared, ("local", "global"), groups=((0, 2), (1, 3)))
     union = np.concatenate(fed.tests)
@@ -193,9 +193,9 @@ def test_several_labels_a_sample_give_every_client_and_the_union_an_area_under_t
 def test_a_common_set_whose_labels_are_several_is_scored_as_a_whole(executor):
     fed = judged_federation(executor)
     fed.labels = (np.random.default_rng(2).random((len(fed.labels), CLASSES)) < 0.5).astype(np.int8)
-    fed.bench.samples = replace(fed.bench.samples, labels=fed.labels)
-    fed.bench.measures = Measures(MultiLabel(), targets=CLASSES)
-    fed.bench.pools = Pools(fed.bench.samples, {"strange": np.arange(20, 34)})
+    fed.context.samples = replace(fed.context.samples, labels=fed.labels)
+    fed.context.measures = Measures(MultiLabel(), targets=CLASSES)
+    fed.context.pools = Pools(fed.context.samples, {"strange": np.arange(20, 34)})
     cut = scored(fed, None, models_of(fed)[1], ("ood/strange",), groups=((0, 2), (1,), (3,)))
     assert cut == scored(fed, None, models_of(fed)[1], ("ood/strange",))
     assert cut["ood/strange", "global", -1]["samples"] == 14
@@ -251,13 +251,13 @@ def test_a_model_that_is_judged_alone_is_read_where_its_state_lies():
 @pytest.mark.parametrize("room", [0, 10**9])
 def test_every_model_sees_the_same_corrupted_images_whether_they_are_kept_or_made_again(room):
     fed = judged_federation("sequential")
-    fed.bench.scale, fed.bench.room = 16.0, room
+    fed.context.scale, fed.context.room = 16.0, room
     personal = models_of(fed)
     personal[2] = personal[0]
     table = scored(fed, personal, personal[0], ("ood/corrupt/impulse_noise/5",), groups=((0, 2), (1, 3)))
     rows = [table["ood/corrupt/impulse_noise/5", "personal", k] for k in range(4)]
     shared = table["ood/corrupt/impulse_noise/5", "global", -1]
-    assert rows[0] | {"client": 2} == rows[2] and bool(fed.bench.corrupted) == bool(room)
+    assert rows[0] | {"client": 2} == rows[2] and bool(fed.context.corrupted) == bool(room)
     assert shared["loss"] == pytest.approx(rows[0]["loss"]) and shared["samples"] == 15
     assert rows[0]["loss"] != pytest.approx(by_hand(fed, personal[0], np.concatenate(fed.tests))[1] / 15)
 

@@ -105,7 +105,7 @@ def test_training_normalises_the_samples_that_it_visits_and_no_others(sizes, exe
     assert sum(normalised) == visited
     normalised.clear()
     theta = clients.initial.repeat(3, 1)
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta)
     assert sum(normalised) == visited
 
@@ -459,13 +459,13 @@ def test_lenet_trains_the_same_by_both_executors():
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor):
     fed = Federation(NormalisedConv, executor=executor)
-    fed.bench.evaluation_batch = 3
+    fed.context.evaluation_batch = 3
     clients = fed.clients()
     models = starts_of(fed) + 0.1
     judged = clients.evaluate(per_client(models), split="train")
     samples, correct, loss = (judged[name] for name in ("samples", "accuracy", "loss"))
     everywhere = np.concatenate(fed.split)
-    union = MetricSums(fed.bench.measures).of(clients.answers(models, everywhere), 4)
+    union = MetricSums(fed.context.measures).of(clients.answers(models, everywhere), 4)
     union_correct, union_loss = union[:, 1], union[:, 2]
     logits = clients.logits(models, fed.samples(1)[0])
     assert samples.tolist() == list(fed.sizes)

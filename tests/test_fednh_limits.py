@@ -262,7 +262,7 @@ def test_a_client_may_keep_its_own_scale(executor):
     assert first[0] != first[1] and 30 not in first.values()
     assert fed.ledger.per_client(0)["up", "body"] == fed.model.size - CLASSES * 5 - 1
     fed.training = replace(fed.training, steps=0)
-    fed.bench.training = fed.training  # a round without a step
+    fed.context.training = fed.training  # a round without a step
     fed.play([0])
     assert fed.state_of(0)["model"][place] == first[0]
 

@@ -123,7 +123,7 @@ def test_what_a_method_keeps_fixed_in_its_rounds_is_what_the_network_freezes(exe
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_method_trains_as_ever_beside_what_is_frozen(executor):
-    """Another model, momentum, a mask and a walk, on a network of which a part is in no vector."""
+    """Another model, momentum, a mask and steps of a method's own, on a network of which a part is in no vector."""
     fed = with_model(frozen_by("frozen"), executor=executor)
     clients = fed.clients()
 
@@ -133,7 +133,7 @@ def test_a_method_trains_as_ever_beside_what_is_frozen(executor):
     teacher = clients.other(per_client(torch.stack([fed.model.init(50 + k) for k in range(4)])))
     trained = clients.sgd(loss, clients.initial, train="head.weight", teacher=teacher)
     theta = clients.initial.repeat(4, 1)
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         theta = batch.step(loss, theta, teacher=teacher)
     assert torch.equal(fed.model.segment(trained, "head.bias")[0], fed.model.segment(clients.initial, "head.bias"))
     assert torch.isfinite(theta).all() and not torch.equal(theta[0], theta[1])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.common.errors import ClientError, MethodError
-from raypfl.common.messages import per_client, plain
+from raypfl.common.messages import per_client, unmarked
 from raypfl.methods import MTL, Ditto, FedAvg, FedProto, FedProx, PFedMe
 from raypfl.optimizers import SGD, Adam, AdamW, LocalOptimizer
 from tests.federated_methods import Scaffold
@@ -57,11 +57,11 @@ def test_a_walk_with_a_rule_of_its_own_is_training_with_it(optimizer, executor):
     fed = Federation(NormalisedConv, executor=executor, training=replace(FP64, epochs=2))
     clients = fed.clients()
     theta, beside = clients.initial, clients.initial
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, of="one", optimizer=optimizer, lr=0.01)
         beside = batch.step(clients.loss, beside, of="other")
-    close(theta, plain(clients.sgd(clients.loss, clients.initial, optimizer=optimizer, lr=0.01)))
-    close(beside, plain(clients.sgd(clients.loss, clients.initial)))
+    close(theta, unmarked(clients.sgd(clients.loss, clients.initial, optimizer=optimizer, lr=0.01)))
+    close(beside, unmarked(clients.sgd(clients.loss, clients.initial)))
 
 
 def pull(p: Tensor, batch, anchor: Tensor) -> Tensor:
@@ -86,16 +86,16 @@ def test_a_penalty_is_minimised_and_not_reported(executor):
     assert torch.equal(clients.losses, reported)
     assert (reported_whole - reported > 0.1).all()
     theta = starts
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, penalty=pull, **extras)
-    close(theta, plain(whole))
+    close(theta, unmarked(whole))
     close(clients.losses, reported)
 
 
 def test_several_steps_on_a_mini_batch_report_their_mean():
     clients = Federation().clients()
     theta: Tensor = clients.initial
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         for _ in range(3):
             theta = batch.step(clients.loss, theta, lr=1e-9)
     tripled = clients.losses
@@ -130,13 +130,13 @@ def test_a_correction_is_added_to_every_gradient_and_not_reported(training, exec
     by_penalty = clients.sgd(
         clients.loss, per_client(starts), penalty=lambda p, batch, slope: p @ slope, slope=per_client(slopes)
     )
-    close(trained, plain(by_penalty))
+    close(trained, unmarked(by_penalty))
     theta = per_client(starts)
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta, correction=per_client(slopes))
-    close(theta, plain(by_penalty))
+    close(theta, unmarked(by_penalty))
     common = clients.sgd(clients.loss, per_client(starts), correction=slopes[0])
-    close(common[0], plain(trained)[0])
+    close(common[0], unmarked(trained)[0])
 
 
 def test_scaffold_written_as_a_user_does_begins_as_fedavg_and_its_variates_are_the_mean_of_the_clients():
@@ -160,7 +160,7 @@ def test_where_the_loss_is_a_surrogate_the_objective_is_reported_and_moves_nothi
         return 3 * clients.loss(p, batch)
 
     same = clients.sgd(surrogate, per_client(starts), report=clients.loss, lr=0.1 / 3)
-    close(same, plain(trained))
+    close(same, unmarked(trained))
     close(clients.losses, objective)
 
 
@@ -169,7 +169,7 @@ def test_what_reports_nothing_has_no_training_loss_but_still_diverges_in_a_sente
     clients = Federation(executor=executor).clients()
     clients.sgd(lambda p, batch: -3 * clients.loss(p, batch), clients.initial, report=None)
     assert clients.losses is None
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         batch.step(clients.loss, clients.initial, report=None)
     assert clients.losses is None
     clients.sgd(clients.loss, clients.initial, steps=0)
@@ -187,7 +187,7 @@ def test_an_extra_that_no_function_takes_is_named():
 def test_a_model_or_a_correction_of_the_wrong_shape_is_a_sentence():
     fed = Federation(NormalisedConv)
     clients, size, parameters = fed.clients(), fed.model.size, fed.model.num_parameters
-    batch = next(clients.walk())
+    batch = next(clients.minibatches())
     for wrong in (clients.initial[:parameters], clients.initial.repeat(3, 1), clients.initial[None, None]):
         said = re.escape(f"has the shape {list(wrong.shape)}; it must be a vector of {size} numbers")
         for work in (clients.sgd, batch.step):
@@ -195,7 +195,7 @@ def test_a_model_or_a_correction_of_the_wrong_shape_is_a_sentence():
                 work(clients.loss, wrong)
     with pytest.raises(MethodError, match=f"A correction has the shape .* {parameters} or {size} numbers"):
         clients.sgd(clients.loss, clients.initial, correction=torch.zeros(5))
-    close(batch.step(clients.loss, clients.initial), plain(batch.step(clients.loss, clients.initial.repeat(4, 1))))
+    close(batch.step(clients.loss, clients.initial), unmarked(batch.step(clients.loss, clients.initial.repeat(4, 1))))
 
 
 def test_the_number_of_local_steps_the_input_shape_and_the_seed_are_known():
@@ -244,13 +244,13 @@ def test_gradients_of_single_samples_are_clipped_without_the_loss_knowing(room, 
     clients, starts = fed.clients(), starts_of(fed)
     trained = clients.sgd(clients.loss, per_client(starts))
     walked = per_client(starts)
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         walked = batch.step(clients.loss, walked)
     for k, start in enumerate(starts):
         expected = clipped_by_hand(fed, start, k)
         close(trained[k], expected)
         close(walked[k], expected)
-    assert (plain(trained) - bare_loop(fed, starts)[0]).abs().max() > 1e-3
+    assert (unmarked(trained) - bare_loop(fed, starts)[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -264,7 +264,7 @@ def test_a_rule_that_asks_for_single_samples_and_takes_their_mean_is_the_rule_wi
     rows, reported = [], []
     for optimizer in (Adam(eps=1e-3), Asking(eps=1e-3)):
         clients = Federation(small_mlp, executor=executor, training=replace(FP64, optimizer=optimizer)).clients()
-        rows.append(plain(clients.sgd(clients.loss, clients.initial, train="3")))
+        rows.append(unmarked(clients.sgd(clients.loss, clients.initial, train="3")))
         reported.append(clients.losses)
     close(rows[1], rows[0])
     close(reported[1], reported[0])
@@ -275,21 +275,21 @@ def test_noise_is_keyed_by_client_and_step_whatever_the_group_and_the_executor(f
     training, rows = replace(FP64, optimizer=Clipped(noise=0.4), epochs=2), {}
     for executor in EXECUTORS:
         clients = Federation(factory, executor=executor, training=training).clients()
-        rows[executor] = plain(clients.sgd(clients.loss, clients.initial))
+        rows[executor] = unmarked(clients.sgd(clients.loss, clients.initial))
         alone = Federation(factory, executor=executor, training=training).clients([2])
         close(alone.sgd(alone.loss, alone.initial), rows[executor][2:3], 1e-12)
     close(rows["vectorised"], rows["sequential"])
     quiet = Federation(factory, training=replace(training, optimizer=Clipped())).clients()
-    moved = rows["vectorised"] - plain(quiet.sgd(quiet.loss, quiet.initial))
+    moved = rows["vectorised"] - unmarked(quiet.sgd(quiet.loss, quiet.initial))
     assert len({round(float(row.norm()), 6) for row in moved}) == 4
 
 
 def test_noise_has_the_deviation_asked_for_and_is_new_in_each_step():
     training = replace(FP64, optimizer=Clipped(norm=1e-9, noise=1e9), lr=1.0, steps=1, batch_size=4)
     clients = Federation(training=training).clients()
-    first = plain(clients.sgd(clients.loss, clients.initial)) - clients.initial
+    first = unmarked(clients.sgd(clients.loss, clients.initial)) - clients.initial
     assert float(first.std()) == pytest.approx(1 / 4, rel=0.1)
-    both = plain(clients.sgd(clients.loss, clients.initial, steps=2)) - clients.initial
+    both = unmarked(clients.sgd(clients.loss, clients.initial, steps=2)) - clients.initial
     second = both - first
     assert float((first * second).mean() / first.square().mean()) == pytest.approx(0.0, abs=0.1)
 
@@ -322,5 +322,5 @@ def test_a_subclass_of_sgd_that_steps_otherwise_is_not_taken_for_sgd():
 
     signs: LocalOptimizer = Signs()
     clients = Federation().clients()
-    moved = plain(clients.sgd(clients.loss, clients.initial, optimizer=signs, steps=1)) - clients.initial
+    moved = unmarked(clients.sgd(clients.loss, clients.initial, optimizer=signs, steps=1)) - clients.initial
     assert set(moved.abs().round(decimals=12).unique().tolist()) <= {0.0, 0.1}

@@ -72,7 +72,7 @@ def test_a_careless_loss_is_found_out_on_no_more_than_a_batch_of_a_large_client(
     assert max(sizes) == 41
     sizes.clear()
     with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
-        next(clients.walk()).step(seen_by(fed, careless, sizes), trained)
+        next(clients.minibatches()).step(seen_by(fed, careless, sizes), trained)
     assert max(sizes) <= 2 * fed.training.batch_size
 
 
@@ -289,7 +289,7 @@ def test_a_walk_that_has_fallen_back_does_not_try_every_step_anew():
     theta = clients.initial.repeat(4, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for batch in clients.walk():
+        for batch in clients.minibatches():
             theta = batch.step(peeking, theta)
     assert len(caught) == 1
     close(theta, bare_loop(fed, clients.initial.expand(4, -1))[0])
@@ -307,7 +307,7 @@ def test_all_that_a_client_has_is_asked_for_by_any_large_number(executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.filterwarnings("ignore::raypfl.clients.ways.FallenBack")
+@pytest.mark.filterwarnings("ignore::raypfl.clients.fallback.FallbackWarning")
 def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
     fed = Federation(sizes=(9,), executor=executor, method=PerFedAvg(alpha=0.5))
     p = fed.model.init(fed.seed)
@@ -319,7 +319,7 @@ def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
     close(fed.play(None)["theta"], p)
 
 
-@pytest.mark.filterwarnings("ignore::raypfl.clients.ways.FallenBack")
+@pytest.mark.filterwarnings("ignore::raypfl.clients.fallback.FallbackWarning")
 def test_a_loss_that_differentiates_is_trained_on_unequal_batches_too():
     theta = [Federation(executor=e, method=PerFedAvg()).play(None)["theta"] for e in EXECUTORS]
     close(*theta)

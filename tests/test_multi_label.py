@@ -30,7 +30,7 @@ def test_several_labels_are_learnt_by_their_mean_binary_cross_entropy(executor, 
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial)
     for k in range(len(clients)):
-        net = as_module(factory, fed.bench.initial).train()
+        net = as_module(factory, fed.context.initial).train()
         optimizer = torch.optim.SGD(net.parameters(), lr=FP64.lr)
         for x, y in fed.visits(k):
             optimizer.zero_grad()
@@ -56,7 +56,7 @@ def test_a_sample_counts_for_each_label_that_it_has():
     clients = fed.clients()
     held = [fed.labels[fed.split[k]] for k in range(len(clients))]
     assert clients.label_counts().tolist() == [y.sum(0).tolist() for y in held]
-    means, counts = clients.class_means(lambda theta, x: x.flatten(1), fed.bench.initial)
+    means, counts = clients.class_means(lambda theta, x: x.flatten(1), fed.context.initial)
     assert counts.tolist() == clients.label_counts().tolist()
     x, y = fed.samples(2)
     chosen = x[y[:, 1] == 1].flatten(1)

@@ -119,11 +119,11 @@ def small_regressor() -> nn.Module:
 def test_numbers_are_learnt_as_a_bare_loop_learns_them(executor, reduction):
     fed = Federation(small_regressor, executor=executor, method=FedAvg())
     fed.labels = np.random.default_rng(2).normal(size=len(fed.labels))
-    fed.bench.measures = Measures(Regression(reduction=reduction))
+    fed.context.measures = Measures(Regression(reduction=reduction))
     clients = fed.clients()
     trained = clients.sgd(clients.loss, clients.initial, lr=0.01)
     for k in range(len(clients)):
-        net = as_module(small_regressor, fed.bench.initial).train()
+        net = as_module(small_regressor, fed.context.initial).train()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         for x, y in fed.visits(k):
             optimizer.zero_grad()

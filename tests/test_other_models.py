@@ -66,7 +66,7 @@ def test_a_teacher_in_a_loss_is_the_bare_loops(whose, executor):
     expected = distilled_in_torch(fed, starts, teachers, 0.5)
     close(clients.sgd(loss, per_client(starts), teacher=teacher), expected)
     theta = per_client(starts)
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         theta = batch.step(loss, theta, teacher=teacher)
     close(theta, expected)
     assert torch.equal(teachers, before)

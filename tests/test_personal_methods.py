@@ -65,7 +65,7 @@ def test_walking_through_the_mini_batches_is_sgd_to_the_bit(training, factory, e
     clients, other = fed.clients(), fed.clients()
     theta = clients.initial.repeat(4, 1)
     active = []
-    for batch in clients.walk():
+    for batch in clients.minibatches():
         theta = batch.step(clients.loss, theta)
         active.append(batch.active[:, 0].tolist())
     trained = other.sgd(other.loss, other.initial)

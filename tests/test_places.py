@@ -100,8 +100,8 @@ def test_in_one_process_the_device_is_what_would_be_reserved_if_it_is_there(monk
 def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_device(tmp_path, monkeypatch):
     built: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(driver, "_device", lambda gpus: ELSEWHERE if gpus else torch.device("cpu"))
-    monkeypatch.setattr(driver, "Worker", lambda bench, method: built.append(("clients", bench.model.device)))
-    monkeypatch.setattr(driver, "make_bench", lambda experiment, data, task: task)
+    monkeypatch.setattr(driver, "Worker", lambda context, method: built.append(("clients", context.model.device)))
+    monkeypatch.setattr(driver, "make_context", lambda experiment, data, task: task)
     monkeypatch.setattr(
         driver, "Server", lambda job, task, *rest: built.append(("server", task.model.device)) or _Run()
     )
@@ -135,7 +135,7 @@ def test_what_clients_send_arrives_on_the_servers_device():
     fed = Federation(method=raypfl.methods.FedAvg())
     cohort = fed.cohort()
     cohort.task = SimpleNamespace(model=SimpleNamespace(device=ELSEWHERE))
-    theta = cohort.run(fed.method.train, theta=fed.bench.initial)["theta"]
+    theta = cohort.run(fed.method.train, theta=fed.context.initial)["theta"]
     assert theta.device == ELSEWHERE and theta.shape == (fed.model.size,)
 
 

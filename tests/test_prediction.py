@@ -225,7 +225,7 @@ def votes(
 def test_nearest_neighbours_vote_as_they_do_by_hand_also_where_some_clients_have_fewer_than_k(executor, sizes):
     method = NearestNeighbours(neighbours=5, share=0.7)
     fed = Federation(sizes=sizes, executor=executor, method=method)
-    fed.bench.split = lambda client, name: fed.split[client] if name == "train" else fed.split[3 - client]
+    fed.context.split = lambda client, name: fed.split[client] if name == "train" else fed.split[3 - client]
     theta, clients = fed.model.init(1), fed.clients()
     found = clients.evaluate(method.personal_model(clients, {"theta": theta}))
     for k in range(4):
@@ -253,7 +253,7 @@ def test_a_predictor_is_a_network_like_any_other_once_it_is_trained(tmp_path):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_a_predictor_gets_wrong_is_said_in_a_sentence(executor):
     clients = Federation(executor=executor, method=FedAvg()).clients()
-    clients.bench.split = lambda client, name: np.arange(4)
+    clients.context.split = lambda client, name: np.arange(4)
     theta, rows = clients.initial, per_client(torch.zeros(len(clients), 1, dtype=torch.float64))
 
     def predict(x, theta, rows):

@@ -41,7 +41,7 @@ class PFedMe(methods.PFedMe):
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         personal: Tensor = per_client(theta.repeat(len(clients), 1))
-        for batch in clients.walk():
+        for batch in clients.minibatches():
             for _ in range(self.inner_steps):
                 personal = batch.step(clients.loss, personal)
         clients.state["personal"] = personal

@@ -39,13 +39,13 @@ class ClientActor:
 
         from raypfl.backends.allocator import keep_freed_memory
         from raypfl.clients.worker import Worker
-        from raypfl.server.setup import make_bench, make_task
+        from raypfl.server.setup import make_context, make_task
 
         keep_freed_memory()
         job, data = ray.cloudpickle.loads(order)
         torch.set_num_threads(job.experiment.engine.threads)
         task = make_task(job.experiment, data, reserved_device())
-        self._worker = Worker(make_bench(job.experiment, data, task), job.experiment.method)
+        self._worker = Worker(make_context(job.experiment, data, task), job.experiment.method)
         return ray.get_runtime_context().get_node_id()
 
     def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:

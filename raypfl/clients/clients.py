@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.clients.context import Bench
+from raypfl.clients.context import Context
+from raypfl.clients.fallback import executor_for, run_or_fall_back
 from raypfl.clients.state import ClientState
-from raypfl.clients.ways import fit_for_padding, tried
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, MethodError
-from raypfl.common.messages import PerClient, inside_a_loss, per_client, plain
+from raypfl.common.messages import PerClient, inside_a_loss, per_client, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
@@ -28,8 +28,8 @@ from raypfl.storage.tree import taken_apart
 from raypfl.training.batches import GroupSamples, Order, num_steps, order
 from raypfl.training.executor import Executor
 from raypfl.training.inference import Answers, Change, for_owners, on_common, on_own
-from raypfl.training.loss import Loss, Minimised, Report
-from raypfl.training.minibatches import MiniBatch, Walk
+from raypfl.training.loss import LocalLoss, Loss, Report
+from raypfl.training.minibatches import MiniBatch, MiniBatches
 from raypfl.training.pool import Pool
 from raypfl.training.settings import TrainingSettings
 from raypfl.training.vectorised import Vectorised
@@ -53,7 +53,7 @@ class Clients:
 
     def __init__(
         self,
-        bench: Bench,
+        context: Context,
         ids: tuple[int, ...],
         round: int,
         lr: float,
@@ -63,17 +63,17 @@ class Clients:
         self.ids = ids
         self.round = round
         self.lr = lr
-        self.model = bench.model
-        self.networks = bench.networks
-        self.objective = bench.objective
-        self.num_classes = bench.num_classes
-        self.input_shape = bench.samples.input_shape
-        self.seed = bench.seed
-        self.training = bench.training
-        self.state = ClientState(states or [{} for _ in ids], bench.model.device, lent)
+        self.model = context.model
+        self.networks = context.networks
+        self.objective = context.objective
+        self.num_classes = context.num_classes
+        self.input_shape = context.samples.input_shape
+        self.seed = context.seed
+        self.training = context.training
+        self.state = ClientState(states or [{} for _ in ids], context.model.device, lent)
         self.losses: Tensor | None = None
         self.logged: dict[str, Tensor] = {}
-        self._bench = bench
+        self._context = context
         self._gathered: dict[str, GroupSamples] = {}
         self._shared: set[int] = set()
 
@@ -86,14 +86,14 @@ class Clients:
         return self.model.device
 
     @property
-    def bench(self) -> Bench:
+    def context(self) -> Context:
         """What the groups of this process share."""
-        return self._bench
+        return self._context
 
     @property
     def initial(self) -> Tensor:
         """The model that every client and the server begin with, ``[P+B]``."""
-        return self._bench.initial
+        return self._context.initial
 
     @property
     def num_samples(self) -> PerClient:
@@ -115,7 +115,7 @@ class Clients:
         MethodError : if targets are numbers or tokens.
         """
         self._refuse_without_classes("label_counts")
-        labels = [self._bench.samples.labels_of(self._bench.split(client, split)) for client in self.ids]
+        labels = [self._context.samples.labels_of(self._context.split(client, split)) for client in self.ids]
         rows = [y.sum(0) if y.dim() > 1 else torch.bincount(y, minlength=self.num_classes) for y in labels]
         return per_client(torch.stack(rows).to(self.model.dtype))
 
@@ -148,7 +148,7 @@ class Clients:
                 f"clients.other needs a whole model vector [{model.size}], or one for each of the group's {len(self)} "
                 f"clients; this has shape {list(theta.shape)}."
             )
-        vector = plain(theta).detach()
+        vector = unmarked(theta).detach()
         return Other(model, vector if vector.dim() == 1 else per_client(vector))
 
     def generators(self, stream: str = "") -> list[torch.Generator]:
@@ -199,7 +199,7 @@ class Clients:
             Batch norm that stays still normalises by the batch.
         decay : the segments, or ``bool[P+B]``, that the experiment's weight decay acts on, if they move; None: all.
         stream : another name, other batches.
-        penalty : ``penalty(p, batch, **extras) -> scalar``, added to what is minimised, but not reported.
+        penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss that is descended, but not reported.
         correction : ``[P]`` or ``[P+B]`` for all, or such a row a client: added to the gradient of every step, before
             clipping and weight decay.
         report : another function of the same form to report, where `loss` is but a surrogate; None: nothing, and the
@@ -220,39 +220,39 @@ class Clients:
         moving = self.model.mask(train) if isinstance(train, str) else train
         decayed = self.model.mask(decay) if isinstance(decay, str) else decay
         update = self._update(optimizer, lr, moving, decayed)
-        rows, keys, minimised = self._models(start), self._draws(stream), Minimised(self.model, loss, penalty, report)
+        rows, keys, local_loss = self._models(start), self._draws(stream), LocalLoss(self.model, loss, penalty, report)
         added, extras = self._corrections(correction), self._checked(extras)
-        executor = self._minimiser(minimised, rows, samples, visits, extras)
+        executor = self._minimiser(local_loss, rows, samples, visits, extras)
         trained, reported = self._or_plainer(
-            executor, lambda e: e.sgd(minimised, rows, samples, visits, update, keys, extras, added)
+            executor, lambda e: e.sgd(local_loss, rows, samples, visits, update, keys, extras, added)
         )
         self._report(trained, reported if report is not None and visits.index.shape[1] else None)
         return per_client(trained if moving is None else torch.where(moving, trained, rows))
 
-    def walk(
+    def minibatches(
         self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None, stream: str = ""
     ) -> Iterator[MiniBatch]:
         """The mini-batches that :meth:`sgd` would visit, for a local step that is more than one of SGD on one model.
 
-        ``for batch in clients.walk(): theta = batch.step(loss, theta)`` is ``sgd``; see :meth:`MiniBatch.step`.
+        ``for batch in clients.minibatches(): theta = batch.step(loss, theta)`` is ``sgd``; see :meth:`MiniBatch.step`.
         """
 
-        def prepare(minimised: Minimised, rows: Tensor, extras: Mapping[str, Any]) -> Callable[..., Any]:
-            executor = self._minimiser(minimised, rows, samples, visits, self._checked(extras))
+        def prepare(local_loss: LocalLoss, rows: Tensor, extras: Mapping[str, Any]) -> Callable[..., Any]:
+            executor = self._minimiser(local_loss, rows, samples, visits, self._checked(extras))
 
             def run(work: Callable[[Executor], Any]) -> Any:
                 nonlocal executor
-                result, executor = tried(self._bench, executor, work)
+                result, executor = run_or_fall_back(self._context, executor, work)
                 return result
 
             return run
 
         samples, visits = self._visits(epochs, steps, batch_size, stream)
         keys, vectors = self._draws(stream), (self._models, self._corrections)
-        walk = Walk(samples, visits, keys, self.model, *vectors, self._update, prepare)
-        yield from walk
-        for of, trained in walk.trained.items():
-            self._report(trained, walk.mean_loss(of))
+        visited = MiniBatches(samples, visits, keys, self.model, *vectors, self._update, prepare)
+        yield from visited
+        for of, trained in visited.trained.items():
+            self._report(trained, visited.mean_loss(of))
 
     def grad(self, loss: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """Gradient of each client's mean loss, ``[K, P]``, at ``at`` (``[P+B]`` or ``[K, P+B]``).
@@ -261,9 +261,9 @@ class Clients:
         """
         keys = self._draws()
         chosen, rows, extras = batches or self._whole("train"), self._rows(at), self._checked(extras)
-        minimised = Minimised(self.model, loss)
-        executor = self._executor(minimised, rows[0], chosen[0].some, _unequal(chosen), extras, train=True)
-        return per_client(self._or_plainer(executor, lambda e: e.grad(minimised, rows, chosen, keys, extras)[0]))
+        local_loss = LocalLoss(self.model, loss)
+        executor = self._executor(local_loss, rows[0], chosen[0].some, _unequal(chosen), extras, train=True)
+        return per_client(self._or_plainer(executor, lambda e: e.grad(local_loss, rows, chosen, keys, extras)[0]))
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
@@ -288,7 +288,7 @@ class Clients:
         p = self._rows(at).detach().clone().requires_grad_()
         with torch.enable_grad():
             rows = self.map(function, p, batches, **extras)
-        return per_client(torch.autograd.grad(plain(rows), p, plain(cotangent))[0])
+        return per_client(torch.autograd.grad(unmarked(rows), p, unmarked(cotangent))[0])
 
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
         """A batch of `size` samples of each client (all it has, if fewer), the same for the same stream in a round."""
@@ -324,20 +324,20 @@ class Clients:
 
     def logits(self, theta: Tensor, x: Tensor) -> PerClient:
         """Each client's model on the same inputs ``x[n, ...]``: ``[K, n, classes]``, without gradients."""
-        rows, parts = self._rows(theta), x.split(self._bench.evaluation_batch)
+        rows, parts = self._rows(theta), x.split(self._context.evaluation_batch)
         with self.model.mode(train=False):
             outputs = self._or_plainer(
-                self._bench.executor, lambda e: [e.predict(rows, part, own=False) for part in parts]
+                self._context.executor, lambda e: [e.predict(rows, part, own=False) for part in parts]
             )
         return per_client(torch.cat(outputs, dim=1).to(self.model.dtype))
 
     def pool(self, name: str) -> Pool:
         """Samples that belong to no client (``data.pools``): its mini-batches are those of ``cohort.pool(name)``."""
-        return self._bench.pools.pool(name, self.round)
+        return self._context.pools.pool(name, self.round)
 
     def evaluate(self, theta: Tensor | Predictor, split: str = "test") -> dict[str, PerClient]:
         """Each client's model on its own split: ``samples`` and every metric by name, ``[K]`` each; NaN without any."""
-        models, measures = theta if isinstance(theta, Predictor) else self._rows(theta), self._bench.measures
+        models, measures = theta if isinstance(theta, Predictor) else self._rows(theta), self._context.measures
         metric_sums = MetricSums(measures)
         rows = metric_sums.values(metric_sums.of(self.answers(models, self.own(split)), len(self))).to(self.device)
         columns = dict(zip(measures.columns, rows.unbind(1), strict=True))
@@ -345,7 +345,7 @@ class Clients:
 
     def own(self, split: str) -> list[np.ndarray]:
         """Numbers of the samples in each client's split, ``int64[n]`` for each client."""
-        return [self._bench.split(client, split) for client in self.ids]
+        return [self._context.split(client, split) for client in self.ids]
 
     def answers(
         self, models: Tensor | Predictor, where: np.ndarray | Sequence[np.ndarray], change: Change | None = None
@@ -357,19 +357,19 @@ class Clients:
         where : ``int64[n]``, the same for all models, or a list of one such array a model.
         change : of the inputs of samples that are the same for all.
         """
-        bench = self._bench
-        models = models if isinstance(models, Predictor) else plain(models)
+        context = self._context
+        models = models if isinstance(models, Predictor) else unmarked(models)
 
         def begun(executor: Executor) -> tuple[Answers | None, Iterator[Answers]]:
-            size = bench.evaluation_batch
+            size = context.evaluation_batch
             if isinstance(where, np.ndarray):
-                parts = on_common(executor, bench.samples, models, where, size, change)
+                parts = on_common(executor, context.samples, models, where, size, change)
             else:
-                parts = on_own(executor, bench.samples, models, where, size)
+                parts = on_own(executor, context.samples, models, where, size)
             return next(parts, None), parts
 
-        with bench.evaluating():
-            first, rest = self._or_plainer(bench.executor, begun)
+        with context.evaluating():
+            first, rest = self._or_plainer(context.executor, begun)
             if first is not None:
                 yield first
                 yield from rest
@@ -389,11 +389,11 @@ class Clients:
                     f"clients.log takes one number for each of the group's {len(self)} clients for {name!r}, not "
                     f"{list(values.shape)}."
                 )
-            self.logged[name] = plain(values).detach()
+            self.logged[name] = unmarked(values).detach()
 
     def portions(self) -> Iterator[Clients]:
         """The group whole, if its clients are taken together; else in groups of one, whose states are lent."""
-        if isinstance(self._bench.executor, Vectorised) and len(self) > 1:
+        if isinstance(self._context.executor, Vectorised) and len(self) > 1:
             yield self
         else:
             for k in range(len(self)):
@@ -401,7 +401,7 @@ class Clients:
 
     def alone(self, k: int, lent: bool = False) -> Clients:
         """The k-th client as a group of one; see :class:`ClientState` for `lent`."""
-        return Clients(self._bench, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], lent)
+        return Clients(self._context, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], lent)
 
     def received(self, arguments: Mapping[str, Any]) -> None:
         """Note the round's broadcasts, which an extra may be without a doubt about its first axis."""
@@ -409,7 +409,7 @@ class Clients:
 
     def _samples(self, split: str) -> GroupSamples:
         if split not in self._gathered:
-            indices = [self._bench.split(c, split) for c in self.ids]
+            indices = [self._context.split(c, split) for c in self.ids]
             empty = [c for c, where in zip(self.ids, indices, strict=True) if not len(where)]
             if empty and split == "train":
                 raise ClientError(
@@ -418,7 +418,7 @@ class Clients:
                     clients=empty,
                     repeatable=True,
                 )
-            self._gathered[split] = GroupSamples(self._bench.samples, indices)
+            self._gathered[split] = GroupSamples(self._context.samples, indices)
         return self._gathered[split]
 
     def _whole(self, split: str) -> list[Batch]:
@@ -426,7 +426,7 @@ class Clients:
         return [samples.client(k) for k in range(len(self))]
 
     def _keys(self, purpose: str) -> np.ndarray:
-        return rng.keys(self._bench.seed, purpose, self.round, self.ids)
+        return rng.keys(self._context.seed, purpose, self.round, self.ids)
 
     def _draws(self, stream: str = "") -> Tensor:
         return torch.from_numpy(self._keys("draws" + stream).astype(np.int64)).to(self.device)
@@ -438,7 +438,7 @@ class Clients:
         keys = self._keys("batches" + stream)
         visits = order(keys, samples.sizes, min(size, samples.width), epochs, steps)
         self._refuse_lone_samples(visits.counts)
-        if augmentation := self._bench.samples.augmentation:
+        if augmentation := self._context.samples.augmentation:
             drawn = self._keys("augmentation" + stream)
             visits = visits.drawn(drawn, sum(one.draws for one in augmentation))
         return samples, visits
@@ -481,7 +481,7 @@ class Clients:
         )
 
     def _vectors(self, what: str, given: Tensor, *lengths: int) -> Tensor:
-        rows = plain(given)
+        rows = unmarked(given)
         if rows.shape[-1:] and rows.shape[-1] in lengths and rows.shape[:-1] in ((), (len(self),)):
             return self._rows(rows)
         of = " or ".join(map(str, sorted(set(lengths))))
@@ -491,7 +491,7 @@ class Clients:
         )
 
     def _rows(self, theta: Tensor) -> Tensor:
-        theta = plain(theta)
+        theta = unmarked(theta)
         return theta.expand(len(self), -1) if theta.dim() == 1 else theta
 
     def _checked(self, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -505,11 +505,11 @@ class Clients:
         return dict(extras)
 
     def _minimiser(
-        self, minimised: Minimised, rows: Tensor, samples: GroupSamples, visits: Order, extras: Mapping[str, Any]
+        self, local_loss: LocalLoss, rows: Tensor, samples: GroupSamples, visits: Order, extras: Mapping[str, Any]
     ) -> Executor:
         """The executor that trains on these visits."""
-        minimised.refuse_unknown(extras)
-        return self._executor(minimised, rows[0], partial(samples.some, 0), visits.unequal, extras, train=True)
+        local_loss.refuse_unknown(extras)
+        return self._executor(local_loss, rows[0], partial(samples.some, 0), visits.unequal, extras, train=True)
 
     def _executor(
         self,
@@ -521,13 +521,13 @@ class Clients:
         train: bool,
     ) -> Executor:
         """The group's executor, unless batches are padded and that would change what this function computes."""
-        weighs = self.objective.weighs and function in (self.loss, Minimised(self.model, self.loss))
+        weighs = self.objective.weighs and function in (self.loss, LocalLoss(self.model, self.loss))
         if weighs or not unequal:
-            return self._bench.executor
-        return fit_for_padding(self._bench, function, at, some, extras, train)
+            return self._context.executor
+        return executor_for(self._context, function, at, some, extras, train)
 
     def _or_plainer(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:
-        return tried(self._bench, executor, work)[0]
+        return run_or_fall_back(self._context, executor, work)[0]
 
     def _refuse_without_classes(self, called: str) -> None:
         if self.objective.targets in ("numbers", "tokens"):
@@ -551,13 +551,13 @@ class Clients:
         # A sum is finite only if all its terms are, and takes a fraction of the time that looking at each would.
         good = torch.isfinite(trained.sum(1))
         if losses is not None:
-            good &= torch.isfinite(losses) & (losses <= self._bench.loss_limit)
+            good &= torch.isfinite(losses) & (losses <= self._context.loss_limit)
         if not bool(good.all()):
             self._refuse_divergence((~good).nonzero().flatten().tolist(), losses)
         self.losses = self.losses if losses is None else losses
 
     def _refuse_divergence(self, bad: list[int], losses: Tensor | None) -> None:
-        limit, k = self._bench.loss_limit, bad[0]
+        limit, k = self._context.loss_limit, bad[0]
         how = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         raise ClientError(
             f"Training diverged on client {self.ids[k]} in round {self.round}: {how}. "

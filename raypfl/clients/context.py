@@ -24,7 +24,7 @@ ROOM = 512 * 2**20
 
 
 @dataclass(eq=False)
-class Bench:
+class Context:
     """What the clients of one process share: the network, the samples, the settings. Built once, used by every group.
 
     Attributes

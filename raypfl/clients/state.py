@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import MethodError
-from raypfl.common.messages import Lent, PerClient, per_client, plain
+from raypfl.common.messages import Lent, PerClient, per_client, unmarked
 from raypfl.storage.states import Kept, Stack
 
 Default = Tensor | Callable[[Tensor], Tensor]
@@ -62,7 +62,7 @@ class ClientState(MutableMapping[str, Tensor]):
                 stored[k] = row[name]
         rows = torch.from_numpy(stored).to(self._device, default.dtype if isinstance(default, Tensor) else None)
         if new:
-            rows[new] = plain(self._default_rows(default, new)).to(rows.dtype)
+            rows[new] = unmarked(self._default_rows(default, new)).to(rows.dtype)
         return per_client(rows)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -77,7 +77,7 @@ class ClientState(MutableMapping[str, Tensor]):
                 f"clients.state[{name!r}] needs one row for each of the group's {len(self._rows)} clients, "
                 f"this has shape {tuple(value.shape)}."
             )
-        self._new[name] = per_client(plain(value).detach())
+        self._new[name] = per_client(unmarked(value).detach())
         self.changed = True
 
     def __delitem__(self, name: str) -> None:
@@ -96,7 +96,7 @@ class ClientState(MutableMapping[str, Tensor]):
     def stack(self) -> tuple[Stack, Kept]:
         """What was set; where a name was deleted, or the states are to be put together, all that there is."""
         whole = self._deleted or not self._new
-        changes = {name: plain(value).cpu().numpy() for name, value in self._new.items()}
+        changes = {name: unmarked(value).cpu().numpy() for name, value in self._new.items()}
         stack = Stack.updated(self._rows if whole else [{} for _ in self._rows], changes)
         return stack, stack.kept(len(self._rows), whole)
 
@@ -105,7 +105,7 @@ class ClientState(MutableMapping[str, Tensor]):
         if isinstance(default, PerClient):
             return default if len(new) == len(self._rows) else per_client(default[new])
         if not isinstance(default, Tensor):
-            return per_client(plain(default(torch.tensor(new))).to(self._device))
+            return per_client(unmarked(default(torch.tensor(new))).to(self._device))
         if self._lent:
             return default.to(self._device)[None].as_subclass(Lent)
         # A copy: a row that is a view of the initial model could be changed in place, and that model with it.

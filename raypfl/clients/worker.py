@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
-from raypfl.clients.context import Bench
+from raypfl.clients.context import Context
 from raypfl.common.errors import MethodError
-from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, plain
+from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
 from raypfl.storage.states import Kept, Place, Stack
 from raypfl.storage.tree import put_together
@@ -125,8 +125,8 @@ class Reply:
 class Worker:
     """The clients' side of one process: runs client functions on groups. The same object inline and in a Ray actor."""
 
-    def __init__(self, bench: Bench, method: object):
-        self.bench = bench
+    def __init__(self, context: Context, method: object):
+        self.context = context
         self.method = method
         self._unpacked: tuple[int, dict[str, Tensor]] = (-1, {})
         self._large: dict[int, Tensor] = {}
@@ -144,7 +144,7 @@ class Worker:
         """
         begun = time.perf_counter()
         shared = self._shared(call, opened)
-        clients = Clients(self.bench, group.clients, call.round, call.lr, states)
+        clients = Clients(self.context, group.clients, call.round, call.lr, states)
         rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
         arguments = {**put_together(dict(call.arguments), shared), **rows}
         clients.received(arguments)
@@ -191,10 +191,10 @@ class Worker:
         # What Ray hands out is read-only shared memory, to which a tensor must never write, and which is not free for
         # the next round's as long as somebody looks at it. The other backend makes copies.
         mine = array.flags.owndata and array.flags.writeable
-        return torch.from_numpy(array).to(self.bench.model.device) if mine else self._tensor(array)
+        return torch.from_numpy(array).to(self.context.model.device) if mine else self._tensor(array)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(self.bench.model.device)
+        return torch.from_numpy(np.array(array)).to(self.context.model.device)
 
     def _refuse_changed(self, shared: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
         for name, tensor in shared.items():
@@ -211,7 +211,7 @@ def _reduced(who: str, name: str, value: object, clients: int) -> Value:
         raise MethodError(
             f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how it comes up."
         )
-    rows = plain(value.rows).detach()
+    rows = unmarked(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
         raise MethodError(
             f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
@@ -222,7 +222,9 @@ def _reduced(who: str, name: str, value: object, clients: int) -> Value:
         return Value("each", rows.cpu().numpy(), 0.0, numbers)
     if isinstance(value, Sum):
         return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers)
-    weight = torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else plain(value.weight)
+    weight = (
+        torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else unmarked(value.weight)
+    )
     if weight.shape != (clients,) or bool((weight < 0).any()):
         raise MethodError(
             f"The weight of Mean {name!r}, which {who} returned, must be one number, not negative, for each of the "

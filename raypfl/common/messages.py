@@ -75,7 +75,7 @@ class Each:
 
 def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, whole: int) -> np.ndarray:
     """How many of the `whole` numbers of a message each of its clients sends or gets, ``int64[clients]``."""
-    numbers = np.asarray(whole * charged if isinstance(charged, bool) else plain(torch.as_tensor(charged)).cpu())
+    numbers = np.asarray(whole * charged if isinstance(charged, bool) else unmarked(torch.as_tensor(charged)).cpu())
     if numbers.shape not in ((), (clients,)) or (numbers < 0).any() or (numbers > whole).any():
         raise MethodError(
             f"What {name!r} is charged must be a whole number between 0 and {whole}, the numbers of a row, one for all "
@@ -146,7 +146,7 @@ def per_client(rows: Tensor) -> PerClient:
     return rows.as_subclass(PerClient)
 
 
-def plain(tensor: Tensor) -> Tensor:
+def unmarked(tensor: Tensor) -> Tensor:
     """The same tensor without the mark."""
     return tensor.as_subclass(torch.Tensor) if isinstance(tensor, PerClient) else tensor
 

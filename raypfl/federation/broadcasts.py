@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from raypfl.clients.worker import Sent
-from raypfl.common.messages import plain
+from raypfl.common.messages import unmarked
 from raypfl.federation.backend import Backend
 
 INSIDE = 64_000
@@ -43,7 +43,7 @@ class Broadcasts:
 
     def sent(self, tensors: Mapping[str, Tensor], round: int) -> Sent:
         """The tensors of a call in a round."""
-        arrays = {name: plain(tensor).detach().cpu().numpy() for name, tensor in tensors.items()}
+        arrays = {name: unmarked(tensor).detach().cpu().numpy() for name, tensor in tensors.items()}
         large = [name for name, array in arrays.items() if array.nbytes > INSIDE]
         known = {name: self._sent(tensors[name], arrays.pop(name), round) for name in large}
         self._known = {

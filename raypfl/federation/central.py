@@ -21,7 +21,7 @@ from raypfl.models.other import Other
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import SGD, LocalOptimizer, Update
 from raypfl.training.executor import AS_IT_IS, Precision
-from raypfl.training.loss import Loss, Minimised
+from raypfl.training.loss import LocalLoss, Loss
 from raypfl.training.pool import Pool, Pools
 from raypfl.training.sequential import Sequential
 
@@ -133,8 +133,8 @@ class Central(ABC):
         update = Update(optimizer or SGD(), lr, weight_decay, clip_norm, trained)
         rate = _scheduled(schedule, lr, _length(batches))
         executor = Sequential(model, self.place.precision if model is self.task.model else AS_IT_IS)
-        minimised, key = Minimised(model, loss), self._key("central" + stream, theta.device)
-        losses = executor.train(minimised, theta, batches, update, rate, key, extras, mode == "train")
+        local_loss, key = LocalLoss(model, loss), self._key("central" + stream, theta.device)
+        losses = executor.train(local_loss, theta, batches, update, rate, key, extras, mode == "train")
         total, done = theta.new_zeros(()), 0
         for value in self.progress(text, losses, total=_length(batches)):
             total, done = total + value, done + 1

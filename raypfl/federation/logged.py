@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import MethodError
-from raypfl.common.messages import plain
+from raypfl.common.messages import unmarked
 
 LOGGED = {"round": "int32", "name": "text", "value": "float64"}
 IMAGES = {"round": "int32", "name": "text", "png": "bytes"}
@@ -90,7 +90,7 @@ def png(name: str, images: Tensor) -> bytes:
     from PIL import Image
 
     refuse_bad_name(name)
-    pixels = plain(images).detach().cpu()
+    pixels = unmarked(images).detach().cpu()
     if pixels.dim() != 4 or pixels.shape[1] not in (1, 3) or not pixels.numel():
         raise MethodError(
             f"cohort.log_image takes images [n, C, H, W] with one channel or three for {name!r}, not "
@@ -118,7 +118,7 @@ def _grid(images: np.ndarray) -> np.ndarray:
 
 
 def _array(values: Any) -> np.ndarray:
-    return plain(values).detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    return unmarked(values).detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
 def _described(value: Any, array: np.ndarray) -> str:

@@ -51,7 +51,7 @@ class APFL(FedAvg):
         alpha = self._alpha(clients)
         if self.adaptive:
             alpha = self._adapted(clients, alpha, personal, local)
-        for batch in clients.walk():
+        for batch in clients.minibatches():
             personal, local = (
                 batch.step(mixed, personal, of="personal", local=local, alpha=alpha),
                 batch.step(clients.loss, local, of="local"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.messages import Mean, Sum, per_client, plain
+from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
@@ -103,7 +103,7 @@ class FedNH(Method):
     def train(self, clients: Clients, body: Tensor, prototypes: Tensor) -> dict[str, Mean | Sum]:
         model = clients.model
         head, averaged = model.mask(_weight(model)), self._averaged(model)
-        theta = plain(clients.state.get("model", default=clients.initial)).clone()
+        theta = unmarked(clients.state.get("model", default=clients.initial)).clone()
         theta[:, head], theta[:, averaged] = prototypes.flatten(), body
         trained = clients.sgd(clients.loss, per_client(theta), train=~head, decay=~model.mask("output layer"))
         clients.state["model"] = trained

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from raypfl.common.messages import Mean, per_client, plain
+from raypfl.common.messages import Mean, per_client, unmarked
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task
 from raypfl.methods.finetuning import refuse_negative
@@ -69,8 +69,8 @@ class FedROD(Method):
         counts = clients.label_counts()
         prior = counts.clamp_min(1e-30).log()  # finite, also of a class that a client lacks
         start = clients.initial.masked_scatter(~kept, shared)
-        theta = plain(clients.sgd(balanced, start, train=~personal, report=None, prior=prior)).clone()
-        theta[:, kept] = self._own(clients, kept, plain(counts))
+        theta = unmarked(clients.sgd(balanced, start, train=~personal, report=None, prior=prior)).clone()
+        theta[:, kept] = self._own(clients, kept, unmarked(counts))
         moving = personal if self.head == "linear" else personal & ~kept
         trained = clients.sgd(clients.loss, per_client(theta), train=moving, epochs=self.personal_epochs)
         clients.state["model"] = trained
@@ -90,4 +90,4 @@ class FedROD(Method):
     def _own(self, clients: Clients, kept: Tensor, counts: Tensor) -> Tensor:
         if self.head == "hypernetwork":
             return counts / counts.sum(1, keepdim=True)
-        return plain(clients.state.get("model", default=clients.initial))[:, kept]
+        return unmarked(clients.state.get("model", default=clients.initial))[:, kept]

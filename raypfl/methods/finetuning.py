@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.messages import per_client, plain
+from raypfl.common.messages import per_client, unmarked
 
 if TYPE_CHECKING:
     from raypfl.clients.clients import Clients
@@ -22,7 +22,7 @@ def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) ->
     lr : None: that of the last round.
     """
     if epochs == 0:  # without asking for samples, which may not be where a model is wanted
-        return per_client(plain(theta).expand(len(clients), -1))
+        return per_client(unmarked(theta).expand(len(clients), -1))
     return clients.sgd(clients.loss, theta, epochs=epochs, lr=lr, stream="finetuning")
 
 

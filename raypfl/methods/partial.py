@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.messages import Mean, per_client, plain
+from raypfl.common.messages import Mean, per_client, unmarked
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task
 from raypfl.methods.finetuning import finetuned, refuse_negative
@@ -146,7 +146,7 @@ class PartialPersonalization(Method):
         personal = self.parts(clients.model).personal
         rows = theta.repeat(len(clients), 1)
         if bool(personal.any()):
-            rows[:, personal] = plain(clients.state.get("personal", default=theta[personal]))
+            rows[:, personal] = unmarked(clients.state.get("personal", default=theta[personal]))
         return per_client(rows)
 
     def _phases(self, parts: Parts) -> list[tuple[Tensor | None, int | None]]:

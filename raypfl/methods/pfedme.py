@@ -47,7 +47,7 @@ class PFedMe(FedAvg):
 
         center: Tensor = per_client(theta.repeat(len(clients), 1))
         personal = center
-        for batch in clients.walk():
+        for batch in clients.minibatches():
             for _ in range(self.inner_steps):
                 personal = batch.step(clients.loss, personal, penalty=pull, lr=self.inner_lr, center=center)
             center = torch.where(batch.active, center - clients.lr * self.lam * (center - personal), center)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raypfl.common.messages import PerClient, per_client, plain
+from raypfl.common.messages import PerClient, per_client, unmarked
 from raypfl.models.flat import FlatModel
 from raypfl.models.other import Other
 
@@ -22,7 +22,7 @@ Extras = Mapping[str, Any]
 def rows_of(extras: Extras) -> dict[str, Tensor]:
     """The rows ``[K, ...]`` of those extras that differ from client to client."""
     tensors = {name: e.theta if isinstance(e, Other) else e for name, e in extras.items()}
-    return {name: plain(t) for name, t in tensors.items() if isinstance(t, PerClient)}
+    return {name: unmarked(t) for name, t in tensors.items() if isinstance(t, PerClient)}
 
 
 def with_rows(extras: Extras, rows: Mapping[str, Tensor]) -> dict[str, Any]:

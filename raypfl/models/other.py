@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raypfl.common.messages import PerClient, per_client, plain
+from raypfl.common.messages import PerClient, per_client, unmarked
 from raypfl.models.flat import FlatModel
 
 
@@ -37,5 +37,5 @@ class Other:
         with self.model.mode(train=False):
             if self.theta.dim() == 1:
                 return outputs(self.theta)
-            rows = torch.stack([outputs(theta) for theta in plain(self.theta)])
+            rows = torch.stack([outputs(theta) for theta in unmarked(self.theta)])
             return per_client(rows) if isinstance(self.theta, PerClient) else rows

@@ -22,7 +22,7 @@ from raypfl.common.files import draft
 from raypfl.data import load_federated
 from raypfl.results.contenders import Contender, contenders, setting
 from raypfl.results.picture import STYLE
-from raypfl.server.setup import make_bench, make_task
+from raypfl.server.setup import make_context, make_task
 
 if TYPE_CHECKING:
     from raypfl.models.flat import FlatModel
@@ -76,10 +76,10 @@ def latent_of(result: Result) -> Latent:
     experiment = result.experiment
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
     task = make_task(experiment, data, torch.device("cpu"))
-    bench = make_bench(experiment, data, task)
-    tested = bench.everyone("test")
-    x, y = bench.samples.take(tested[np.linspace(0, len(tested) - 1, min(_SAMPLES, len(tested))).astype(int)])
-    x = bench.samples.normalise(x)
+    context = make_context(experiment, data, task)
+    tested = context.everyone("test")
+    x, y = context.samples.take(tested[np.linspace(0, len(tested) - 1, min(_SAMPLES, len(tested))).astype(int)])
+    x = context.samples.normalise(x)
     states = [(0, experiment.method.start(task)), *result.server_states()]
     models = [(round, _global(result, state)) for round, state in states]
     portraits = [_portrait(task.model, round, theta, x) for round, theta in models if theta is not None]

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from raypfl.clients.clients import Clients
-from raypfl.clients.context import Bench
-from raypfl.clients.ways import FallenBack
+from raypfl.clients.context import Context
+from raypfl.clients.fallback import FallbackWarning
 from raypfl.common.errors import ConfigError
 from raypfl.common.version import __version__
 from raypfl.data import ClientData
@@ -200,8 +200,8 @@ def _raised(model: FlatModel, training: TrainingSettings, looks: Looks, channels
 
 def _said(error: Exception) -> str:
     """The first line of what an error says; torch's own words, if clients fell back because of them."""
-    text = str(error).rpartition(FallenBack.BECAUSE)[2]
-    return (text if isinstance(error, FallenBack) else f"{type(error).__name__}: {text}").splitlines()[0]
+    text = str(error).rpartition(FallbackWarning.BECAUSE)[2]
+    return (text if isinstance(error, FallbackWarning) else f"{type(error).__name__}: {text}").splitlines()[0]
 
 
 def _known(path: Path) -> Trial | None:
@@ -278,7 +278,7 @@ def _try(
     plainest, broken = min(ways), None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a run's own steps will give them
-        warnings.simplefilter("error", FallenBack)
+        warnings.simplefilter("error", FallbackWarning)
         for way in sorted(ways):  # one by one first
             together = way.executor == "vectorised"
             try:
@@ -349,7 +349,7 @@ def _clients(
     channels = (looks.input_shape[0], 1, 1) if len(looks.input_shape) == 3 else (1,)
     scale = torch.full(channels, 1 / 255, dtype=model.dtype, device=model.device)
     samples = Samples(inputs, labels, scale, torch.zeros_like(scale))
-    bench = Bench(
+    context = Context(
         model=model,
         executor=executor,
         samples=samples,
@@ -362,4 +362,4 @@ def _clients(
         measures=looks.measures,
         loss_limit=float("inf"),
     )
-    return Clients(bench, tuple(range(count)), 0, 1e-6)
+    return Clients(context, tuple(range(count)), 0, 1e-6)

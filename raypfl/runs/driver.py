@@ -46,7 +46,7 @@ from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFini
 from raypfl.server.server import Job, Server
 from raypfl.server.setup import (
     groups_for,
-    make_bench,
+    make_context,
     make_measures,
     make_model,
     make_task,
@@ -308,7 +308,7 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> It
     with threads(threads_of_server(experiment)):
         task = make_task(experiment, data, here)
         of_clients = task if here == there else make_task(experiment, data, there)
-        worker = Worker(make_bench(experiment, data, of_clients), experiment.method)
+        worker = Worker(make_context(experiment, data, of_clients), experiment.method)
         facts = {"backend": "inline", "actors": 1, "device": str(there)}
         pools = pools_of_server(experiment, data, task)
         yield Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, facts).run()

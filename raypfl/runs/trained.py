@@ -16,7 +16,7 @@ from raypfl.backends.inline import Inline
 from raypfl.clients.clients import Clients, learning_rate
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import CheckpointError, ConfigError
-from raypfl.common.messages import plain
+from raypfl.common.messages import unmarked
 from raypfl.data import load_federated
 from raypfl.federation.central import Place
 from raypfl.federation.cohort import Exchanger, Judged
@@ -31,13 +31,13 @@ from raypfl.server.events import Event
 from raypfl.server.judging import Shown, maker, personalize
 from raypfl.server.outline import DataOutline
 from raypfl.server.server import checkpoints_of
-from raypfl.server.setup import client_costs, make_bench, make_task, normalisation, precision_of
+from raypfl.server.setup import client_costs, make_context, make_task, normalisation, precision_of
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.states import StateShard, StateTable, merged
 
 if TYPE_CHECKING:
-    from raypfl.clients.context import Bench
+    from raypfl.clients.context import Context
     from raypfl.config import Experiment
 
 
@@ -105,7 +105,7 @@ class TrainedModels:
         theta = self.experiment.method.global_model(self.server)
         if theta is None:
             raise ConfigError(f"{type(self.experiment.method).__name__} has no global model.")
-        return self._trained(self._bench.model.as_module(theta))
+        return self._trained(self._context.model.as_module(theta))
 
     def personal_model(self, client: int) -> TrainedModel:
         """A client's own model, in evaluation mode; of a client that was never trained, what the method gives those.
@@ -117,15 +117,15 @@ class TrainedModels:
         """
         refuse_stranger(client, self.num_clients)
         method, unseen = self.experiment.method, client in self.outline.unseen
-        clients = Clients(self._bench, (client,), self.round, self._lr, [self._state_to_judge(client, unseen)])
+        clients = Clients(self._context, (client,), self.round, self._lr, [self._state_to_judge(client, unseen)])
         made = getattr(method, maker(unseen))(clients, Shown(method.judged_with(self.server)))
         if made is None and unseen:
             return self.global_model()
         if made is None:
             raise ConfigError(f"{type(method).__name__} makes no personal models; its clients share the global one.")
         if isinstance(made, Predictor):
-            return self._trained(made.as_module(0, self._bench.evaluating))
-        return self._trained(self._bench.model.as_module(plain(made).reshape(-1)))
+            return self._trained(made.as_module(0, self._context.evaluating))
+        return self._trained(self._context.model.as_module(unmarked(made).reshape(-1)))
 
     def _state_to_judge(self, client: int, unseen: bool) -> Mapping[str, np.ndarray]:
         """What a client keeps once the method has personalized it, as a cohort of one in this process."""
@@ -138,9 +138,9 @@ class TrainedModels:
             states.stage((client,), StateShard(np.array([client]), own).stack())
         exchanger = Exchanger(
             task=self._task,
-            backend=Inline(Worker(self._bench, method)),
+            backend=Inline(Worker(self._context, method)),
             states=states,
-            place=Place(self._bench.pools, precision_of(self.experiment), _nobody_watches),
+            place=Place(self._context.pools, precision_of(self.experiment), _nobody_watches),
             ledger=Ledger(),
             failures=self.experiment.failures,
             costs=client_costs(self.experiment, self._task.num_samples),
@@ -159,11 +159,11 @@ class TrainedModels:
         return make_task(self.experiment, self.outline, torch.device("cpu"))
 
     @cached_property
-    def _bench(self) -> Bench:
-        return make_bench(self.experiment, self.outline, self._task)
+    def _context(self) -> Context:
+        return make_context(self.experiment, self.outline, self._task)
 
     def _trained(self, network: nn.Module) -> TrainedModel:
-        gain, offset = normalisation(self.outline, self._bench.model)
+        gain, offset = normalisation(self.outline, self._context.model)
         return TrainedModel(network, gain, offset, self.outline.discrete)
 
 

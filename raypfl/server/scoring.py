@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.common.messages import Each, LentChanged, Sum, plain
+from raypfl.common.messages import Each, LentChanged, Sum, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, class_weights, parts
 from raypfl.models.predictor import Predictor
@@ -48,7 +48,7 @@ def score(
         values[f"personal/{protocol}"] = Each(torch.cat([rows[protocol] for rows in portions]).cpu(), charged=False)
     if shared is not None:
         for protocol, value in _shared(clients, shared, protocols, shares).items():
-            values[f"global/{protocol}"] = type(value)(plain(value.rows).cpu(), charged=False)
+            values[f"global/{protocol}"] = type(value)(unmarked(value.rows).cpu(), charged=False)
     return values
 
 
@@ -61,13 +61,13 @@ def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[s
     if models is None:
         return {}
     count = len(clients)
-    models = models if isinstance(models, Predictor) else plain(models).expand(count, -1)
-    plainly, rows = MetricSums(clients.bench.measures), {}
+    models = models if isinstance(models, Predictor) else unmarked(models).expand(count, -1)
+    plainly, rows = MetricSums(clients.context.measures), {}
     for protocol in protocols:
         if protocol in OWN:
             rows[protocol] = plainly.values(plainly.of(clients.answers(models, clients.own(OWN[protocol])), count))
         elif protocol.startswith("ood/"):
-            of = parts(protocol, _everyone(clients), clients.bench.pools.where)
+            of = parts(protocol, _everyone(clients), clients.context.pools.where)
             rows[protocol] = plainly.values(_on(clients, models, of, again=True))
     return rows | _everywhere(clients, models, protocols)
 
@@ -77,7 +77,7 @@ def _everywhere(clients: Clients, models: Tensor | Predictor, protocols: Collect
     weighted = [protocol for protocol in WEIGHTED if protocol in protocols]
     if "global" not in protocols and not weighted:
         return {}
-    metric_sums = MetricSums(clients.bench.measures, by_class=bool(weighted))
+    metric_sums = MetricSums(clients.context.measures, by_class=bool(weighted))
     sums = metric_sums.of(clients.answers(models, _everyone(clients)), len(clients))
     rows = {"global": metric_sums.values(sums)} if "global" in protocols else {}
     for protocol in weighted:
@@ -88,13 +88,13 @@ def _everywhere(clients: Clients, models: Tensor | Predictor, protocols: Collect
 def _shared(
     clients: Clients, theta: Tensor, protocols: Collection[str], shares: list[tuple[int, int]]
 ) -> dict[str, Each | Sum]:
-    model = plain(theta)[None]
+    model = unmarked(theta)[None]
     values: dict[str, Each | Sum] = {}
     weighted = any(protocol in WEIGHTED for protocol in protocols)
     everywhere = weighted or "global" in protocols
     for protocol, split in OWN.items():
         if protocol in protocols or (protocol == "local" and everywhere):
-            metric_sums = MetricSums(clients.bench.measures, by_class=weighted and protocol == "local")
+            metric_sums = MetricSums(clients.context.measures, by_class=weighted and protocol == "local")
             sums = metric_sums.of(clients.answers_for_owners(model, clients.own(split)), len(clients))
             if protocol in protocols:
                 values[protocol] = Each(metric_sums.values(sums))
@@ -105,7 +105,7 @@ def _shared(
     for protocol in protocols:
         if protocol.startswith("ood/"):
             values[protocol] = Sum(
-                _share(clients, model, list(parts(protocol, _everyone(clients), clients.bench.pools.where)), shares)
+                _share(clients, model, list(parts(protocol, _everyone(clients), clients.context.pools.where)), shares)
             )
     if weighted:
         values["alpha"] = Each(_classes(clients))
@@ -114,7 +114,7 @@ def _shared(
 
 def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tuple[int, int]]) -> Tensor:
     """Sums ``[K, W]`` of this group's shares of a common test; it stays whole if the sums of parts do not add up."""
-    if MetricSums(clients.bench.measures).whole:
+    if MetricSums(clients.context.measures).whole:
         mine = whole if any(i == 0 for i, _ in shares) else []
     else:
         cuts = [[(len(part.where) * i // n, len(part.where) * (i + 1) // n) for i, n in shares] for part in whole]
@@ -128,7 +128,7 @@ def _share(clients: Clients, model: Tensor, whole: list[Part], shares: list[tupl
 
 def _on(clients: Clients, models: Tensor | Predictor, of: Iterable[Part], again: bool = False) -> Tensor:
     """The metric sums of models on common samples; `again` if other models will be tested on the same."""
-    metric_sums = MetricSums(clients.bench.measures)
+    metric_sums = MetricSums(clients.context.measures)
     total = metric_sums.empty(len(models))
     for part in of:
         change = _change(clients, part, again)
@@ -141,29 +141,29 @@ def _change(clients: Clients, part: Part, again: bool) -> Change | None:
         return None
     if again and (images := _kept(clients, part)) is not None:
         return lambda x, where, first: images[first : first + len(where)]
-    return lambda x, where, first: corruption(x, where, clients.bench.scale)
+    return lambda x, where, first: corruption(x, where, clients.context.scale)
 
 
 def _kept(clients: Clients, part: Part) -> Tensor | None:
     """All images of a part, corrupted once in this process, if there is room for them."""
-    bench, name = clients.bench, part.corruption
+    context, name = clients.context, part.corruption
     assert name is not None
-    if name not in bench.corrupted and len(part.where):
-        one, _ = bench.samples.take(part.where[:1])
-        taken = sum(images.numel() for images in bench.corrupted.values())
-        if taken + len(part.where) * one.numel() > bench.room:
+    if name not in context.corrupted and len(part.where):
+        one, _ = context.samples.take(part.where[:1])
+        taken = sum(images.numel() for images in context.corrupted.values())
+        if taken + len(part.where) * one.numel() > context.room:
             return None
-        size = bench.evaluation_batch
+        size = context.evaluation_batch
         blocks = [part.where[first : first + size] for first in range(0, len(part.where), size)]
-        bench.corrupted[name] = torch.cat([name(bench.samples.take(b)[0], b, bench.scale) for b in blocks])
-    return bench.corrupted.get(name)
+        context.corrupted[name] = torch.cat([name(context.samples.take(b)[0], b, context.scale) for b in blocks])
+    return context.corrupted.get(name)
 
 
 def _everyone(clients: Clients) -> np.ndarray:
-    return clients.bench.everyone("test")
+    return clients.context.everyone("test")
 
 
 def _classes(clients: Clients) -> Tensor:
     """Training samples of each class, ``float64[K, C]``."""
-    labels = [clients.bench.samples.take(where)[1] for where in clients.own("train")]
+    labels = [clients.context.samples.take(where)[1] for where in clients.own("train")]
     return torch.stack([torch.bincount(y, minlength=clients.num_classes) for y in labels]).double()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raypfl.clients.context import ROOM, Bench
+from raypfl.clients.context import ROOM, Context
 from raypfl.common import rng
 from raypfl.data import ClientData, FederatedData
 from raypfl.datasets import DescribedData
@@ -84,14 +84,14 @@ def precision_of(experiment: Experiment) -> Precision:
     return Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
 
 
-def make_bench(experiment: Experiment, data: ClientData | DataOutline, task: Task) -> Bench:
+def make_context(experiment: Experiment, data: ClientData | DataOutline, task: Task) -> Context:
     """What the clients of one process share."""
     precision = precision_of(experiment)
     room = room_on(task.model.device, experiment.ray.data_share, experiment.ray.gpus_per_actor)
     samples = samples_for(data, task.model, experiment.data.augmentation, room)
     together = experiment.engine.executor == "vectorised"
     executor: Executor = Vectorised(task.model, precision) if together else Sequential(task.model, precision)
-    return Bench(
+    return Context(
         model=task.model,
         executor=executor,
         samples=samples,

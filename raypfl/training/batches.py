@@ -1,4 +1,4 @@
-"""A group's samples, and the order in which its clients walk through them."""
+"""A group's samples, and the order in which its clients visit them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class GroupSamples:
         ready = None if few else self.client(k)
         return lambda s: self.step(k, visits, s, ready)
 
-    def walk(self, clients: np.ndarray, visits: Order) -> Callable[..., Batch]:
+    def stacked(self, clients: np.ndarray, visits: Order) -> Callable[..., Batch]:
         """``batch(which, s)``: the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
 
         `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)``: no

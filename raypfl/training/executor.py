@@ -1,6 +1,6 @@
 """Running a function of one client for a whole group: all clients at once, or one by one.
 
-A *loss* here is a :class:`Minimised` function of one client's trainable parameters ``p[P]``, a batch and extras; a
+A *loss* here is a :class:`LocalLoss` function of one client's trainable parameters ``p[P]``, a batch and extras; a
 *function* is the same with any output. Extras come as ``{name: tensor}``; those that are :class:`PerClient` have a row
 for each client.
 """
@@ -20,7 +20,7 @@ from raypfl.models.predictor import Predictor
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Update
 from raypfl.training.batches import Batches, GroupSamples, Order
-from raypfl.training.loss import Loss, Minimised
+from raypfl.training.loss import LocalLoss, Loss
 
 
 class Executor(Protocol):
@@ -28,7 +28,7 @@ class Executor(Protocol):
 
     def sgd(
         self,
-        loss: Minimised,
+        loss: LocalLoss,
         start: Tensor,
         samples: GroupSamples,
         visits: Order,
@@ -44,7 +44,7 @@ class Executor(Protocol):
         ...
 
     def grad(
-        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
+        self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of each client's loss on its batch: ``(gradients[K, P], reported[K], statistics[K, B] after it)``.
 

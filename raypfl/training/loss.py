@@ -20,7 +20,7 @@ Report = Loss | Literal["loss"] | None
 
 
 @dataclass(frozen=True)
-class Minimised:
+class LocalLoss:
     """A function of one client's parameters and batch: the value to descend, and the one to report.
 
     Attributes
@@ -28,7 +28,7 @@ class Minimised:
     model : the network, whose statistics a report of its own leaves alone.
     loss : ``loss(p, batch, **extras) -> scalar``; or a pair of scalars, the loss and what is added to it, where both
         come from one forward pass.
-    penalty : ``penalty(p, batch, **extras) -> scalar``, added to what is minimised and not reported.
+    penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss that is descended and not reported.
     report : what is reported: the ``loss``, another function of the same form, or None: nothing.
     """
 

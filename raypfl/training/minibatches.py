@@ -18,14 +18,14 @@ from raypfl.objectives.batch import Batch
 from raypfl.optimizers import LocalOptimizer, Memory, Update
 from raypfl.training.batches import GroupSamples, Order, StepBatches
 from raypfl.training.executor import Executor
-from raypfl.training.loss import Loss, Minimised, Report
+from raypfl.training.loss import LocalLoss, Loss, Report
 
 Gradient = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[Callable[[Executor], Gradient]], Gradient]
 
 
 @dataclass(eq=False)
-class Walk:
+class MiniBatches:
     """All mini-batches of a group's local training.
 
     Attributes
@@ -34,7 +34,7 @@ class Walk:
     models : checks a model vector, or one a client, and gives ``[K, P+B]``.
     corrections : likewise ``[K, P]`` of what is added to gradients.
     update : gives a step for an optimizer and a learning rate; None stands for the experiment's.
-    prepare : checks what is minimised, its start ``[K, P+B]`` and its extras, and gives what runs work on an executor
+    prepare : checks the loss, its start ``[K, P+B]`` and its extras, and gives what runs work on an executor
         that suits.
     losses : sums ``[K]`` of what is reported for each model that is trained, by name, where anything is.
     taken : steps ``[K]`` that these are of.
@@ -48,7 +48,7 @@ class Walk:
     models: Callable[[Tensor], Tensor]
     corrections: Callable[[Tensor | None], Tensor | None]
     update: Callable[[LocalOptimizer | None, float | None], Update]
-    prepare: Callable[[Minimised, Tensor, Mapping[str, Any]], Run]
+    prepare: Callable[[LocalLoss, Tensor, Mapping[str, Any]], Run]
     losses: dict[str, Tensor] = field(default_factory=dict)
     taken: dict[str, Tensor] = field(default_factory=dict)
     trained: dict[str, Tensor] = field(default_factory=dict)
@@ -61,14 +61,14 @@ class Walk:
 
     @cached_property
     def padded(self) -> Callable[..., Batch]:
-        """Gathers the batches of several clients at once; see :meth:`GroupSamples.walk`."""
-        return self.samples.walk(np.arange(len(self.keys)), self.visits)
+        """Gathers the batches of several clients at once; see :meth:`GroupSamples.stacked`."""
+        return self.samples.stacked(np.arange(len(self.keys)), self.visits)
 
     def mean_loss(self, of: str) -> Tensor | None:
         """Mean ``[K]`` of what is reported for the model `of`; None if nothing is."""
         return self.losses[of] / self.taken[of].clamp_min(1) if of in self.losses else None
 
-    def run(self, of: str, loss: Minimised, rows: Tensor, extras: Mapping[str, Any]) -> Run:
+    def run(self, of: str, loss: LocalLoss, rows: Tensor, extras: Mapping[str, Any]) -> Run:
         """What runs work for the model `of`, decided at its first step."""
         if of not in self._runs:
             self._runs[of] = self.prepare(loss, rows, extras)
@@ -92,18 +92,18 @@ class MiniBatch:
     active : ``bool[K, 1]``, those clients.
     """
 
-    def __init__(self, walk: Walk, s: int):
-        device = walk.keys.device
-        here = np.flatnonzero(walk.visits.steps > s)
-        self._walk = walk
+    def __init__(self, group: MiniBatches, s: int):
+        device = group.keys.device
+        here = np.flatnonzero(group.visits.steps > s)
+        self._group = group
         self._rows = torch.from_numpy(here).to(device)
-        self._everybody = len(here) == len(walk.keys)
-        self._keys = walk.keys[self._rows] + s
+        self._everybody = len(here) == len(group.keys)
+        self._keys = group.keys[self._rows] + s
         self._batches = StepBatches(
-            alone=lambda: [walk.samples.step(k, walk.visits, s) for k in here.tolist()],
-            padded=lambda: walk.padded(self._rows, s, int(walk.visits.counts[here, s].max())),
+            alone=lambda: [group.samples.step(k, group.visits, s) for k in here.tolist()],
+            padded=lambda: group.padded(self._rows, s, int(group.visits.counts[here, s].max())),
         )
-        self.active = torch.zeros(len(walk.keys), 1, dtype=torch.bool, device=device)
+        self.active = torch.zeros(len(group.keys), 1, dtype=torch.bool, device=device)
         self.active[self._rows] = True
 
     def step(
@@ -132,17 +132,17 @@ class MiniBatch:
         -------
         ``[K, P+B]``, in which the rows of clients that are not active are those of `theta`.
         """
-        walk, here, rows = self._walk, self._rows, self._walk.models(theta)
-        size, minimised = walk.model.num_parameters, Minimised(walk.model, loss, penalty, report)
-        run, update = walk.run(of, minimised, rows, extras), walk.update(optimizer, lr)
+        group, here, rows = self._group, self._rows, self._group.models(theta)
+        size, local_loss = group.model.num_parameters, LocalLoss(group.model, loss, penalty, report)
+        run, update = group.run(of, local_loss, rows, extras), group.update(optimizer, lr)
         mine = extras if self._everybody else chosen(extras, here)
         moved = rows.clone(memory_format=torch.contiguous_format) if self._everybody else rows[here]
         gradient, reported, statistics = run(
-            lambda e: e.grad(minimised, moved, self._batches, self._keys, mine, update)
+            lambda e: e.grad(local_loss, moved, self._batches, self._keys, mine, update)
         )
-        if (added := walk.corrections(correction)) is not None:
+        if (added := group.corrections(correction)) is not None:
             gradient += self._mine(added)
-        memory = walk.memory(of, update, rows[:, :size])
+        memory = group.memory(of, update, rows[:, :size])
         active = {name: self._mine(kept) for name, kept in memory.items()}
         update.step_(moved[:, :size], gradient, active)
         moved[:, size:] = statistics
@@ -151,9 +151,9 @@ class MiniBatch:
                 kept[here] = active[name]
         out = moved if self._everybody else rows.clone().index_copy_(0, here, moved)
         if report is not None:
-            walk.losses[of][here] += reported
-            walk.taken[of][here] += 1
-        walk.trained[of] = out
+            group.losses[of][here] += reported
+            group.taken[of][here] += 1
+        group.trained[of] = out
         return per_client(out)
 
     def _mine(self, rows: Tensor) -> Tensor:

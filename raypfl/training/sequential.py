@@ -22,7 +22,7 @@ from raypfl.optimizers import Update
 from raypfl.training.batches import Batches, GroupSamples, Order
 from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
 from raypfl.training.executor import AS_IT_IS, Precision, copied, forked
-from raypfl.training.loss import Loss, Minimised
+from raypfl.training.loss import LocalLoss, Loss
 
 
 class Sequential:
@@ -34,7 +34,7 @@ class Sequential:
 
     def sgd(
         self,
-        loss: Minimised,
+        loss: LocalLoss,
         start: Tensor,
         samples: GroupSamples,
         visits: Order,
@@ -62,7 +62,7 @@ class Sequential:
 
     def train(
         self,
-        loss: Minimised,
+        loss: LocalLoss,
         theta: Tensor,
         batches: Iterable[Batch],
         update: Update,
@@ -113,7 +113,7 @@ class Sequential:
         memory = update.init(self.model.parameters(vector))
         return Descent(self.model, update, bound.theta, bound.tensors, gradient, memory, correction)
 
-    def _step(self, loss: Minimised, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]) -> Tensor:
+    def _step(self, loss: LocalLoss, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]) -> Tensor:
         """Take a step; returns what is reported."""
         if descent.update.optimizer.per_sample:
             slope = partial(self._slope, loss, descent, extras)
@@ -126,7 +126,7 @@ class Sequential:
         return reported.detach()
 
     def _slope(
-        self, loss: Minimised, descent: Descent, extras: dict[str, Any], batch: Batch, key: Tensor
+        self, loss: LocalLoss, descent: Descent, extras: dict[str, Any], batch: Batch, key: Tensor
     ) -> tuple[Tensor, Tensor]:
         with self._inside(key):
             value, reported = loss(descent.theta, batch, **extras)
@@ -153,7 +153,7 @@ class Sequential:
         return by_samples(update, at.detach(), batch.weight, key, rows)
 
     def grad(
-        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
+        self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients, losses, statistics = [], [], []
         with self.model.mode(train=True), forked(at.device):
@@ -172,7 +172,7 @@ class Sequential:
         return torch.stack(gradients), torch.stack(losses), torch.stack(statistics)
 
     def _slope_at(
-        self, loss: Minimised, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
+        self, loss: LocalLoss, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
     ) -> tuple[Tensor, Tensor]:
         with self._inside(key):
             value, reported = loss(p, batch, **extras)

@@ -20,7 +20,7 @@ from raypfl.optimizers import Memory, Update
 from raypfl.training.batches import Batches, GroupSamples, Order, StepBatches
 from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
 from raypfl.training.executor import AS_IT_IS, Precision, copied, forked
-from raypfl.training.loss import Loss, Minimised
+from raypfl.training.loss import LocalLoss, Loss
 from raypfl.training.unkeyed import torch_streams
 
 
@@ -33,7 +33,7 @@ class Vectorised:
 
     def sgd(
         self,
-        loss: Minimised,
+        loss: LocalLoss,
         start: Tensor,
         samples: GroupSamples,
         visits: Order,
@@ -43,25 +43,25 @@ class Vectorised:
         correction: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         rank = np.argsort(-visits.steps, kind="stable")
-        walk, steps = samples.walk(rank, visits), visits.steps[rank]
+        batches, steps = samples.stacked(rank, visits), visits.steps[rank]
         parts = (self.model.parameters(start), self.model.buffers(start))
         if bool((rank[1:] > rank[:-1]).all()):
             theta, statistics = (copied(rows) for rows in parts)
-            return self._longest_first(loss, theta, statistics, walk, steps, update, keys, extras, correction)
+            return self._longest_first(loss, theta, statistics, batches, steps, update, keys, extras, correction)
         ranked = torch.from_numpy(rank).to(start.device)
         theta, statistics = (copied(rows, ranked) for rows in parts)
         added = None if correction is None else correction[ranked]
-        of = (theta, statistics, walk, steps, update, keys[ranked], chosen(extras, ranked), added)
+        of = (theta, statistics, batches, steps, update, keys[ranked], chosen(extras, ranked), added)
         trained, losses = self._longest_first(loss, *of)
         back = ranked.argsort()
         return trained[back], losses[back]
 
     def _longest_first(
         self,
-        loss: Minimised,
+        loss: LocalLoss,
         theta: Tensor,
         statistics: Tensor,
-        walk: Callable[..., Batch],
+        batches: Callable[..., Batch],
         steps: np.ndarray,
         update: Update,
         keys: Tensor,
@@ -80,7 +80,7 @@ class Vectorised:
                 if descent is None or len(descent.theta) > k:
                     buffers = (None if rows is None else rows[:k] for rows in (gradient, correction))
                     descent = self._descent(update, theta[:k], still, memory, *buffers)
-                batch, active = walk(slice(k), s), [rows[:k] for rows in mine]
+                batch, active = batches(slice(k), s), [rows[:k] for rows in mine]
                 if update.optimizer.per_sample:
                     whole, value = self._by_samples(step, update, descent.theta, keys[:k] + s, batch, active)
                     descent.step_whole(whole)
@@ -132,7 +132,7 @@ class Vectorised:
         return by_samples(update, theta, batch.weight, keys, rows)
 
     def grad(
-        self, loss: Minimised, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
+        self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         theta, statistics = self.model.parameters(at), self.model.buffers(at)
         mine = list(rows_of(extras).values())
@@ -211,7 +211,7 @@ class Vectorised:
     def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
         return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]
 
-    def _step(self, loss: Minimised, extras: Extras) -> Callable[..., Any]:
+    def _step(self, loss: LocalLoss, extras: Extras) -> Callable[..., Any]:
         names = list(rows_of(extras))
         segments = self.model.parameter_names
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypfl.clients.context import Bench
+from raypfl.clients.context import Context
 from raypfl.models.extras import Extras
 from raypfl.objectives.batch import Batch
 from raypfl.training.executor import Executor
@@ -18,31 +18,31 @@ from raypfl.training.sequential import Sequential
 from raypfl.training.vectorised import Vectorised
 
 
-class FallenBack(UserWarning):
+class FallbackWarning(UserWarning):
     """Clients run in a plainer way than the executor that was chosen, for torch cannot run a function so."""
 
     BECAUSE = " torch says: "
 
 
-def fit_for_padding(
-    bench: Bench, function: Loss, at: Tensor, some: Callable[[int], Batch], extras: Extras, train: bool
+def executor_for(
+    context: Context, function: Loss, at: Tensor, some: Callable[[int], Batch], extras: Extras, train: bool
 ) -> Executor:
-    """The bench's executor, unless this function computes something else on padded batches.
+    """The context's executor, unless this function computes something else on padded batches.
 
     ``some(n)`` gives at most n samples of the first client.
     """
-    executor = bench.executor
+    executor = context.executor
     if not isinstance(executor, Vectorised):
         return executor
-    because = executor.unfit_for_padding(function, at, some(bench.training.batch_size), extras, train)
+    because = executor.unfit_for_padding(function, at, some(context.training.batch_size), extras, train)
     if because is None:
         return executor
     loss = getattr(function, "loss", function)
     warnings.warn(f"The function {getattr(loss, '__qualname__', loss)} {because}", stacklevel=4)
-    return bench.one_by_one
+    return context.one_by_one
 
 
-def tried(bench: Bench, executor: Executor, work: Callable[[Executor], Any]) -> tuple[Any, Executor]:
+def run_or_fall_back(context: Context, executor: Executor, work: Callable[[Executor], Any]) -> tuple[Any, Executor]:
     """The result of `work` and the executor that it ran on: a plainer one, with a warning, if it runs on that alone.
 
     Raises
@@ -54,19 +54,19 @@ def tried(bench: Bench, executor: Executor, work: Callable[[Executor], Any]) -> 
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        plainer, what = _plainer(bench, executor)
+        plainer, what = _plainer(context, executor)
         if plainer is None:
             raise
         said = str(error).partition("\n")[0]
-    result = tried(bench, plainer, work)
-    warnings.warn(f"A function of this method {what}.{FallenBack.BECAUSE}{said}", FallenBack, stacklevel=4)
+    result = run_or_fall_back(context, plainer, work)
+    warnings.warn(f"A function of this method {what}.{FallbackWarning.BECAUSE}{said}", FallbackWarning, stacklevel=4)
     return result
 
 
-def _plainer(bench: Bench, executor: Executor) -> tuple[Executor | None, str]:
+def _plainer(context: Context, executor: Executor) -> tuple[Executor | None, str]:
     """A way that asks less of a function, and what it means that it takes this one."""
     if isinstance(executor, Vectorised):
-        return bench.one_by_one, "cannot be vectorised, so clients run one by one"
+        return context.one_by_one, "cannot be vectorised, so clients run one by one"
     if isinstance(executor, Sequential) and executor.precision.channels_last:
-        return bench.unlaid, "does not work on images channels last, so they stay as they are"
+        return context.unlaid, "does not work on images channels last, so they stay as they are"
     return None, ""
