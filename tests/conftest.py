@@ -47,11 +47,11 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[..., Any]:
     """Open the data set of this name that is in the folder ``data``, for two clients unless a partition says."""
+    from raypfl.config import Experiment
     from raypfl.data import IID, load_federated
-    from raypfl.datasets import DataConfig
 
     def open_folder(name: str, partition: Any = None, **options: Any) -> Any:
-        config = DataConfig(name=name, **{"root": str(tmp_path / "data"), **options})
+        config = Experiment(data={"name": name, "root": str(tmp_path / "data"), **options}).data
         return load_federated(config, partition or IID(clients=2), seed=0, cache=tmp_path / "cache")
 
     return open_folder

@@ -77,10 +77,10 @@ class Miscounted(Described):
         return super().sizes(split)[:1]
 
 
-def hierarchy(config: DataConfig) -> RawData:
+def hierarchy(config: DataConfig, variant: int = 0) -> RawData:
     """Twelve Gaussian classes in four super-classes of three neighbours, in 20 dimensions, kept as bytes; 200 training
     and 200 test samples of each. ``variant`` is the seed."""
-    draws = np.random.default_rng(int(config.variant or 0))
+    draws = np.random.default_rng(variant)
     above = 1.2 * draws.standard_normal((4, 20))
     centres = np.repeat(above, 3, axis=0) + 0.6 * draws.standard_normal((12, 20))
     labels = np.tile(np.repeat(np.arange(12), 200), 2)

@@ -64,7 +64,7 @@ class Nobody(Population):
 
 def test_described_clients_have_no_summary():
     data = load_federated(DataConfig(name=f"{__name__}:Nobody"), Dirichlet(), seed=0)
-    with pytest.raises(ConfigError, match="are described, and their labels known only once a client is at work"):
+    with pytest.raises(ConfigError, match="is a population, whose labels are known only when a client works"):
         summarised(data)
 
 

@@ -26,7 +26,7 @@ def trained(tmp_path, method, seed: int, rounds: int) -> raypfl.Result:
             rounds=rounds,
             seed=seed,
             method=method,
-            data={"name": "tests.federated_data:hierarchy", "variant": str(seed)},
+            data={"name": "tests.federated_data:hierarchy", "variant": seed},
             partition={"name": "dirichlet", "clients": 20, "alpha": 0.3, "min_samples": 5},
             cohort={"size": 5},
             model={"name": "mlp", "hidden": [32, 16], "head_bias": False},

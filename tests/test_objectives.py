@@ -186,7 +186,7 @@ def test_the_protocol_train_is_the_objective_on_clients_own_training_samples(tmp
 
 @pytest.mark.parametrize("partition", ["dirichlet", "dirichlet_mix", "classes_per_client"])
 def test_partitions_by_class_refuse_other_targets_in_a_sentence(tmp_path, partition):
-    with pytest.raises(ConfigError, match=f"partition is '{partition}', which deals samples out by class, but"):
+    with pytest.raises(ConfigError, match=f"partition is '{partition}', which divides samples by class, but"):
         raypfl.run(of_lines(tmp_path, partition=partition))
 
 
@@ -314,7 +314,7 @@ def folder_of_texts(path) -> str:
 
 
 def test_each_text_is_a_client_and_the_target_is_the_text_one_character_on(tmp_path):
-    config = DataConfig(name="text", root=folder_of_texts(tmp_path), size=16, test_fraction=0.2)
+    config = DataConfig(name="text", root=folder_of_texts(tmp_path), options={"size": 16}, test_fraction=0.2)
     data = load_federated(config, ByColumn(), seed=0, cache=tmp_path)
     assert data.num_clients == 3 and data.kind == "tokens" and data.discrete and data.input_shape == (16,)
     for client, name in enumerate(("ada", "bob", "cyd")):

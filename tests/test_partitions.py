@@ -1,4 +1,4 @@
-"""Every way of dealing samples out to clients keeps its promises."""
+"""Every partition keeps its promises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raypfl.data import (
     PowerLaw,
     Traits,
 )
-from raypfl.data.allocation import apportion, equal_sizes, fit, nearest
+from raypfl.data.allocation import apportion, equal_sizes, fit_margins, largest_remainders
 
 DRAWN = [name for name in PARTITIONS if name != "from_file"]
 
@@ -108,7 +108,7 @@ def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data,
     sizes = np.array(data.draw(st.lists(st.integers(0, 30), min_size=clients, max_size=clients)))
     totals = np.bincount(draws.integers(0, num_classes, sizes.sum()), minlength=num_classes)
     weights = draws.dirichlet(np.full(clients, data.draw(st.sampled_from([1e-3, 0.1, 10.0]))), size=num_classes)
-    counts = fit(weights, totals, sizes)
+    counts = fit_margins(weights, totals, sizes)
     assert counts.min(initial=0) >= 0
     assert np.array_equal(counts.sum(axis=1), totals)
     assert np.array_equal(counts.sum(axis=0), sizes)
@@ -168,7 +168,7 @@ def test_the_nearest_whole_parts_add_up_and_differ_from_their_shares_by_less_tha
     draws = np.random.default_rng(seed)
     weights = draws.random((3, parts)) * (draws.random((3, parts)) < 0.7) + 1e-12
     shares = weights / weights.sum(axis=1, keepdims=True) * total
-    whole = nearest(np.full(3, total), weights, draws)
+    whole = largest_remainders(np.full(3, total), weights, draws)
     assert (whole.sum(axis=1) == total).all()
     assert (np.abs(whole - shares) < 1 + 1e-6).all()
 
@@ -176,7 +176,7 @@ def test_the_nearest_whole_parts_add_up_and_differ_from_their_shares_by_less_tha
 def test_parts_near_one_become_one_each_when_the_nearest_are_taken():
     draws = np.random.default_rng(0)
     weights = draws.uniform(0.4, 0.6, (20, 100))
-    assert (nearest(np.full(20, 100), weights, draws) == 1).all()
+    assert (largest_remainders(np.full(20, 100), weights, draws) == 1).all()
 
 
 def traits(labels: np.ndarray, num_classes: int = 10) -> Traits:
@@ -371,7 +371,7 @@ def test_a_file_goes_by_the_samples_numbers_in_the_data_set(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.json", [0, 1, 0], "names no client for sample 3, nor for 0 more"),
+        ("a.json", [0, 1, 0], "names no client for sample 3 and 0 more"),
         ("a.json", {"0": [0, 1], "1": [1, 2, 3]}, "names sample 1 more than once"),
         ("a.json", {"zero": [0, 1, 2, 3]}, "neither a JSON list of client numbers nor"),
         ("a.json", [0, 1, None, 0], "not all of .* are integers"),
@@ -391,7 +391,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 
 
 def test_a_column_that_the_data_set_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"has no such column; name one in data\.group"):
+    with pytest.raises(ConfigError, match=r"has no groups; name a column in data\.group"):
         ByColumn().assign(Traits(np.zeros(4, np.int64), 1), 0)
 
 
@@ -473,5 +473,5 @@ class OffByOne(Partition):
 
 
 def test_a_partition_of_ones_own_that_invents_a_client_is_refused():
-    with pytest.raises(DataError, match=r"OffByOne must name a client from 0 to 1 .* range from 1 to 2"):
+    with pytest.raises(DataError, match=r"OffByOne must return a client from 0 to 1 .* from 1 to 2"):
         OffByOne(clients=2).assign(Traits(balanced(5), 10), 0)

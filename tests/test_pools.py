@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from raypfl.common.errors import ConfigError, DataError
+from raypfl.config import Experiment
 from raypfl.data import IID, ByColumn, ClassesPerClient, Dirichlet, Traits, load_federated
-from raypfl.data.splits import hold
+from raypfl.data.splits import allocate
 from raypfl.datasets import DataConfig, RawData
 from raypfl.datasets.base import SPLITS
 from tests import datasets
@@ -31,7 +32,7 @@ NOTHING_PUBLISHED = np.zeros(0, bool)
 
 
 def opened(tmp_path: Path, partition=TWO, **options):
-    return load_federated(DataConfig(**options), partition, seed=0, cache=tmp_path / "cache")
+    return load_federated(Experiment(data=options).data, partition, seed=0, cache=tmp_path / "cache")
 
 
 # --- pools ------------------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def test_a_pool_to_be_tested_on_is_a_published_test_split_with_the_clients_class
     assert same.pool("ood/again").tolist() == list(range(30, 40))
     everything = opened(tmp_path, **mnist, pools={"ood/again": {**mnist, "split": "merged"}})
     assert len(everything.pool("ood/again")) == 30
-    with pytest.raises(DataError, match=r"'ood/clothes' has the classes T-shirt.*cannot be tested on"):
+    with pytest.raises(DataError, match=r"'ood/clothes' is for tests, but not all its classes, T-shirt"):
         opened(tmp_path, **mnist, pools={"ood/clothes": {"name": "fashion_mnist", "root": str(tmp_path)}})
 
 
@@ -102,19 +103,22 @@ def test_classes_of_a_pool_go_by_their_names(tmp_path):
     ("pools", "sentence"),
     [
         ({"auxiliary": 1.0}, r"data.pools.auxiliary is 1.0, but must be at least 0 and below 1"),
-        ({"a": 0.5, "b": 0.5}, r"data.pools take 1 of the training samples, which leaves nothing"),
+        ({"a": 0.5, "b": 0.5}, r"data.pools take 1 of the training samples, which leaves none to train on"),
         ({"auxiliary": {"root": "x"}}, r"data.pools.auxiliary is .*, but must be a share .*, or a data set"),
-        ({"auxiliary": {"name": "mnist", "rot": "x"}}, r"data.pools.auxiliary.rot is not .*; did you mean 'root'"),
+        (
+            {"auxiliary": {"name": "mnist", "rot": "x"}},
+            r"data.pools.auxiliary.rot is not an option of mnist; did you mean 'root'",
+        ),
         ({"test": {"name": "mnist"}}, r"one called 'test', which is the name of a split"),
     ],
 )
 def test_a_pool_that_is_not_described_is_refused(pools, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        DataConfig(pools=pools)
+        Experiment(data={"pools": pools})
 
 
 def test_a_star_without_files_and_an_unknown_pool_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"'ood/\*', but there is no \*\.npy in .* to stand for its star"):
+    with pytest.raises(ConfigError, match=r"'ood/\*', but there is no \*\.npy in .* for its star"):
         opened(tmp_path, pools={"ood/*": {"name": "cifar10_c", "root": str(tmp_path)}})
     data = opened(tmp_path, pools={"auxiliary": 0.1})
     with pytest.raises(ConfigError, match="no pool called 'auxilary'; did you mean 'auxiliary'"):
@@ -127,7 +131,7 @@ def test_a_star_without_files_and_an_unknown_pool_are_refused(tmp_path):
 def held(labels, num_classes, partition, groups=None, test=NOTHING_PUBLISHED, **options):
     test = test if test.size else np.zeros(len(labels), bool)
     names = tuple(map(str, range(int(groups.max()) + 1))) if groups is not None else ()
-    return hold(Traits(labels, num_classes, groups, names), test, DataConfig(**options), partition, 0)
+    return allocate(Traits(labels, num_classes, groups, names), test, DataConfig(**options), partition, 0)
 
 
 def test_a_tenth_of_the_clients_is_never_trained_and_does_not_settle_the_normalisation(tmp_path):
@@ -143,7 +147,7 @@ def test_a_tenth_of_the_clients_is_never_trained_and_does_not_settle_the_normali
 def test_which_clients_are_unseen_depends_on_the_seed_and_not_on_their_number_of_samples():
     labels = np.arange(1000) % 10
     chosen = [
-        hold(Traits(labels, 10), labels < 0, DataConfig(unseen_fraction=0.2), IID(clients=50), seed).unseen.tolist()
+        allocate(Traits(labels, 10), labels < 0, DataConfig(unseen_fraction=0.2), IID(clients=50), seed).unseen.tolist()
         for seed in (0, 0, 1)
     ]
     assert chosen[0] == chosen[1] != chosen[2]
@@ -202,7 +206,7 @@ def test_every_sample_has_one_place_among_splits_and_pools_whose_sizes_are_exact
     config = DataConfig(pools={"auxiliary": share} if share else {}, val_fraction=val, test_fraction=test)
     reserve = data.draw(st.integers(0, 1))
     partition = Dirichlet(clients=clients, alpha=0.1, min_samples=1, reserve=reserve, cap=1.0)
-    first, again = (hold(Traits(labels, classes), published, config, partition, seed) for _ in range(2))
+    first, again = (allocate(Traits(labels, classes), published, config, partition, seed) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(vars(first).values(), vars(again).values(), strict=True))
 
     to_train = int((~published).sum())
@@ -236,10 +240,10 @@ def test_peradas_cap_is_a_clients_share_of_the_data_set_before_pools_took_theirs
     assert (counts[(had >= 450) & (had < 500)] > 2).any()
 
 
-@pytest.mark.parametrize(("fraction", "said"), [(0.01, "would be unseen"), (0.99, "would be left to train")])
+@pytest.mark.parametrize(("fraction", "said"), [(0.01, "unseen"), (0.99, "left to train")])
 def test_a_share_of_unseen_clients_that_is_none_or_all_of_them_is_refused(fraction, said):
     with pytest.raises(
-        ConfigError, match=f"data.unseen_fraction is {fraction}, but there are 20 clients.*none.*{said}"
+        ConfigError, match=f"data.unseen_fraction is {fraction}, but with 20 clients none would be {said}"
     ):
         held(np.arange(200) % 10, 10, IID(clients=20), unseen_fraction=fraction)
 
@@ -334,6 +338,7 @@ LARGE = """
 import resource, sys
 import numpy as np
 import pyarrow as pa
+from raypfl.config import Experiment
 from raypfl.data import IID, load_federated
 from raypfl.datasets import DataConfig, RawData
 

@@ -73,7 +73,7 @@ def test_described_data_travel_as_their_description(tmp_path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("Lying", r"inputs of client 1's train split as uint8\[5, 1, 8, 8\].*must be.*\[6, 1, 8, 8\]"),
+        ("Lying", r"inputs uint8\[5, 1, 8, 8\] for client 1's train split.*must be.*\[6, 1, 8, 8\]"),
         ("Mislabelled", "label from 0 to 9 for each of the 6 samples of client 1's train split"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import ByColumn, ClassesPerClient, FederatedData
+from raypfl.datasets import DataConfig
 from tests import datasets
 
 
@@ -43,7 +44,7 @@ def test_cifar10_is_what_torchvision_reads(tmp_path, opened, monkeypatch):
     assert theirs[0].classes == ours.class_names
 
 
-@pytest.mark.parametrize(("variant", "classes", "last"), [(None, 100, 39), ("coarse", 20, 19)])
+@pytest.mark.parametrize(("variant", "classes", "last"), [("fine", 100, 39), ("coarse", 20, 19)])
 def test_cifar100_has_fine_and_coarse_labels(tmp_path, opened, variant, classes, last):
     datasets.cifar100(tmp_path / "data")
     data = opened("cifar100", variant=variant)
@@ -59,9 +60,9 @@ def damaged_batch(root: Path, **changes) -> Path:
     ("changes", "sentence"),
     [
         ({"labels": [0, 1, 10, 3]}, r"Row 2 of .*data_batch_3 has label 10, but there are 10 classes"),
-        ({"labels": [0, 1, 2]}, r"data_batch_3 has 4 images, but 3 labels; row 3 has none"),
+        ({"labels": [0, 1, 2]}, r"data_batch_3 has 4 images, but 3 labels; row 3 has no label"),
         ({"labels": [0, 1, 2, 3, 4]}, r"data_batch_3 has 4 images, but 5 labels; row 4 has no image"),
-        ({"labels": np.array([0, 1, 2])}, r"data_batch_3 has 4 images, but 3 labels; row 3 has none"),
+        ({"labels": np.array([0, 1, 2])}, r"data_batch_3 has 4 images, but 3 labels; row 3 has no label"),
         ({"labels": None}, r"data_batch_3 has no list of 'labels'"),
         ({"labels": [0, 1, None, 3]}, r"Row 2 of .*data_batch_3 has label None, which is not an integer"),
         ({"labels": [0, 1, 2.5, 3]}, r"Row 2 of .*data_batch_3 has label 2\.5, which is not an integer"),
@@ -111,13 +112,13 @@ def test_a_batch_of_cifar_that_is_cut_short_or_would_run_code_is_refused(tmp_pat
     with pytest.raises(DataError, match=r"data_batch_3 is damaged"):
         opened("cifar10")
     path.write_bytes(pickle.dumps(Path.cwd))
-    with pytest.raises(DataError, match=r"data_batch_3 is damaged: it holds .*, which a CIFAR batch does not"):
+    with pytest.raises(DataError, match=r"data_batch_3 is damaged: it contains .*, which a CIFAR batch does not"):
         opened("cifar10")
 
 
 def test_a_data_set_that_is_not_there_says_how_to_get_it(tmp_path, opened):
     for name, archive in (("cifar10", "cs.toronto.edu"), ("mnist", "mnist"), ("emnist", "nist.gov")):
-        with pytest.raises(ConfigError, match=rf"Set data.download to true to fetch it .*{archive}"):
+        with pytest.raises(ConfigError, match=rf"Set data.download to true to download it .*{archive}"):
             opened(name)
     with pytest.raises(ConfigError, match=r"data.root is missing: name the folder that CIFAR-10 is in"):
         opened("cifar10", root=None)
@@ -141,7 +142,7 @@ def test_a_fetching_that_fails_says_where_to_get_it_instead(opened, monkeypatch)
         raise OSError("no route to host")
 
     monkeypatch.setattr("torchvision.datasets.MNIST", offline)
-    with pytest.raises(DataError, match=r"MNIST could not be fetched into .*: no route to host\. Get it from https"):
+    with pytest.raises(DataError, match=r"MNIST could not be downloaded into .*: no route to host\. Get it from https"):
         opened("mnist", download=True)
     with pytest.raises(ConfigError, match="raypfl cannot download 'image_folder'; get its files yourself"):
         opened("image_folder", download=True)
@@ -161,18 +162,17 @@ def test_the_mnists_are_read_to_the_pixel_packed_or_not(tmp_path, opened, name, 
 
 
 @pytest.mark.parametrize(
-    ("variant", "classes"), [(None, 47), ("bymerge", 47), ("byclass", 62), ("letters", 26), ("digits", 10)]
+    ("variant", "classes"), [("balanced", 47), ("bymerge", 47), ("byclass", 62), ("letters", 26), ("digits", 10)]
 )
 def test_emnists_are_upright_and_their_classes_counted_from_zero(tmp_path, opened, variant, classes):
     from torchvision.datasets import EMNIST
 
-    name = variant or "balanced"
     folder = tmp_path / "data/EMNIST"
     count = 26 if classes == 26 else 10
-    images = datasets.mnist(folder, f"emnist-{name}-train", f"emnist-{name}-test", labels=count)
+    images = datasets.mnist(folder, f"emnist-{variant}-train", f"emnist-{variant}-test", labels=count)
     data = opened("emnist", variant=variant)
     assert np.array_equal(data.inputs[:, 0], images.transpose(0, 2, 1))
-    assert data.class_names == [one for one in EMNIST.classes_split_dict[name] if one != "N/A"]
+    assert data.class_names == [one for one in EMNIST.classes_split_dict[variant] if one != "N/A"]
     assert (data.num_classes, data.labels[:3].tolist()) == (classes, [0, 1, 2])
 
 
@@ -223,9 +223,18 @@ def test_a_packed_idx_file_that_is_cut_short_is_named(tmp_path, opened):
 
 
 def test_an_unknown_variant_is_refused(opened):
-    for name, variants in (("emnist", "balanced, bymerge"), ("cifar10_1", "v6"), ("cifar10_c", "1 to 5")):
-        with pytest.raises(ConfigError, match=variants):
-            opened(name, variant="own", root=str(Path(__file__).parent), image="fog.npy")
+    for name, variant, known in (("emnist", "own", "'balanced', 'bymerge'"), ("cifar10_1", "v5", "'v6' or 'v4'")):
+        with pytest.raises(ConfigError, match=f"data.variant is '{variant}'; it must be {known}"):
+            opened(name, variant=variant)
+    with pytest.raises(ConfigError, match=r"data\.variant is 6, but CIFAR-10-C's severities are 1 to 5"):
+        opened("cifar10_c", variant=6)
+
+
+def test_an_option_that_the_reader_does_not_have_is_refused_with_its_name(opened):
+    with pytest.raises(ConfigError, match=r"data\.layout is not an option of csv; known are: .* label"):
+        opened("csv", layout="class")
+    with pytest.raises(ConfigError, match=r"The data set 'digits' cannot be read with these options: .*'size'"):
+        DataConfig(options={"size": 8})
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -288,7 +297,7 @@ def test_images_are_cropped_or_stretched_to_size(tmp_path, opened):
             {},
             "Art/1.png does not lie in",
         ),
-        (lambda root: None, {"size": None}, r"3 x 9 x 6 .* 3 x 8 x 6 .* to which data\.size=64"),
+        (lambda root: None, {"size": None}, r"3 x 9 x 6 .* 3 x 8 x 6 .* example data\.size=64"),
         (lambda root: None, {"layout": "split/class"}, "lies in 'Art', but the folders of splits are called train"),
     ],
 )
@@ -301,7 +310,7 @@ def test_a_damaged_tree_of_images_is_named(tmp_path, opened, spoil, options, sen
 def test_a_layout_that_is_none_is_refused(tmp_path, opened):
     office_home(tmp_path / "data")
     for layout in ("group", "domain/class", "class/class"):
-        with pytest.raises(ConfigError, match=rf"data\.layout is '{layout}', but must name the folders' levels"):
+        with pytest.raises(ConfigError, match=rf"data\.layout is '{layout}', but must name the levels of folders"):
             opened("image_folder", layout=layout)
 
 
@@ -433,7 +442,10 @@ def test_csv_files_named_test_are_the_published_test_split(tmp_path, opened):
             r"Row 1 of train\.csv names the image .*9\.png",
         ),
         (["image,label", "images/0.png,0", "images/1.png,"], r"Row 1 of train\.csv has no 'label'"),
-        (["image,label", "images/0.png,0", "images/1.png,-1"], r"Row 1 of train\.csv has a negative label"),
+        (
+            ["image,label", "images/0.png,0", "images/1.png,-1"],
+            r"Row 1 of train\.csv has label -1, but labels must be numbers",
+        ),
         (["image,label", "images/0.png,0", ",1"], r"Row 1 of train\.csv has no 'image'"),
         (["image,label", "images/0.png,0", "images/1.png"], r"Row 1 of train\.csv has 1 columns, but its header 2"),
     ],
@@ -462,7 +474,7 @@ def test_labels_out_of_range_and_missing_columns_of_a_csv_file_are_named(tmp_pat
         opened("csv", label=["edma", "cardiomegaly"])
 
 
-@pytest.mark.parametrize(("name", "file"), [("csv", r"\*\.csv"), ("parquet", r"\.parquet file")])
+@pytest.mark.parametrize(("name", "file"), [("csv", r"\*\.csv"), ("parquet", r"\*\.parquet")])
 def test_a_folder_without_the_files_is_no_data_set(tmp_path, opened, name, file):
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match=f"There is no {file} in the folder .*data, which data.root names"):

@@ -14,7 +14,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.config import experiments
 from raypfl.datasets import DataConfig
-from raypfl.datasets.spiral import EXTENT, as_bytes, spiral, spirals
+from raypfl.datasets.spiral import EXTENT, Spiral, as_bytes, spirals
 from raypfl.models import MODELS
 from raypfl.recipes import RECIPES
 from raypfl.results import latent_picture
@@ -28,15 +28,15 @@ def places(raw) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("variant", "counts"),
-    [(None, [3000] * 6), ("imbalanced", [3000, 1500, 750, 375, 187, 93]), ("printed", [3000] * 6)],
+    [("balanced", [3000] * 6), ("imbalanced", [3000, 1500, 750, 375, 187, 93]), ("printed", [3000] * 6)],
 )
 def test_arms_have_as_many_points_as_published_and_a_balanced_test_split(variant, counts):
-    raw = spiral(DataConfig(name="spiral", variant=variant))
+    raw = Spiral(DataConfig(), variant=variant).read()
     assert np.bincount(raw.labels[~raw.test_mask]).tolist() == counts
     assert np.bincount(raw.labels[raw.test_mask]).tolist() == [500] * 6
     radii = np.linalg.norm(places(raw), axis=1)
     assert radii.min() == pytest.approx(1, abs=0.1) and radii.max() == pytest.approx(10, abs=0.1)
-    again = spiral(DataConfig(name="spiral", variant=variant))
+    again = Spiral(DataConfig(), variant=variant).read()
     assert (again.inputs == raw.inputs).all()
 
 
@@ -69,8 +69,10 @@ def test_arms_can_be_told_apart_except_as_the_formula_is_printed():
 
 
 def test_an_unknown_variant_is_refused():
-    with pytest.raises(ConfigError, match=r"data.variant is 'odd'; of spiral there are balanced, imbalanced, printed"):
-        spiral(DataConfig(name="spiral", variant="odd"))
+    with pytest.raises(
+        ConfigError, match=r"data.variant is 'odd', but must be 'balanced' or 'imbalanced' or 'printed'"
+    ):
+        DataConfig(name="spiral", options={"variant": "odd"})
 
 
 def test_the_toys_network_has_five_layers_and_features_in_all_directions():

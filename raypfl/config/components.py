@@ -102,15 +102,22 @@ def options_of(entry: Callable[..., Any], hidden: Iterable[str] = ()) -> dict[st
 
 
 def checked_options(
-    entry: Callable[..., Any], name: str, options: dict[str, Any], where: str, hidden: Iterable[str] = ()
+    entry: Callable[..., Any],
+    name: str,
+    options: dict[str, Any],
+    where: str,
+    hidden: Iterable[str] = (),
+    shared: type | None = None,
 ) -> dict[str, Any]:
-    """`options`, converted to the types that `entry` declares.
+    """`options`, converted to the types that `entry` declares, or the dataclass `shared` of what all entries share.
 
     Raises
     ------
     ValueError : with a sentence a line for every option that is unknown, missing or of the wrong type.
     """
     known, hints = options_of(entry, hidden), _hints(entry)
+    if shared:
+        known, hints = {**known, **options_of(shared, ("name", "options"))}, {**hints, **_hints(shared)}
     fields: dict[str, Any] = {
         key: (_built(hints.get(key, Any), f"{where}.{key}"), ... if option.default is Option.empty else option.default)
         for key, option in known.items()

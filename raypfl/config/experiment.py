@@ -25,19 +25,18 @@ from raypfl.config.assignments import assign, parse_assignments
 from raypfl.config.components import (
     GIVEN_BY_ENGINE,
     build,
-    call,
     checked_options,
     describe,
     look_up,
     name_and_options,
+    options_of,
 )
 from raypfl.config.limits import cohort_mistakes, evaluation_mistakes, outside_limits, training_mistakes
 from raypfl.config.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
 from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read, write
 from raypfl.data import Dirichlet, Partition
-from raypfl.datasets import DATASETS, DataConfig
-from raypfl.datasets.base import no_pool
+from raypfl.datasets import DATASETS, DataConfig, DataSource
 from raypfl.datasets.population import is_described
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.settings import EvaluationSettings
@@ -52,15 +51,30 @@ from raypfl.training.settings import TrainingSettings
 
 
 def _data(value: Any) -> DataConfig:
-    if isinstance(value, DataConfig):
-        return value
-    name, options = name_and_options(value, "data", DataConfig.name)
-    look_up(DATASETS, name)
-    if isinstance(pools := options.get("pools"), dict):
-        options = {**options, "pools": {pool: _pool(pool, given) for pool, given in pools.items()}}
-    if "augmentation" in options:
-        options = {**options, "augmentation": _augmentation(options["augmentation"])}
-    return call(DataConfig, "data", {"name": name, **options}, "data")
+    if isinstance(value, dict):
+        value = dict(value)
+        if isinstance(pools := value.get("pools"), dict):
+            value["pools"] = {name: _pool(name, given) for name, given in pools.items()}
+        if "augmentation" in value:
+            value["augmentation"] = _augmentation(value["augmentation"])
+    return value if isinstance(value, DataConfig) else _source(DataConfig, value, "data")
+
+
+def _source(section: type[DataSource], value: Any, where: str) -> Any:
+    """A data set, described by the fields of `section` and the options of its reader."""
+    name, given = name_and_options(value, where, section.name)
+    reader = look_up(DATASETS, name)
+    try:
+        config, *_ = options_of(reader) or [""]
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} is {name!r}, which is not a function, a Reader or a Population.") from None
+    valid = checked_options(reader, name, given, where, hidden=(config,), shared=section)
+    fields = {field.name for field in dataclasses.fields(section)}
+    options = {key: value for key, value in valid.items() if key not in fields}
+    try:
+        return section(name=name, options=options, **{key: valid[key] for key in fields & valid.keys()})
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
 
 
 def _augmentation(given: Any) -> tuple[Augmentation, ...]:
@@ -73,12 +87,8 @@ def _augmentation(given: Any) -> tuple[Augmentation, ...]:
 
 
 def _pool(name: str, given: Any) -> Any:
-    """A pool's options, converted to the types that they are declared with; a share unchanged."""
-    if isinstance(given, dict):
-        return checked_options(DataConfig, "a pool", given, f"data.pools.{name}", hidden=("augmentation",))
-    if not isinstance(given, int | float):
-        raise ValueError(no_pool(name, given))
-    return given
+    described = isinstance(given, dict) and "name" in given
+    return _source(DataSource, given, f"data.pools.{name}") if described else given
 
 
 def _model(value: Any) -> ModelSettings:
@@ -232,6 +242,9 @@ def _keys(section: str) -> list[str]:
 
 
 def _to_plain(value: Any) -> Any:
+    if isinstance(value, DataSource):
+        shared = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _to_plain({"name": value.name, **shared.pop("options"), **shared})
     if isinstance(value, ModelSettings):
         fixed = {"weights": value.weights, "frozen": value.frozen, "trained": value.trained}
         return _to_plain({"name": value.name, **fixed, **value.options})

@@ -1,39 +1,39 @@
-"""The arithmetic of dealing samples out: whole parts of totals, counts with given margins, random members."""
+"""The arithmetic of allocation: totals cut into whole parts, counts with given margins, random owners."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# What stands for a weight of zero, so that counts with the given margins always exist.
+# Replaces a weight of zero, so that counts with the given margins always exist.
 _TINY = 1e-30
 _FITTINGS = 200
-# How far from a whole number a share may be that is meant to be one.
+# A share this close to a whole number counts as one.
 _CLOSE = 1e-9
 
 
 def apportion(total: np.ndarray | int, weights: np.ndarray) -> np.ndarray:
-    """Cut totals into whole parts in proportion to weights, each part rounded up or down.
+    """Cut totals into whole parts in proportion to weights; each part is rounded up or down.
 
     Parameters
     ----------
-    total : ``int[...]``, what to cut.
+    total : ``int[...]``
     weights : ``float[..., K]``, not negative, and not all zero along the last axis.
 
     Returns
     -------
     ``int64[..., K]``, which adds up to `total` along the last axis.
     """
-    # Whole parts are set aside: rounding 0.5 and 1.5 to the even number would make a share of 1 between them 2.
-    parts, left, missing = _whole_parts(total, weights)
-    edges = np.cumsum(np.where(left > _CLOSE, left, 0), axis=-1)
+    # Whole parts first: rounding 0.5 and 1.5 to the even number would turn a share of 1 between them into 2.
+    parts, remainder, missing = _whole_parts(total, weights)
+    edges = np.cumsum(np.where(remainder > _CLOSE, remainder, 0), axis=-1)
     cuts = np.rint(_ratio(edges, edges[..., -1:]) * missing[..., None]).astype(np.int64)
     return parts + np.diff(cuts, axis=-1, prepend=0)
 
 
-def nearest(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """As `apportion`, but the parts that come closest to the next whole number are those rounded up (Hamilton 1792).
+def largest_remainders(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    """As `apportion`, but the parts with the largest remainders are rounded up (Hamilton 1792).
 
-    Ties are broken at random. Shares near 1 become 1 each, where `apportion` may give one 2 and another 0.
+    Ties are broken at random. Shares near 1 become 1 each, while `apportion` may turn them into 2 and 0.
 
     Parameters
     ----------
@@ -44,24 +44,24 @@ def nearest(total: np.ndarray, weights: np.ndarray, draws: np.random.Generator) 
     -------
     ``int64[R, K]``
     """
-    parts, left, missing = _whole_parts(total, weights)
-    closeness = left + _CLOSE * draws.random(left.shape)
-    place = np.empty(left.shape, dtype=np.int64)
-    np.put_along_axis(place, np.argsort(-closeness, axis=1), np.arange(left.shape[1])[None], axis=1)
+    parts, remainder, missing = _whole_parts(total, weights)
+    closeness = remainder + _CLOSE * draws.random(remainder.shape)
+    place = np.empty(remainder.shape, dtype=np.int64)
+    np.put_along_axis(place, np.argsort(-closeness, axis=1), np.arange(remainder.shape[1])[None], axis=1)
     return parts + (place < missing[:, None])
 
 
-def fit(weights: np.ndarray, totals: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def fit_margins(weights: np.ndarray, totals: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Counts with both margins given, as close to `weights` as they allow.
 
     The real-valued table is the one nearest to `weights` in relative entropy (Sinkhorn 1967; Deming and Stephan 1940).
-    It is rounded class by class, each client carrying over what its parts so far lack or exceed.
+    It is rounded class by class; what a client's rounded parts lack or exceed is carried over to its next class.
 
     Parameters
     ----------
     weights : ``float[num_classes, clients]``, not negative.
-    totals : ``int64[num_classes]``, which the rows add up to.
-    sizes : ``int64[clients]``, which the columns add up to; both have the same sum.
+    totals : ``int64[num_classes]``, the sums of the rows.
+    sizes : ``int64[clients]``, the sums of the columns; both have the same total.
 
     Returns
     -------
@@ -92,8 +92,8 @@ def equal_sizes(samples: int, clients: int) -> np.ndarray:
     return samples // clients + (np.arange(clients) < samples % clients)
 
 
-def deal(labels: np.ndarray, counts: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """Owners, at random, such that client k gets ``counts[c, k]`` of the samples of class c.
+def draw_owners(labels: np.ndarray, counts: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    """Random owners such that client k gets ``counts[c, k]`` of the samples of class c.
 
     Parameters
     ----------
@@ -111,8 +111,8 @@ def deal(labels: np.ndarray, counts: np.ndarray, draws: np.random.Generator) -> 
     return owner
 
 
-def top_up(owner: np.ndarray, clients: int, minimum: int, draws: np.random.Generator) -> np.ndarray:
-    """Move random samples from the largest clients to those with fewer than `minimum`, until there are none.
+def raise_to_minimum(owner: np.ndarray, clients: int, minimum: int, draws: np.random.Generator) -> np.ndarray:
+    """Move random samples from the largest clients to those with fewer than `minimum`.
 
     Parameters
     ----------
@@ -120,17 +120,17 @@ def top_up(owner: np.ndarray, clients: int, minimum: int, draws: np.random.Gener
 
     Returns
     -------
-    ``int64[N]``; `owner` itself where nobody is short.
+    ``int64[N]``; `owner` itself if no client has too few.
     """
     sizes = np.bincount(owner, minlength=clients)
     missing = np.maximum(minimum - sizes, 0)
     if not missing.any():
         return owner
     rank = rank_within(owner, draws)
-    given = np.flatnonzero(rank >= _level(sizes, missing.sum()))[: missing.sum()]
-    topped = owner.copy()
-    topped[given] = np.repeat(np.arange(clients), missing)
-    return topped
+    moved = np.flatnonzero(rank >= _level(sizes, missing.sum()))[: missing.sum()]
+    raised = owner.copy()
+    raised[moved] = np.repeat(np.arange(clients), missing)
+    return raised
 
 
 def rank_within(group: np.ndarray, draws: np.random.Generator) -> np.ndarray:
@@ -144,14 +144,14 @@ def rank_within(group: np.ndarray, draws: np.random.Generator) -> np.ndarray:
 
 
 def _whole_parts(total: np.ndarray | int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The whole parts of shares of `total`, what is left of each share, and what the parts miss of `total`."""
+    """The whole parts of the shares of `total`, the remainder of each share, and what the parts lack of `total`."""
     shares = weights / weights.sum(axis=-1, keepdims=True, dtype=np.float64) * np.asarray(total)[..., None]
     parts = np.floor(shares + _CLOSE).astype(np.int64)
     return parts, shares - parts, np.asarray(total) - parts.sum(axis=-1)
 
 
 def _ratio(wanted: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """``wanted / there``; 0 where there is nothing."""
+    """``wanted / there``; 0 where `there` is 0."""
     return np.divide(wanted, there, out=np.zeros(np.broadcast_shapes(wanted.shape, there.shape)), where=there > 0)
 
 

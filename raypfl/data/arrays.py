@@ -1,10 +1,9 @@
-"""NumPy arrays in an Arrow file: written whole or not at all, checked when opened, and memory-mapped."""
+"""NumPy arrays in an Arrow file: written whole or not at all, checked when opened, and mapped into memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from raypfl.common import files
-from raypfl.common.errors import DataError
+from raypfl.common.errors import DataError, Unwritable
 
 
 class Unreadable(Exception):
@@ -23,25 +22,24 @@ class Unreadable(Exception):
 
 
 class Arrays(NamedTuple):
-    """Columns of equal length, and what is to be known about them.
+    """Columns of equal length, and facts about them.
 
     Attributes
     ----------
-    columns : name -> array; integers ``[N]`` or ``[N, ...]``, or, to write, an Arrow dictionary array, whose codes are
-        what is read back.
-    about : anything that JSON can hold.
-    digest : SHA-256 of both, in hexadecimal: the same on every machine.
+    columns : name -> array of numbers, ``[N]`` or ``[N, ...]``.
+    about : facts that JSON can hold.
+    digest : SHA-256 of both, in hexadecimal, the same on every machine.
     """
 
-    columns: Mapping[str, Any]
+    columns: Mapping[str, np.ndarray]
     about: dict[str, Any]
     digest: str
 
 
-def cached(path: Path, build: Callable[[], tuple[Mapping[str, Any], dict[str, Any]]]) -> Arrays:
-    """Open the Arrow file at `path`; build it first if it is missing, or damaged, of which a warning tells.
+def cached(path: Path, build: Callable[[], tuple[Mapping[str, np.ndarray], dict[str, Any]]]) -> Arrays:
+    """Open the Arrow file at `path`; build it first if it is missing or, with a warning, if it is damaged.
 
-    Of several processes that want it built, one builds it, and the others wait.
+    If several processes need it built, one builds it and the others wait.
 
     Parameters
     ----------
@@ -51,7 +49,7 @@ def cached(path: Path, build: Callable[[], tuple[Mapping[str, Any], dict[str, An
         try:
             return opened(path, check=True)
         except Unreadable as error:
-            warnings.warn(f"The cache file {path} is damaged, and is built again: {error}", stacklevel=3)
+            warnings.warn(f"The cache file {path} is damaged and is built again: {error}", stacklevel=3)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with alone(path):
@@ -74,10 +72,10 @@ def alone(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Tell how to mend it if the cache at `path` cannot be written."""
+    """Raise a DataError with advice if the cache at `path` cannot be written."""
     try:
         yield
-    except OSError as error:
+    except (OSError, Unwritable) as error:
         raise DataError(
             f"The data cache {path} cannot be written: {error}. Name another folder in data.cache, or in the "
             f"environment variable RAYPFL_CACHE."
@@ -89,7 +87,7 @@ def opened(path: Path, check: bool) -> Arrays:
 
     Parameters
     ----------
-    check : compare the digest too, which reads the whole file.
+    check : whether to compare the digest, which reads the whole file.
 
     Raises
     ------
@@ -109,32 +107,22 @@ def opened(path: Path, check: bool) -> Arrays:
     return arrays
 
 
-def _write(path: Path, columns: Mapping[str, Any], about: dict[str, Any]) -> None:
-    packed = {name: _packed(column) for name, column in columns.items()}
-    digest = _digest({name: _view(column) for name, column in packed.items()}, about)
-    batch = pa.RecordBatch.from_arrays(list(packed.values()), names=list(packed))
-    batch = batch.replace_schema_metadata({"about": json.dumps(about), "digest": digest})
-    # Whoever else builds the same file at the same time replaces it with the same bytes.
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _packed(column: Any) -> pa.Array:
-    if isinstance(column, np.ndarray) and column.ndim > 1:
-        return pa.FixedShapeTensorArray.from_numpy_ndarray(column)
-    return column if isinstance(column, pa.Array) else pa.array(column)
+def _write(path: Path, columns: Mapping[str, np.ndarray], about: dict[str, Any]) -> None:
+    arrays = [
+        pa.FixedShapeTensorArray.from_numpy_ndarray(column) if column.ndim > 1 else pa.array(column)
+        for column in columns.values()
+    ]
+    metadata = {"about": json.dumps(about), "digest": _digest(columns, about)}
+    batch = pa.RecordBatch.from_arrays(arrays, names=list(columns)).replace_schema_metadata(metadata)
+    with files.draft(path) as unfinished, pa.ipc.new_file(str(unfinished), batch.schema) as writer:
+        writer.write_batch(batch)
 
 
 def _view(column: pa.Array) -> np.ndarray:
-    # Not `to_numpy`, which imports pandas: a second that every actor would spend.
+    # Not `to_numpy`, which imports pandas: that would cost every actor a second.
     if isinstance(column, pa.FixedShapeTensorArray):
         return np.from_dlpack(column.storage.flatten()).reshape(len(column), *column.type.shape)
-    return np.from_dlpack(column.indices if isinstance(column, pa.DictionaryArray) else column)
+    return np.from_dlpack(column)
 
 
 def _digest(columns: Mapping[str, np.ndarray], about: dict[str, Any]) -> str:

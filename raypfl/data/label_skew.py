@@ -9,7 +9,7 @@ import numpy as np
 
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError
-from raypfl.data.allocation import apportion, deal, equal_sizes, fit, top_up
+from raypfl.data.allocation import apportion, draw_owners, equal_sizes, fit_margins, raise_to_minimum
 from raypfl.data.partitions import PARTITIONS, Partition, Traits, require, require_enough
 
 
@@ -21,13 +21,14 @@ class Dirichlet(Partition):
     Attributes
     ----------
     alpha : concentration; small: few classes a client, and clients of very unequal size; large: near IID.
-    min_samples : of every client. Draws that leave one with fewer are thrown away, `tries` of them at most.
-    when_short : what happens then. ``move``: the largest clients give samples, taken at random, to those short;
+    min_samples : of every client. Draws that give a client fewer are discarded.
+    tries : how many draws are made at most.
+    when_short : what happens after that. ``move``: random samples of the largest clients move to those with too few;
         ``refuse``: an error.
-    reserve : samples of every class that every client gets first, whatever is drawn (PerAda: 2).
-    cap : a client that holds `cap` times the mean number of samples, those that went to pools included, gets none of
-        the classes dealt after that (PerAda, FedML: 1); None: no such limit.
-    balanced : equal sizes: the shares drawn are rescaled to them.
+    reserve : samples of every class that every client gets first, independent of the draw (PerAda: 2).
+    cap : a client that holds `cap` times the mean number of samples, samples in pools included, gets none of the
+        remaining classes (PerAda, FedML: 1); None: no limit.
+    balanced : whether to rescale the drawn shares so that all clients have the same size.
     """
 
     by_class: ClassVar[bool] = True
@@ -47,9 +48,11 @@ class Dirichlet(Partition):
         require("tries", self.tries, self.tries >= 1, "at least 1")
         require("when_short", repr(self.when_short), self.when_short in ("move", "refuse"), "'move' or 'refuse'")
         require("reserve", self.reserve, self.reserve >= 0, "at least 0")
-        require("cap", self.cap, self.cap is None or self.cap >= 1, "at least 1, since all samples are dealt out")
+        require("cap", self.cap, self.cap is None or self.cap >= 1, "at least 1, since all samples are allocated")
         if self.balanced and self.cap is not None:
-            raise ConfigError("partition.balanced gives all clients the same size, so that partition.cap has no use.")
+            raise ConfigError(
+                "partition.balanced gives all clients the same size, so partition.cap has no effect; leave it out."
+            )
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         require_enough(len(samples), self.clients, self.min_samples)
@@ -68,7 +71,7 @@ class Dirichlet(Partition):
                     f"{self.min_samples} samples; raise partition.alpha or partition.tries, lower "
                     f"partition.min_samples, or set partition.when_short to 'move'."
                 )
-        return top_up(deal(samples.labels, counts, draws), self.clients, self.min_samples, draws)
+        return raise_to_minimum(draw_owners(samples.labels, counts, draws), self.clients, self.min_samples, draws)
 
     def _counts(self, available: np.ndarray, mean: float, draws: np.random.Generator) -> np.ndarray:
         shares = draws.dirichlet(np.full(self.clients, self.alpha), size=len(available))
@@ -76,14 +79,14 @@ class Dirichlet(Partition):
         reserved = np.broadcast_to((self.reserve * (available > 0))[:, None], shares.shape)
         if self.balanced:
             sizes = equal_sizes(available.sum(), self.clients) - reserved.sum(axis=0)
-            return reserved + fit(shares * rest[:, None], rest, sizes)
+            return reserved + fit_margins(shares * rest[:, None], rest, sizes)
         if self.cap is not None:
             return self._capped(shares, rest, reserved, self.cap * mean)
         return reserved + apportion(rest, shares)
 
     @staticmethod
     def _capped(shares: np.ndarray, rest: np.ndarray, reserved: np.ndarray, limit: float) -> np.ndarray:
-        """Class by class, those who hold `limit` already are left out."""
+        """Class by class, without the clients that already hold `limit`."""
         counts = reserved.copy()
         for label, share in enumerate(shares):
             open_ones = counts.sum(axis=0) < limit
@@ -107,14 +110,14 @@ class Dirichlet(Partition):
 class DirichletMix(Partition):
     """Each client's label mix from a Dirichlet draw over the classes (Hsu et al. 2019; PeFLL, Scott et al. 2024).
 
-    All samples are used, so mixes are drawn toward classes that would be left over.
+    All samples are used, so mixes are shifted toward classes that would be left over.
 
     Attributes
     ----------
     alpha : concentration of a client's mix; small: few classes a client; large: all classes in equal numbers.
-    balanced : equal sizes; False: each class is divided in proportion to what the clients' mixes say of it, so that
-        sizes vary.
-    min_samples : of every client; the largest clients give samples to those short.
+    balanced : whether clients have equal sizes; if not, each class is divided in proportion to its share in the
+        clients' mixes.
+    min_samples : of every client; the largest clients give samples to those with fewer.
     """
 
     by_class: ClassVar[bool] = True
@@ -135,9 +138,9 @@ class DirichletMix(Partition):
         mixes = draws.dirichlet(np.full(samples.num_classes, self.alpha), size=self.clients).T
         if self.balanced:
             sizes = equal_sizes(len(samples), self.clients)
-            return deal(samples.labels, fit(mixes * sizes, available, sizes), draws)
+            return draw_owners(samples.labels, fit_margins(mixes * sizes, available, sizes), draws)
         counts = apportion(available, np.maximum(mixes, np.finfo(float).tiny))
-        return top_up(deal(samples.labels, counts, draws), self.clients, self.min_samples, draws)
+        return raise_to_minimum(draw_owners(samples.labels, counts, draws), self.clients, self.min_samples, draws)
 
 
 @PARTITIONS.register("classes_per_client")
@@ -150,7 +153,7 @@ class ClassesPerClient(Partition):
     Attributes
     ----------
     classes : of each client.
-    equal : the clients that own a class divide its samples equally; else in proportion to draws from U(0.4, 0.6).
+    equal : whether the clients that own a class divide its samples equally, not in proportion to U(0.4, 0.6) draws.
     """
 
     by_class: ClassVar[bool] = True
@@ -175,13 +178,13 @@ class ClassesPerClient(Partition):
                 f"would be shared by {at_least[label]} clients, but it has only {available[label]} samples."
             )
         weights = owned.T * (1.0 if self.equal else draws.uniform(0.4, 0.6, size=owned.T.shape))
-        return deal(samples.labels, owned.T + apportion(available - at_least, weights), draws)
+        return draw_owners(samples.labels, owned.T + apportion(available - at_least, weights), draws)
 
     def _ownership(self, num_classes: int, draws: np.random.Generator) -> np.ndarray:
         """Which client owns which class: ``bool[clients, num_classes]``.
 
-        Clients come in blocks, and each block deals a shuffled round of classes over and over. A block is as long as
-        it takes for every class to be owned equally often in it.
+        Clients come in blocks, and each block repeats one random order of the classes. A block is the smallest one in
+        which every class is owned equally often.
         """
         if self.classes > num_classes:
             raise ConfigError(f"partition.classes is {self.classes}, but there are {num_classes} classes.")

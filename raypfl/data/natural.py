@@ -1,4 +1,4 @@
-"""Partitions that the data bring along: by domain or writer, or written down in a file."""
+"""Partitions given with the data: by domain or writer, or by a file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from raypfl.data.partitions import PARTITIONS, Partition, Traits, require
 @PARTITIONS.register("by_column")
 @dataclass(frozen=True, kw_only=True)
 class ByColumn(Partition):
-    """By a column of the data set, which ``data.group`` names: a client for each domain, writer, hospital.
+    """By the groups of the data set: one client for each domain, writer or hospital.
 
-    Clients are numbered in the order of the column's values. A published test split is shared out within each value.
+    Clients are numbered in the order of the groups' names. A published test split is divided within each group.
 
     Attributes
     ----------
-    clients : 0: as many as the column has values. More: samples of a value are divided at random over several clients,
-        in equal numbers. Fewer: values are put together at random.
+    clients : 0: one for each group. More: samples of a group are divided at random over several clients, in equal
+        numbers. Fewer: groups are merged at random.
     """
 
     clients: int = 0
@@ -57,8 +57,8 @@ class ByColumn(Partition):
     def _groups(samples: Traits) -> np.ndarray:
         if samples.groups is None:
             raise ConfigError(
-                "partition is 'by_column', but the data set has no such column; name one in data.group, or for folders "
-                "of images a level in data.layout, as in 'group/class'."
+                "partition is 'by_column', but the data set has no groups; name a column in data.group or, for folders "
+                "of images, a level in data.layout, as in 'group/class'."
             )
         return samples.groups
 
@@ -66,11 +66,11 @@ class ByColumn(Partition):
 @PARTITIONS.register("from_file")
 @dataclass(frozen=True, kw_only=True)
 class FromFile(Partition):
-    """As a file says: for each sample of the data set, counted from 0, the client that holds it.
+    """From a file that names, for each sample of the data set, counted from 0, the client that holds it.
 
     Parquet: columns ``sample`` and ``client``, of integers. JSON: a list, with a client for each sample; or an object,
-    with a list of samples for each client. What it says of published test samples is passed over: they are shared out
-    as always.
+    with a list of samples for each client. Its entries for published test samples are ignored: these are divided as
+    for any partition.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ class FromFile(Partition):
         sample, client = _parquet(path) if path.suffix == ".parquet" else _json(path)
         rows = np.arange(len(samples)) if samples.rows is None else samples.rows
         if sample.size and sample.min() < 0:
-            raise DataError(f"{path} names sample {sample.min()}; samples are counted from 0.")
+            raise DataError(f"{path} names sample {sample.min()}, but samples are counted from 0.")
         found = np.full(max(int(rows.max()), int(sample.max(initial=0))) + 1, -1, dtype=np.int64)
         found[sample] = client
         twice = np.flatnonzero(np.bincount(sample) > 1)
@@ -110,8 +110,8 @@ class FromFile(Partition):
         missing = rows[found[rows] < 0]
         if missing.size:
             raise DataError(
-                f"{path} names no client for sample {missing[0]}, nor for {missing.size - 1} more; every training "
-                f"sample needs one, counted from 0."
+                f"{path} names no client for sample {missing[0]} and {missing.size - 1} more; every training sample "
+                f"needs one, counted from 0."
             )
         return found[rows]
 

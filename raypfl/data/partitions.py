@@ -1,4 +1,4 @@
-"""What a partition is: a pure function of the samples' labels and a seed that gives each sample to a client."""
+"""What a partition is: a pure function of the samples' labels and a seed that assigns each sample to a client."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PARTITIONS = Registry("partition")
 
 @dataclass(frozen=True)
 class Traits:
-    """What a partition may know of the samples that it deals out.
+    """What a partition may know about the samples.
 
     Attributes
     ----------
-    labels : ``int64[N]``, each in ``range(num_classes)``. Where samples have several labels each: the number of the
+    labels : ``int64[N]``, each in ``range(num_classes)``. If samples have several labels each: the number of the
         combination.
     num_classes : how many classes, or combinations, there are.
-    classes : whether there are any; samples whose targets are numbers or tokens are all of the one class 0.
-    groups : ``int64[N]``, the place of each sample's domain, writer or the like among `group_names`; None: the data set
-        has no such column.
+    classes : whether there are classes; if not, all labels are 0.
+    groups : ``int64[N]``, the index of each sample's domain, writer or the like in `group_names`; None: the data set
+        has no groups.
     rows : ``int64[N]``, each sample's number in the data set; None: 0 to N - 1.
-    pooled : how many more samples there were to deal out before pools took their shares.
+    pooled : how many training samples went to pools.
     """
 
     labels: np.ndarray
@@ -44,7 +44,7 @@ class Traits:
         return len(self.labels)
 
     def at(self, where: np.ndarray) -> Traits:
-        """Of the samples at ``where[n]`` alone."""
+        """The traits of the samples at ``where[n]`` alone."""
         rows = where if self.rows is None else self.rows[where]
         groups = None if self.groups is None else self.groups[where]
         labels = self.labels[where]
@@ -53,15 +53,15 @@ class Traits:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition(ABC):
-    """Gives every sample to one client.
+    """Assigns every sample to one client.
 
-    A partition of your own overrides `owners` and is named in the config as ``my_module:MyPartition``; its fields are
-    its options.
+    A subclass overrides `owners`; its dataclass fields are its options. A description names it as
+    ``my_module:MyPartition``.
 
     Attributes
     ----------
-    clients : how many there are; none goes empty.
-    by_class : whether it looks at samples' classes, and is refused where they have none.
+    clients : how many there are; each gets at least one sample.
+    by_class : whether it needs the samples' classes; if so, samples without classes are refused.
     """
 
     by_class: ClassVar[bool] = False
@@ -76,13 +76,13 @@ class Partition(ABC):
         """The client of each sample: ``int64[N]``, each in ``range(self.count(samples))``."""
 
     def count(self, samples: Traits) -> int:
-        """How many clients there are, for partitions that learn it from the samples."""
+        """The number of clients, for partitions that learn it from the samples."""
         return self.clients
 
     def alike(self, samples: Traits) -> tuple[np.ndarray, int]:
-        """Which samples are of one kind, ``int64[N]``, and how many kinds there are.
+        """The kind of each sample, ``int64[N]``, and the number of kinds.
 
-        A published test split is shared out kind by kind, in proportion to the training samples that clients hold.
+        A published test split is divided kind by kind, in proportion to the training samples that clients hold.
         """
         return samples.labels, samples.num_classes
 
@@ -95,7 +95,7 @@ class Partition(ABC):
 
         Raises
         ------
-        ConfigError : if the samples cannot be dealt out as the options ask.
+        ConfigError : if the samples do not allow what the options ask for.
         DataError : if `owners` leaves a client without a sample.
         """
         owner = self.checked_owners(samples, seed)
@@ -103,10 +103,10 @@ class Partition(ABC):
         return np.split(np.argsort(owner, kind="stable"), ends[:-1])
 
     def checked_owners(self, samples: Traits, seed: int) -> np.ndarray:
-        """`owners`, after making sure that no client goes empty. Raises as `assign` does."""
+        """`owners`, checked: every client has a sample. Raises as `assign` does."""
         if self.by_class and not samples.classes:
             raise ConfigError(
-                f"partition is {PARTITIONS.name_of(type(self))!r}, which deals samples out by class, but the targets "
+                f"partition is {PARTITIONS.name_of(type(self))!r}, which divides samples by class, but the targets "
                 "here are numbers or tokens; choose another, such as 'iid', 'lognormal' or 'by_column'."
             )
         clients = self.count(samples)
@@ -118,8 +118,8 @@ class Partition(ABC):
         owner = self.owners(samples, seed)
         if owner.shape != samples.labels.shape or owner.min() < 0 or owner.max() >= clients:
             raise DataError(
-                f"The partition {type(self).__name__} must name a client from 0 to {clients - 1} for each of "
-                f"{len(samples)} samples, but it names {owner.size}, which range from {owner.min()} to {owner.max()}."
+                f"The partition {type(self).__name__} must return a client from 0 to {clients - 1} for each of "
+                f"{len(samples)} samples, but it returns {owner.size}, from {owner.min()} to {owner.max()}."
             )
         empty = np.flatnonzero(np.bincount(owner, minlength=clients) == 0)
         if empty.size:
@@ -130,20 +130,20 @@ class Partition(ABC):
 @PARTITIONS.register("iid")
 @dataclass(frozen=True, kw_only=True)
 class IID(Partition):
-    """Samples at random, in equal numbers."""
+    """Random samples, in equal numbers."""
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         return rng.generator(seed, "partition").permutation(len(samples)) % self.clients
 
 
 def require(option: str, value: object, holds: bool, expected: str) -> None:
-    """Refuse an option's value with a sentence, unless `holds`."""
+    """Raise a ConfigError about the value of an option, unless `holds`."""
     if not holds:
         raise ConfigError(f"partition.{option} is {value}, but must be {expected}.")
 
 
 def require_enough(samples: int, clients: int, min_samples: int) -> None:
-    """Refuse to give `clients` at least `min_samples` each where there are fewer `samples`."""
+    """Raise a ConfigError if there are too few `samples` to give each of `clients` at least `min_samples`."""
     if samples < clients * min_samples:
         raise ConfigError(
             f"partition.min_samples is {min_samples}, so that {clients} clients need {clients * min_samples} samples, "

@@ -1,4 +1,4 @@
-"""From a data set's files to what the store keeps: all samples in one piece, and who holds which."""
+"""From the files of a data set to the columns of the store: all samples in one array, and who holds which."""
 
 from __future__ import annotations
 
@@ -8,82 +8,77 @@ import json
 import math
 import os
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
+from raypfl.common import files
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.arrays import Arrays, alone, writing
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
-from raypfl.data.splits import NOBODY, hold
+from raypfl.data.splits import NOBODY, allocate
 from raypfl.datasets import pools
-from raypfl.datasets.base import DATASETS, SPLITS, DataConfig, RawData, files_of
+from raypfl.datasets.base import DATASETS, SPLITS, DataConfig, DataSource, RawData
 from raypfl.objectives import kind_of
 
-# To be raised when what is written changes in a way that the code of readers and partitions does not show.
-_FORMAT = 3
-# Bytes of samples read at a time where all are passed over.
+# Raise this when the written files change in a way that the code of readers and partitions does not show.
+_FORMAT = 4
+# Bytes of samples read at a time where all samples are visited.
 _BLOCK = 12 << 20
 _OWN = -1
 _STORED = {"classes": np.int64, "labels": np.int8, "tokens": np.int64}
 _INPUTS = ("uint8", "float32", "float64", "int64")
-# What the prepared samples do not depend on.
-_OF_HOLDINGS = {
-    "root",
-    "download",
-    "pools",
-    "test_fraction",
-    "val_fraction",
-    "unseen_fraction",
-    "cache",
-    "split",
-    "normalise",
-    "augmentation",
-}
 
 
 def samples_key(data: DataConfig, cache: Path) -> str:
-    """What the prepared samples depend on: readers, their options, and the content of their files.
+    """A key of everything that the prepared samples depend on: readers, their options, and the content of files.
+
+    Files are downloaded first if `data` says so; other processes wait for that.
 
     Raises
     ------
     ConfigError : if a file is missing.
-    DataError : if a file that is to be fetched cannot be.
+    DataError : if a download fails.
     """
-    parts = []
-    for name, config in {"": data, **_pools(data, cache)}.items():
-        options = {option: value for option, value in asdict(config).items() if option not in _OF_HOLDINGS}
-        split = config.split if name else None
-        parts.append(
-            (name, split, options, _code(DATASETS.get(config.name)), _content(_files(config, cache), config, cache))
-        )
-    return _key(_FORMAT, parts)
+    for source in (data, *data.sources().values()):
+        if source.download:
+            with writing(cache):
+                cache.mkdir(parents=True, exist_ok=True)
+            with alone(cache / "downloads"):
+                source.reader.download()
+    others = [(name, source.split, *_identity(source, cache)) for name, source in pools.sources(data).items()]
+    return _key(_FORMAT, data.rare, *_identity(data, cache), *others)
+
+
+def _identity(source: DataSource, cache: Path) -> tuple[Any, ...]:
+    """What identifies the samples of a source: its name and options, its reader's code, and the content of files."""
+    reader = source.reader
+    options = {field.name: getattr(reader, field.name) for field in fields(reader) if field.name != "config"}
+    content = _content(reader.paths(), source, cache)
+    return source.name, {**source.options, **options}, _code(DATASETS.get(source.name)), content
 
 
 def holdings_key(samples: str, data: DataConfig, partition: Partition, seed: int) -> str:
-    """What the holdings depend on, `samples` being the digest of the prepared samples."""
+    """A key of everything that the holdings depend on; `samples` is the digest of the prepared samples."""
     held_out = (data.test_fraction, data.val_fraction, data.unseen_fraction, data.split, list(data.shares().items()))
-    files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in partition.files() if path.is_file()]
-    name, apart = PARTITIONS.name_of(type(partition)), _normalised_apart(data)
-    parts = (samples, seed, held_out, name, asdict(partition), _code(type(partition)), files)
-    return _key(_FORMAT, *parts, *([apart] if apart else []))
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in partition.files() if path.is_file()]
+    name, kind = PARTITIONS.name_of(type(partition)), type(partition)
+    return _key(_FORMAT, samples, seed, held_out, name, asdict(partition), _code(kind), digests, _own_moments(data))
 
 
 def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """All samples of a data set and, after them, those of its pools from elsewhere.
+    """All samples of a data set and, after them, those of its pools from other data sets.
 
     Returns
     -------
     Columns ``input``, ``label``, ``published_test``, ``pool`` (the pool's place, or -1), and where there are such
-    ``group`` and ``category`` (combinations of several labels); and what is to be known about them.
+    ``group`` and ``category`` (combinations of several labels); and facts about them.
     """
-    raw: RawData = DATASETS.get(data.name)(data)
-    others = [pools.read(name, config, raw) for name, config in pools.elsewhere(data).items()]
+    raw = data.read()
+    others = [pools.read(name, source, raw) for name, source in pools.sources(data).items()]
     labels = [raw.labels, *(pool.labels for pool in others)]
     counts = [len(part) for part in labels]
     inputs = _spooled(raw, others, folder)
@@ -114,7 +109,7 @@ def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any],
 def prepared_holdings(
     samples: Arrays, data: DataConfig, partition: Partition, seed: int
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Who holds which sample: columns ``client``, ``split`` and ``sample``, and what is to be known about them."""
+    """Who holds which sample: columns ``client``, ``split`` and ``sample``, and facts about them."""
     columns, about = samples.columns, samples.about
     own = int(np.searchsorted(columns["pool"], _OWN, side="right"))
     names = (*SPLITS, *data.shares(), *about["pools"])
@@ -127,35 +122,30 @@ def prepared_holdings(
         group_names=tuple(about.get("group_names", ())),
     )
     try:
-        held = hold(traits, columns["published_test"][:own].astype(bool), data, partition, seed)
+        held = allocate(traits, columns["published_test"][:own].astype(bool), data, partition, seed)
     except ConfigError as error:
-        raise ConfigError(f"The data set {data.name!r} cannot be dealt out: {error}") from error
+        raise ConfigError(f"The data set {data.name!r} cannot be partitioned: {error}") from error
     client = np.concatenate([held.client, np.full(len(columns["pool"]) - own, NOBODY)])
     split = np.concatenate([held.split, columns["pool"][own:] + len(SPLITS) + len(data.shares())]).astype(np.int16)
     order = np.lexsort((client, split))
     trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, held.unseen))
     mean, std = _moments(columns["input"], trained_on, about["scale"])
-    apart = {
-        name: [part.tolist() for part in _moments(columns["input"], _of(split, names.index(name)), about["scale"])]
-        for name in _normalised_apart(data)
-    }
-    coded = pa.DictionaryArray.from_arrays(split[order], pa.array(names))
-    return {"client": client[order], "split": coded, "sample": order.astype(np.int64)}, {
+    pool_moments = {}
+    for name in _own_moments(data):
+        pooled = np.flatnonzero(split == names.index(name))
+        pool_moments[name] = [part.tolist() for part in _moments(columns["input"], pooled, about["scale"])]
+    return {"client": client[order], "split": split[order], "sample": order.astype(np.int64)}, {
         "clients": held.clients,
         "unseen": held.unseen.tolist(),
         "splits": names,
         "mean": mean.tolist(),
         "std": std.tolist(),
-    } | ({"pool_moments": apart} if apart else {})
+    } | ({"pool_moments": pool_moments} if pool_moments else {})
 
 
-def _normalised_apart(data: DataConfig) -> list[str]:
+def _own_moments(data: DataConfig) -> list[str]:
     """The pools that are normalised by their own mean and deviation."""
-    return [name for name, config in pools.elsewhere(data).items() if config.normalise == "own"]
-
-
-def _of(split: np.ndarray, code: int) -> np.ndarray:
-    return np.flatnonzero(split == code)
+    return [name for name, source in pools.sources(data).items() if source.normalise == "own"]
 
 
 def _padded(column: np.ndarray, counts: list[int], padding: int, dtype: Any) -> np.ndarray:
@@ -164,7 +154,7 @@ def _padded(column: np.ndarray, counts: list[int], padding: int, dtype: Any) -> 
 
 
 def _categories(labels: np.ndarray, rare: int) -> np.ndarray:
-    """The combination of labels that each sample has, the rare ones taken as one: ``int64[N]``, from 0."""
+    """The combination of labels that each sample has, ``int64[N]``, from 0; rare ones count as one."""
     _, combination = np.unique(labels, axis=0, return_inverse=True)
     combination = combination.reshape(-1)
     frequent = np.bincount(combination) >= rare
@@ -173,7 +163,7 @@ def _categories(labels: np.ndarray, rare: int) -> np.ndarray:
 
 
 class _Spool:
-    """Samples one after another in a file without a name, so that memory holds one block at a time."""
+    """Samples, appended to a temporary file so that memory holds one block at a time."""
 
     def __init__(self, folder: Path, shape: tuple[int, ...] = ()):
         self.folder, self.shape, self.count, self.grey = folder, shape, 0, True
@@ -182,12 +172,12 @@ class _Spool:
             self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed once it is mapped
 
     def add(self, block: np.ndarray) -> None:
-        """Append ``[n, ...]``, of the type of those before."""
+        """Append ``[n, ...]``, of the type and shape of the blocks before."""
         images = block.dtype == np.uint8
         if block.dtype.name not in _INPUTS or block.ndim < 2 or (images and block.ndim != 4):
             found = f"{block.dtype}{list(block.shape)}"
             raise DataError(
-                f"The data set's reader gives inputs as {found}, not as uint8[n, C, H, W] images, float32[n, ...] or "
+                f"The data set's reader returns inputs as {found}, not as uint8[n, C, H, W] images, float32[n, ...] or "
                 "float64[n, ...] features, or int64[n, ...] tokens."
             )
         if self.count and block.dtype != self.kind:
@@ -210,16 +200,16 @@ class _Spool:
             np.ascontiguousarray(block).tofile(self.file)
 
     def mapped(self) -> np.ndarray:
-        """All of them, ``[N, ...]``, mapped into memory."""
+        """All samples, ``[N, ...]``, mapped into memory."""
         with self.file:
             self.file.flush()
             return np.memmap(self.file, self.kind, mode="r", shape=(self.count, *self.shape))
 
 
 def _spooled(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndarray:
-    """All inputs in one piece, those of pools brought to the shape of the data set's own.
+    """All inputs in one array; those of pools get the shape of the data set's own.
 
-    Images that are grey throughout come out with one channel, whatever they were encoded as: WebP knows no grey.
+    Images that are grey throughout get one channel, however they were encoded: WebP has no grey images.
     """
     spool = _Spool(folder)
     for block in raw.blocks():
@@ -238,7 +228,7 @@ def _spooled(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndarray
 
 
 def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
-    """`count` of such samples, a block of them at a time."""
+    """Slices of blocks that `count` samples of this size are cut into."""
     step = max(_BLOCK // samples[0].nbytes, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
@@ -246,8 +236,8 @@ def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
 def _moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of ``inputs / scale``, ``float64[C]`` each; the latter 1 if it would be 0.
 
-    By channel for images, whose sums are of integers, hence exact; by the last axis for other features. Tokens are as
-    they are: 0 and 1.
+    By channel for images, whose sums are of integers, hence exact; by the last axis for other features; 0 and 1 for
+    tokens, which are not normalised.
     """
     if inputs.dtype == np.int64:
         return np.zeros(1), np.ones(1)
@@ -281,31 +271,14 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
     return mean, np.where(std > 0, std, 1.0)
 
 
-def _pools(data: DataConfig, cache: Path) -> dict[str, DataConfig]:
-    for config in data.elsewhere().values():
-        if config.download:
-            _files(config, cache)
-    return pools.elsewhere(data)
-
-
-def _files(config: DataConfig, cache: Path) -> list[Path]:
-    """A data set's files; who is to fetch them does so while others wait."""
-    if not config.download:
-        return files_of(config)
-    with writing(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-    with alone(cache / "downloads"):
-        return files_of(config)
-
-
-def _content(files: list[Path], config: DataConfig, cache: Path) -> str:
+def _content(paths: list[Path], source: DataSource, cache: Path) -> str:
     """The SHA-256 of files and their places under ``data.root``.
 
-    It is remembered for as long as their sizes, times of change and times of status change stay, since reading them
-    takes its time. The last, which the system alone sets, tells of files written over with their time put back.
+    Reading them takes time, so the hash is kept until a file's size, time of change or time of status change differs.
+    The last, which only the system sets, shows files that were overwritten and got their old time of change back.
     """
-    root = Path(config.root).expanduser() if config.root else Path()
-    there = [path for path in files if path.is_file()]
+    root = Path(source.root).expanduser() if source.root else Path()
+    there = [path for path in paths if path.is_file()]
     if not there:
         return ""
     states = [(str(path.absolute()), *_size_and_times(path)) for path in there]
@@ -319,9 +292,7 @@ def _content(files: list[Path], config: DataConfig, cache: Path) -> str:
         content.update(f"{os.path.relpath(path, root)} {digest}\n".encode())
     with writing(known):
         known.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = known.with_name(f".{known.name}.{uuid.uuid4().hex}")
-        unfinished.write_text(content.hexdigest())
-        unfinished.replace(known)
+        files.write(known, content.hexdigest())
     return content.hexdigest()
 
 
@@ -331,11 +302,11 @@ def _size_and_times(path: Path) -> tuple[int, int, int]:
 
 
 def _code(component: Any) -> str:
-    """The file that a reader or partition is written in, so that a change of it is not answered from the cache."""
+    """A hash of the file that defines a reader or partition, so that a changed one does not get cached data."""
     try:
         return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
     except (TypeError, OSError):
-        return os.urandom(16).hex()  # typed into a console: no telling whether it has changed
+        return os.urandom(16).hex()  # typed into a console: it may have changed
 
 
 def _key(*parts: Any) -> str:

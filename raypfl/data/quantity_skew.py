@@ -1,4 +1,4 @@
-"""Partitions whose clients differ in how much they hold, and in nothing else."""
+"""Partitions whose clients differ only in how many samples they hold."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypfl.common import rng
-from raypfl.data.allocation import apportion, top_up
+from raypfl.data.allocation import apportion, raise_to_minimum
 from raypfl.data.partitions import PARTITIONS, Partition, Traits, require, require_enough
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantitySkew(Partition):
-    """Samples at random, in numbers in proportion to weights that a subclass draws.
+    """Random samples; sizes are proportional to weights that a subclass draws.
 
     Attributes
     ----------
-    min_samples : of every client; the largest clients give samples to those short.
+    min_samples : of every client; the largest clients give samples to those with fewer.
     """
 
     min_samples: int = 10
@@ -29,20 +29,20 @@ class QuantitySkew(Partition):
 
     @abstractmethod
     def weights(self, draws: np.random.Generator) -> np.ndarray:
-        """``float[clients]``, not negative, to which sizes are in proportion."""
+        """Weights ``float[clients]``, not negative, to which sizes are proportional."""
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         require_enough(len(samples), self.clients, self.min_samples)
         draws = rng.generator(seed, "partition")
         sizes = apportion(len(samples), self.weights(draws))
         owner = draws.permutation(np.repeat(np.arange(self.clients), sizes))
-        return top_up(owner, self.clients, self.min_samples, draws)
+        return raise_to_minimum(owner, self.clients, self.min_samples, draws)
 
 
 @PARTITIONS.register("lognormal")
 @dataclass(frozen=True, kw_only=True)
 class LogNormal(QuantitySkew):
-    """Samples at random, in numbers drawn from a log-normal distribution.
+    """Random samples; sizes are drawn from a log-normal distribution.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class LogNormal(QuantitySkew):
 @PARTITIONS.register("power_law")
 @dataclass(frozen=True, kw_only=True)
 class PowerLaw(QuantitySkew):
-    """Samples at random, the r-th largest client's number in proportion to ``r ** -exponent`` (cf. Li et al. 2020).
+    """Random samples; the r-th largest client's size is proportional to ``r ** -exponent`` (cf. Li et al. 2020).
 
     Attributes
     ----------

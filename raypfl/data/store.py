@@ -1,4 +1,4 @@
-"""Federated data: samples in a memory-mapped Arrow file, and a second one that says who holds which."""
+"""Federated data: samples in a memory-mapped Arrow file, and a second file of which client holds which."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from raypfl.objectives import kind_of
 class FederatedData:
     """Samples, and the clients that hold them: a read-only view of memory-mapped files.
 
-    Pickled, it is a few hundred bytes, and unpickling opens the same files, which reads no sample; on a machine that
-    does not have them it prepares them there.
+    Its pickle has a few hundred bytes. Unpickling opens the same files without reading samples, or prepares them on a
+    machine that does not have them.
 
     Attributes
     ----------
     name : of the data set.
-    inputs : ``[N, ...]``, as of `RawData`; a network sees ``(inputs / scale - mean) / std``, and tokens as they are.
-    labels : ``[N]`` or ``[N, ...]``, as of `RawData`. -1, or NaN, for samples of a pool that has other classes.
-    class_names : one a class, a label, a number or a token.
+    inputs : ``[N, ...]``, as in `RawData`; networks get ``(inputs / scale - mean) / std``, or tokens unchanged.
+    labels : ``[N]`` or ``[N, ...]``, as in `RawData`; -1, or NaN, for samples of a pool that has other classes.
+    class_names : one for each class, label, number or token.
     scale : the value of a full pixel.
     mean, std : ``float32[C]``, by channel of images, else by the last axis, of ``inputs / scale`` over the training
         samples of all clients but the unseen.
     num_clients : clients are numbered from 0.
     unseen : ``int64[U]``, the clients that are never trained, ascending.
     pools : names of the pools, whose samples belong to no client, e.g. ``auxiliary``.
-    pool_moments : name -> (mean, std), as above, of the pools that are normalised by their own.
+    pool_moments : name -> (mean, std), as above, of the pools with ``normalise: own``.
     fingerprint : SHA-256 of the samples and of who holds them, the same on every machine.
     """
 
@@ -110,11 +110,11 @@ class FederatedData:
     def label_counts(self, split: str = "train") -> np.ndarray:
         """The number of samples of each class in each client's split: ``int64[num_clients, num_classes]``.
 
-        Where samples have several labels each: how often each label is 1.
+        If samples have several labels each: how often each label is 1.
 
         Raises
         ------
-        ConfigError : if targets are neither.
+        ConfigError : if targets are numbers or tokens.
         """
         if self.kind not in ("classes", "labels"):
             raise ConfigError(f"The targets of {self.name!r} are {self.kind}, so there are no classes to count.")
@@ -151,7 +151,7 @@ class _Rows(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """Where federated data lies, and how it is made if it does not."""
+    """The files of federated data, and how to prepare them."""
 
     samples: Path
     holdings: Path
@@ -162,26 +162,26 @@ class _Origin(NamedTuple):
 
 
 ClientData = FederatedData | DescribedData
-"""What each client holds, stored or described; the engine asks for it by client and split."""
+"""What each client holds, stored or described."""
 
 
 def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: str | Path | None = None) -> ClientData:
-    """Open a data set and deal it out to clients; both are prepared once and kept in the cache.
+    """Open a data set, divided over clients by the partition; both are prepared once and kept in the cache.
 
-    A population, whose clients are described, is neither dealt out nor kept; see :class:`raypfl.datasets.Population`.
+    A :class:`raypfl.datasets.Population` is neither divided nor kept.
 
-    The samples are prepared again when the content of a file of the data set or its reader changes, the partition when
-    an option of it or of the splits, `seed`, or its code does. Of several processes that find nothing prepared, one
-    does it, and the others wait.
+    Samples are prepared again when a file of the data set, an option of its reader or the reader's code changes; the
+    partition when its code, an option of it or of the splits, or `seed` changes. If several processes find nothing
+    prepared, one prepares it and the others wait.
 
     Parameters
     ----------
-    cache : folder of the prepared data; None: as `data` says.
+    cache : folder of the prepared data; None: ``data.cache``.
 
     Raises
     ------
-    ConfigError : if the data set does not exist or the partition asks what it cannot give.
-    DataError : if the data set's files are missing, damaged or odd.
+    ConfigError : if the data set does not exist or the partition does not fit it.
+    DataError : if the data set's files are missing, damaged or not as expected.
     """
     if is_described(data):
         return DescribedData(data)
@@ -194,7 +194,7 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
 
 
 def _reopened(origin: _Origin, fingerprint: str) -> ClientData:
-    """Open what another process has prepared and checked, or prepare it here."""
+    """Open what another process prepared and checked, or prepare it here."""
     opened_again: ClientData
     try:
         opened_again = _joined(opened(origin.samples, check=False), opened(origin.holdings, check=False), origin)
@@ -202,7 +202,7 @@ def _reopened(origin: _Origin, fingerprint: str) -> ClientData:
         opened_again = load_federated(origin.data, origin.partition, seed=origin.seed, cache=origin.cache)
     if opened_again.fingerprint != fingerprint:
         raise DataError(
-            f"The data set {origin.data.name!r} on this machine is not the one that the run was started with; "
+            f"The data set {origin.data.name!r} on this machine differs from the one that the run was started with; "
             f"give all machines the same files in data.root."
         )
     return opened_again
@@ -240,5 +240,5 @@ def _floats(moments: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cache_folder(data: DataConfig, cache: str | Path | None = None) -> Path:
-    """Where prepared data, and what else a machine need find out but once, is kept."""
+    """The folder of prepared data, and of other results that a machine needs to compute only once."""
     return Path(cache or data.cache or os.environ.get("RAYPFL_CACHE") or "~/.cache/raypfl").expanduser().absolute()

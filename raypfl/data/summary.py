@@ -1,4 +1,4 @@
-"""A federated data set in numbers: how much each client holds, and how far its labels are from everybody's."""
+"""A federated data set in numbers: the sizes of clients, and how far their labels are from the labels of all."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from raypfl.datasets.base import SPLITS
 from raypfl.datasets.population import DescribedData
 
 _RANGES = 10
-"""Of targets that are numbers."""
+"""Of targets that are numbers, for which a summary counts ranges."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is to know of a partition.
+    """A partition in numbers.
 
     Attributes
     ----------
     name : of the data set.
     input_shape : of a sample.
-    class_names : one a class, a label or a token; of targets that are numbers: ranges with equally many of them.
+    class_names : one for each class, label or token; if targets are numbers: ranges with equally many of them.
     sizes : split -> ``int64[clients]``, samples of each client.
     counts : ``int64[clients, classes]``, each client's training samples of each class; of several labels a sample: how
-        often each label is 1; of tokens: how often
-        each is a target.
+        often each label is 1; of tokens: how often each is a target.
     pools : name -> number of samples.
     unseen : ``int64[U]``, clients that are never trained.
     kind : of the targets, one of :data:`raypfl.objectives.KINDS`.
@@ -45,7 +44,7 @@ class Summary:
 
     @property
     def one(self) -> str:
-        """What `class_names` has one for each of."""
+        """What `class_names` are names of, in the singular."""
         return {"classes": "class", "labels": "label", "numbers": "range", "tokens": "token"}[self.kind]
 
     @property
@@ -78,7 +77,7 @@ class Summary:
     def distance(self) -> np.ndarray:
         """``float[clients]``, earth mover's, between a client's label mix and that of all clients together.
 
-        All classes are at distance 1 of each other, so that it is half the sum of absolute differences, from 0 to 1;
+        All classes are at distance 1 from each other, so this is half the sum of absolute differences, from 0 to 1;
         Zhao et al. 2018 state twice that.
         """
         together = self.counts.sum(axis=0) / max(self.counts.sum(), 1)
@@ -90,12 +89,12 @@ def summarised(data: ClientData) -> Summary:
 
     Raises
     ------
-    ConfigError : for a population, whose clients are described and whose labels nobody has seen.
+    ConfigError : for a population, whose labels are known only when its clients work.
     """
     if isinstance(data, DescribedData):
         raise ConfigError(
-            f"The clients of {data.name!r} are described, and their labels known only once a client is at work; "
-            f"a summary is made of data sets that are stored."
+            f"{data.name!r} is a population, whose labels are known only when a client works; there are summaries only "
+            f"of stored data sets."
         )
     names, counts = _held(data)
     return Summary(

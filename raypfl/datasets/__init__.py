@@ -1,7 +1,7 @@
-"""Data sets: what one is, and how the files of those that are published, or one's own, are read."""
+"""Data sets: what they are, and how their files are read."""
 
 from raypfl.datasets import cifar, csv_images, diabetes, digits, folders, idx, npy, parquet, spiral, text  # noqa: F401 - readers register themselves
-from raypfl.datasets.base import DATASETS, DataConfig, RawData, reads
+from raypfl.datasets.base import DATASETS, DataConfig, DataSource, RawData, Reader
 from raypfl.datasets.population import DescribedData, Population
 
-__all__ = ["DATASETS", "DataConfig", "DescribedData", "Population", "RawData", "reads"]
+__all__ = ["DATASETS", "DataConfig", "DataSource", "DescribedData", "Population", "RawData", "Reader"]

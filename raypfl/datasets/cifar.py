@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from raypfl.common.errors import ConfigError, DataError
-from raypfl.datasets.base import DATASETS, DataConfig, RawData, reads
+from raypfl.common.errors import DataError
+from raypfl.datasets.base import DATASETS, RawData
 from raypfl.datasets.labels import checked_labels
 from raypfl.datasets.published import Published
 
-_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
-# What a batch consists of; nothing else in a pickle is let in, as it could run code.
+# The only classes that a batch may contain; anything else in a pickle could run code.
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -25,51 +25,43 @@ _ALLOWED = {
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
-def _download(name: str) -> Any:
-    def fetch(root: Path, config: DataConfig) -> object:
-        from torchvision import datasets  # imports torch's operators, and is needed once
-
-        return getattr(datasets, name)(str(root), download=True)
-
-    return fetch
-
-
-def _files(folder: str, names: tuple[str, ...]) -> Any:
-    return lambda config: [f"{folder}/{name}" for name in names]
-
-
-_CIFAR10 = Published(
-    "CIFAR-10",
-    "https://www.cs.toronto.edu/~kriz/cifar.html",
-    _files("cifar-10-batches-py", (*_TRAIN, "test_batch", "batches.meta")),
-    _download("CIFAR10"),
-)
-_CIFAR100 = Published(
-    "CIFAR-100",
-    "https://www.cs.toronto.edu/~kriz/cifar.html",
-    _files("cifar-100-python", ("train", "test", "meta")),
-    _download("CIFAR100"),
-)
-
-
 @DATASETS.register("cifar10")
-@reads(_CIFAR10.found, _CIFAR10.fetch)
-def cifar10(config: DataConfig) -> RawData:
-    """60,000 colour images, 32x32, of 10 classes, 10,000 of them to test on; ``cifar-10-batches-py`` in data.root."""
-    return _read(_CIFAR10.found(config), "labels", "label_names")
+class Cifar10(Published):
+    """60,000 colour images, 32x32, of 10 classes, 10,000 of them test images; ``cifar-10-batches-py`` in data.root."""
+
+    title = "CIFAR-10"
+    home = "https://www.cs.toronto.edu/~kriz/cifar.html"
+    torchvision = "CIFAR10"
+
+    def names(self) -> list[str]:
+        batches = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"]
+        return [f"cifar-10-batches-py/{name}" for name in batches]
+
+    def read(self) -> RawData:
+        return _read(self.paths(), "labels", "label_names")
 
 
 @DATASETS.register("cifar100")
-@reads(_CIFAR100.found, _CIFAR100.fetch)
-def cifar100(config: DataConfig) -> RawData:
-    """60,000 colour images, 32x32, of 100 classes, 10,000 of them to test on; ``cifar-100-python`` in data.root.
+@dataclass(frozen=True, kw_only=True)
+class Cifar100(Published):
+    """60,000 colour images, 32x32, of 100 classes, 10,000 of them test images; ``cifar-100-python`` in data.root.
 
-    ``data.variant: coarse`` has the 20 superclasses.
+    Attributes
+    ----------
+    variant : ``fine``, the 100 classes, or ``coarse``, the 20 superclasses.
     """
-    variant = config.variant or "fine"
-    if variant not in ("fine", "coarse"):
-        raise ConfigError(f"data.variant is {config.variant!r}, but CIFAR-100's labels are 'fine' or 'coarse'.")
-    return _read(_CIFAR100.found(config), f"{variant}_labels", f"{variant}_label_names")
+
+    variant: Literal["fine", "coarse"] = "fine"
+
+    title = "CIFAR-100"
+    home = "https://www.cs.toronto.edu/~kriz/cifar.html"
+    torchvision = "CIFAR100"
+
+    def names(self) -> list[str]:
+        return [f"cifar-100-python/{name}" for name in ("train", "test", "meta")]
+
+    def read(self) -> RawData:
+        return _read(self.paths(), f"{self.variant}_labels", f"{self.variant}_label_names")
 
 
 def _read(files: list[Path], label: str, names: str) -> RawData:
@@ -78,14 +70,12 @@ def _read(files: list[Path], label: str, names: str) -> RawData:
     if not isinstance(class_names, list):
         raise DataError(f"{meta} has no list called {names!r}.")
     parts = [_batch(path, label, len(class_names)) for path in batches]
-    tests = [
-        np.full(len(labels), path.name.startswith("test")) for path, (_, labels) in zip(batches, parts, strict=True)
-    ]
+    is_test = [path.name.startswith("test") for path in batches]
     return RawData(
         inputs=[pixels for pixels, _ in parts],
         labels=np.concatenate([labels for _, labels in parts]),
         class_names=class_names,
-        test_mask=np.concatenate(tests),
+        test_mask=np.repeat(is_test, [len(labels) for _, labels in parts]),
     )
 
 
@@ -98,16 +88,16 @@ def _batch(path: Path, label: str, num_classes: int) -> tuple[np.ndarray, np.nda
     if not isinstance(labels, list | np.ndarray):
         raise DataError(f"{path} has no list of {label!r}.")
     if len(labels) != len(pixels):
-        lacking = "none" if len(labels) < len(pixels) else "no image"
+        lacking = "label" if len(labels) < len(pixels) else "image"
         row = min(len(labels), len(pixels))
-        raise DataError(f"{path} has {len(pixels)} images, but {len(labels)} {label}; row {row} has {lacking}.")
+        raise DataError(f"{path} has {len(pixels)} images, but {len(labels)} {label}; row {row} has no {lacking}.")
     return pixels.reshape(-1, 3, 32, 32), checked_labels(np.asarray(labels), num_classes, str(path))
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which a CIFAR batch does not")
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which a CIFAR batch does not")
         return super().find_class(module, name)
 
 

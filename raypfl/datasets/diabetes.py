@@ -1,17 +1,17 @@
-"""Numbers to predict that are always there: scikit-learn's diabetes data."""
+"""scikit-learn's diabetes data, for regression, which need no files."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from raypfl.datasets.base import DATASETS, DataConfig, RawData
+from raypfl.datasets.base import DATASETS, DataSource, RawData
 
 
 @DATASETS.register("diabetes")
-def diabetes(config: DataConfig) -> RawData:
+def diabetes(config: DataSource) -> RawData:
     """442 patients with ten measurements each, and how far their diabetes had progressed a year later, from 25 to 346
     (Efron et al. 2004); in six groups by sex and age, for ``partition: by_column``. Nothing to download."""
-    from sklearn.datasets import load_diabetes  # takes a second to import, and is needed once, to build the cache
+    from sklearn.datasets import load_diabetes  # slow to import, and needed once, to build the cache
 
     bunch = load_diabetes(scaled=False)
     age, sex = bunch.data[:, 0], bunch.data[:, 1].astype(int)

@@ -1,16 +1,16 @@
-"""The data set that is always there: scikit-learn's handwritten digits."""
+"""scikit-learn's handwritten digits, which need no files."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from raypfl.datasets.base import DATASETS, DataConfig, RawData
+from raypfl.datasets.base import DATASETS, DataSource, RawData
 
 
 @DATASETS.register("digits")
-def digits(config: DataConfig) -> RawData:
+def digits(config: DataSource) -> RawData:
     """1,797 handwritten digits, 8x8 grey levels from 0 to 16 (Alpaydin and Kaynak 1998); nothing to download."""
-    from sklearn.datasets import load_digits  # takes a second to import, and is needed once, to build the cache
+    from sklearn.datasets import load_digits  # slow to import, and needed once, to build the cache
 
     bunch = load_digits()
     return RawData(

@@ -1,26 +1,26 @@
-"""Trees of images whose folders say what they show: classes, domains, splits; and TinyImageNet's own layout."""
+"""Trees of images whose folders name classes, domains and splits; and TinyImageNet's own layout."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.datasets.base import DATASETS, DataConfig, RawData, reads, under
-from raypfl.datasets.images import decoded
+from raypfl.datasets.base import DATASETS, RawData, under
+from raypfl.datasets.images import ImageReader
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-_TINY_IMAGENET = "TinyImageNet: wnids.txt, train/ and val/"
 _LEVELS = ("class", "group", "split")
 _TRAIN, _TEST = {"train", "training"}, {"test", "val", "valid", "validation"}
 
 
 class _Listed(NamedTuple):
-    """An image and what its path or a list says of it."""
+    """An image and what its path or a list says about it."""
 
     path: Path
     class_name: str
@@ -28,34 +28,59 @@ class _Listed(NamedTuple):
     is_test: bool
 
 
-def _images(config: DataConfig) -> list[Path]:
-    return [path for path in under(config.folder("a tree of images")) if path.suffix.lower() in _SUFFIXES]
+class _FolderReader(ImageReader):
+    """Reads images whose folders name their classes."""
+
+    def root(self) -> Path:
+        """The folder ``data.root``, which must be there."""
+        return self.config.folder("a tree of images")
+
+    def paths(self) -> list[Path]:
+        return [path for path in under(self.root()) if path.suffix.lower() in _SUFFIXES]
+
+    def raw(self, listed: list[_Listed], classes: list[str], names: list[str], split: bool, grouped: bool) -> RawData:
+        """The listed images, training images first; `split`, `grouped`: whether there are such columns."""
+        listed, root = sorted(listed, key=lambda image: image.is_test), self.root()
+        number = {name: place for place, name in enumerate(classes)}
+        return RawData(
+            inputs=self.decoded((f"The file {image.path.relative_to(root)}", image.path) for image in listed),
+            labels=np.array([number[image.class_name] for image in listed]),
+            class_names=names,
+            test_mask=np.array([image.is_test for image in listed]) if split else None,
+            groups=np.array([image.group for image in listed]) if grouped else None,
+        )
 
 
 @DATASETS.register("image_folder")
-@reads(_images)
-def image_folder(config: DataConfig) -> RawData:
+@dataclass(frozen=True, kw_only=True)
+class ImageFolder(_FolderReader):
     """A tree of images (data.root) whose folders are classes: ``dog/1.jpg``, as torchvision's ImageFolder reads.
 
-    ``data.layout`` names the levels from the root down: ``group/class`` for Office-Home's ``Art/Bed/00001.jpg``,
-    ``split/class``, ``group/split/class``. A group is a domain, writer or the like. In a level of splits, what is not
-    called train is the published test split. Images of several sizes need data.size.
-
-    Raises
-    ------
-    ConfigError : if the folder is missing or the layout is not one.
-    DataError : if an image is damaged, or lies elsewhere than the layout says; the message names it.
+    Attributes
+    ----------
+    layout : the levels of folders from the root down: ``class``, ``split/class``, ``group/split/class``, or
+        ``group/class`` as for Office-Home's ``Art/Bed/00001.jpg``. A group is a domain, writer or the like. In a level
+        of splits, everything but train is the published test split.
     """
-    root, paths = config.folder("a tree of images"), _images(config)
-    levels = config.layout.split("/")
-    if set(levels) - set(_LEVELS) or len(set(levels)) < len(levels) or "class" not in levels:
-        raise ConfigError(
-            f"data.layout is {config.layout!r}, but must name the folders' levels: 'class', and before or after it "
-            f"'group' and 'split' where there are such, as in 'group/split/class'."
-        )
-    if not paths:
-        raise DataError(f"There is no image in the folder {root}, which data.root names.")
-    return _raw(root, [_placed(path, root, levels) for path in paths], config, "group" in levels, "split" in levels)
+
+    layout: str = "class"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        levels = self.layout.split("/")
+        if set(levels) - set(_LEVELS) or len(set(levels)) < len(levels) or "class" not in levels:
+            raise ConfigError(
+                f"data.layout is {self.layout!r}, but must name the levels of folders: 'class' and, where there are "
+                f"such levels, 'group' and 'split', as in 'group/split/class'."
+            )
+
+    def read(self) -> RawData:
+        root, paths, levels = self.root(), self.paths(), self.layout.split("/")
+        if not paths:
+            raise DataError(f"There is no image in the folder {root}, which data.root names.")
+        listed = [_placed(path, root, levels) for path in paths]
+        classes = sorted({image.class_name for image in listed})
+        return self.raw(listed, classes, classes, split="split" in levels, grouped="group" in levels)
 
 
 def _placed(path: Path, root: Path, levels: list[str]) -> _Listed:
@@ -72,31 +97,30 @@ def _placed(path: Path, root: Path, levels: list[str]) -> _Listed:
     return _Listed(path, at["class"], at.get("group", ""), split in _TEST)
 
 
-def _tiny_imagenet_files(config: DataConfig) -> list[Path]:
-    lists = ("wnids.txt", "words.txt", "val/val_annotations.txt")
-    return [*(config.folder(_TINY_IMAGENET) / name for name in lists), *_images(config)]
-
-
 @DATASETS.register("tiny_imagenet")
-@reads(_tiny_imagenet_files)
-def tiny_imagenet(config: DataConfig) -> RawData:
+class TinyImageNet(_FolderReader):
     """110,000 colour images, 64x64, of 200 classes; data.root is the folder ``tiny-imagenet-200`` as published.
 
-    Images of ``train/<wnid>/images`` are to train on; those of ``val/images``, listed in ``val/val_annotations.txt``,
-    are the published test split, since ``test`` has no labels. Classes are those of ``wnids.txt``, in its order.
-
-    Raises
-    ------
-    ConfigError : if the folder is missing.
-    DataError : if a list or an image is missing or damaged; the message names file and row.
+    Images of ``train/<wnid>/images`` are training images; those of ``val/images``, listed in
+    ``val/val_annotations.txt``, are the published test split, since ``test`` has no labels. The classes and their order
+    are those of ``wnids.txt``.
     """
-    root = config.folder(_TINY_IMAGENET)
-    classes = [line.strip() for line in _lines(root / "wnids.txt", root) if line.strip()]
-    repeated = [name for name, count in Counter(classes).items() if count > 1]
-    if repeated:
-        raise DataError(f"wnids.txt lists {repeated[0]} more than once.")
-    listed = [*_trained(root, classes), *_validated(root, classes)]
-    return _raw(root, listed, config, False, True, classes, _names(root, classes))
+
+    def root(self) -> Path:
+        return self.config.folder("TinyImageNet: wnids.txt, train/ and val/")
+
+    def paths(self) -> list[Path]:
+        lists = ("wnids.txt", "words.txt", "val/val_annotations.txt")
+        return [*(self.root() / name for name in lists), *super().paths()]
+
+    def read(self) -> RawData:
+        root = self.root()
+        classes = [line.strip() for line in _lines(root / "wnids.txt", root) if line.strip()]
+        repeated = [name for name, count in Counter(classes).items() if count > 1]
+        if repeated:
+            raise DataError(f"wnids.txt lists {repeated[0]} more than once.")
+        listed = [*_trained(root, classes), *_validated(root, classes)]
+        return self.raw(listed, classes, _names(root, classes), split=True, grouped=False)
 
 
 def _trained(root: Path, classes: list[str]) -> Iterator[_Listed]:
@@ -131,7 +155,7 @@ def _validated(root: Path, classes: list[str]) -> Iterator[_Listed]:
 
 
 def _names(root: Path, classes: list[str]) -> list[str]:
-    """The classes in words, from words.txt where it is there."""
+    """The classes in words, from words.txt if it is there."""
     if not (root / "words.txt").is_file():
         return classes
     words = dict(line.rstrip("\n").partition("\t")[::2] for line in _lines(root / "words.txt", root))
@@ -144,25 +168,3 @@ def _lines(path: Path, root: Path) -> list[str]:
         return path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path.relative_to(root)} of {root} cannot be read: {error}") from error
-
-
-def _raw(
-    root: Path,
-    listed: list[_Listed],
-    config: DataConfig,
-    grouped: bool,
-    split: bool,
-    classes: list[str] | None = None,
-    names: list[str] | None = None,
-) -> RawData:
-    listed.sort(key=lambda image: image.is_test)
-    classes = classes or sorted({image.class_name for image in listed})
-    number = {name: place for place, name in enumerate(classes)}
-    sources = ((f"The file {image.path.relative_to(root)}", image.path) for image in listed)
-    return RawData(
-        inputs=decoded(sources, config),
-        labels=np.array([number[image.class_name] for image in listed]),
-        class_names=names or classes,
-        test_mask=np.array([image.is_test for image in listed]) if split else None,
-        groups=np.array([image.group for image in listed]) if grouped else None,
-    )

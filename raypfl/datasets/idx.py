@@ -5,18 +5,19 @@ from __future__ import annotations
 import gzip
 import string
 import zlib
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from raypfl.common.errors import ConfigError, DataError
-from raypfl.datasets.base import DATASETS, DataConfig, RawData, reads
-from raypfl.datasets.labels import checked_labels, require_partners
+from raypfl.common.errors import DataError
+from raypfl.datasets.base import DATASETS, RawData
+from raypfl.datasets.labels import checked_labels, require_equal_lengths
 from raypfl.datasets.published import Published
 
 _DIGITS, _UPPER, _LOWER = list(string.digits), list(string.ascii_uppercase), list(string.ascii_lowercase)
-# Lower-case letters that EMNIST's merged variants do not tell from their capitals (Cohen et al. 2017).
+# EMNIST's merged variants do not tell the other lower-case letters from their capitals (Cohen et al. 2017).
 _DISTINCT = [letter for letter in _LOWER if letter not in "cijklmopsuvwxyz"]
 _EMNIST_CLASSES = {
     "balanced": _DIGITS + _UPPER + _DISTINCT,
@@ -26,92 +27,84 @@ _EMNIST_CLASSES = {
     "digits": _DIGITS,
     "mnist": _DIGITS,
 }
-_FASHION_CLASSES = [
-    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-]  # fmt: skip
 
 
-def _download(name: str) -> Callable[[Path, DataConfig], object]:
-    def fetch(root: Path, config: DataConfig) -> object:
-        from torchvision import datasets  # imports torch's operators, and is needed once
+class _Idx(Published):
+    """Four files: training images and labels, test images and labels."""
 
-        split = {"split": _variant(config)} if name == "EMNIST" else {}
-        return getattr(datasets, name)(str(root), download=True, **split)
+    classes: ClassVar[list[str]] = _DIGITS
 
-    return fetch
+    def names(self) -> list[str]:
+        return self._names("train", "t10k")
 
+    def _names(self, train: str, test: str) -> list[str]:
+        parts = [f"{part}-{what}" for part in (train, test) for what in ("images-idx3", "labels-idx1")]
+        return [f"{self.torchvision}/raw/{part}-ubyte" for part in parts]
 
-def _four(folder: str, train: str = "train", test: str = "t10k") -> list[str]:
-    return [f"{folder}/raw/{part}-{what}-ubyte" for part in (train, test) for what in ("images-idx3", "labels-idx1")]
-
-
-def _variant(config: DataConfig) -> str:
-    variant = str(config.variant or "balanced")
-    if variant not in _EMNIST_CLASSES:
-        raise ConfigError(f"data.variant is {variant!r}, but EMNIST's are {', '.join(_EMNIST_CLASSES)}.")
-    return variant
-
-
-def _emnist_files(config: DataConfig) -> list[str]:
-    return _four("EMNIST", *(f"emnist-{_variant(config)}-{part}" for part in ("train", "test")))
-
-
-_MNIST = Published("MNIST", "https://github.com/cvdfoundation/mnist", lambda config: _four("MNIST"), _download("MNIST"))
-_FASHION = Published(
-    "FashionMNIST",
-    "https://github.com/zalandoresearch/fashion-mnist",
-    lambda config: _four("FashionMNIST"),
-    _download("FashionMNIST"),
-)
-_EMNIST = Published(
-    "EMNIST",
-    "https://www.nist.gov/itl/products-and-services/emnist-dataset",
-    _emnist_files,
-    _download("EMNIST"),
-)
+    def read(self) -> RawData:
+        return _read(self.paths(), self.classes)
 
 
 @DATASETS.register("mnist")
-@reads(_MNIST.found, _MNIST.fetch)
-def mnist(config: DataConfig) -> RawData:
-    """70,000 handwritten digits, 28x28 grey, 10,000 of them to test on; ``MNIST/raw`` in data.root."""
-    return _read(_MNIST.found(config), _DIGITS)
+class Mnist(_Idx):
+    """70,000 handwritten digits, 28x28 grey, 10,000 of them test images; ``MNIST/raw`` in data.root."""
+
+    title = torchvision = "MNIST"
+    home = "https://github.com/cvdfoundation/mnist"
 
 
 @DATASETS.register("fashion_mnist")
-@reads(_FASHION.found, _FASHION.fetch)
-def fashion_mnist(config: DataConfig) -> RawData:
-    """70,000 articles of clothing, 28x28 grey, 10,000 of them to test on; ``FashionMNIST/raw`` in data.root."""
-    return _read(_FASHION.found(config), _FASHION_CLASSES)
+class FashionMnist(_Idx):
+    """70,000 articles of clothing, 28x28 grey, 10,000 of them test images; ``FashionMNIST/raw`` in data.root."""
+
+    title = torchvision = "FashionMNIST"
+    home = "https://github.com/zalandoresearch/fashion-mnist"
+    classes: ClassVar[list[str]] = [
+        "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+    ]  # fmt: skip
 
 
 @DATASETS.register("emnist")
-@reads(_EMNIST.found, _EMNIST.fetch)
-def emnist(config: DataConfig) -> RawData:
+@dataclass(frozen=True, kw_only=True)
+class Emnist(_Idx):
     """Handwritten letters and digits, 28x28 grey, upright; ``EMNIST/raw`` in data.root.
 
-    ``data.variant`` is balanced (47 classes), bymerge, byclass, letters, digits or mnist.
+    Attributes
+    ----------
+    variant : ``balanced`` and ``bymerge`` have 47 classes, ``byclass`` 62, ``letters`` 26, the others 10.
     """
-    # Published lying on their sides, and letters counted from 1.
-    first = 1 if _variant(config) == "letters" else 0
-    return _read(_EMNIST.found(config), _EMNIST_CLASSES[_variant(config)], first, upright=True)
+
+    variant: Literal["balanced", "bymerge", "byclass", "letters", "digits", "mnist"] = "balanced"
+
+    title = torchvision = "EMNIST"
+    home = "https://www.nist.gov/itl/products-and-services/emnist-dataset"
+
+    def names(self) -> list[str]:
+        return self._names(f"emnist-{self.variant}-train", f"emnist-{self.variant}-test")
+
+    def torchvision_options(self) -> dict[str, Any]:
+        return {"split": self.variant}
+
+    def read(self) -> RawData:
+        # The published images lie on their sides, and letters are counted from 1.
+        first = 1 if self.variant == "letters" else 0
+        return _read(self.paths(), _EMNIST_CLASSES[self.variant], first, transpose=True)
 
 
-def _read(files: list[Path], class_names: list[str], first_label: int = 0, upright: bool = False) -> RawData:
+def _read(files: list[Path], class_names: list[str], first_label: int = 0, transpose: bool = False) -> RawData:
     inputs, labels = [], []
-    sides: tuple[int, ...] = ()
     for images_file, labels_file in (files[:2], files[2:]):
         pixels, classes = _idx(images_file, 3), _idx(labels_file, 1)
-        require_partners(len(pixels), images_file, len(classes), labels_file)
-        sides = sides or pixels.shape[1:]
-        if pixels.shape[1:] != sides:
-            raise DataError(
-                f"{images_file} holds images of {pixels.shape[1]} x {pixels.shape[2]}, but {files[0]} of {sides[0]} x "
-                f"{sides[1]}; get the one that is wrong again."
-            )
-        inputs.append(pixels.transpose(0, 2, 1)[:, None] if upright else pixels[:, None])
+        require_equal_lengths(len(pixels), images_file, len(classes), labels_file)
+        inputs.append((pixels.transpose(0, 2, 1) if transpose else pixels)[:, None])
         labels.append(checked_labels(classes, len(class_names), str(labels_file), first_label))
-    test_mask = np.concatenate([np.full(len(part), number == 1) for number, part in enumerate(labels)])
+    train, test = (part.shape[2:] for part in inputs)
+    if train != test:
+        raise DataError(
+            f"{files[2]} holds images of {test[0]} x {test[1]}, but {files[0]} of {train[0]} x {train[1]}; get the one "
+            f"that is wrong again."
+        )
+    test_mask = np.repeat([False, True], [len(part) for part in labels])
     return RawData(inputs, np.concatenate(labels), class_names, test_mask=test_mask)
 
 

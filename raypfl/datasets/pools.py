@@ -1,4 +1,4 @@
-"""Pools that come from another data set: brought to the shape, the channels and the classes of the clients' own."""
+"""Pools from other data sets, converted to the shape, the channels and the classes of the clients' data set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.datasets.base import DATASETS, DataConfig, RawData
+from raypfl.datasets.base import DataConfig, DataSource, RawData
 from raypfl.datasets.images import resized
 
 UNLABELLED = -1
@@ -24,8 +24,8 @@ class Pool(NamedTuple):
     name : of the pool.
     raw : the data set as it was read.
     chosen : ``bool[N]``, which of its samples are in the pool.
-    labels : ``[M]``, or ``[M, L]`` of several, theirs, as the clients' data set numbers them; `UNLABELLED` where it has
-        no such classes.
+    labels : their labels, ``[M]`` or ``[M, L]``, in the numbering of the clients' data set; `UNLABELLED` if it does not
+        have these classes.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Pool(NamedTuple):
     labels: np.ndarray
 
     def blocks(self, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """Its inputs, block by block: ``[n, *shape]``; images resized, and grey ones in equal channels."""
+        """Its inputs, block by block: ``[n, *shape]``; images are resized, and grey ones get equal channels."""
         start = 0
         for block in self.raw.blocks():
             kept = block[self.chosen[start : start + len(block)]]
@@ -45,55 +45,55 @@ class Pool(NamedTuple):
                 yield resized(_channels(kept, shape[0]), *shape[1:])
 
 
-def elsewhere(data: DataConfig) -> dict[str, DataConfig]:
+def sources(data: DataConfig) -> dict[str, DataSource]:
     """The pools that come from other data sets: a name with a star stands for one pool for each file.
 
     Raises
     ------
-    ConfigError : if a star has nothing to stand for.
+    ConfigError : if there is no file for a star.
     """
-    pools: dict[str, DataConfig] = {}
-    for name, config in data.elsewhere().items():
-        pools |= _for_each_file(name, config) if "*" in name else {name: config}
+    pools: dict[str, DataSource] = {}
+    for name, source in data.sources().items():
+        pools |= _for_each_file(name, source) if "*" in name else {name: source}
     return pools
 
 
-def _for_each_file(name: str, config: DataConfig) -> dict[str, DataConfig]:
-    root = config.folder("the .npy files of the pools")
-    pattern = config.image if "*" in config.image else "*.npy"
-    label = "labels.npy" if config.label == "label" else config.label
-    files = [path.name for path in sorted(root.glob(pattern)) if path.name != label]
+def _for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
+    root = source.folder("the .npy files of the pools")
+    image, label = (source.options.get(option, "") for option in ("image", "label"))
+    pattern = image if "*" in image else "*.npy"
+    files = [path.name for path in sorted(root.glob(pattern)) if path.name != (label or "labels.npy")]
     if not files:
-        raise ConfigError(
-            f"data.pools has one called {name!r}, but there is no {pattern} in {root} to stand for its star."
-        )
-    return {name.replace("*", Path(file).stem): replace(config, image=file) for file in files}
+        raise ConfigError(f"data.pools has one called {name!r}, but there is no {pattern} in {root} for its star.")
+    return {
+        name.replace("*", Path(file).stem): replace(source, options={**source.options, "image": file}) for file in files
+    }
 
 
-def read(name: str, config: DataConfig, own: RawData) -> Pool:
-    """The samples of the pool `name`: of a data set with a published test split, those to train on, or, if the name
-    begins with ``ood/``, those of the test split.
+def read(name: str, source: DataSource, own: RawData) -> Pool:
+    """The samples of the pool `name`. If its data set has a published test split, these are its training samples or,
+    if the name begins with ``ood/``, its test samples.
 
     Raises
     ------
-    DataError : if there are none, or if a pool to be tested on has other classes than the clients' data set.
+    DataError : if there are none, or if a test pool has other classes than the clients' data set.
     """
-    raw: RawData = DATASETS.get(config.name)(config)
-    tested_on = name.startswith("ood/")
+    raw = source.read()
+    is_test = name.startswith("ood/")
     chosen = np.ones(len(raw.labels), dtype=bool)
-    if raw.test_mask is not None and config.split == "auto":
-        chosen = raw.test_mask if tested_on else ~raw.test_mask
+    if raw.test_mask is not None and source.split == "auto":
+        chosen = raw.test_mask if is_test else ~raw.test_mask
     if not chosen.any():
         raise DataError(
-            f"The pool {name!r} is empty; data.pools.{name}.split: merged takes all samples of {config.name!r}."
+            f"The pool {name!r} is empty; data.pools.{name}.split: merged takes all samples of {source.name!r}."
         )
     if raw.scale != own.scale:
-        raise DataError(f"A full pixel of the pool {name!r} is {raw.scale}, but one of the clients' data {own.scale}.")
+        raise DataError(f"A full pixel is {raw.scale} in the pool {name!r}, but {own.scale} in the clients' data.")
     labels = _labels(raw, own, chosen)
-    if labels is None and tested_on:
+    if labels is None and is_test:
         raise DataError(
-            f"The pool {name!r} has the classes {', '.join(raw.class_names[:5])}..., of which not all are among the "
-            f"clients' {', '.join(own.class_names[:5])}...; it cannot be tested on."
+            f"The pool {name!r} is for tests, but not all its classes, {', '.join(raw.class_names[:5])}..., are among "
+            f"the clients' classes, {', '.join(own.class_names[:5])}...."
         )
     if labels is None:
         nothing = np.nan if own.kind == "numbers" else UNLABELLED
@@ -102,7 +102,8 @@ def read(name: str, config: DataConfig, own: RawData) -> Pool:
 
 
 def _labels(raw: RawData, own: RawData, chosen: np.ndarray) -> np.ndarray | None:
-    """The pool's labels by class name, or as they are where its classes have numbers for names; None: others."""
+    """The pool's labels in the clients' numbering, by class name or, if names are numbers, unchanged; None: other
+    classes."""
     if raw.kind != own.kind:
         return None
     if raw.kind not in ("classes", "labels"):

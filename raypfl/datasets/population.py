@@ -1,4 +1,4 @@
-"""Clients that are described, not stored: their samples are made or read when a client is at work, and where it is."""
+"""Clients that are described, not stored: their samples are made or read where and when a client works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.datasets.base import DATASETS, SPLITS, DataConfig
 
 KEPT = 64 << 20
-"""Bytes of samples that a process keeps of the clients that it last asked for."""
+"""Bytes of samples that a process keeps, of the clients that it read last."""
 
 _TARGETS = {
     "classes": (np.int64, "iu"),
@@ -21,31 +21,31 @@ _TARGETS = {
     "numbers": (np.float32, "f"),
     "tokens": (np.int64, "iu"),
 }
-# Of each kind: the type as which targets are kept, and the kinds of types that may be given.
+# For each kind: the type of stored targets, and the kinds of types that `samples` may return.
 
 _PLACES = 32
-# A sample's number is its client's, its split's, and its place there, side by side in 64 bits.
+# A sample's number packs its client's, its split's, and its place there into 64 bits.
 
 
 class Population(ABC):
-    """As many clients as you like, each described by how many samples it has and a way to get them.
+    """Any number of clients, each described by how many samples it has and a way to get them.
 
-    A class of your own, named in the description as ``data: my_module:MyClients``. Every process makes its own
-    instance; `samples` must give the same arrays each time and everywhere. Who holds what is settled by it, so
-    `partition` and the fractions in `data` have no say.
+    Subclass it and name the class in the description as ``data: my_module:MyClients``; further arguments of its
+    constructor are its options. Every process makes its own instance; `samples` must return the same arrays each time
+    and everywhere. The class decides who holds what, so `partition` and the fractions in `data` have no effect.
 
     Parameters
     ----------
-    config : the description's `data`, of which `root` may say where files are.
+    config : the description's `data`, whose `root` may name the folder of its files.
 
     Attributes
     ----------
-    num_clients, num_classes : how many; of targets that are labels, numbers or tokens: how many labels or numbers a
-        sample has, or tokens there are.
-    input_shape : of a sample, (channels, height, width) of an image.
+    num_clients, num_classes : their numbers. If targets are labels or numbers: how many a sample has; if they are
+        tokens: how many there are.
+    input_shape : of a sample; of an image, (channels, height, width).
     kind : of the targets, ``classes``, ``labels``, ``numbers`` or ``tokens``; see :data:`raypfl.objectives.KINDS`.
-    discrete : whether inputs are tokens, ``int64``, which a network sees as they are.
-    scale, mean, std : else a network sees ``(inputs / scale - mean) / std``.
+    discrete : whether inputs are tokens, ``int64``, which networks get unchanged.
+    scale, mean, std : networks get ``(inputs / scale - mean) / std`` of other inputs.
     """
 
     num_clients: int
@@ -62,23 +62,21 @@ class Population(ABC):
 
     @abstractmethod
     def sizes(self, split: str) -> np.ndarray:
-        """``int64[num_clients]`` samples in each client's split: ``train``, ``val`` or ``test``."""
+        """The number of samples in each client's split ``train``, ``val`` or ``test``: ``int64[num_clients]``."""
 
     @abstractmethod
     def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """One client's split: inputs ``[n, ...]``, uint8, float32, float64 or tokens, and targets
-        of its kind."""
+        """One client's split: inputs ``[n, ...]``, uint8, float32, float64 or tokens, and targets of `kind`."""
 
 
 class DescribedData:
-    """A population as the engine reads it: like :class:`raypfl.data.FederatedData`, but fetched client by client.
+    """A population with the interface of :class:`raypfl.data.FederatedData`; samples are fetched client by client.
 
-    Pickled, it is its description. `sizes`, `indices`, `take` and the like mean what they do there; `pools` and
-    `unseen` are empty.
+    Its pickle holds the description alone. `pools` and `unseen` are empty.
     """
 
     def __init__(self, config: DataConfig):
-        self.population: Population = DATASETS.get(config.name)(config)
+        self.population: Population = DATASETS.get(config.name)(config, **config.options)
         self.config = config
         self.name = config.name
         self.num_clients, self.num_classes = self.population.num_clients, self.population.num_classes
@@ -97,8 +95,8 @@ class DescribedData:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the class's name and numbers and of all clients' sizes, the same on every machine."""
-        said = (self.name, self.num_clients, self.num_classes, self.input_shape, self.scale, self.mean, self.std)
-        digest = hashlib.sha256(repr(said if self.kind == "classes" else (*said, self.kind)).encode())
+        parts = (self.name, self.num_clients, self.num_classes, self.input_shape, self.scale, self.mean, self.std)
+        digest = hashlib.sha256(repr((*parts, self.kind, self.config.options)).encode())
         for split in SPLITS:
             digest.update(np.ascontiguousarray(self.sizes(split)).data)
         return digest.hexdigest()
@@ -118,11 +116,11 @@ class DescribedData:
         return self._sizes[split]
 
     def pool(self, name: str) -> np.ndarray:
-        """There is none: raises a ConfigError."""
+        """Raises a ConfigError, since a population has no pools."""
         raise ConfigError(f"There is no pool called {name!r}: the population {self.name} describes clients only.")
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
-        """Numbers for a client's samples: ``int64[n]``, to be given to `take`; nothing is fetched."""
+        """Numbers of a client's samples, ``int64[n]``, for `take`; nothing is fetched."""
         if not 0 <= client < self.num_clients:
             raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
         count = int(self.sizes(split)[client])
@@ -164,13 +162,13 @@ class DescribedData:
             found, expected = f"{inputs.dtype}{list(inputs.shape)}", [count, *self.input_shape]
             types = " or ".join(np.dtype(one).name for one in known[:2])
             raise DataError(
-                f"{self.name} gives the inputs of client {client}'s {split} split as {found}; by its sizes and "
+                f"{self.name} returns inputs {found} for client {client}'s {split} split; by its sizes and "
                 f"input_shape they must be {types} {expected}."
             )
         if not self._fits(labels, count):
             raise DataError(
-                f"{self.name} must give {self._wanted} for each of the {count} samples of client {client}'s {split} "
-                f"split; it gives {labels.dtype}{list(labels.shape)}: {labels[:10].tolist()}."
+                f"{self.name} must return {self._wanted} for each of the {count} samples of client {client}'s {split} "
+                f"split; it returns {labels.dtype}{list(labels.shape)}: {labels[:10].tolist()}."
             )
         stored, _ = _TARGETS[self.kind]
         return inputs, labels if self.kind == "numbers" else labels.astype(stored)
@@ -202,6 +200,6 @@ class DescribedData:
 
 
 def is_described(config: DataConfig) -> bool:
-    """Whether these data are a population, not samples that are dealt out."""
+    """Whether the data set is a population, which needs no partition."""
     entry = DATASETS.get(config.name)
     return isinstance(entry, type) and issubclass(entry, Population)

@@ -1,80 +1,76 @@
-"""Published data sets in torchvision's folders: their files found, or fetched by torchvision if asked."""
+"""Published data sets in torchvision's folders: found, or downloaded by torchvision on request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.datasets.base import DataConfig
+from raypfl.datasets.base import Reader
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(Reader):
     """A data set as its authors publish it.
 
     Attributes
     ----------
-    title : what it is called.
-    home : where its archive is found.
-    files : names of its files, within ``data.root``, of the variant that a config names; each may be there with ``.gz``
-        at its end.
-    download : has torchvision fetch it into a folder.
+    title : its name in messages.
+    home : where its archive is.
+    torchvision : name of torchvision's class, which downloads it.
     """
 
-    title: str
-    home: str
-    files: Callable[[DataConfig], list[str]]
-    download: Callable[[Path, DataConfig], object]
+    title: ClassVar[str]
+    home: ClassVar[str]
+    torchvision: ClassVar[str]
 
-    def found(self, config: DataConfig) -> list[Path]:
-        """Its files.
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Names of its files within ``data.root``; each may also be there with ``.gz`` at its end."""
 
-        Raises
-        ------
-        ConfigError : if one is missing; the message tells how to get it.
-        """
-        root = self._root(config)
-        missing = self._missing(root, config)
+    def torchvision_options(self) -> dict[str, Any]:
+        """Further arguments of torchvision's class."""
+        return {}
+
+    def paths(self) -> list[Path]:
+        root, missing = self._root(), self._missing()
         if missing:
             raise ConfigError(
-                f"{self.title} is not in {root}: there is no {missing[0]}. Set data.download to true to fetch it into "
-                f"that folder, or get it from {self.home} and unpack it there."
+                f"{self.title} is not in {root}: there is no {missing[0]}. Set data.download to true to download it "
+                f"into that folder, or get it from {self.home} and unpack it there."
             )
-        return [located(root / name) for name in self.files(config)]
+        return [_packed_or_not(root / name) for name in self.names()]
 
-    def fetch(self, config: DataConfig) -> None:
-        """Have torchvision fetch it, unless it is there.
-
-        Raises
-        ------
-        DataError : if that fails.
-        """
-        root = self._root(config)
-        if not self._missing(root, config):
+    def download(self) -> None:
+        if not self._missing():
             return
+        root = self._root()
         try:
+            from torchvision import datasets  # slow to import, and needed once
+
             root.mkdir(parents=True, exist_ok=True)
-            self.download(root, config)
+            getattr(datasets, self.torchvision)(str(root), download=True, **self.torchvision_options())
         except Exception as error:  # whatever the network, the archive or the disk may raise
             raise DataError(
-                f"{self.title} could not be fetched into {root}: {error}. Get it from {self.home} and unpack it there."
+                f"{self.title} could not be downloaded into {root}: {error}. Get it from {self.home} and unpack it "
+                f"there."
             ) from error
 
-    def _root(self, config: DataConfig) -> Path:
-        if config.root is None:
+    def _root(self) -> Path:
+        if self.config.root is None:
             raise ConfigError(
-                f"data.root is missing: name the folder that {self.title} is in, or is to be fetched into with "
-                f"data.download=true."
+                f"data.root is missing: name the folder that {self.title} is in, or that data.download=true downloads "
+                f"it into."
             )
-        return Path(config.root).expanduser()
+        return Path(self.config.root).expanduser()
 
-    def _missing(self, root: Path, config: DataConfig) -> list[str]:
-        return [name for name in self.files(config) if not located(root / name).is_file()]
+    def _missing(self) -> list[str]:
+        return [name for name in self.names() if not _packed_or_not(self._root() / name).is_file()]
 
 
-def located(path: Path) -> Path:
-    """`path`, or that with ``.gz`` at its end if only it is there."""
+def _packed_or_not(path: Path) -> Path:
+    """`path`, or the path with ``.gz`` at its end if only that exists."""
     packed = path.with_name(path.name + ".gz")
     return packed if packed.is_file() and not path.is_file() else path

@@ -1,13 +1,14 @@
-"""Six arms of a spiral in the plane: a toy on which one sees what a method does to the latent space."""
+"""Six arms of a spiral in the plane: a toy that shows what a method does to the latent space."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from raypfl.common.errors import ConfigError
-from raypfl.datasets.base import DATASETS, DataConfig, RawData
+from raypfl.datasets.base import DATASETS, RawData, Reader
 
 ARMS = 6
 NOISE = 0.15
@@ -23,36 +24,41 @@ TEST = (500,) * ARMS
 
 
 @DATASETS.register("spiral")
-def spiral(config: DataConfig) -> RawData:
+@dataclass(frozen=True, kw_only=True)
+class Spiral(Reader):
     """Six arms of a spiral in the plane (Dai et al. 2023): 3,000 points a class, or fewer and fewer; made, not read.
 
-    A sample is an image of two channels and one pixel. ``variant`` is ``balanced``; ``imbalanced``, where each class
-    has half as many training points as the one before, from 3000 to 93; or ``printed``, the formula as the paper has
-    it. The published test split has 500 points of each class.
+    A sample is an image of two channels and one pixel. The published test split has 500 points of each class.
+
+    Attributes
+    ----------
+    variant : ``balanced``; ``imbalanced``, where each class has half as many training points as the one before, from
+        3000 to 93; or ``printed``, the formula as it is printed in the paper.
     """
-    variant = config.variant or "balanced"
-    if variant not in TRAIN:
-        raise ConfigError(f"data.variant is {variant!r}; of spiral there are {', '.join(TRAIN)}.")
-    printed = variant == "printed"
-    noise = 1.0 if printed else NOISE
-    parts = [spirals(counts, noise, printed, seed) for seed, counts in enumerate((TRAIN[variant], TEST))]
-    points, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return RawData(
-        inputs=as_bytes(points)[:, :, None, None],
-        labels=labels,
-        class_names=[f"arm {k}" for k in range(ARMS)],
-        test_mask=np.arange(len(labels)) >= sum(TRAIN[variant]),
-    )
+
+    variant: Literal["balanced", "imbalanced", "printed"] = "balanced"
+
+    def read(self) -> RawData:
+        printed, train = self.variant == "printed", TRAIN[self.variant]
+        noise = 1.0 if printed else NOISE
+        parts = [spirals(counts, noise, printed, seed) for seed, counts in enumerate((train, TEST))]
+        points, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return RawData(
+            inputs=as_bytes(points)[:, :, None, None],
+            labels=labels,
+            class_names=[f"arm {k}" for k in range(ARMS)],
+            test_mask=np.arange(len(labels)) >= sum(train),
+        )
 
 
 def spirals(counts: Sequence[int], noise: float, printed: bool, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points ``float64[N, 2]`` of arms of which each turns by 60 degrees, and their labels ``int64[N]``.
+    """Points ``float64[N, 2]`` of arms, each of which turns by 60 degrees, and their labels ``int64[N]``.
 
     Parameters
     ----------
     counts : points of each arm.
     noise : standard deviation of their angles, in radians.
-    printed : the angle through which arm k sweeps is k times as large, so that arms meet, as in the paper's formula.
+    printed : whether arm k sweeps through k times that angle, so that arms meet, as in the paper's printed formula.
     """
     draws = np.random.default_rng(seed)
     points = []
@@ -65,5 +71,5 @@ def spirals(counts: Sequence[int], noise: float, printed: bool, seed: int) -> tu
 
 
 def as_bytes(points: np.ndarray) -> np.ndarray:
-    """The nearest places of the grid, ``uint8[N, 2]``."""
+    """The nearest grid places, ``uint8[N, 2]``."""
     return np.rint((points / EXTENT + 1) / 2 * 255).clip(0, 255).astype(np.uint8)
