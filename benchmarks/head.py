@@ -31,9 +31,9 @@ import torch
 
 import raypfl
 from benchmarks.memory import PARTS, memory
+from benchmarks.noise import ONLY_ROUNDS, SETS
 from raypfl.clients.worker import Group, Reply, Value
 from raypfl.common.messages import Each
-from raypfl.datasets import DataConfig, RawData
 from raypfl.federation.totals import Total
 from raypfl.methods import FedAvg
 from raypfl.server.events import Event, RoundFinished
@@ -43,13 +43,6 @@ WARM = 100
 WAITING = 128
 TURNS = 11
 HERE = "benchmarks.head"
-
-
-def pixels(config: DataConfig) -> RawData:
-    """Noise of 8x8 pixels, 2,000 samples."""
-    draws = np.random.default_rng(0)
-    inputs = draws.integers(0, 256, (2000, 1, 8, 8), dtype=np.uint8)
-    return RawData(inputs, draws.integers(0, 10, 2000), class_names=[str(c) for c in range(10)])
 
 
 class Sleeper(FedAvg):
@@ -85,14 +78,12 @@ def at_once(times: torch.Tensor) -> int:
 
 
 def experiment(folder: str, clients: int, **parts: Any) -> raypfl.Experiment:
-    """A run whose every round is small."""
+    """A run of small rounds."""
     common: dict[str, Any] = {
-        "data": {"name": f"{HERE}:pixels", "cache": f"{folder}/cache"},
+        **ONLY_ROUNDS,
+        **SETS["head"].source(f"{folder}/cache"),
         "partition": {"name": "iid", "clients": clients},
         "model": {"name": "mlp", "hidden": [8]},
-        "evaluation": {"every": 0, "protocols": ["local"]},
-        "checkpoint": {"every": 0},
-        "tracking": {"mlflow": False},
         "output": f"{folder}/runs",
     }
     return raypfl.Experiment(name="head", **(common | parts))

@@ -71,4 +71,4 @@ def own(input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     )
 
 
-_NETWORKS = {"cnn": _cnn, "lenet": _lenet, "mlp": _mlp, "own": own}
+_NETWORKS = {"cnn": _cnn, "lenet": _lenet, "mlp": _mlp, "benchmarks.networks:own": own}

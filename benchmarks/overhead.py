@@ -5,16 +5,13 @@
     python -m benchmarks.overhead --jobs mlp --json overhead.json
     python -m benchmarks.overhead --check            # against the ratios in benchmarks/results/overhead.json
 
-Four jobs. `cnn` and `mlp`: 1000 clients of 50 samples, cohorts of 50, one local epoch in batches of 10, SGD at 0.1,
-with the 1,626,442-parameter network of published benchmarks on 3x32x32 images, which raypfl trains client by client,
-and with 9,610 parameters on 8x8 images, which it trains a group at a time. `lenet`: 100 clients of 320 samples, cohorts
-of 5, 50 steps in batches of 32, SGD at 0.01 with momentum 0.9, 121,182 parameters on 3x32x32 images. `own`: what a user
-brings, a network with dropout and ReLU before pooling, and 200 described clients with inputs in floating point; else as
-`cnn`. Every process has one torch thread. Images are noise.
+Four jobs. `cnn`, `mlp` and `lenet` are those of `benchmarks.peers`; raypfl trains the first client by client and the
+second a group at a time. `own` is a network of a user's own, with dropout and ReLU before pooling, and 200 described
+clients with inputs in floating point; else it is as `cnn`. Every process has one torch thread. Samples are noise.
 
-The contenders take turns: a round of the bare loop, in a process of its own, follows every round of raypfl in this one,
-then come its faster settings, then runs on Ray, then it starts again. The first round of each run, which warms up, is
-not counted. Where others use the machine, compare minima.
+The contenders take turns. A round of the bare loop, in a process of its own, follows every round of raypfl in this
+process. Then come raypfl's faster settings and runs on Ray, and then it starts again. The first round of each run warms
+up and is not counted. On a machine that others use, compare minima.
 """
 
 from __future__ import annotations
@@ -34,107 +31,37 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import raypfl
 from benchmarks.circumstances import circumstances
-from benchmarks.networks import network
+from benchmarks.noise import SETS
+from benchmarks.peers.data import prepare
+from benchmarks.peers.jobs import ACTORS, BF16, CHANNELS_LAST, INLINE, Contender, Job
+from benchmarks.peers.jobs import JOBS as OF_PEERS
+from benchmarks.peers.order import Order
+from benchmarks.peers.systems.bare import Loop
+from benchmarks.peers.systems.raypfl import experiment
 from raypfl.common.messages import Mean
-from raypfl.data import load_federated
-from raypfl.datasets import DataConfig, Population, RawData
 from raypfl.methods import FedAvg
 from raypfl.server.events import Event, RoundFinished
 
 Ratios = Mapping[str, Mapping[str, float]]
 """Job -> contender -> how many of its rounds fit into one of the bare loop's."""
 
-LR = 0.1
 HERE = "benchmarks.overhead"
 COMMITTED = Path(__file__).parent / "results" / "overhead.json"
 TOLERANCE = 0.25
 """How much smaller than the committed one a ratio may be before --check fails: two runs differ by up to a tenth."""
 
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained: clients, samples of each, cohort, and what else the experiment says.
-
-    `model` : where raypfl has none of the job's name.
-    """
-
-    images: tuple[int, int, int]
-    clients: int
-    samples: int
-    cohort: int
-    training: dict[str, Any]
-    layouts: bool = True
-    model: str | None = None
-
-
-JOBS = {
-    "cnn": Job((3, 32, 32), 1000, 50, 50, {"batch_size": 10}),
-    "mlp": Job((1, 8, 8), 1000, 50, 50, {"batch_size": 10}, layouts=False),
-    "lenet": Job((3, 32, 32), 100, 320, 5, {"lr": 0.01, "batch_size": 32, "epochs": 5, "momentum": 0.9}),
-    "own": Job((3, 32, 32), 200, 50, 50, {"batch_size": 10}, layouts=False, model="benchmarks.networks:own"),
-}
-FASTER = {
-    "inline, channels last": {"channels_last": True},
-    "inline, channels last, bf16": {"channels_last": True, "precision": "bf16"},
-}
-
-
-def cnn(config: DataConfig) -> RawData:
-    """The samples of job `cnn`, and 100 to test on."""
-    return _noise(JOBS["cnn"])
-
-
-def mlp(config: DataConfig) -> RawData:
-    """Those of `mlp`."""
-    return _noise(JOBS["mlp"])
-
-
-def lenet(config: DataConfig) -> RawData:
-    """Those of `lenet`."""
-    return _noise(JOBS["lenet"])
-
-
-class own(Population):
-    """The clients of `own`."""
-
-    num_clients, num_classes, input_shape = JOBS["own"].clients, 10, JOBS["own"].images
-
-    def __init__(self, config: DataConfig):
-        super().__init__(config)
-        draws = np.random.default_rng(0)
-        count = self.num_clients * JOBS["own"].samples
-        self.inputs = draws.standard_normal((count, *self.input_shape), np.float32)
-        self.labels = draws.integers(0, self.num_classes, count)
-
-    def sizes(self, split: str) -> np.ndarray:
-        return np.full(self.num_clients, JOBS["own"].samples if split == "train" else 1)
-
-    def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        first = client * JOBS["own"].samples
-        mine = slice(first, first + int(self.sizes(split)[client]))
-        return self.inputs[mine], self.labels[mine]
-
-
-def _noise(job: Job) -> RawData:
-    draws = np.random.default_rng(0)
-    count = job.clients * job.samples + 100
-    return RawData(
-        inputs=draws.integers(0, 256, (count, *job.images), dtype=np.uint8),
-        labels=draws.integers(0, 10, count),
-        class_names=[str(c) for c in range(10)],
-        test_mask=np.arange(count) >= job.clients * job.samples,
-    )
+OWN = Job("own", "a network of a user's own", SETS["described"], "benchmarks.networks:own", contenders=(INLINE,))
+JOBS = {name: OF_PEERS[name] for name in ("cnn", "mlp", "lenet")} | {"own": OWN}
+FASTER = {"inline, channels last": CHANNELS_LAST, "inline, channels last, bf16": BF16}
 
 
 class Timed(FedAvg):
-    """FedAvg that notes how long its groups worked, all together, in each round."""
+    """FedAvg that records the seconds that the groups of each round worked, all together."""
 
     def start(self, task: raypfl.Task) -> dict[str, Any]:
         return super().start(task) | {"worked": []}
@@ -145,14 +72,14 @@ class Timed(FedAvg):
 
 
 class Echo(Timed):
-    """A round without training: the model goes down and comes up again as it was."""
+    """A round without training: clients return the model that they get."""
 
     def train(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
         return {"theta": Mean(theta.expand(len(clients), -1))}
 
 
 class Nothing(Timed):
-    """A round that sends no model: one number a client comes up."""
+    """A round that sends no model: each client returns one number."""
 
     def round(self, server: dict[str, Any], cohort: Any) -> None:
         cohort.run(self.answer)
@@ -168,7 +95,7 @@ class Times:
 
     Attributes
     ----------
-    rounds : one a round, warm-up left out. first : of the runs' first rounds.
+    rounds : of each round but the runs' first. first : of the runs' first rounds.
     worked : seconds that a round's groups worked, all actors together.
     """
 
@@ -177,7 +104,7 @@ class Times:
     worked: list[float] = field(default_factory=list)
 
     def add(self, rounds: Sequence[float], worked: Sequence[float] = ()) -> None:
-        """Note a run."""
+        """Add a run."""
         self.first += rounds[:1]
         self.rounds += rounds[1:]
         self.worked += worked[1:]
@@ -191,67 +118,26 @@ class Times:
         return min(self.rounds)
 
     def idle(self, actors: int) -> float:
-        """Median over rounds of what a round takes beyond its groups' work, evenly shared by the actors."""
+        """Median over rounds of the seconds beyond the groups' work, evenly shared by the actors."""
         return statistics.median(r - w / actors for r, w in zip(self.rounds, self.worked, strict=True))
 
 
-class Bare:
-    """Federated averaging as one writes it for a single script; nothing that one would leave out of such a script."""
-
-    def __init__(self, experiment: raypfl.Experiment):
-        data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-        mean, std = (torch.from_numpy(v).reshape(-1, 1, 1) for v in (data.mean, data.std))
-        self.clients = []
-        for client in range(data.num_clients):
-            inputs, labels = data.take(data.indices(client))
-            x = torch.from_numpy(inputs).float().div_(data.scale).sub_(mean).div_(std)
-            self.clients.append((x, torch.from_numpy(labels)))
-        self.draws = np.random.default_rng(0)
-        self.cohort = experiment.cohort.size
-        self.training = experiment.training
-        self.net = network(experiment.name.partition("-")[0], data.input_shape, data.num_classes)
-        self.weights = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
-
-    def round(self) -> float:
-        """One round; returns its seconds."""
-        begun = time.perf_counter()
-        sums = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
-        total = 0
-        for client in self.draws.choice(len(self.clients), self.cohort, replace=False):
-            x, y = self.clients[client]
-            self._train(x, y)
-            for name, tensor in self.net.state_dict().items():
-                sums[name].add_(tensor, alpha=len(y))
-            total += len(y)
-        self.weights = {name: tensor / total for name, tensor in sums.items()}
-        return time.perf_counter() - begun
-
-    def _train(self, x: Tensor, y: Tensor) -> None:
-        t = self.training
-        self.net.load_state_dict(self.weights)
-        optimizer = torch.optim.SGD(self.net.parameters(), lr=t.lr, momentum=t.momentum)
-        for _ in range(t.epochs):
-            for index in torch.randperm(len(y)).split(t.batch_size):
-                loss = F.cross_entropy(self.net(x[index]), y[index])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-
-def answer(pipe: Any, experiment: raypfl.Experiment) -> None:
-    """A process of the bare loop's own: a round and its seconds for every word that comes."""
+def answer(pipe: Any, order: Order) -> None:
+    """The bare loop's process: it runs a round and sends its seconds whenever it receives True, and ends at False."""
     torch.set_num_threads(1)
-    bare = Bare(experiment)
+    loop = Loop(order)
     while pipe.recv():
-        pipe.send(bare.round())
+        begun = time.perf_counter()
+        loop.round()
+        pipe.send(time.perf_counter() - begun)
 
 
 @contextlib.contextmanager
-def bare_loop(experiment: raypfl.Experiment) -> Iterator[Callable[[], float]]:
-    """Within: what it yields runs a round of the bare loop in a process of its own, and returns the round's seconds."""
+def bare_loop(order: Order) -> Iterator[Callable[[], float]]:
+    """A function that runs a round of the bare loop in a process of its own and returns the round's seconds."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    process = spawn.Process(target=answer, args=(there, experiment), daemon=True)
+    process = spawn.Process(target=answer, args=(there, order), daemon=True)
     process.start()
 
     def one() -> float:
@@ -276,34 +162,30 @@ class Plan:
     actors: tuple[int, ...]
     small: bool = False
 
+    def order(self, job: Job, contender: Contender = INLINE) -> Order:
+        """The job for a contender, its samples prepared."""
+        source, files = prepare(job.noise, Path(self.folder))
+        return job.order(contender, source, files, Path("unused"), min(job.cohort, 10) if self.small else job.cohort)
+
     def experiment(
-        self, job: str, backend: str, actors: int = 1, method: str = "Timed", rounds: int = 0, **training: Any
+        self, job: str, contender: Contender = INLINE, method: str = "Timed", rounds: int = 0
     ) -> raypfl.Experiment:
         """A run of raypfl; its first round warms up."""
-        what = JOBS[job]
-        parts: dict[str, Any] = {
-            "data": {"name": f"{HERE}:{job}", "cache": f"{self.folder}/cache"},
-            "partition": {"name": "iid", "clients": what.clients},
-            "model": what.model or job,
-            "method": {"name": f"{HERE}:{method}"},
-            "cohort": {"size": min(what.cohort, 10) if self.small else what.cohort},
-            "training": {"lr": LR, **what.training, **training},
-            "evaluation": {"every": 0, "protocols": ["local"]},
-            "checkpoint": {"every": 0},
-            "engine": {"backend": backend, "threads": 1},
-            "ray": {"actors": actors},
-            "tracking": {"mlflow": False},
-        }
-        rounds = 1 + (rounds or self.rounds)
-        return raypfl.Experiment(name=f"{job}-{backend}{actors}", rounds=rounds, output=f"{self.folder}/runs", **parts)
+        described = experiment(self.order(JOBS[job], contender), f"{self.folder}/runs")
+        return described.replace(rounds=1 + (rounds or self.rounds), method=f"{HERE}:{method}")
+
+
+def on_ray(actors: int) -> Contender:
+    """raypfl with so many client actors."""
+    return Contender(f"Ray, {actors} actor{'s' if actors > 1 else ''}", "raypfl", actors, {"actors": actors})
 
 
 def train(job: str, plan: Plan) -> dict[str, Times]:
     """Contender -> times, for one job."""
-    faster = FASTER if JOBS[job].layouts else {}
-    rays = {f"Ray, {n} actor{'s' if n > 1 else ''}": n for n in plan.actors}
-    times: dict[str, Times] = {name: Times() for name in ("bare", "inline", *faster, *rays)}
-    with bare_loop(plan.experiment(job, "inline")) as bare:
+    faster = {name: contender for name, contender in FASTER.items() if contender in JOBS[job].contenders}
+    others = faster | {ray.name: ray for ray in map(on_ray, plan.actors)}
+    times: dict[str, Times] = {name: Times() for name in ("bare", "inline", *others)}
+    with bare_loop(plan.order(JOBS[job])) as bare:
         for _ in range(plan.repeats):
             loops: list[float] = []
 
@@ -311,34 +193,31 @@ def train(job: str, plan: Plan) -> dict[str, Times]:
                 if isinstance(event, RoundFinished):
                     loops.append(bare())
 
-            times["inline"].add(*_run(plan.experiment(job, "inline"), alternate))
+            times["inline"].add(*run(plan.experiment(job), alternate))
             times["bare"].add(loops)
-            for name, settings in faster.items():
-                times[name].add(*_run(plan.experiment(job, "inline", **settings)))
-            for name, actors in rays.items():
-                times[name].add(*_run(plan.experiment(job, "ray", actors)))
+            for name, contender in others.items():
+                times[name].add(*run(plan.experiment(job, contender)))
     return times
 
 
 def engine(plan: Plan) -> dict[str, float]:
-    """What -> seconds that a round on two actors, with eight groups, takes beyond its groups' work."""
-    beyond = {}
+    """What is sent -> seconds that a round of eight groups takes beyond its groups' work."""
+    beyond, ray = {}, on_ray(max(plan.actors))
     for what, job, method in (
         ("nothing", "mlp", "Nothing"),
         ("a small model", "mlp", "Echo"),
         ("a large one", "cnn", "Echo"),
     ):
-        experiment = plan.experiment(job, "ray", max(plan.actors), method, rounds=20 * plan.rounds)
-        experiment = experiment.override(["cohort.size=48", "engine.group_size=6"])
+        described = plan.experiment(job, ray, method, rounds=20 * plan.rounds)
         times = Times()
-        times.add(*_run(experiment))
-        beyond[what] = times.idle(max(plan.actors))
+        times.add(*run(described.override(["cohort.size=48", "engine.group_size=6"])))
+        beyond[what] = times.idle(ray.processes)
     return beyond
 
 
-def _run(experiment: raypfl.Experiment, *listeners: Any) -> tuple[list[float], list[float]]:
-    """Seconds of each round, and those that its groups worked."""
-    result = raypfl.run(experiment, listeners=listeners)
+def run(described: raypfl.Experiment, *listeners: Any) -> tuple[list[float], list[float]]:
+    """Seconds of each round, and seconds that its groups worked."""
+    result = raypfl.run(described, listeners=listeners)
     return result.rounds["seconds"].to_pylist(), result.server_state()["worked"]
 
 
@@ -348,7 +227,7 @@ def show(job: str, times: dict[str, Times]) -> None:
     print(f"\n{job}: seconds a round, {len(floor.rounds)} rounds each")
     print(f"  {'':28}{'median':>9}{'min':>9}{'bare / it: median':>20}{'min':>8}{'beyond work':>14}{'first round':>13}")
     for name, t in times.items():
-        beyond = f"{1000 * t.idle(_actors_of(name) or 1):.1f} ms" if t.worked else ""
+        beyond = f"{1000 * t.idle(actors_of(name) or 1):.1f} ms" if t.worked else ""
         ratios = f"{floor.median / t.median:19.2f}x{floor.best / t.best:7.2f}x"
         print(f"  {name:28}{t.median:9.4f}{t.best:9.4f}{ratios}{beyond:>14}{max(t.first):11.2f} s")
 
@@ -364,18 +243,17 @@ def ratios(jobs: dict[str, dict[str, Times]]) -> dict[str, dict[str, float]]:
 def check(
     measured: Ratios, committed: Ratios, jobs: Collection[str] = tuple(JOBS), actors: Collection[int] = (1, 2)
 ) -> list[str]:
-    """What speaks against the measured ratios, a sentence each.
+    """A sentence for each measured ratio that is worse than the committed one.
 
-    A ratio more than `TOLERANCE` below the committed one does, and so does one that there is only on one side: a
-    contender that is not measured is not guarded. Left out are other jobs than `jobs`, and Ray with other numbers of
-    actors than `actors`.
+    A ratio fails if it is more than `TOLERANCE` below the committed one, or if only one of the two exists: what is not
+    measured is not guarded. Jobs not in `jobs`, and Ray with numbers of actors not in `actors`, are left out.
     """
     found = []
     for job in jobs:
         here, there = measured.get(job, {}), committed.get(job, {})
         for name in dict.fromkeys([*there, *here]):
             now, then = here.get(name), there.get(name)
-            if _actors_of(name) not in (*actors, None):
+            if actors_of(name) not in (*actors, None):
                 continue
             if now is None:
                 found.append(f"{job}: {name} was not measured; it was {then:.2f} times as fast as the bare loop")
@@ -386,13 +264,13 @@ def check(
     return found
 
 
-def _actors_of(name: str) -> int | None:
-    """Client actors of a contender; None where it is one process."""
+def actors_of(name: str) -> int | None:
+    """Client actors of a contender; None if it is one process."""
     return int(name.split()[1]) if name.startswith("Ray") else None
 
 
 def main() -> None:
-    """Measure, print, and write the numbers down if asked to."""
+    """Measure and print; write the numbers with --json."""
     parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one repeat of few rounds with small cohorts: rough")
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
@@ -400,10 +278,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="counted rounds a run (ten times as many for mlp)")
     parser.add_argument("--inline", action="store_true", help="leave Ray out")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--check", action="store_true", help="fail where ratios are below the committed, or missing")
+    parser.add_argument("--check", action="store_true", help="fail if ratios are below the committed ones, or missing")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    # Ray lets its workers give way to other processes, which the bare loop does not.
+    # Ray lowers its workers' priority, while the bare loop keeps its own.
     os.environ.setdefault("RAY_worker_niceness", "0")
     actors = () if given.inline else (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
     repeats, rounds = (1, 1) if given.quick else (given.repeats, given.rounds)
@@ -413,7 +291,7 @@ def main() -> None:
     jobs: dict[str, dict[str, Times]] = {}
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan(folder, repeats, rounds, actors, given.quick)
-        with raypfl.session(plan.experiment("mlp", "inline" if given.inline else "ray")):
+        with raypfl.session(plan.experiment("mlp", INLINE if given.inline else ACTORS)):
             for job in given.jobs:
                 many = Plan(folder, repeats, rounds * (10 if job == "mlp" else 1), actors, given.quick)
                 jobs[job] = train(job, many)

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 import raypfl
-from benchmarks.overhead import Plan
+from benchmarks.overhead import Plan, on_ray
 from raypfl.clients.worker import Group
 from raypfl.federation.placement import Dispatch, Timings
 from raypfl.federation.schedule import cut, group_sizes, shrinking
@@ -79,13 +79,16 @@ def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply
         dispatch.join(actor, "node")
     free = [0.0] * actors
     ends: list[tuple[float, int, int]] = []
-    now = 0.0
-    while not dispatch.done:
+
+    def hand_out(now: float) -> None:
         while chosen := dispatch.next(now):
             actor, group = chosen
-            assert isinstance(actor, int)
             free[actor] = max(free[actor], now + LATENCY) + seconds[group.index]
             heapq.heappush(ends, (free[actor], actor, group.index))
+
+    now = 0.0
+    while not dispatch.done:
+        hand_out(now)
         moment = now + dispatch.pause(now)
         if moment < ends[0][0]:
             now = max(moment, now + 1e-6)
@@ -93,11 +96,7 @@ def replay(groups: Sequence[Group], seconds: Sequence[float], actors: int, reply
         end, actor, index = heapq.heappop(ends)
         now = max(now, end)
         dispatch.finished(actor, groups[index], now)
-        while chosen := dispatch.next(now):  # as RayBackend: the next group goes out before the reply is looked at
-            actor, group = chosen
-            assert isinstance(actor, int)
-            free[actor] = max(free[actor], now + LATENCY) + seconds[group.index]
-            heapq.heappush(ends, (free[actor], actor, group.index))
+        hand_out(now)  # like RayBackend: before the server looks at the reply
         now += reply
     return now
 
@@ -155,8 +154,8 @@ def fitted(job: str, plan: Plan) -> Times:
     executor = JOBS[job].executor
     shapes, seconds = [], []
     for size, epochs in itertools.product((10, 25, 50) if executor == "vectorised" else (1, 2, 5), (1, 2)):
-        run = plan.experiment(job, "ray", 1, epochs=epochs)
-        taken = raypfl.run(run.override([f"engine.group_size={size}", f"engine.executor={executor}"]))
+        changes = [f"engine.group_size={size}", f"engine.executor={executor}", f"training.epochs={epochs}"]
+        taken = raypfl.run(plan.experiment(job, on_ray(1)).override(changes))
         seconds.append(statistics.median(taken.rounds["seconds"].to_pylist()[1:]))
         groups, steps = 50 / size, epochs * 50 / BATCH
         shapes.append([groups, groups * steps * (executor == "vectorised"), 50 * steps])
@@ -194,7 +193,7 @@ def fit() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan(folder, 1, 5, (1,))
-        with raypfl.session(plan.experiment("mlp", "ray", 1)):
+        with raypfl.session(plan.experiment("mlp", on_ray(1))):
             for job in JOBS:
                 t = fitted(job, plan if job == "cnn" else replace(plan, rounds=100))
                 print(f"{job}: {1000 * t.group:.2f} ms a group, {1000 * t.step:.3f} a step, ", end="")

@@ -1,15 +1,14 @@
-"""What it costs that clients keep something between rounds.
+"""What client states between rounds cost.
 
     python -m benchmarks.states                      # two minutes
     python -m benchmarks.states --json states.json
 
 Twenty clients train a 5-million-parameter network (20 MB) on 50 samples each in batches of 10, on two actors, all of
-them in every round. `kept` keeps every client's trained network as its state and begins there in the next round; `sent`
-begins at the model that the server sends, and keeps nothing. Neither sends a model up. `touch` does the same without
-training, so that nothing is left but the states' way from one round to the next. Runs of both take turns in one
-session.
+them in every round. With `kept`, each client's trained network is its state, where its next round begins. With `sent`,
+rounds begin at the server's model and clients have no state. Neither sends a model up. `touch` does the same without
+training, so that only reading and writing states is timed. Runs of both take turns in one session.
 
-Then, in runs of their own, what all processes hold after the second round and after the last.
+Then, in a run of its own, the memory of all processes after the second round and after the last.
 """
 
 from __future__ import annotations
@@ -22,39 +21,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import raypfl
 from benchmarks.memory import PARTS, memory
+from benchmarks.noise import ONLY_ROUNDS, SETS
 from raypfl.common.messages import Mean
-from raypfl.datasets import DataConfig, RawData
 from raypfl.methods import FedAvg
 from raypfl.server.events import Event, RoundFinished
 
-CLIENTS, SAMPLES = 20, 50
 HERE = "benchmarks.states"
 
 
-def pixels(config: DataConfig) -> RawData:
-    """Noise of 8x8 pixels: 50 samples a client, and 20 to test on."""
-    draws = np.random.default_rng(0)
-    count = CLIENTS * SAMPLES + 20
-    return RawData(
-        inputs=draws.integers(0, 256, (count, 1, 8, 8), dtype=np.uint8),
-        labels=draws.integers(0, 10, count),
-        class_names=[str(c) for c in range(10)],
-        test_mask=np.arange(count) >= CLIENTS * SAMPLES,
-    )
-
-
 class Local(FedAvg):
-    """Every client goes its own way, or would if it kept where it is.
+    """Every client trains a network of its own.
 
     Attributes
     ----------
-    keep : whether it does. train_it : whether it goes anywhere by training; otherwise it takes a step at random.
+    keep : whether it is the client's state, or begins at the server's model in every round.
+    train_it : whether it is trained; else a constant is added to it.
     """
 
     keep: bool = True
@@ -74,23 +60,20 @@ class Local(FedAvg):
 def experiment(folder: str, keep: bool, train: bool, rounds: int) -> raypfl.Experiment:
     """A run of one kind; its first rounds warm up."""
     parts: dict[str, Any] = {
-        "data": {"name": f"{HERE}:pixels", "cache": f"{folder}/cache"},
-        "partition": {"name": "iid", "clients": CLIENTS},
+        **ONLY_ROUNDS,
+        **SETS["states"].source(f"{folder}/cache"),
         "model": {"name": "mlp", "hidden": [2200, 2200]},
         "method": {"name": f"{HERE}:Local", "keep": keep, "train_it": train},
-        "cohort": {"size": CLIENTS},
+        "cohort": {"fraction": 1.0},
         "training": {"lr": 0.01, "batch_size": 10},
-        "evaluation": {"every": 0, "protocols": ["local"]},
-        "checkpoint": {"every": 0},
         "engine": {"executor": "sequential"},
         "ray": {"actors": 2},
-        "tracking": {"mlflow": False},
     }
     return raypfl.Experiment(name="states", rounds=rounds, output=f"{folder}/runs", **parts)
 
 
 def compare(folder: str, train: bool, repeats: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round, states kept and not, in turns; two rounds of each run warm up."""
+    """Seconds of each round with and without states, in turns; two rounds of each run warm up."""
     seconds: dict[str, list[float]] = {"kept": [], "sent": []}
     for _ in range(repeats):
         for name in seconds:
@@ -112,11 +95,11 @@ def grown(folder: str, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measure, print, and write the numbers down if asked to."""
+    """Measure and print; write the numbers with --json."""
     parser = argparse.ArgumentParser(prog=f"python -m {HERE}", description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds a run")
-    parser.add_argument("--memory", type=int, default=60, help="rounds of the run that is looked at for memory")
+    parser.add_argument("--memory", type=int, default=60, help="rounds of the run whose memory is measured")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     given = parser.parse_args()
     torch.set_num_threads(1)

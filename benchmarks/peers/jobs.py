@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.data import COUNTRY, IMAGES, PICTURES, PIXELS, VILLAGE, Noise
+from benchmarks.noise import SETS, Noise
 from benchmarks.peers.order import Order
 
 
@@ -67,10 +67,10 @@ class Job:
     name: str
     about: str
     noise: Noise
-    network: str
-    cohort: int
-    contenders: tuple[Contender, ...]
+    network: str = "cnn"
     method: str = "fedavg"
+    contenders: tuple[Contender, ...] = CONTENDERS
+    cohort: int = 50
     batch: int = 10
     lr: float = 0.1
     momentum: float = 0.0
@@ -96,46 +96,45 @@ class Job:
         )
 
 
-_SMALL = (BARE, INLINE, ACTORS, PFL, PFL_TWO, FLOWER, FLUKE)
+_FP32 = (BARE, INLINE, ACTORS, PFL, PFL_TWO, FLOWER, FLUKE)
+_IMAGES, _MLP = SETS["images"], {"network": "mlp", "contenders": _FP32}
 JOBS = {
     job.name: job
     for job in (
-        Job("cnn", "1000 clients of 50 images, cohort 50, CNN of 1,626,442", IMAGES, "cnn", 50, CONTENDERS),
-        Job("mlp", "1000 clients of 50 samples, cohort 50, MLP of 9,610", PIXELS, "mlp", 50, _SMALL, rounds=10),
+        Job("cnn", "1000 clients of 50 images, cohort 50, CNN of 1,626,442", _IMAGES),
+        Job("mlp", "1000 clients of 50 samples, cohort 50, MLP of 9,610", SETS["pixels"], rounds=10, **_MLP),
         Job(
             "lenet",
             "100 clients, cohort 5, 50 steps of batch 32 with momentum, LeNet of 121,182",
-            PICTURES,
+            SETS["pictures"],
             "lenet",
-            5,
-            CONTENDERS,
+            cohort=5,
             batch=32,
             lr=0.01,
             momentum=0.9,
             epochs=5,
             rounds=5,
         ),
-        Job("small-population", "1000 clients of 10 to 100 samples, cohort 1000, MLP", VILLAGE, "mlp", 1000, _SMALL),
-        Job("population", "100,000 clients of 10 to 100 samples, cohort 1000, MLP", COUNTRY, "mlp", 1000, _SMALL),
+        *(
+            Job(name, f"{clients} clients of 10 to 100 samples, cohort 1000, MLP", SETS[noise], cohort=1000, **_MLP)
+            for name, clients, noise in (("small-population", "1000", "village"), ("population", "100,000", "country"))
+        ),
         Job(
             "ditto",
             "the cnn job with a personal model a client",
-            IMAGES,
-            "cnn",
-            50,
-            (BARE, INLINE, BF16, ACTORS, FLOWER, FLUKE),
+            _IMAGES,
             method="ditto",
+            contenders=(BARE, INLINE, BF16, ACTORS, FLOWER, FLUKE),
             rounds=2,
             left_out={PFL.name: NO_DITTO},
         ),
         Job(
             "evaluation",
             "1000 personal CNNs, each on its own 10 test images",
-            IMAGES,
-            "cnn",
-            1000,
-            (BARE, INLINE, ACTORS),
+            _IMAGES,
             method="evaluation",
+            contenders=(BARE, INLINE, ACTORS),
+            cohort=1000,
             left_out=dict.fromkeys((PFL.name, FLOWER.name, FLUKE.name), NO_EVALUATION),
         ),
     )

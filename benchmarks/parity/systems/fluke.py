@@ -1,7 +1,7 @@
-"""fluke, told to do what raypfl did: ``python -m benchmarks.parity.systems.fluke ORDERS SCORES``.
+"""fluke repeats raypfl's runs: ``python -m benchmarks.parity.systems.fluke ORDERS SCORES``.
 
-Its own classes run unchanged. What is set from outside: the mini-batches, if they are to be the same; who takes part;
-and clients' first models, which FedRep would otherwise share between all clients (see docs/parity.md).
+Its own classes run unchanged. Set from outside are the mini-batches, if they are to be the same; the cohorts; and the
+clients' first models, which FedRep would otherwise share between all clients (see docs/parity.md).
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from fluke import DDict, FlukeENV
 from fluke.algorithms import CentralizedFL
 from fluke.algorithms.apfl import APFL
 from fluke.algorithms.ditto import Ditto
@@ -33,9 +32,10 @@ from torch import Tensor, nn
 
 from benchmarks.parity.order import Order, Scores, judged
 from benchmarks.peers.order import Shards
+from benchmarks.peers.systems.fluke import federation, loader, training
 from raypfl.common import rng
 from raypfl.models import MODELS
-from raypfl.training.batches import order as batches
+from raypfl.training.batches import order as visits
 
 ALGORITHMS = {
     "fedavg": FedAVG,
@@ -52,15 +52,15 @@ OF_MODEL = ("fedper", "fedrep", "fedbn")
 
 
 class SameBatches(FastDataLoader):
-    """A client's mini-batches as raypfl draws them: the same ones again for every model that it trains in a round."""
+    """A client's mini-batches as raypfl draws them, the same for every model that it trains in a round."""
 
-    def __init__(self, x: Tensor, y: Tensor, client: int, order: Order, **options: Any):
+    def __init__(self, client: int, x: Tensor, y: Tensor, order: Order, **options: Any):
         super().__init__(x, y, **options)
         self._client, self._order = client, order
 
     def begin(self, round: int) -> None:
         key = rng.keys(self._order.seed, "batches", round, [self._client])
-        self._visits = batches(key, np.array([self.size]), self._order.batch, self._order.epochs)
+        self._visits = visits(key, np.array([self.size]), self._order.batch, self._order.epochs)
         self._passes = 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -73,17 +73,16 @@ class SameBatches(FastDataLoader):
 
 
 class Watch(ClientObserver, FederationObserver):
-    """Tells loaders the round, and keeps clients' trained models of the last one, which fluke then overwrites."""
+    """Sets the loaders' round, and keeps the clients' models of the last round, which fluke overwrites after it."""
 
-    def __init__(self, rounds: int):
-        self._rounds = rounds
-        self.federation: CentralizedFL | None = None
+    def __init__(self, federation: CentralizedFL, rounds: int):
+        self.federation, self._rounds = federation, rounds
         self.last: dict[int, nn.Module | None] = {}
 
     def start_fit(self, round: int, client_id: int, model: nn.Module, **_: Any) -> None:
-        loader = self.federation.clients[client_id].train_set
-        if isinstance(loader, SameBatches):
-            loader.begin(round)
+        batches = self.federation.clients[client_id].train_set
+        if isinstance(batches, SameBatches):
+            batches.begin(round)
 
     def end_round(self, round: int) -> None:
         if round == self._rounds:
@@ -95,34 +94,22 @@ def run(order: Order) -> Mapping[str, Scores]:
     dtype = torch.float64 if order.same else torch.float32
     trains, tests = (Shards(order.files, split, dtype) for split in ("train", "test"))
     net = _network(order, trains)
-    FlukeENV().set_seed(order.seed)
-    FlukeENV().set_device("cpu")
-    FlukeENV().set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
-    federation = ALGORITHMS[order.method](
-        len(trains), SimpleNamespace(assign=_dealt(order, trains)), settings(order, net)
-    )
+    make_loader = partial(SameBatches, order=order) if order.same else loader
+    made = federation(ALGORITHMS[order.method], order.seed, trains, settings(order, net), make_loader)
     if order.method == "fedrep":
-        for client in federation.clients:
+        for client in made.clients:
             client.model = EncoderGlobalHeadLocalNet(deepcopy(net))
-    federation.server.get_eligible_clients = lambda _: [federation.clients[k] for k in order.cohorts[federation.rounds]]
-    watch = Watch(len(order.cohorts))
-    watch.federation = federation
-    federation.set_callbacks(watch)
-    federation.run(n_rounds=len(order.cohorts), eligible_perc=len(order.cohorts[0]) / len(trains))
-    return _scores(order, federation, watch.last, net, [tests.client(k) for k in range(len(tests))])
+    made.server.get_eligible_clients = lambda _: [made.clients[k] for k in order.cohorts[made.rounds]]
+    watch = Watch(made, len(order.cohorts))
+    made.set_callbacks(watch)
+    made.run(n_rounds=len(order.cohorts), eligible_perc=len(order.cohorts[0]) / len(trains))
+    return _scores(order, made, watch.last, net, [tests.client(k) for k in range(len(tests))])
 
 
-def settings(order: Order, net: EncoderHeadNet) -> DDict:
-    """The order in fluke's words."""
+def settings(order: Order, net: EncoderHeadNet) -> dict[str, Any]:
+    """The order as fluke's settings."""
     options = order.options
-    client: dict[str, Any] = {
-        "batch_size": order.batch,
-        "local_epochs": order.epochs,
-        "loss": "CrossEntropyLoss",
-        "optimizer": {"name": "SGD", "lr": order.lr},
-        "scheduler": {"name": "StepLR", "step_size": 1, "gamma": 1.0},
-    }
-    server: dict[str, Any] = {"weighted": True}
+    client, server = training(order.batch, order.epochs, order.lr), {"weighted": True}
     model: nn.Module = net
     if order.method == "fedprox":
         client["mu"] = options["mu"]
@@ -140,27 +127,13 @@ def settings(order: Order, net: EncoderHeadNet) -> DDict:
         client["k"] = options["inner_steps"]
         client["optimizer"] = {"name": PFedMeOptimizer, "lr": order.lr, "lamda": options["lam"], "mu": 0.0}
         server["beta"] = 1.0
-    return DDict(client=client, server=server, model=deepcopy(model))
+    return {"client": client, "server": server, "model": deepcopy(model)}
 
 
 def _network(order: Order, shards: Shards) -> EncoderHeadNet:
     net = MODELS.get(order.network)(input_shape=shards.input_shape, num_classes=shards.num_classes).to(shards.dtype)
     net.load_state_dict(torch.load(order.weights, weights_only=True), strict=False)  # it has no count of batches
     return EncoderHeadNet(net[:-1], net[-1])
-
-
-def _dealt(order: Order, shards: Shards) -> Any:
-    def assign(clients: int, batch_size: int) -> tuple[tuple[list[FastDataLoader], list[None]], None]:
-        options = {"num_labels": shards.num_classes, "batch_size": batch_size, "skip_singleton": False}
-        loaders = []
-        for k in range(clients):
-            x, y = shards.client(k)
-            loaders.append(
-                SameBatches(x, y, k, order, **options) if order.same else FastDataLoader(x, y, shuffle=True, **options)
-            )
-        return (loaders, [None] * clients), None
-
-    return assign
 
 
 def _scores(

@@ -1,4 +1,4 @@
-"""A bare PyTorch loop in one process: what one writes for a single script, and nothing that one would leave out."""
+"""A bare PyTorch loop in one process, as one writes it for a single script."""
 
 from __future__ import annotations
 
@@ -21,53 +21,66 @@ SAMPLED = 20
 def run(order: Order) -> None:
     if order.method == "evaluation":
         evaluate(order)
-    else:
-        train(order)
-
-
-def train(order: Order) -> None:
-    """Federated averaging; for Ditto, every client's own model is kept as a state dict."""
-    shards, stamps = Shards(order.files), Stamps(order.report)
-    net = network(order, shards)
-    weights = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    initial, personal = weights, dict[int, dict[str, Tensor]]()
-    draws = np.random.default_rng(0)
+        return
+    stamps, loop = Stamps(order.report), Loop(order)
     while True:
-        sums = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        loop.round()
+        stamps.add()
+
+
+class Loop:
+    """Federated averaging; for Ditto, every client's own model is kept as a state dict."""
+
+    def __init__(self, order: Order):
+        self.order = order
+        self.shards = Shards(order.files)
+        self.net = network(order, self.shards)
+        self.initial = self.weights = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
+        self.personal = dict[int, dict[str, Tensor]]()
+        self.draws = np.random.default_rng(0)
+
+    def round(self) -> None:
+        """One round of training."""
+        order, net = self.order, self.net
+        sums = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
         total = 0
-        anchor = [weights[name] for name, _ in net.named_parameters()]
-        for client in draws.choice(order.clients, order.cohort, replace=False):
-            x, y = shards.client(client)
+        anchor = [self.weights[name] for name, _ in net.named_parameters()]
+        for client in self.draws.choice(order.clients, order.cohort, replace=False):
+            x, y = self.shards.client(client)
             if order.method == "ditto":
-                net.load_state_dict(personal.get(client, initial))
+                net.load_state_dict(self.personal.get(client, self.initial))
                 fit(net, x, y, order, anchor)
-                personal[client] = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-            net.load_state_dict(weights)
+                self.personal[client] = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+            net.load_state_dict(self.weights)
             fit(net, x, y, order)
             for name, tensor in net.state_dict().items():
                 sums[name].add_(tensor, alpha=len(y))
             total += len(y)
-        weights = {name: tensor / total for name, tensor in sums.items()}
-        stamps.add()
+        self.weights = {name: tensor / total for name, tensor in sums.items()}
 
 
 def evaluate(order: Order) -> None:
-    """Every client's own model on its own tests: the forward passes alone, which is what any evaluation has to do.
+    """Every client's own model on its own test samples.
 
-    Nothing else is left in the loop: modules have their weights in place, batches are normalised, both are in the
-    faster layout, and memory is kept as raypfl keeps it.
+    The loop has the forward passes alone, which any evaluation must do: weights are in place, batches normalised, both
+    in the faster layout, and freed memory is kept as raypfl keeps it.
     """
-    from raypfl.backends.allocator import keep_freed_memory  # here: start-up of other jobs is a bare loop's
+    from raypfl.backends.allocator import keep_freed_memory  # here: the other jobs start without raypfl
 
     keep_freed_memory()
     stamps = Stamps(order.report)
     pairs = prepared(order)
-    with torch.inference_mode():
-        while True:
-            begin = time.monotonic()
-            for model, batch in pairs:
-                model(batch)
-            stamps.add(begin)
+    while True:
+        begin = time.monotonic()
+        forward(pairs)
+        stamps.add(begin)
+
+
+@torch.inference_mode()
+def forward(pairs: Sequence[tuple[nn.Module, Tensor]]) -> None:
+    """The forward passes of all clients."""
+    for model, batch in pairs:
+        model(batch)
 
 
 def prepared(order: Order) -> list[tuple[nn.Module, Tensor]]:
@@ -88,7 +101,6 @@ def prepared(order: Order) -> list[tuple[nn.Module, Tensor]]:
 def faster_layout(net: nn.Module, batches: Sequence[Tensor]) -> torch.memory_format:
     """The layout of images in which a network's forward passes take less time."""
 
-    @torch.inference_mode()
     def seconds(layout: torch.memory_format) -> float:
         tried = copy.deepcopy(net).to(memory_format=layout)
         inputs = [batch.contiguous(memory_format=layout) for batch in batches]
@@ -98,4 +110,5 @@ def faster_layout(net: nn.Module, batches: Sequence[Tensor]) -> torch.memory_for
             tried(x)
         return time.perf_counter() - begin
 
-    return min(LAYOUTS, key=lambda layout: min(seconds(layout) for _ in range(3)))
+    with torch.inference_mode():
+        return min(LAYOUTS, key=lambda layout: min(seconds(layout) for _ in range(3)))

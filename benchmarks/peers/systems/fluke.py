@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from fluke import DDict, FlukeENV
+from fluke.algorithms import CentralizedFL
 from fluke.algorithms.ditto import Ditto
 from fluke.algorithms.fedavg import FedAVG
 from fluke.data import FastDataLoader
@@ -28,38 +30,52 @@ class Timed(FederationObserver):
 
 def run(order: Order) -> None:
     shards = Shards(order.files)
-    FlukeENV().set_seed(0)
-    FlukeENV().set_device("cpu")
-    FlukeENV().set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
     net = network(order, shards)
-    client: dict[str, Any] = {
-        "batch_size": order.batch,
-        "local_epochs": order.epochs,
-        "loss": "CrossEntropyLoss",
-        "optimizer": {"name": "SGD", "lr": order.lr, "momentum": order.momentum},
-        "scheduler": {"name": "StepLR", "step_size": 1, "gamma": 1.0},
-        "persistency": False,
-    }
+    client = training(order.batch, order.epochs, order.lr) | {"persistency": False}
+    client["optimizer"]["momentum"] = order.momentum
     algorithm = FedAVG
     if order.method == "ditto":
         algorithm = Ditto
         client |= {"model": net, "tau": order.epochs, "lam": order.lam}
         del client["optimizer"]["momentum"]
-    settings = DDict(client=client, server={"weighted": True}, model=net)
-    federation = algorithm(order.clients, SimpleNamespace(assign=dealt(shards)), settings)
-    federation.set_callbacks(Timed(Stamps(order.report)))
-    federation.run(
+    made = federation(algorithm, 0, shards, {"client": client, "server": {"weighted": True}, "model": net}, loader)
+    made.set_callbacks(Timed(Stamps(order.report)))
+    made.run(
         n_rounds=ENDLESS, eligible_perc=(order.cohort + 0.5) / order.clients if order.cohort < order.clients else 1
     )
 
 
-def dealt(shards: Shards) -> Any:
-    """fluke's way to ask who holds what, answered with views of all samples."""
+def training(batch: int, epochs: int, lr: float) -> dict[str, Any]:
+    """fluke's settings of a client."""
+    return {
+        "batch_size": batch,
+        "local_epochs": epochs,
+        "loss": "CrossEntropyLoss",
+        "optimizer": {"name": "SGD", "lr": lr},
+        "scheduler": {"name": "StepLR", "step_size": 1, "gamma": 1.0},
+    }
+
+
+def loader(client: int, *samples: Any, **options: Any) -> FastDataLoader:
+    """fluke's own loader of a client's samples."""
+    return FastDataLoader(*samples, shuffle=True, **options)
+
+
+def federation(
+    algorithm: Callable[..., CentralizedFL],
+    seed: int,
+    shards: Shards,
+    settings: Mapping[str, Any],
+    make_loader: Callable[..., FastDataLoader],
+) -> CentralizedFL:
+    """An algorithm of fluke's on these clients, without evaluation; ``make_loader(client, x, y, **options)``."""
+    FlukeENV().set_seed(seed)
+    FlukeENV().set_device("cpu")
+    FlukeENV().set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
 
     def assign(clients: int, batch_size: int) -> tuple[tuple[list[FastDataLoader], list[None]], None]:
-        x, y = shards.everything()
-        rows = [slice(*shards.offsets[k : k + 2].tolist()) for k in range(clients)]
-        options = {"num_labels": shards.num_classes, "batch_size": batch_size, "shuffle": True, "skip_singleton": False}
-        return ([FastDataLoader(x[r], y[r], **options) for r in rows], [None] * clients), None
+        options = {"num_labels": shards.num_classes, "batch_size": batch_size, "skip_singleton": False}
+        loaders = [make_loader(k, *shards.client(k), **options) for k in range(clients)]
+        return (loaders, [None] * clients), None
 
-    return assign
+    return algorithm(len(shards), SimpleNamespace(assign=assign), DDict(**settings))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import raypfl
+from benchmarks.noise import ONLY_ROUNDS
 from benchmarks.peers.order import Order, Stamps
 from raypfl.common.messages import Mean
 from raypfl.methods import FedAvg, Method
@@ -87,6 +88,7 @@ def experiment(order: Order, folder: str) -> raypfl.Experiment:
     if order.method == "ditto":
         method["lam"] = order.lam
     parts: dict[str, Any] = {
+        **ONLY_ROUNDS,
         **order.source,
         "model": order.network,
         "method": method,
@@ -99,9 +101,7 @@ def experiment(order: Order, folder: str) -> raypfl.Experiment:
             **training,
         },
         "evaluation": {"every": int(order.method == "evaluation"), "protocols": ["local"]},
-        "checkpoint": {"every": 0},
         "engine": {"backend": "ray" if actors else "inline", "threads": 1},
         "ray": {"actors": actors or None},
-        "tracking": {"mlflow": False},
     }
     return raypfl.Experiment(name="peers", rounds=ENDLESS, output=folder, **parts)
