@@ -29,8 +29,8 @@ def events(
     run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
     score = {"accuracy": 0.5, "std": 0.1, "worst_decile": 0.2, "weighted": 0.6, "loss": 1.5}
-    facts = {"actors": 2, "data": "f" * 64, "versions": {"raypfl": "1"}}
-    happened: list[Event] = [RunStarted(name, str(run_dir), experiment, facts, rounds.start - 1)]
+    metadata = {"actors": 2, "data": "f" * 64, "versions": {"raypfl": "1"}}
+    happened: list[Event] = [RunStarted(name, str(run_dir), experiment, metadata, rounds.start - 1)]
     for round in rounds:
         sent = {"bytes_up_total": 10 * round, "bytes_down_total": 20 * round}
         happened.append(RoundFinished(round, 1.0 / round, 0.1, 10, 20, clients=5, dropped=0, failed=0, **sent))

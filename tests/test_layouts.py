@@ -83,11 +83,11 @@ def test_a_network_that_flattens_by_view_runs_by_default_and_the_run_says_why_it
     events = []
     done = raypfl.run(described(tmp_path, Viewing), listeners=[events.append])
     said = "sequential, channels last does not work with this network: view size is not compatible"
-    assert done.facts["channels_last"] is False and said in done.facts["why"]
+    assert done.metadata["channels_last"] is False and said in done.metadata["why"]
     assert not [e for e in events if isinstance(e, Warned)]
     line = RunLine("fedavg")
     line(next(e for e in events if isinstance(e, RunStarted)))
-    assert said in line.facts and f"{done.facts['executor']} in groups of" in line.facts
+    assert said in line.overview and f"{done.metadata['executor']} in groups of" in line.overview
 
 
 @pytest.mark.parametrize("executor", ["auto", "sequential"])
@@ -100,13 +100,14 @@ def test_channels_last_for_a_network_that_cannot_is_refused_before_the_run(tmp_p
     with pytest.raises(ConfigError, match=sentence):
         raypfl.run(described(tmp_path, Viewing, **laid))
     done = raypfl.run(described(tmp_path, Reshaping, **laid))
-    assert done.facts["channels_last"] is True
+    assert done.metadata["channels_last"] is True
 
 
 def test_outputs_that_the_usual_loss_does_not_take_are_trained_the_plain_way_and_that_is_said(tmp_path):
     done = raypfl.run(described(tmp_path, Helped, f"{__name__}:TrainsHelped"))
-    assert (done.facts["executor"], done.facts["channels_last"]) == ("sequential", False)
-    assert done.facts["why"].startswith("not timed, since clients.loss failed on noise: AttributeError: 'tuple' object")
+    assert (done.metadata["executor"], done.metadata["channels_last"]) == ("sequential", False)
+    why = "not timed, since clients.loss failed on noise: AttributeError: 'tuple' object"
+    assert done.metadata["why"].startswith(why)
 
 
 def test_a_mistake_in_a_network_is_told_as_it_is_whatever_the_settings(tmp_path):

@@ -49,7 +49,8 @@ def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path)
     assert run.data.metrics["bytes_up_total"] == 30
     assert [point.value for point in client.get_metric_history(run.info.run_id, "loss")] == [1.0, 1 / 2, 1 / 3]
     assert [point.step for point in client.get_metric_history(run.info.run_id, "bytes_down_total")] == [1, 2, 3]
-    expected = {"method": "ditto", "data": "digits", "seed": "0", "facts.actors": "2", "facts.versions.raypfl": "1"}
+    expected = {"method": "ditto", "data": "digits", "seed": "0", "metadata.actors": "2"}
+    expected |= {"metadata.versions.raypfl": "1"}
     assert expected.items() <= run.data.tags.items()
     assert "trained_models" in run.data.tags["mlflow.note.content"]
     (used,) = run.inputs.dataset_inputs

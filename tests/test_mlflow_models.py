@@ -127,7 +127,7 @@ def test_a_run_that_was_not_tracked_is_recorded_afterwards_but_once(folder: Path
         assert [point.step for point in client.get_metric_history(run.info.run_id, metric)] == [1, 2]
     assert run.data.metrics["bytes_up_total"] == 1e6 * result.megabytes[0]
     assert run.data.tags["weights_hash"] == result.weights_hash
-    assert run.data.tags["facts.num_clients"] == "12"
+    assert run.data.tags["metadata.num_clients"] == "12"
     assert raypfl.trained_models(run.info.run_id, uri(folder)).num_clients == 12
 
 

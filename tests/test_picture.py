@@ -44,7 +44,7 @@ class MadeUp:
     weights_hash: str = "3fa2c19d88e0ffff"
     megabytes: tuple[float, float] = (23.1, 23.0)
     best_round: int | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
     ledger: pa.Table = field(default_factory=lambda: arrow(Columns(LEDGER)))
 
     def summary(self, round: int | None = None) -> list[dict]:
@@ -293,8 +293,8 @@ def test_the_outcome_as_json_is_plain():
 
 def events(experiment: Experiment):
     yield Progress("starting Ray")
-    facts = {"num_clients": 20, "parameters": 9610, "executor": "vectorised", "group_size": 10, "actors": 2}
-    yield RunStarted("made-up", "runs/made-up", experiment, facts, first_round=0)
+    metadata = {"num_clients": 20, "parameters": 9610, "executor": "vectorised", "group_size": 10, "actors": 2}
+    yield RunStarted("made-up", "runs/made-up", experiment, metadata, first_round=0)
     for r in range(1, experiment.rounds + 1):
         sent = {"bytes_up_total": 1_000_000 * r, "bytes_down_total": 2_000_000 * r}
         yield RoundFinished(r, 1 / r, 0.1, 1_000_000, 2_000_000, clients=20, dropped=0, failed=0, **sent)

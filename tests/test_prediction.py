@@ -89,7 +89,7 @@ def test_the_ledger_keeps_prediction_apart_and_a_hypernetwork_stays_at_home(tmp_
     monkeypatch.setattr("raypfl.backends.inline.Inline.broadcast", lambda self, arrays: sent.append(arrays) or arrays)
     base = experiment(tmp_path, rounds=2, evaluation__every=2, cohort__size=6, **NEWCOMERS)
     result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
-    embed, model = sum(a["embed"].size for a in sent[:1]), result.facts["parameters"]
+    embed, model = sum(a["embed"].size for a in sent[:1]), result.metadata["parameters"]
     assert {name for arrays in sent for name in arrays} == {"embed"}
     rows = result.ledger.to_pylist()
     messages = [("down", "embed", embed), ("up", "v", 7), ("down", "theta", model)]
@@ -156,7 +156,7 @@ def test_the_table_and_the_report_say_what_a_model_takes_beside_training(tmp_pat
     base = experiment(tmp_path, rounds=2, evaluation__every=1, **NEWCOMERS)
     result, plain = (raypfl.run(base.replace(method=method)) for method in (Hypernetwork(size=7), FedAvg()))
     (embed,) = pc.unique(result.ledger.filter(pc.field("name") == "embed")["numbers"]).to_pylist()
-    down = 4 * (embed + result.facts["parameters"]) / 1e3
+    down = 4 * (embed + result.metadata["parameters"]) / 1e3
     console = Console(record=True, width=100)
     outcome.show(console, [result, plain], {}, ["digits"], tmp_path)
     said = [line for line in console.export_text().splitlines() if "takes" in line]

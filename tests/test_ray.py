@@ -189,8 +189,8 @@ def test_one_actor_per_client_for_cross_silo_studies(tmp_path):
         engine__group_size="null",
     )
     result = raypfl.run(silos, listeners=[events.append])
-    facts = next(e.facts for e in events if isinstance(e, RunStarted))
-    assert facts["actors"] == 4 and facts["group_size"] == 1 and result.status == "finished"
+    metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
+    assert metadata["actors"] == 4 and metadata["group_size"] == 1 and result.status == "finished"
 
 
 def test_as_many_groups_run_at_once_as_there_are_actors(tmp_path):

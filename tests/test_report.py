@@ -260,7 +260,7 @@ def test_data_that_is_gone_is_said_and_the_rest_is_shown(results, tmp_path):
     lost = [replace(one, experiment=one.experiment.override(gone)) for one in results[:1]]
     told = text(section(page(lost, tmp_path), "data"))
     assert "There is no picture of this partition." in told and "nowhere" in told
-    changed = [replace(results[0], facts=results[0].facts | {"data": "0" * 64})]
+    changed = [replace(results[0], metadata=results[0].metadata | {"data": "0" * 64})]
     assert "not what it was when the run was made" in text(section(page(changed, tmp_path), "data"))
 
 
@@ -352,5 +352,6 @@ def test_files_are_passed_over_and_a_run_that_repeats_another_is_left_out(result
 
 
 def test_a_run_keeps_what_it_found_out_as_it_began(results):
-    facts = raypfl.Result.load(results[0].run_dir).facts
-    assert facts["num_clients"] == 8 and facts["device"] == "cpu" and facts["versions"]["raypfl"] == raypfl.__version__
+    metadata = raypfl.Result.load(results[0].run_dir).metadata
+    assert metadata["num_clients"] == 8 and metadata["device"] == "cpu"
+    assert metadata["versions"]["raypfl"] == raypfl.__version__

@@ -235,15 +235,15 @@ def test_a_run_says_what_was_chosen_and_a_resume_keeps_it(tmp_path, monkeypatch)
     monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "cache"))
     events = []
     done = raypfl.run(experiment(tmp_path, rounds=1), listeners=[events.append])
-    facts = next(e.facts for e in events if isinstance(e, RunStarted))
-    assert facts["channels_last"] == done.experiment.training.channels_last
-    assert facts["executor"] == done.experiment.engine.executor != "auto" and "ms a client's step" in facts["why"]
+    metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
+    assert metadata["channels_last"] == done.experiment.training.channels_last
+    assert metadata["executor"] == done.experiment.engine.executor != "auto" and "ms a client's step" in metadata["why"]
     for found in (tmp_path / "cache" / "trials").glob("*.json"):
         found.unlink()
     monkeypatch.setattr(trial, "_try", None)
     longer = raypfl.resume(done.run_dir, overrides=["rounds=2"])
-    assert longer.experiment.engine.executor == facts["executor"]
-    assert {name: longer.facts[name] for name in CHOICE} == {name: facts[name] for name in CHOICE}
-    other = {"vectorised": "sequential", "sequential": "vectorised"}[facts["executor"]]
+    assert longer.experiment.engine.executor == metadata["executor"]
+    assert {name: longer.metadata[name] for name in CHOICE} == {name: metadata[name] for name in CHOICE}
+    other = {"vectorised": "sequential", "sequential": "vectorised"}[metadata["executor"]]
     changed = raypfl.resume(done.run_dir, overrides=["rounds=3", f"engine.executor={other}"])
-    assert (changed.facts["executor"], changed.facts["why"]) == (other, "")
+    assert (changed.metadata["executor"], changed.metadata["why"]) == (other, "")

@@ -203,7 +203,7 @@ def test_a_run_begins_with_the_files_weights_and_says_which(tmp_path):
     result = raypfl.run(base.override([f"model.weights={path}"]), listeners=[events.append])
     torch.testing.assert_close(result.global_model(), FlatModel(factory).flatten(network.state_dict()))
     raypfl.run(base, listeners=[events.append])
-    first, second = (e.facts["weights"] for e in events if isinstance(e, RunStarted))
+    first, second = (e.metadata["weights"] for e in events if isinstance(e, RunStarted))
     assert first == f"weights from {path}, all 4 tensors" and second == "random weights"
 
 

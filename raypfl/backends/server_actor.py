@@ -80,7 +80,7 @@ class ServerActor:
         torch.set_num_threads(threads_of_server(job.experiment))
         task = make_task(job.experiment, data, reserved_device())
         pools = pools_of_server(job.experiment, data, task)
-        facts = {
+        metadata = {
             "backend": "ray",
             "actors": len(self._actors),
             "device": "cuda" if job.experiment.ray.gpus_per_actor else "cpu",
@@ -88,7 +88,7 @@ class ServerActor:
         }
         backend.assemble(ASSEMBLY)
         try:
-            return Server(job, task, pools, backend, self._news.events.append, facts).run()
+            return Server(job, task, pools, backend, self._news.events.append, metadata).run()
         finally:
             self._actors = backend.survivors
             gc.collect()  # a server is full of cycles, and its clients' states fill the object store until it is gone

@@ -76,11 +76,11 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
     own = next((name for name in _PER_CLIENT if name in protocols), None)
     headings, blocks = tables.results(compared)
     differing, shared = tables.differences(compared)
-    facts_differing, facts = tables.environment(compared)
+    metadata_differing, metadata = tables.environment(compared)
     runs = [(i, one.label, result) for i, one in enumerate(compared) for result in one.results]
     return {
         "title": listed(list(dict.fromkeys(result.experiment.name for *_, result in runs))),
-        "settings": list(dict.fromkeys(setting(result.experiment, result.facts) for *_, result in runs)),
+        "settings": list(dict.fromkeys(setting(result.experiment, result.metadata) for *_, result in runs)),
         "lead": _lead(compared, main),
         "size": _size(compared),
         "notes": [*notes, *_cautions(compared)],
@@ -110,8 +110,8 @@ def _content(compared: list[Contender], notes: Sequence[str]) -> dict[str, Any]:
         "predicted": any(prediction(one) for one in compared),
         "differing": differing,
         "shared": shared,
-        "facts_differing": facts_differing,
-        "facts": facts,
+        "metadata_differing": metadata_differing,
+        "metadata": metadata,
         "runs": runs,
         "version": __version__,
         "today": date.today().isoformat(),
@@ -212,7 +212,8 @@ def _holdings(compared: Sequence[Contender]) -> list[Holdings]:
     """One for each data set and partition, as the first seed deals it."""
     firsts: dict[str, Result] = {}
     for one in compared:
-        firsts.setdefault(setting(one.results[0].experiment, one.results[0].facts).rpartition(" · ")[0], one.results[0])
+        first = one.results[0]
+        firsts.setdefault(setting(first.experiment, first.metadata).rpartition(" · ")[0], first)
     titled = {f"{title}, seed {first.experiment.seed}": first for title, first in firsts.items()}
     return [_held(title, first, i) for i, (title, first) in enumerate(titled.items())]
 
@@ -221,7 +222,7 @@ def _held(title: str, first: Result, i: int) -> Holdings:
     experiment = first.experiment
     try:
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-        if first.facts["data"] != data.fingerprint:
+        if first.metadata["data"] != data.fingerprint:
             return Holdings(title, "The data is not what it was when the run was made, so it is not shown.")
         summary = summarised(data)
     except RaypflError as error:

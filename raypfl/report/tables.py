@@ -145,7 +145,7 @@ def differences(compared: Sequence[Contender]) -> tuple[list[Setting], list[tupl
 
 def environment(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
     """What the runs found out as they began: where that differs, and what they share."""
-    return _settled([(label, flatten(result.facts)) for label, result in _named(compared)], ("data",))
+    return _settled([(label, flatten(result.metadata)) for label, result in _named(compared)], ("data",))
 
 
 def _lines(

@@ -109,11 +109,11 @@ class LiveView(View):
             case Progress():
                 self._doing = event.text
             case RunStarted():
-                self._doing = line.facts
+                self._doing = line.overview
             case ServerAtWork():
                 self._doing, self._serving = serving(event), True
             case RoundFinished() if self._serving:
-                self._doing, self._serving = line.facts, False
+                self._doing, self._serving = line.overview, False
             case RunFinished():
                 self._doing = ""
 
@@ -178,7 +178,7 @@ class PlainView(View):
             case ServerAtWork() if self._silent_for_long():
                 return f"{line.label}: {serving(event)}"
             case RunStarted():
-                return f"{line.label}: {line.facts}, in {nearby(Path(event.run_dir))}"
+                return f"{line.label}: {line.overview}, in {nearby(Path(event.run_dir))}"
             case RunFinished():
                 self._steps.clear()
                 return ", ".join([f"{line.label}: {_end_text(line)}", *_reached(line)])

@@ -121,14 +121,14 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def setting(experiment: Experiment, facts: Mapping[str, Any]) -> str:
+def setting(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     """What all contenders share, in one line: data, partition, model; of the partition, what is not by default so.
 
-    `facts` : what the run found out; of a population, which no partition deals out, they have the number of clients.
+    `metadata` : of the run (`Result.metadata`). A population, which has no partition, shows its number of clients.
     """
     values = experiment.to_dict()
     if is_described(experiment.data):
-        count = [f"{facts['num_clients']:,} clients"] if "num_clients" in facts else []
+        count = [f"{metadata['num_clients']:,} clients"] if "num_clients" in metadata else []
         return " · ".join([values["data"]["name"], *count, _called(values["model"])])
     partition = values["partition"]
     clients = partition.pop("clients", None)

@@ -127,7 +127,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
             _row(figure, axes, latent)
             name = {"color": contender.colour, "fontsize": 12, "fontweight": "bold", "rotation": 90}
             axes[0].text(-0.2, 0.5, contender.label, transform=axes[0].transAxes, va="center", ha="center", **name)
-        figure.suptitle(fill(setting(results[0].experiment, results[0].facts), 100), fontsize=10, color="#777777")
+        figure.suptitle(fill(setting(results[0].experiment, results[0].metadata), 100), fontsize=10, color="#777777")
         _legend(figure, rows[0][1])
         with draft(Path(path)) as file:
             figure.savefig(file, dpi=160)

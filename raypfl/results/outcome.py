@@ -101,14 +101,14 @@ def show(
     judged = [result for result in results if result.evaluations.num_rows]
     if judged:
         console.print()
-        console.print(Text(setting(judged[0].experiment, judged[0].facts), "dim"))
+        console.print(Text(setting(judged[0].experiment, judged[0].metadata), "dim"))
         _show_table(console, judged)
         if any(result.best_round is not None for result in judged):
             console.print(Text(_BEST, "dim"))
     console.print()
-    facts = _whereabouts(results, pictures)
-    width = max(len(heading) for heading, _ in facts)
-    for heading, text in facts:
+    places = _whereabouts(results, pictures)
+    width = max(len(heading) for heading, _ in places)
+    for heading, text in places:
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), text), soft_wrap=True)
     if results[-1].status == "stopped":
         return
@@ -176,14 +176,14 @@ def nearby(path: Path) -> Path:
 
 
 def _whereabouts(results: Sequence[Result], pictures: Mapping[str, Path]) -> list[tuple[str, str]]:
-    facts = [(heading, str(nearby(path))) for heading, path in pictures.items()]
+    places = [(heading, str(nearby(path))) for heading, path in pictures.items()]
     for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
         heading = f"{label}, seed {result.experiment.seed}"
-        facts.append((heading, f"{nearby(result.run_dir)}  weights {result.weights_hash[:12]}"))
+        places.append((heading, f"{nearby(result.run_dir)}  weights {result.weights_hash[:12]}"))
     if results[0].experiment.tracking.mlflow:
         uri = tracking_uri(results[0].experiment)
-        facts.append(("MLflow", uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"))
-    return facts
+        places.append(("MLflow", uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"))
+    return places
 
 
 def _columns(compared: Sequence[Contender]) -> list[_Column]:

@@ -74,7 +74,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
             _curves(left, contender, protocol, lines)
             _sorted_clients(right, contender, protocol, lines)
         _explain(left, right, compared, protocol)
-        figure.suptitle(fill(setting(results[0].experiment, results[0].facts), 110), fontsize=11, color="#777777")
+        figure.suptitle(fill(setting(results[0].experiment, results[0].metadata), 110), fontsize=11, color="#777777")
         _legend(figure, compared, protocol)
         with draft(Path(path)) as file:
             figure.savefig(file, dpi=160)

@@ -37,7 +37,7 @@ class RunLine:
         self.unit = Unit(Measures().primary)
         self._reached: dict[str, float] = {}
         self._judged = 0
-        self._facts: dict[str, Any] = {}
+        self._metadata: dict[str, Any] = {}
         self._began: float | None = None
         self._ended: float | None = None
         self._ends: deque[float] = deque(maxlen=_PACED_BY)
@@ -45,7 +45,7 @@ class RunLine:
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self.status, self.rounds, self._facts = "running", event.experiment.rounds, event.facts
+                self.status, self.rounds, self._metadata = "running", event.experiment.rounds, event.metadata
                 self.first_round = self.round = event.first_round
                 self.unit = Unit(event.experiment.measures.primary)
                 self._began = time.monotonic()
@@ -101,9 +101,9 @@ class RunLine:
         return f"{self.bytes_up / 1e6:.1f} / {self.bytes_down / 1e6:.1f}" if self.round > self.first_round else ""
 
     @property
-    def facts(self) -> str:
+    def overview(self) -> str:
         """What the engine found out and decided, in one line."""
-        known = self._facts
+        known = self._metadata
         why = f" ({known['why']})" if known.get("why") else ""
         layout = ", channels last" if known.get("channels_last") else ""
         parts = [

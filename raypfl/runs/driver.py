@@ -39,7 +39,7 @@ from raypfl.runs.result import (
     reason_before,
     refuse_shorter,
     write_description,
-    write_facts,
+    write_metadata,
     write_tables,
 )
 from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
@@ -266,7 +266,7 @@ def _write_beginning(folder: Path, event: Event) -> None:
     # Once the run has begun, not before: a resume with changes that is refused leaves the run as it was.
     if isinstance(event, RunStarted):
         write_description(folder, event.experiment)
-        write_facts(folder, event)
+        write_metadata(folder, event)
 
 
 def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:
@@ -309,9 +309,9 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> It
         task = make_task(experiment, data, here)
         of_clients = task if here == there else make_task(experiment, data, there)
         worker = Worker(make_context(experiment, data, of_clients), experiment.method)
-        facts = {"backend": "inline", "actors": 1, "device": str(there)}
+        metadata = {"backend": "inline", "actors": 1, "device": str(there)}
         pools = pools_of_server(experiment, data, task)
-        yield Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, facts).run()
+        yield Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, metadata).run()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from raypfl.config import Experiment
 from raypfl.config.assignments import parse_assignments
 from raypfl.config.yaml_text import read, write
 from raypfl.methods import METHODS
-from raypfl.runs.result import FACTS, description, refuse_shorter, write_description
+from raypfl.runs.result import METADATA, description, refuse_shorter, write_description
 
 COMPARISON = "comparison.yaml"
 
@@ -88,7 +88,7 @@ class Comparison:
 
     def forget_unbegun(self) -> None:
         """Take `new` back, unless one of the runs has begun since."""
-        if not any((folder / FACTS).exists() for folder in self.folders):
+        if not any((folder / METADATA).exists() for folder in self.folders):
             shutil.rmtree(self.folder)
 
 

@@ -66,7 +66,7 @@ def write(path: str | Path, experiment: Experiment, snapshot: Snapshot, outline:
         "scale": outline.scale,
     }
     tensors = {f"server/{name}": tensor for name, tensor in tensors.items()}
-    tensors |= {f"data/{name}": torch.from_numpy(np.array(values)) for name, values in _facts(outline).items()}
+    tensors |= {f"data/{name}": torch.from_numpy(np.array(values)) for name, values in _metadata(outline).items()}
     rows = _rows(snapshot.states)
     tensors |= {f"state/{name}/clients": torch.from_numpy(mine.clients) for name, mine in rows.items()}
     layout = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes) for name, t in tensors.items()}
@@ -109,17 +109,17 @@ class ModelsFile:
         self.experiment = Experiment.from_yaml(about["experiment"])
         self.round: int = about["round"]
         self.server = decoded(about["server"], self._all("server/"))
-        facts = {name: tensor.numpy() for name, tensor in self._all("data/").items()}
+        metadata = {name: tensor.numpy() for name, tensor in self._all("data/").items()}
         self.outline = DataOutline(
             input_shape=tuple(about["input_shape"]),
             num_classes=about["num_classes"],
             kind=about.get("kind", "classes"),
             discrete=about.get("discrete", False),
             scale=about["scale"],
-            mean=facts["mean"],
-            std=facts["std"],
-            unseen=facts["unseen"],
-            sizes={split: facts[split] for split in ("train", "test")},
+            mean=metadata["mean"],
+            std=metadata["std"],
+            unseen=metadata["unseen"],
+            sizes={split: metadata[split] for split in ("train", "test")},
             data=partial(load_federated, self.experiment.data, self.experiment.partition, seed=self.experiment.seed),
         )
 
@@ -190,7 +190,7 @@ def _rows(shards: Iterable[StateShard]) -> dict[str, _Rows]:
     return rows
 
 
-def _facts(outline: DataOutline) -> dict[str, np.ndarray]:
+def _metadata(outline: DataOutline) -> dict[str, np.ndarray]:
     splits = {split: outline.sizes(split) for split in ("train", "test")}
     return {"mean": outline.mean, "std": outline.std, "unseen": outline.unseen, **splits}
 

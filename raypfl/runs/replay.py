@@ -28,7 +28,7 @@ def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
         result.run_dir.name,
         str(result.run_dir.resolve()),
         result.experiment.override(changes),
-        result.facts,
+        result.metadata,
         0,
     )
     judged = set(pc.unique(result.evaluations["round"]).to_pylist())

@@ -28,7 +28,7 @@ from raypfl.storage.tables import arrow, read
 TABLES = ("rounds", "evaluations", "ledger")
 PICTURES = "images"
 SUMMARY = "summary.json"
-FACTS = "facts.json"
+METADATA = "metadata.json"
 RECIPE = "experiment.yaml"
 
 
@@ -55,7 +55,7 @@ def write_description(folder: Path, experiment: Experiment) -> None:
 
 def forget_unbegun(folder: Path) -> None:
     """Take back `write_description`, unless the run has begun since; the folder goes too, if nothing else is in it."""
-    if not (folder / FACTS).exists():
+    if not (folder / METADATA).exists():
         (folder / RECIPE).unlink()
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -84,17 +84,17 @@ def refuse_stranger(client: int, count: int) -> None:
         raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {count - 1}.")
 
 
-def write_facts(folder: Path, started: RunStarted) -> None:
+def write_metadata(folder: Path, started: RunStarted) -> None:
     """Put what a run found out as it began into its folder."""
-    write(folder / FACTS, json.dumps(started.facts, indent=1))
+    write(folder / METADATA, json.dumps(started.metadata, indent=1))
 
 
 def reason_before(folder: Path, experiment: Experiment) -> str:
     """Why a run that goes on has its executor and layout; empty for a new one, or where these were changed."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        facts = json.loads((folder / FACTS).read_text())
+        metadata = json.loads((folder / METADATA).read_text())
         chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
-        return str(facts["why"]) if chosen.items() <= facts.items() else ""
+        return str(metadata["why"]) if chosen.items() <= metadata.items() else ""
     return ""
 
 
@@ -121,7 +121,7 @@ class Result:
     status : ``finished``, ``stopped`` or ``failed``. round : rounds finished.
     weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
     best_round : the best evaluated round by validation data; None: nothing was validated.
-    facts : what the run found out as it began, see ``events.RunStarted``.
+    metadata : what the run found out as it began, see ``events.RunStarted``.
     rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
     evaluations : a row for each (round, client, protocol, model): samples, and every metric.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
@@ -139,7 +139,7 @@ class Result:
     round: int
     weights_hash: str
     best_round: int | None
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     rounds: pa.Table
     evaluations: pa.Table
     ledger: pa.Table
@@ -153,7 +153,7 @@ class Result:
         folder = Path(run_dir)
         if not folder.exists():
             raise CheckpointError(f"There is no folder {folder}. Runs are in the folder that `output` names.")
-        if not all((folder / name).exists() for name in (SUMMARY, FACTS)):
+        if not all((folder / name).exists() for name in (SUMMARY, METADATA)):
             raise CheckpointError(
                 f"{folder} holds no finished run; `raypfl resume {folder}` finishes one that was cut off."
             )
@@ -165,7 +165,7 @@ class Result:
             round=end["round"],
             weights_hash=end["weights_hash"],
             best_round=end["best_round"],
-            facts=json.loads((folder / FACTS).read_text()),
+            metadata=json.loads((folder / METADATA).read_text()),
             **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
             logged=_logged(folder),
             analysis={
@@ -232,7 +232,7 @@ class Result:
         ------
         ConfigError : if there is no such client.
         """
-        refuse_stranger(client, self.facts["num_clients"])
+        refuse_stranger(client, self.metadata["num_clients"])
         return self._snapshot().state_of(client)
 
     def _snapshot(self, whole: bool = True) -> checkpoint.Snapshot:

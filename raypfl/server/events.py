@@ -27,7 +27,7 @@ class RunStarted:
     Attributes
     ----------
     run : its name. run_dir : its folder.
-    facts : what was found out: num_clients, parameters, weights (where the first ones are from), executor,
+    metadata : what was found out: num_clients, parameters, weights (where the first ones are from), executor,
         channels_last, why (these two were chosen; empty if the settings say so), group_size, actors, data, device (of
         the clients), server_device, system, versions.
     """
@@ -35,7 +35,7 @@ class RunStarted:
     run: str
     run_dir: str
     experiment: Experiment
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     first_round: int
 
 

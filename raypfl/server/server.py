@@ -88,15 +88,15 @@ class Server:
     ----------
     pools : as the server reads them.
     emit : is told of every event, in order.
-    facts : about the backend, for the run's record.
+    metadata : about the backend, for the run's record.
     """
 
-    def __init__(self, job: Job, task: Task, pools: Pools, backend: Backend, emit: Listener, facts: dict[str, Any]):
+    def __init__(self, job: Job, task: Task, pools: Pools, backend: Backend, emit: Listener, metadata: dict[str, Any]):
         self.job = job
         self.task = task
         self.backend = backend
         self.emit = emit
-        self.facts = facts
+        self.metadata = metadata
         self.experiment = job.experiment
         self.method = job.experiment.method
         self.round = 0
@@ -200,7 +200,7 @@ class Server:
     def _begin(self) -> None:
         self._restore_or_start()
         cohort = cohort_size(self.experiment.cohort, self.task.num_clients)
-        facts = {
+        metadata = {
             "num_clients": self.task.num_clients,
             "parameters": self.task.model.num_parameters,
             "weights": origin(self.task.model.module),
@@ -217,7 +217,7 @@ class Server:
                 "python": platform.python_version(),
             },
         }
-        self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, facts | self.facts, self.round))
+        self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, metadata | self.metadata, self.round))
 
     def _due(self, every: int) -> bool:
         return self.round == self.experiment.rounds or (every > 0 and self.round % every == 0)

@@ -42,7 +42,7 @@ def tags_of(started: RunStarted) -> dict[str, str]:
         **{part: experiment[part]["name"] for part in ("method", "data", "partition", "model") if part in experiment},
         "seed": str(experiment["seed"]),
         "run_dir": started.run_dir,
-        **flat(started.facts, "facts."),
+        **flat(started.metadata, "metadata."),
     }
 
 
@@ -54,7 +54,7 @@ def params_of(experiment: Experiment) -> dict[str, str]:
 def description_of(started: RunStarted, run_id: str, uri: str) -> str:
     """What is read beside a run: what it is, and how one gets at its models."""
     return (
-        f"{setting(started.experiment, started.facts)}\n\n"
+        f"{setting(started.experiment, started.metadata)}\n\n"
         "Its models, as networks that take images as they are stored:\n\n"
         "```python\n"
         "import raypfl\n\n"
@@ -70,7 +70,7 @@ def comparison_of(results: Sequence[Result]) -> str:
     unit = compared[0].unit
     sign = unit.sign or f" {unit.heading}"
     headings = ("method", "tested on", *(f"{name}{sign}" for name in ("personal", "global", "worst decile")))
-    lines = [setting(results[0].experiment, results[0].facts), "", f"| {' | '.join(headings)} |"]
+    lines = [setting(results[0].experiment, results[0].metadata), "", f"| {' | '.join(headings)} |"]
     lines.append("|:--|:--|--:|--:|--:|")
     for one in compared:
         for protocol in one.protocols:

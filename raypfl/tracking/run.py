@@ -357,7 +357,7 @@ def _dataset(started: RunStarted) -> Any:
     from mlflow.entities import Dataset, DatasetInput
 
     data = started.experiment.data
-    digest = str(started.facts.get("data", ""))[:36]
+    digest = str(started.metadata.get("data", ""))[:36]
     return DatasetInput(Dataset(data.name, digest, "local", str(data.root or "")))
 
 
