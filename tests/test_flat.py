@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
 from raypfl.models import FlatModel
+from raypfl.models.flat import FunctionalCall
 from tests.support import NormalisedConv, as_module, as_vector, small_mlp
 
 
@@ -109,11 +110,12 @@ def test_calls_in_training_mode_move_a_copy_of_the_statistics():
     before = theta.clone()
     net = as_module(NormalisedConv, theta).train()
     batches = torch.randn(2, 5, 2, 4, 4, dtype=torch.float64)
-    with model.mode(train=True), model.statistics(model.buffers(theta)) as moved:
-        for x in batches:
+    call = FunctionalCall(model, model.buffers(theta))
+    for x in batches:
+        with model.mode(train=True), call:
             assert torch.equal(model(model.parameters(theta), x), net(x))
-        torch.testing.assert_close(moved(), as_vector(net)[model.num_parameters :], rtol=0, atol=0)
-        assert not torch.equal(moved(), model.buffers(before))
+    torch.testing.assert_close(call.moved(), as_vector(net)[model.num_parameters :], rtol=0, atol=0)
+    assert not torch.equal(call.moved(), model.buffers(before))
     assert torch.equal(theta, before)
 
 
@@ -140,9 +142,9 @@ def test_a_tied_weight_is_counted_once_and_learns_from_both_places(bound):
     net(x).square().sum().backward()
     expected = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
     if bound:
-        with model.bound() as vector:
+        with model.bound() as vector, vector:
             vector.bind(theta)
-            out = model(vector.theta, x)
+            out = model(vector.parameters, x)
             assert torch.equal(out, net(x))
             grads = torch.autograd.grad(out.square().sum(), vector.tensors)
             gradient = torch.cat([g.reshape(-1) for g in grads])
@@ -266,12 +268,12 @@ def test_training_a_bound_network_moves_the_vector_and_leaves_the_network_as_it_
     x = torch.randn(4, 2, 4, 4, dtype=torch.float64)
     net = as_module(NormalisedConv, theta).train()
     out, template = theta.clone(), [t.clone() for t in model.module.state_dict().values()]
-    with model.bound() as bound, model.mode(train=True):
+    with model.bound() as bound, model.mode(train=True), bound:
         bound.bind(out)
-        loss = model(bound.theta, x).square().sum()
+        loss = model(bound.parameters, x).square().sum()
         grads = torch.autograd.grad(loss, bound.tensors)
         with torch.no_grad():
-            bound.theta.sub_(torch.cat([g.reshape(-1) for g in grads]), alpha=0.1)
+            bound.parameters.sub_(torch.cat([g.reshape(-1) for g in grads]), alpha=0.1)
     assert all(torch.equal(a, b) for a, b in zip(template, model.module.state_dict().values(), strict=True))
     net(x).square().sum().backward()
     with torch.no_grad():

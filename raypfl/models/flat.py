@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -100,10 +100,7 @@ class FlatModel:
             for name, child, leaf in self._places
         ]
         self._norms = [m for m in self.module.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
-        self._calls: int | None = None
-        self._bound: BoundModel | None = None
-        self._statistics: dict[str, Tensor] | None = None
-        self._parts: tuple[Tensor | None, Mapping[str, Tensor]] = (None, {})
+        self._loss: LossCall | None = None
         if self.num_parameters == 0:
             raise ConfigError("The network has no trainable parameters, so there is nothing to train.")
 
@@ -198,19 +195,20 @@ class FlatModel:
         return theta[..., place.start : place.stop].reshape((*theta.shape[:-1], *place.shape))
 
     def __call__(self, theta: Tensor, x: Tensor) -> Tensor:
-        """The network's output at `theta` (``[P+B]``, or ``[P]`` during training) for inputs ``x[b, ...]``."""
-        self._refuse_to_move_twice()
-        if self._bound is not None and theta is self._bound.theta:
-            return self.module(x)
-        of, parts = self._parts
-        tensors = dict(parts) if theta is of else self.unflatten(theta)
+        """The network's output for inputs ``x[b, ...]`` at a model vector ``[P+B]``.
+
+        Inside a loss `theta` may also be parameters ``[P]``; :class:`LossCall` says which statistics go with them.
+        """
+        loss = self._loss
+        if loss is not None:
+            loss.count()
+            if theta is loss.parameters:
+                return loss.outputs(x)
+        tensors = self.unflatten(theta)
         if self.num_buffers and theta.shape[-1] == self.num_parameters:
-            statistics = self._statistics or (self._bound and self._bound.moving)
-            if not statistics:
-                raise ValueError(
-                    "This network has batch-norm statistics: outside training, pass the whole model vector."
-                )
-            tensors |= statistics
+            if loss is None or not loss.statistics:
+                raise ValueError("This network has batch-norm statistics: outside a loss, pass the whole model vector.")
+            tensors |= loss.statistics
         return self._with(tensors, x)
 
     def features(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,68 +225,11 @@ class FlatModel:
             hook.remove()
         return seen[0], outputs
 
-    @contextmanager
-    def parts(self, theta: Tensor, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within: calls at `theta` ``[P]`` itself compute with `tensors`, its parameters by name.
-
-        They are leaves, so autograd gives a gradient for each, and need not put those together.
-        """
-        outer, self._parts = self._parts, (theta, tensors)
-        try:
-            yield
-        finally:
-            self._parts = outer
-
-    @contextmanager
-    def statistics(self, values: Tensor) -> Iterator[Callable[[], Tensor]]:
-        """Within: calls at parameters ``[P]`` use a copy of the statistics `values` ``[B]`` and, in training, move it.
-
-        Yields a function that returns the statistics as they are by then.
-        """
-        if not self.num_buffers:
-            yield lambda: values
-            return
-        names = list(self.segments)[len(self.parameter_names) :]
-        places = [self.segments[name] for name in names]
-        parts = values.split([p.stop - p.start for p in places])
-        moving = {p.name: part.reshape(p.shape).clone() for p, part in zip(places, parts, strict=True)}
-        outer, self._statistics = self._statistics, moving
-        try:
-            yield lambda: torch.cat([moving[n].reshape(-1) for n in names])
-        finally:
-            self._statistics = outer
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Within: a loss on one batch, in which batch norm may move its statistics once."""
-        outer, self._calls = self._calls, 0
-        try:
-            yield
-        finally:
-            self._calls = outer
-
-    def _refuse_to_move_twice(self) -> None:
-        if self._calls is None or not any(norm.training for norm in self._norms):
-            return
-        self._calls += 1
-        if self._calls > 1:
-            raise MethodError(
-                "A loss called the network twice in training mode, so that its batch norm would move its statistics "
-                "twice. Pass another model (a teacher, an earlier one) as teacher=clients.other(theta), which the loss "
-                "calls as teacher(batch.x): that one stays as it is. Give the network several inputs at one model in "
-                "one call, as in torch.cat([a, b])."
-            )
-
-    @contextmanager
-    def unmoved(self) -> Iterator[None]:
-        """Within: calls at parameters other than the bound ones move but a copy of the statistics."""
-        outer = self._statistics
-        current = outer or (self._bound and self._bound.moving)
-        self._statistics = {name: rows.clone() for name, rows in current.items()} if current else outer
-        try:
-            yield
-        finally:
-            self._statistics = outer
+    def side_call(self) -> AbstractContextManager[Any]:
+        """Within: calls change only copies of the statistics of the :class:`LossCall` around it."""
+        if self._loss is None or not self.num_buffers:
+            return nullcontext()
+        return FunctionalCall(self, self._loss.moved())
 
     def gradient(
         self, loss: Callable[[Tensor], Tensor], theta: Tensor, train: bool = False
@@ -298,11 +239,11 @@ class FlatModel:
         ``value, slope, _ = net.gradient(lambda p: (net(p, x) * y).sum(), theta)``; `train` is the network's mode.
         """
         p = self.parameters(theta).detach().requires_grad_()
-        statistics = self.statistics(self.buffers(theta).detach())
-        with torch.enable_grad(), self.mode(train), statistics as moved, self.step():
+        call = FunctionalCall(self, self.buffers(theta).detach())
+        with torch.enable_grad(), self.mode(train), call:
             value = loss(p)
             slope = torch.autograd.grad(value, p)[0]
-            return value.detach(), slope, moved().detach()
+        return value.detach(), slope, call.moved().detach()
 
     @contextmanager
     def mode(self, train: bool) -> Iterator[None]:
@@ -327,15 +268,12 @@ class FlatModel:
 
     @contextmanager
     def bound(self) -> Iterator[BoundModel]:
-        """Within: after ``bound.bind(vector)``, calls at ``bound.theta`` run the network as an ordinary module."""
-        if self._bound is not None:
-            raise RuntimeError("The network is bound to another vector already.")
-        self._bound = BoundModel(self)
+        """Within: the network computes with its own tensors, which ``bound.bind(vector)`` replaces by views of one."""
+        bound = BoundModel(self)
         try:
-            yield self._bound
+            yield bound
         finally:
-            self._bound.release()
-            self._bound = None
+            bound.release()
 
     def _with(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """The module's output with `tensors` in the places of its own: torch.func.functional_call, but for its checks,
@@ -368,38 +306,120 @@ class FlatModel:
         return {name: everything[name] for name in self.segments}
 
 
-class BoundModel:
-    """The network computing with vectors that are given to it: its parameters and statistics are views of them.
+class LossCall:
+    """A context in which a loss is evaluated once: what the network computes with when the loss calls it.
+
+    In training mode that call moves the statistics, so a loss may call a network with batch norm only once.
 
     Attributes
     ----------
-    theta : ``Tensor[P]``, a leaf that requires a gradient; a loss may use it beside the network.
-    moving : the statistics by name, moved in place by training.
-    tensors : the network's parameters, as leaves, in segment order.
+    parameters : ``Tensor[P]``, a vector for which calls use other tensors, see :meth:`outputs`; or None.
+    statistics : by name, what calls at parameters ``[P]`` use and, in training mode, move in place.
     """
 
-    theta: Tensor
-    moving: dict[str, Tensor]
+    def __init__(self, model: FlatModel):
+        self.model = model
+        self.parameters: Tensor | None = None
+        self.statistics: dict[str, Tensor] = {}
+        self._calls = 0
+        self._outer: LossCall | None = None
+
+    def __enter__(self) -> Self:
+        self._outer, self.model._loss, self._calls = self.model._loss, self, 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model._loss = self._outer
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """The network's output for ``x[b, ...]`` at `parameters`."""
+        raise NotImplementedError
+
+    def moved(self) -> Tensor:
+        """The statistics ``[B]`` as they are now."""
+        return torch.cat([part.reshape(-1) for part in self.statistics.values()])
+
+    def count(self) -> None:
+        """Note a call of the network.
+
+        Raises
+        ------
+        MethodError : at the second one in training mode, if the network has batch norm.
+        """
+        if not any(norm.training for norm in self.model._norms):
+            return
+        self._calls += 1
+        if self._calls > 1:
+            raise MethodError(
+                "A loss called the network twice in training mode, which would move its batch-norm statistics twice. "
+                "To call another model (a teacher, an earlier one), pass it as teacher=clients.other(theta) and call "
+                "it as teacher(batch.x): its statistics do not move. To give one model several inputs, call the "
+                "network once, on torch.cat([a, b])."
+            )
+
+
+class FunctionalCall(LossCall):
+    """Calls compute with given tensors, and with a copy of the statistics ``buffers[B]``.
+
+    Parameters
+    ----------
+    parameters, leaves : calls at the vector ``parameters[P]`` itself compute with `leaves`, one for each of its
+        segments, so that autograd returns one gradient for each segment.
+    """
+
+    def __init__(
+        self, model: FlatModel, buffers: Tensor, parameters: Tensor | None = None, leaves: Sequence[Tensor] = ()
+    ):
+        super().__init__(model)
+        self.parameters = parameters
+        self._buffers = buffers
+        if model.num_buffers:
+            places = list(model.segments.values())[len(model.parameter_names) :]
+            parts = buffers.split([place.stop - place.start for place in places])
+            self.statistics = {p.name: part.reshape(p.shape).clone() for p, part in zip(places, parts, strict=True)}
+        if parameters is not None:
+            self._tensors = dict(zip(model.parameter_names, leaves, strict=True)) | self.statistics
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.model._with(self._tensors, x)
+
+    def moved(self) -> Tensor:
+        return super().moved() if self.statistics else self._buffers
+
+
+class BoundModel(LossCall):
+    """Calls run the network as an ordinary module, whose tensors are views of a vector that training moves in place.
+
+    Attributes
+    ----------
+    parameters : ``Tensor[P]``, a leaf that requires a gradient.
+    tensors : the network's parameters, as leaves, in the order of its segments.
+    """
+
+    parameters: Tensor
     tensors: list[nn.Parameter]
 
     def __init__(self, model: FlatModel):
-        self._model = model
+        super().__init__(model)
         self._template = model._moving(model.module)
 
     def bind(self, vector: Tensor, still: Set[str] = frozenset()) -> None:
-        """Compute with the model vector ``[P+B]`` from now on, and let training move it in place, but for `still`."""
-        views = self._model.unflatten(vector.detach())
-        self.theta = self._model.parameters(vector).detach().requires_grad_()
-        self.moving = {name: views[name] for name in list(views)[len(self._model.parameter_names) :]}
-        leaves = {n: nn.Parameter(views[n], requires_grad=n not in still) for n in self._model.parameter_names}
+        """Use the model vector ``[P+B]`` from now on. Segments in `still` get no gradient."""
+        views, names = self.model.unflatten(vector.detach()), self.model.parameter_names
+        self.parameters = self.model.parameters(vector).detach().requires_grad_()
+        self.statistics = {name: views[name] for name in list(views)[len(names) :]}
+        leaves = {name: nn.Parameter(views[name], requires_grad=name not in still) for name in names}
         self.tensors = list(leaves.values())
-        self._place(leaves | self.moving)
+        self._place(leaves | self.statistics)
 
     def release(self) -> None:
-        """Give the network its own tensors back."""
+        """Give the network back the tensors that it was built with."""
         self._place(self._template)
 
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.model.module(x)
+
     def _place(self, tensors: Mapping[str, Tensor]) -> None:
-        # By `setattr`, not into `_parameters`: recurrent layers keep a list of their weights, which that updates.
-        for name, module, leaf in self._model._places:
+        # setattr, not a write into `_parameters`: recurrent layers keep a list of their weights, which setattr updates.
+        for name, module, leaf in self.model._places:
             setattr(module, leaf, tensors[name])

@@ -46,7 +46,7 @@ class LocalLoss:
             return value, torch.full_like(value.detach(), torch.nan)
         if self.report == "loss":
             return value, reported
-        with torch.no_grad(), self.model.unmoved(), self.model.step():
+        with torch.no_grad(), self.model.side_call():
             return value, self.report(p.detach(), batch, **self._for(self.report, extras))
 
     def refuse_unknown(self, extras: Mapping[str, Any]) -> None:

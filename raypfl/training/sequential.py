@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raypfl.common.messages import one_client_at_a_time
 from raypfl.models.extras import Extras, of_client, trimmed
-from raypfl.models.flat import BoundModel, FlatModel
+from raypfl.models.flat import BoundModel, FlatModel, FunctionalCall, LossCall
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
 from raypfl.objectives.batch import Batch
@@ -56,7 +56,7 @@ class Sequential:
                 mine = trimmed(self.model, of_client(extras, k))
                 own = samples.steps(k, visits)
                 for s in range(steps):
-                    reported = self._step(loss, descent, self._batch(own(s)), keys[k] + s, mine)
+                    reported = self._step(loss, bound, descent, self._batch(own(s)), keys[k] + s, mine)
                     losses[k] += reported / int(steps)
         return trained, losses
 
@@ -85,7 +85,7 @@ class Sequential:
             for s, batch in enumerate(self._drawn(batches)):
                 descent.update = replace(update, lr=rate(s))
                 with self.model.mode(training):
-                    reported = self._step(loss, descent, self._batch(batch), key + s, mine)
+                    reported = self._step(loss, bound, descent, self._batch(batch), key + s, mine)
                 yield reported
 
     def _drawn(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -111,27 +111,29 @@ class Sequential:
         bound.bind(vector, still)
         _seed(vector.device, key)
         memory = update.init(self.model.parameters(vector))
-        return Descent(self.model, update, bound.theta, bound.tensors, gradient, memory, correction)
+        return Descent(self.model, update, bound.parameters, bound.tensors, gradient, memory, correction)
 
-    def _step(self, loss: LocalLoss, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]) -> Tensor:
+    def _step(
+        self, loss: LocalLoss, bound: BoundModel, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]
+    ) -> Tensor:
         """Take a step; returns what is reported."""
         if descent.update.optimizer.per_sample:
-            slope = partial(self._slope, loss, descent, extras)
+            slope = partial(self._slope, loss, bound, extras)
             gradient, reported = self._by_samples(descent.update, descent.theta, batch, key, slope)
             descent.step_whole(gradient)
             return reported
-        with self._inside(key):
-            value, reported = loss(descent.theta, batch, **extras)
-        descent.step(*gradients_of(value, descent.tensors, descent.theta))
+        with bound, self._inside(key):
+            value, reported = loss(bound.parameters, batch, **extras)
+        descent.step(*gradients_of(value, bound.tensors, bound.parameters))
         return reported.detach()
 
     def _slope(
-        self, loss: LocalLoss, descent: Descent, extras: dict[str, Any], batch: Batch, key: Tensor
+        self, loss: LocalLoss, bound: BoundModel, extras: dict[str, Any], batch: Batch, key: Tensor
     ) -> tuple[Tensor, Tensor]:
-        with self._inside(key):
-            value, reported = loss(descent.theta, batch, **extras)
-        slope = torch.empty_like(descent.theta)
-        assemble(segments(self.model, slope), *gradients_of(value, descent.tensors, descent.theta), into=slope)
+        with bound, self._inside(key):
+            value, reported = loss(bound.parameters, batch, **extras)
+        slope = torch.empty_like(bound.parameters)
+        assemble(segments(self.model, slope), *gradients_of(value, bound.tensors, bound.parameters), into=slope)
         return slope, reported.detach()
 
     def _by_samples(
@@ -160,21 +162,21 @@ class Sequential:
             for k, batch in enumerate(batches):
                 _seed(at.device, keys[k])
                 p = self.model.parameters(at[k]).detach().requires_grad_()
-                slope = partial(self._slope_at, loss, p, trimmed(self.model, of_client(extras, k)))
-                with self.model.statistics(self.model.buffers(at[k])) as moved:
-                    if update is None or not update.optimizer.per_sample:
-                        gradient, reported = slope(self._batch(batch), keys[k])
-                    else:
-                        gradient, reported = self._by_samples(update, p, self._batch(batch), keys[k], slope)
-                    statistics.append(moved().detach())
+                call = FunctionalCall(self.model, self.model.buffers(at[k]))
+                slope = partial(self._slope_at, loss, call, p, trimmed(self.model, of_client(extras, k)))
+                if update is None or not update.optimizer.per_sample:
+                    gradient, reported = slope(self._batch(batch), keys[k])
+                else:
+                    gradient, reported = self._by_samples(update, p, self._batch(batch), keys[k], slope)
                 gradients.append(gradient)
                 losses.append(reported)
+                statistics.append(call.moved().detach())
         return torch.stack(gradients), torch.stack(losses), torch.stack(statistics)
 
     def _slope_at(
-        self, loss: LocalLoss, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
+        self, loss: LocalLoss, call: LossCall, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
     ) -> tuple[Tensor, Tensor]:
-        with self._inside(key):
+        with call, self._inside(key):
             value, reported = loss(p, batch, **extras)
         return torch.autograd.grad(value, p)[0], reported.detach()
 
@@ -204,7 +206,7 @@ class Sequential:
     @contextlib.contextmanager
     def _inside(self, key: Tensor | None) -> Iterator[None]:
         draws = RowWise(None, key) if key is not None and self.model.has_dropout else contextlib.nullcontext()
-        with one_client_at_a_time(), self.precision.context(self.model.device), self.model.step(), draws:
+        with one_client_at_a_time(), self.precision.context(self.model.device), draws:
             yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, vmap
 
 from raypfl.common.messages import one_client_at_a_time
 from raypfl.models.extras import Extras, chosen, of_client, rows_of, trimmed, with_rows
-from raypfl.models.flat import FlatModel
+from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
 from raypfl.objectives.batch import Batch
@@ -203,7 +203,7 @@ class Vectorised:
             if not train:
                 return function(at.detach(), batch, **mine).detach()
             key, p = torch.zeros((), dtype=torch.int64, device=batch.y.device), self.model.parameters(at)
-            with self.model.statistics(self.model.buffers(at)), self.model.step(), self._rows(batch, key):
+            with FunctionalCall(self.model, self.model.buffers(at)), self._rows(batch, key):
                 # A loss may itself differentiate.
                 value = function(p.detach().requires_grad_(), batch, **trimmed(self.model, mine))
                 return torch.stack(value).detach()
@@ -212,20 +212,18 @@ class Vectorised:
         return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]
 
     def _step(self, loss: LocalLoss, extras: Extras) -> Callable[..., Any]:
-        names = list(rows_of(extras))
-        segments = self.model.parameter_names
+        names, segments = list(rows_of(extras)), len(self.model.parameter_names)
 
         # Tensors one by one, not in a Batch and a dict: vmap takes a tenth of a small step to take those apart.
         def one(
             p: Tensor, statistics: Tensor, key: Tensor, x: Tensor, y: Tensor, weight: Tensor, *rest: Tensor
         ) -> tuple[Tensor, ...]:
-            tensors, mine = rest[: len(segments)], rest[len(segments) :]
-            batch = Batch(x, y, weight)
-            parts = self.model.parts(p, dict(zip(segments, tensors, strict=True)))
-            with parts, self.model.statistics(statistics) as moved, self.model.step(), self._rows(batch, key):
+            tensors, mine = rest[:segments], rest[segments:]
+            batch, call = Batch(x, y, weight), FunctionalCall(self.model, statistics, p, tensors)
+            with call, self._rows(batch, key):
                 own = trimmed(self.model, with_rows(extras, dict(zip(names, mine, strict=True))))
                 value, reported = loss(p, batch, **own)
-            return (value, moved()) if reported is value else (value, moved(), reported)
+            return (value, call.moved()) if reported is value else (value, call.moved(), reported)
 
         rows = vmap(one)
 
