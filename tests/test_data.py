@@ -90,6 +90,22 @@ def test_a_partition_that_cannot_be_met_names_the_data_set(tmp_path):
         load_federated(DataConfig(), IID(clients=2000), seed=0, cache=tmp_path)
 
 
+def test_clients_with_too_few_samples_for_a_test_sample_are_announced(tmp_path):
+    for _ in range(2):  # also when the data are in the cache
+        with pytest.warns(UserWarning, match=r"No client of .*:dozen' has a test sample: .* lower partition.clients"):
+            data = load_federated(DataConfig(name=f"{__name__}:dozen"), IID(clients=12), seed=0, cache=tmp_path)
+        assert data.sizes("test").sum() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_federated(DataConfig(name=f"{__name__}:dozen"), IID(clients=6), seed=0, cache=tmp_path)
+        load_federated(DataConfig(name=f"{__name__}:dozen", test_fraction=0), IID(clients=12), seed=0, cache=tmp_path)
+
+
+def dozen(config: DataConfig) -> RawData:
+    """Twelve samples."""
+    return RawData(np.zeros((12, 1, 2, 2), np.uint8), np.arange(12) % 2, ["even", "odd"])
+
+
 def test_an_unknown_data_set_is_refused_with_the_nearest_name(tmp_path):
     with pytest.raises(ConfigError, match="no data set called 'digit'; did you mean 'digits'"):
         load_federated(DataConfig(name="digit"), SMALL, seed=0, cache=tmp_path)

@@ -22,7 +22,7 @@ def test_cifar10_c_that_is_not_five_severities_of_equal_length_is_refused(tmp_pa
     root = datasets.cifar10_c(tmp_path / "data")
     for name in ("snow.npy", "labels.npy"):
         np.save(root / name, np.load(root / name)[:-1])
-    with pytest.raises(DataError, match=r"snow\.npy holds 19 images, which are not 5 severities of one length"):
+    with pytest.raises(DataError, match=r"snow\.npy holds 19 images, not 5 severities of one length"):
         opened("cifar10_c", image="snow.npy", variant=4)
 
 

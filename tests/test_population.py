@@ -74,7 +74,7 @@ def test_described_data_travel_as_their_description(tmp_path):
     ("name", "sentence"),
     [
         ("Lying", r"inputs uint8\[5, 1, 8, 8\] for client 1's train split.*must be.*\[6, 1, 8, 8\]"),
-        ("Mislabelled", "label from 0 to 9 for each of the 6 samples of client 1's train split"),
+        ("Mislabelled", "train split of client 1: Sample 2 has label 11, but there are 10 classes"),
     ],
 )
 def test_samples_that_are_not_as_described_are_refused_in_a_sentence(tmp_path, name, sentence):

@@ -6,6 +6,8 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from raypfl.common.errors import ConfigError, DataError
@@ -230,6 +232,28 @@ def test_an_unknown_variant_is_refused(opened):
         opened("cifar10_c", variant=6)
 
 
+def test_a_label_that_cannot_be_the_number_of_a_class_is_refused_by_every_reader_of_numbers(tmp_path, opened):
+    listed(tmp_path / "data", ["image,label", "images/0.png,0", "images/1.png,1000000000000"])
+    with pytest.raises(DataError, match=r"Row 1 of train\.csv has label 1000000000000, but labels must be numbers of"):
+        opened("csv")
+    table = pa.table({"image": [datasets.png(datasets.pixels(4, 4))] * 2, "label": [10**12, 0]})
+    pq.write_table(table, tmp_path / "data/all.parquet")
+    with pytest.raises(DataError, match=r"Row 0 of all\.parquet has label 1000000000000, but labels must be numbers"):
+        opened("parquet")
+    np.save(tmp_path / "data/image.npy", datasets.pixels(2, 4, 4))
+    np.save(tmp_path / "data/labels.npy", np.array([0, 10**12]))
+    with pytest.raises(DataError, match=r"Row 1 of .*labels\.npy has label 1000000000000, but labels must be numbers"):
+        opened("npy")
+
+
+def test_what_is_no_reader_is_refused_in_a_sentence(opened):
+    with pytest.raises(DataError, match=r"The reader 'builtins:print' returns NoneType; it must return raypfl"):
+        opened("builtins:print")
+    for name in ("math:pi", "builtins:int"):
+        with pytest.raises(ConfigError, match=f"data is '{name}', which is not a function, a Reader or a Population"):
+            opened(name)
+
+
 def test_an_option_that_the_reader_does_not_have_is_refused_with_its_name(opened):
     with pytest.raises(ConfigError, match=r"data\.layout is not an option of csv; known are: .* label"):
         opened("csv", layout="class")
@@ -298,7 +322,7 @@ def test_images_are_cropped_or_stretched_to_size(tmp_path, opened):
             "Art/1.png does not lie in",
         ),
         (lambda root: None, {"size": None}, r"3 x 9 x 6 .* 3 x 8 x 6 .* example data\.size=64"),
-        (lambda root: None, {"layout": "split/class"}, "lies in 'Art', but the folders of splits are called train"),
+        (lambda root: None, {"layout": "split/class"}, "lies in 'Art', but folders of splits are called train"),
     ],
 )
 def test_a_damaged_tree_of_images_is_named(tmp_path, opened, spoil, options, sentence):
@@ -343,11 +367,11 @@ def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path, opened):
             lambda root: (root / "val/val_annotations.txt").write_text(
                 "val_0.JPEG\tn02124075\nval_2.JPEG\tn02124075\n"
             ),
-            r"val/images/val_1\.JPEG of .* has no line in val/val_annotations\.txt, nor have 1 more",
+            r"val/images/val_1\.JPEG of .* and 1 more have no line in val/val_annotations\.txt",
         ),
         (
             lambda root: datasets.image(root / "val/images/val_9.JPEG", datasets.pixels(8, 8)),
-            r"val/images/val_9\.JPEG of .* has no line in val/val_annotations\.txt; get",
+            r"val/images/val_9\.JPEG of .* and 0 more have no line in val/val_annotations\.txt; get",
         ),
         (
             lambda root: (root / "val/val_annotations.txt").write_text(

@@ -100,20 +100,18 @@ class FromFile(Partition):
             raise ConfigError(f"partition.file is {self.file!r}, but there is no such file.")
         sample, client = _parquet(path) if path.suffix == ".parquet" else _json(path)
         rows = np.arange(len(samples)) if samples.rows is None else samples.rows
-        if sample.size and sample.min() < 0:
-            raise DataError(f"{path} names sample {sample.min()}, but samples are counted from 0.")
-        found = np.full(max(int(rows.max()), int(sample.max(initial=0))) + 1, -1, dtype=np.int64)
-        found[sample] = client
-        twice = np.flatnonzero(np.bincount(sample) > 1)
-        if twice.size:
-            raise DataError(f"{path} names sample {twice[0]} more than once; a sample belongs to one client.")
-        missing = rows[found[rows] < 0]
+        named, first, counts = np.unique(sample, return_index=True, return_counts=True)
+        if named.size and named[0] < 0:
+            raise DataError(f"{path} names sample {named[0]}, but samples are counted from 0.")
+        if (counts > 1).any():
+            raise DataError(f"{path} names sample {named[counts > 1][0]} more than once; it belongs to one client.")
+        missing = rows[~np.isin(rows, named)]
         if missing.size:
             raise DataError(
                 f"{path} names no client for sample {missing[0]} and {missing.size - 1} more; every training sample "
                 f"needs one, counted from 0."
             )
-        return found[rows]
+        return client[first[np.searchsorted(named, rows)]]
 
 
 def _parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:

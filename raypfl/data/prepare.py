@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any],
     others = [pools.read(name, source, raw) for name, source in pools.sources(data).items()]
     labels = [raw.labels, *(pool.labels for pool in others)]
     counts = [len(part) for part in labels]
-    inputs = _spooled(raw, others, folder)
+    test_mask = np.zeros(counts[0]) if raw.test_mask is None else raw.test_mask
+    inputs = _all_inputs(raw, others, folder)
     about: dict[str, Any] = {
         "class_names": raw.class_names,
         "scale": raw.scale if inputs.dtype == np.uint8 else 1.0,
@@ -90,9 +92,7 @@ def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any],
     columns: dict[str, Any] = {
         "input": inputs,
         "label": np.concatenate(labels).astype(_STORED.get(raw.kind, raw.labels.dtype)),
-        "published_test": _padded(
-            raw.test_mask if raw.test_mask is not None else np.zeros(counts[0]), counts, 0, np.int8
-        ),
+        "published_test": _padded(test_mask, counts, 0, np.int8),
         "pool": np.repeat(np.arange(_OWN, len(others)), counts).astype(np.int16),
     }
     if raw.groups is not None:
@@ -162,69 +162,51 @@ def _categories(labels: np.ndarray, rare: int) -> np.ndarray:
     return merged[combination]
 
 
-class _Spool:
-    """Samples, appended to a temporary file so that memory holds one block at a time."""
-
-    def __init__(self, folder: Path, shape: tuple[int, ...] = ()):
-        self.folder, self.shape, self.count, self.grey = folder, shape, 0, True
-        self.kind = np.dtype(np.uint8)
-        with writing(folder):
-            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed once it is mapped
-
-    def add(self, block: np.ndarray) -> None:
-        """Append ``[n, ...]``, of the type and shape of the blocks before."""
-        images = block.dtype == np.uint8
-        if block.dtype.name not in _INPUTS or block.ndim < 2 or (images and block.ndim != 4):
-            found = f"{block.dtype}{list(block.shape)}"
-            raise DataError(
-                f"The data set's reader returns inputs as {found}, not as uint8[n, C, H, W] images, float32[n, ...] or "
-                "float64[n, ...] features, or int64[n, ...] tokens."
-            )
-        if self.count and block.dtype != self.kind:
-            raise DataError(f"Inputs from {self.count} on are {block.dtype}, those before {self.kind}.")
-        if block.dtype.kind == "f" and not np.isfinite(block).all():
-            row = self.count + int(np.argwhere(~np.isfinite(block))[0][0])
-            raise DataError(f"Sample {row} has an input that is not finite.")
-        self.kind = block.dtype
-        if self.count and block.shape[1:] != self.shape:
-            raise DataError(
-                f"Inputs from {self.count} on are {list(block.shape[1:])}, those before {list(self.shape)}."
-            )
-        self.shape, self.count = block.shape[1:], self.count + len(block)
-        self.grey = (
-            images
-            and self.grey
-            and all(np.array_equal(block[:, 0], channel) for channel in block[:, 1:].swapaxes(0, 1))
-        )
-        with writing(self.folder):
-            np.ascontiguousarray(block).tofile(self.file)
-
-    def mapped(self) -> np.ndarray:
-        """All samples, ``[N, ...]``, mapped into memory."""
-        with self.file:
-            self.file.flush()
-            return np.memmap(self.file, self.kind, mode="r", shape=(self.count, *self.shape))
-
-
-def _spooled(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndarray:
+def _all_inputs(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndarray:
     """All inputs in one array; those of pools get the shape of the data set's own.
 
     Images that are grey throughout get one channel, however they were encoded: WebP has no grey images.
     """
-    spool = _Spool(folder)
-    for block in raw.blocks():
-        spool.add(block)
-    if spool.count != len(raw.labels):
-        raise DataError(f"There are {spool.count} images, but {len(raw.labels)} labels.")
-    if spool.grey and spool.shape[0] > 1:
-        coloured, spool = spool.mapped(), _Spool(folder)
-        for span in _spans(coloured, len(coloured)):
-            spool.add(coloured[span, :1])
-    shape = spool.shape
-    for pool in others:
-        for block in pool.blocks(shape):
-            spool.add(block)
-    return spool.mapped()
+    own = _spooled(raw.blocks(), folder)
+    if len(own) != len(raw.labels):
+        raise DataError(f"There are {len(own)} images, but {len(raw.labels)} labels.")
+    images = own.dtype == np.uint8 and own.shape[1] > 1
+    grey = images and all((own[span] == own[span, :1]).all() for span in _spans(own, len(own)))
+    if not grey and not others:
+        return own
+    kept = slice(1) if grey else slice(None)
+    blocks = (own[span, kept] for span in _spans(own, len(own)))
+    return _spooled(itertools.chain(blocks, *(pool.blocks(own[:1, kept].shape[1:]) for pool in others)), folder)
+
+
+def _spooled(blocks: Iterable[np.ndarray], folder: Path) -> np.ndarray:
+    """The blocks in one array, mapped from a temporary file, so that memory holds one block at a time."""
+    first, count = np.zeros((0, 1), np.uint8), 0
+    with writing(folder):
+        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed once it is mapped
+    with file:
+        for block in blocks:
+            first = first if count else block[:0]
+            _check(block, first, count)
+            with writing(folder):
+                np.ascontiguousarray(block).tofile(file)
+            count += len(block)
+        file.flush()
+        return np.memmap(file, first.dtype, mode="r", shape=(count, *first.shape[1:])) if count else first
+
+
+def _check(block: np.ndarray, first: np.ndarray, start: int) -> None:
+    """Raise a DataError unless inputs are of a known type, finite, and like the `first` ones."""
+    if block.dtype.name not in _INPUTS or block.ndim < 2 or (block.dtype == np.uint8 and block.ndim != 4):
+        raise DataError(
+            f"The data set's reader returns inputs as {block.dtype}{list(block.shape)}, not as uint8[n, C, H, W] "
+            "images, float32[n, ...] or float64[n, ...] features, or int64[n, ...] tokens."
+        )
+    if (block.dtype, block.shape[1:]) != (first.dtype, first.shape[1:]):
+        shapes = [f"{one.dtype}{list(one.shape[1:])}" for one in (block, first)]
+        raise DataError(f"Inputs from sample {start} on are {shapes[0]}, those before {shapes[1]}.")
+    if block.dtype.kind == "f" and not np.isfinite(block).all():
+        raise DataError(f"Sample {start + np.argwhere(~np.isfinite(block))[0][0]} has an input that is not finite.")
 
 
 def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
@@ -278,15 +260,15 @@ def _content(paths: list[Path], source: DataSource, cache: Path) -> str:
     The last, which only the system sets, shows files that were overwritten and got their old time of change back.
     """
     root = Path(source.root).expanduser() if source.root else Path()
-    there = [path for path in paths if path.is_file()]
+    there = [(path, path.stat()) for path in paths if path.is_file()]
     if not there:
         return ""
-    states = [(str(path.absolute()), *_size_and_times(path)) for path in there]
+    states = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in there]
     known = cache / "contents" / _key(states)
     if known.is_file():
         return known.read_text()
     content = hashlib.sha256()
-    for path in there:
+    for path, _ in there:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         content.update(f"{os.path.relpath(path, root)} {digest}\n".encode())
@@ -294,11 +276,6 @@ def _content(paths: list[Path], source: DataSource, cache: Path) -> str:
         known.parent.mkdir(parents=True, exist_ok=True)
         files.write(known, content.hexdigest())
     return content.hexdigest()
-
-
-def _size_and_times(path: Path) -> tuple[int, int, int]:
-    state = path.stat()
-    return state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _code(component: Any) -> str:

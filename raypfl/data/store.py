@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class FederatedData:
     pools: tuple[str, ...]
     pool_moments: dict[str, tuple[np.ndarray, np.ndarray]]
     fingerprint: str
-    _splits: dict[str, _Rows]
+    _splits: dict[str, tuple[np.ndarray, np.ndarray]]
     _pools: dict[str, np.ndarray]
     _origin: _Origin
 
@@ -87,8 +88,8 @@ class FederatedData:
         """
         if not 0 <= client < self.num_clients:
             raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
-        rows = self._rows(split)
-        return rows.samples[rows.offsets[client] : rows.offsets[client + 1]]
+        offsets, samples = self._rows(split)
+        return samples[offsets[client] : offsets[client + 1]]
 
     def pool(self, name: str) -> np.ndarray:
         """The samples of a pool: ascending indices ``int64[M]`` into `inputs` and `labels`.
@@ -105,7 +106,7 @@ class FederatedData:
 
     def sizes(self, split: str = "train") -> np.ndarray:
         """The number of samples in each client's split: ``int64[num_clients]``."""
-        return np.diff(self._rows(split).offsets)
+        return np.diff(self._rows(split)[0])
 
     def label_counts(self, split: str = "train") -> np.ndarray:
         """The number of samples of each class in each client's split: ``int64[num_clients, num_classes]``.
@@ -118,16 +119,17 @@ class FederatedData:
         """
         if self.kind not in ("classes", "labels"):
             raise ConfigError(f"The targets of {self.name!r} are {self.kind}, so there are no classes to count.")
+        offsets, samples = self._rows(split)
         if self.kind == "labels":
-            rows = self._rows(split)
-            up_to = np.cumsum(self.labels[rows.samples], axis=0, dtype=np.int64)
-            return np.diff(np.concatenate([np.zeros_like(up_to[:1]), up_to])[rows.offsets], axis=0)
+            up_to = np.cumsum(self.labels[samples], axis=0, dtype=np.int64)
+            return np.diff(np.concatenate([np.zeros_like(up_to[:1]), up_to])[offsets], axis=0)
         client = np.repeat(np.arange(self.num_clients), self.sizes(split))
-        cell = client * self.num_classes + self.labels[self._rows(split).samples]
+        cell = client * self.num_classes + self.labels[samples]
         counts = np.bincount(cell, minlength=self.num_clients * self.num_classes)
         return counts.reshape(self.num_clients, self.num_classes)
 
-    def _rows(self, split: str) -> _Rows:
+    def _rows(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and samples: those of client k are ``samples[offsets[k] : offsets[k + 1]]``."""
         if split not in self._splits:
             raise ConfigError(f"There is no split called {split!r}; {did_you_mean(split, self._splits)}")
         return self._splits[split]
@@ -141,13 +143,6 @@ class FederatedData:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (self._origin, self.fingerprint)
-
-
-class _Rows(NamedTuple):
-    """One split of all clients, in compressed sparse rows: client k's samples are ``offsets[k]:offsets[k + 1]``."""
-
-    offsets: np.ndarray
-    samples: np.ndarray
 
 
 class _Origin(NamedTuple):
@@ -190,7 +185,14 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
     samples = cached(folder / "samples.arrow", lambda: prepared_samples(data, folder))
     path = folder / "partitions" / f"{holdings_key(samples.digest, data, partition, seed)}.arrow"
     holdings = cached(path, lambda: prepared_holdings(samples, data, partition, seed))
-    return _joined(samples, holdings, _Origin(folder / "samples.arrow", path, data, partition, seed, cache))
+    opened_data = _joined(samples, holdings, _Origin(folder / "samples.arrow", path, data, partition, seed, cache))
+    if data.test_fraction and not opened_data.sizes("test").any():
+        warnings.warn(
+            f"No client of {data.name!r} has a test sample: a client needs two samples for one. Evaluation on the "
+            f"clients' own samples will be empty; lower partition.clients.",
+            stacklevel=2,
+        )
+    return opened_data
 
 
 def _reopened(origin: _Origin, fingerprint: str) -> ClientData:
@@ -226,17 +228,15 @@ def _joined(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData
         num_clients=num_clients,
         unseen=np.array(holdings.about["unseen"], dtype=np.int64),
         pools=pools,
-        pool_moments={name: _floats(of) for name, of in holdings.about.get("pool_moments", {}).items()},
+        pool_moments={
+            name: (np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32))
+            for name, (mean, std) in holdings.about.get("pool_moments", {}).items()
+        },
         fingerprint=hashlib.sha256((samples.digest + holdings.digest).encode()).hexdigest(),
-        _splits={name: _Rows(np.searchsorted(client[spans[name]], steps), sample[spans[name]]) for name in SPLITS},
+        _splits={name: (np.searchsorted(client[spans[name]], steps), sample[spans[name]]) for name in SPLITS},
         _pools={name: sample[spans[name]] for name in pools},
         _origin=origin,
     )
-
-
-def _floats(moments: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
-    mean, std = (np.array(part, dtype=np.float32) for part in moments)
-    return mean, std
 
 
 def cache_folder(data: DataConfig, cache: str | Path | None = None) -> Path:

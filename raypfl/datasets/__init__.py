@@ -1,6 +1,6 @@
 """Data sets: what they are, and how their files are read."""
 
-from raypfl.datasets import cifar, csv_images, diabetes, digits, folders, idx, npy, parquet, spiral, text  # noqa: F401 - readers register themselves
+from raypfl.datasets import cifar, csv_images, folders, idx, npy, parquet, scikit, spiral, text  # noqa: F401 - readers register themselves
 from raypfl.datasets.base import DATASETS, DataConfig, DataSource, RawData, Reader
 from raypfl.datasets.population import DescribedData, Population
 

@@ -240,15 +240,15 @@ class RawData:
 
     def _check_labels(self) -> None:
         if self.kind == "numbers":
-            wrong = np.argwhere(~np.isfinite(self.labels))
-            if wrong.size:
-                raise DataError(f"Sample {wrong[0][0]} has a target that is {self.labels[tuple(wrong[0])]}.")
-            return
-        least, values = -1 if self.kind == "tokens" else 0, 2 if self.kind == "labels" else len(self.class_names)
-        wrong = np.argwhere((self.labels < least) | (self.labels >= values))
+            wrong, expected = np.argwhere(~np.isfinite(self.labels)), "targets must be finite numbers"
+        else:
+            least, values = -1 if self.kind == "tokens" else 0, 2 if self.kind == "labels" else len(self.class_names)
+            wrong, expected = (
+                np.argwhere((self.labels < least) | (self.labels >= values)),
+                f"there are {values} classes",
+            )
         if wrong.size:
-            label = self.labels[tuple(wrong[0])]
-            raise DataError(f"Sample {wrong[0][0]} has label {label}, but there are {values} classes.")
+            raise DataError(f"Sample {wrong[0][0]} has label {self.labels[tuple(wrong[0])]}, but {expected}.")
 
     def blocks(self) -> Iterable[np.ndarray]:
         """The inputs, block by block: ``[n, ...]`` each."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,8 @@ class Csv(TableReader):
         return [path for table in self.tables() for path in (table.path, *table.image_files(self.image))]
 
     def tables(self) -> Sequence[_CsvFile]:
-        return [_CsvFile(path) for path in self.found(self.files)]
+        words = {"test", "valid", "val", "validation"}
+        return [_CsvFile(path, self.root(), words) for path in self.found(self.files)]
 
     def labelled(self, tables: Sequence[_CsvFile]) -> tuple[list[np.ndarray], list[str]]:
         if not isinstance(self.label, str):
@@ -53,9 +53,8 @@ class Csv(TableReader):
         labels = [table.column("label", self.label) for table in tables]
         if all(part.dtype.kind == "i" for part in labels):
             return numbered(tables, labels)
-        names, places = np.unique(np.concatenate([part.astype(str) for part in labels]), return_inverse=True)
-        ends = np.cumsum([len(part) for part in labels])
-        return np.split(places, ends[:-1]), names.tolist()
+        names = np.unique(np.concatenate([part.astype(str) for part in labels]))
+        return [np.searchsorted(names, part.astype(str)) for part in labels], names.tolist()
 
     def _label_sets(self, table: _CsvFile) -> np.ndarray:
         """``int8[n, L]`` of zeros and ones."""
@@ -79,11 +78,10 @@ class CheXpert(Csv):
 class _CsvFile(Table):
     """One CSV file."""
 
-    def __init__(self, path: Path):
-        self.path, self.shown = path, path.name
-        self.is_test = not {"test", "valid", "val", "validation"}.isdisjoint(re.split(r"[^a-z]+", path.stem.lower()))
+    def __init__(self, path: Path, root: Path, test_words: set[str]):
+        super().__init__(path, root, test_words)
         self.table = self._read()
-        self.names = self.table.column_names
+        self.types = dict(zip(self.table.column_names, self.table.schema.types, strict=True))
 
     def _read(self) -> pa.Table:
         short: list[str] = []
@@ -116,7 +114,7 @@ class _CsvFile(Table):
 
     def marks(self, name: str) -> np.ndarray:
         """A label column's values ``float64[n]``, each 1, 0 or -1."""
-        self.require("label", name)
+        self.type("label", name)
         values = self.table[name].to_pylist()
         numbers = np.array([0.0 if value is None else _number(value) for value in values])
         wrong = np.flatnonzero(~np.isin(numbers, (-1.0, 0.0, 1.0)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,15 +84,12 @@ class ImageFolder(_FolderReader):
 
 def _placed(path: Path, root: Path, levels: list[str]) -> _Listed:
     shown = path.relative_to(root)
-    *folders, _ = shown.parts
-    if len(folders) < len(levels):
+    at = dict(zip(levels, shown.parts[:-1], strict=False))
+    if len(at) < len(levels):
         raise DataError(f"The image {shown} does not lie in folders as data.layout={'/'.join(levels)} says.")
-    at = dict(zip(levels, folders, strict=False))
     split = at.get("split", "train").lower()
     if split not in _TRAIN | _TEST:
-        raise DataError(
-            f"The image {shown} lies in {at['split']!r}, but the folders of splits are called train and test."
-        )
+        raise DataError(f"The image {shown} lies in {at['split']!r}, but folders of splits are called train and test.")
     return _Listed(path, at["class"], at.get("group", ""), split in _TEST)
 
 
@@ -115,10 +111,10 @@ class TinyImageNet(_FolderReader):
 
     def read(self) -> RawData:
         root = self.root()
-        classes = [line.strip() for line in _lines(root / "wnids.txt", root) if line.strip()]
-        repeated = [name for name, count in Counter(classes).items() if count > 1]
-        if repeated:
-            raise DataError(f"wnids.txt lists {repeated[0]} more than once.")
+        classes = [line.strip() for _, line in _lines("wnids.txt", root)]
+        if len(set(classes)) < len(classes):
+            repeated = next(name for place, name in enumerate(classes) if name in classes[:place])
+            raise DataError(f"wnids.txt lists {repeated} more than once.")
         listed = [*_trained(root, classes), *_validated(root, classes)]
         return self.raw(listed, classes, _names(root, classes), split=True, grouped=False)
 
@@ -127,19 +123,14 @@ def _trained(root: Path, classes: list[str]) -> Iterator[_Listed]:
     for wnid in classes:
         images = sorted((root / "train" / wnid / "images").glob("*.JPEG"))
         if not images:
-            raise DataError(
-                f"There is no image in train/{wnid}/images of {root}, but wnids.txt lists the class {wnid}."
-            )
+            raise DataError(f"There is no image in train/{wnid}/images of {root}, but wnids.txt lists {wnid}.")
         yield from (_Listed(path, wnid, "", False) for path in images)
 
 
 def _validated(root: Path, classes: list[str]) -> Iterator[_Listed]:
     shown, folder, rows = "val/val_annotations.txt", root / "val" / "images", dict[str, int]()
-    for row, line in enumerate(_lines(root / shown, root)):
-        if not line.strip():
-            continue
-        name, _, rest = line.partition("\t")
-        wnid = rest.split("\t")[0]
+    for row, line in _lines(shown, root):
+        name, wnid, *_ = f"{line}\t".split("\t")
         if wnid not in classes:
             raise DataError(f"Row {row} of {shown} has {wnid!r} for a class; {did_you_mean(wnid, classes)}")
         if name in rows:
@@ -148,9 +139,9 @@ def _validated(root: Path, classes: list[str]) -> Iterator[_Listed]:
         yield _Listed(folder / name, wnid, "", True)
     unlisted = sorted(path.name for path in folder.glob("*.JPEG") if path.name not in rows)
     if unlisted:
-        more = f", nor have {len(unlisted) - 1} more" if len(unlisted) > 1 else ""
         raise DataError(
-            f"The image val/images/{unlisted[0]} of {root} has no line in {shown}{more}; get the data set again."
+            f"The image val/images/{unlisted[0]} of {root} and {len(unlisted) - 1} more have no line in {shown}; get "
+            f"the data set again."
         )
 
 
@@ -158,13 +149,15 @@ def _names(root: Path, classes: list[str]) -> list[str]:
     """The classes in words, from words.txt if it is there."""
     if not (root / "words.txt").is_file():
         return classes
-    words = dict(line.rstrip("\n").partition("\t")[::2] for line in _lines(root / "words.txt", root))
+    words = dict(line.partition("\t")[::2] for _, line in _lines("words.txt", root))
     names = [words.get(wnid, wnid).partition(",")[0] for wnid in classes]
     return names if len(set(names)) == len(names) else classes
 
 
-def _lines(path: Path, root: Path) -> list[str]:
+def _lines(name: str, root: Path) -> list[tuple[int, str]]:
+    """The lines of a list that are not blank, and their rows."""
     try:
-        return path.read_text().splitlines()
+        lines = (root / name).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path.relative_to(root)} of {root} cannot be read: {error}") from error
+        raise DataError(f"{name} of {root} cannot be read: {error}") from error
+    return [(row, line) for row, line in enumerate(lines) if line.strip()]

@@ -12,8 +12,8 @@ _MOST = 100_000
 """Classes that numbered labels may stand for, unless there are more samples."""
 
 
-def checked_labels(labels: np.ndarray, num_classes: int, file: str, first: int = 0) -> np.ndarray:
-    """Labels that the file counts from `first`, as ``int64[n]`` in ``range(num_classes)``.
+def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first: int = 0) -> np.ndarray:
+    """Labels that the file counts from `first`, as ``int64[n]`` in ``range(num_classes)``; None: any integers.
 
     Raises
     ------
@@ -25,8 +25,8 @@ def checked_labels(labels: np.ndarray, num_classes: int, file: str, first: int =
             raise DataError(f"Row {odd[0]} of {file} has label {labels[odd[0]]}, which is not an integer.")
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise DataError(f"The labels in {file} are {labels.dtype}{list(labels.shape)}, not a list of integers.")
-    wrong = np.flatnonzero((labels < first) | (labels >= first + num_classes))
-    if wrong.size:
+    outside = (labels < first) | (labels >= first + num_classes) if num_classes is not None else np.zeros(0)
+    if (wrong := np.flatnonzero(outside)).size:
         raise DataError(
             f"Row {wrong[0]} of {file} has label {labels[wrong[0]]}, but there are {num_classes} classes, "
             f"counted from {first}."

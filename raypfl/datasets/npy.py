@@ -17,7 +17,6 @@ from raypfl.datasets.labels import checked_labels, class_count, require_equal_le
 
 _BLOCK = 12 << 20  # bytes of images in memory at a time
 _SEVERITIES = 5
-_SHAPE = (32, 32, 3)
 
 
 class _Pair(Reader):
@@ -39,9 +38,9 @@ class _Pair(Reader):
         """Images ``uint8[n, H, W]`` or ``[n, H, W, C]``, mapped into memory, and labels."""
         files = self.paths()
         pixels, labels = (_array(path) for path in files)
-        shape, channels = f"{pixels.dtype}{list(pixels.shape)}", pixels.shape[3:]
-        if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or channels not in ((), (1,), (3,)):
-            raise DataError(f"{files[0]} holds {shape}, not images as uint8[n, H, W] or uint8[n, H, W, 3].")
+        if pixels.dtype != np.uint8 or pixels.ndim < 3 or pixels.shape[3:] not in ((), (1,), (3,)):
+            found = f"{pixels.dtype}{list(pixels.shape)}"
+            raise DataError(f"{files[0]} holds {found}, not images as uint8[n, H, W] or uint8[n, H, W, 3].")
         if labels.ndim == 1:  # others are refused as labels
             require_equal_lengths(len(pixels), files[0], len(labels), files[1])
         return pixels, labels
@@ -64,28 +63,27 @@ class Npy(_Pair):
         return self.image, self.label
 
     def read(self) -> RawData:
-        pixels, labels = self.opened()
-        file = str(self.paths()[1])
-        numbers = labels.ndim == 1 and labels.dtype.kind in "iu"
-        count = class_count([(file, labels)]) if numbers else 0
-        return RawData(_blocks(pixels), checked_labels(labels, count, file), [str(label) for label in range(count)])
+        (pixels, labels), file = self.opened(), str(self.paths()[1])
+        labels = checked_labels(labels, None, file)
+        return RawData(_blocks(pixels), labels, [str(label) for label in range(class_count([(file, labels)]))])
 
 
 class _LikeCifar10(_Pair):
     """Images for CIFAR-10's classes, in its shape."""
 
-    def opened(self) -> tuple[np.ndarray, np.ndarray]:
-        (pixels, labels), files = super().opened(), self.paths()
-        if pixels.shape[1:] != _SHAPE:
+    def read(self) -> RawData:
+        (pixels, labels), files = self.opened(), self.paths()
+        if pixels.shape[1:] != (32, 32, 3):
             raise DataError(
                 f"{files[0]} holds images as uint8{list(pixels.shape)}, but CIFAR-10's are uint8[n, 32, 32, 3]; get "
                 f"the file again, or read it with data.name=npy."
             )
-        return pixels, checked_labels(labels, len(CIFAR10_CLASSES), str(files[1]))
+        labels, chosen = checked_labels(labels, len(CIFAR10_CLASSES), str(files[1])), self.chosen(len(pixels))
+        return RawData(_blocks(pixels[chosen]), labels[chosen], CIFAR10_CLASSES)
 
-    def read(self) -> RawData:
-        pixels, labels = self.opened()
-        return RawData(_blocks(pixels), labels, CIFAR10_CLASSES)
+    def chosen(self, count: int) -> slice:
+        """Which of `count` images are read."""
+        return slice(count)
 
 
 @DATASETS.register("cifar10_1")
@@ -131,18 +129,15 @@ class Cifar10C(_LikeCifar10):
             )
         return self.image, "labels.npy"
 
-    def opened(self) -> tuple[np.ndarray, np.ndarray]:
-        pixels, labels = super().opened()
+    def chosen(self, count: int) -> slice:
         if self.variant is None:
-            return pixels, labels
-        each, rest = divmod(len(pixels), _SEVERITIES)
+            return super().chosen(count)
+        each, rest = divmod(count, _SEVERITIES)
         if rest:
             raise DataError(
-                f"{self.paths()[0]} holds {len(pixels)} images, which are not {_SEVERITIES} severities of one length; "
-                f"get it again."
+                f"{self.image} holds {count} images, not {_SEVERITIES} severities of one length; get it again."
             )
-        chosen = slice((self.variant - 1) * each, self.variant * each)
-        return pixels[chosen], labels[chosen]
+        return slice((self.variant - 1) * each, self.variant * each)
 
 
 def _array(path: Path) -> np.ndarray:

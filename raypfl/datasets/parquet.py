@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +40,12 @@ class Parquet(TableReader):
         return self.found(f"**/{self.files}")
 
     def tables(self) -> Sequence[_ParquetFile]:
-        root = self.config.folder("the data set's tables")
-        return [_ParquetFile(path, str(path.relative_to(root))) for path in self.paths()]
+        return [_ParquetFile(path, self.root(), {"test", "validation"}) for path in self.paths()]
 
     def labelled(self, tables: Sequence[_ParquetFile]) -> tuple[list[np.ndarray], list[str]]:
         for table in tables:
-            table.require_integers("label", self.label)
+            if not pa.types.is_integer(kind := table.type("label", self.label)):
+                raise DataError(f"Column {self.label!r} of {table.shown} is of type {kind}, not integers.")
         labels = [table.column("label", self.label) for table in tables]
         names = tables[0].class_names(self.label)
         if names is None:
@@ -58,26 +57,18 @@ class Parquet(TableReader):
 class _ParquetFile(Table):
     """One Parquet file; its images are read row by row."""
 
-    def __init__(self, path: Path, shown: str):
-        self.path, self.shown = path, shown
-        self.is_test = not {"test", "validation"}.isdisjoint(re.split(r"[^a-z]+", shown.lower()))
+    def __init__(self, path: Path, root: Path, test_words: set[str]):
+        super().__init__(path, root, test_words)
         try:
             self.schema = pq.read_schema(path)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{shown} is not a readable Parquet file: {error}") from error
-        self.names = self.schema.names
+            raise DataError(f"{self.shown} is not a readable Parquet file: {error}") from error
+        self.types = dict(zip(self.schema.names, self.schema.types, strict=True))
 
     def class_names(self, label: str) -> list[str] | None:
         """The label column's class names, where Hugging Face's `datasets` left them in the schema."""
         described = json.loads((self.schema.metadata or {}).get(b"huggingface", b"{}"))
         return described.get("info", {}).get("features", {}).get(label, {}).get("names")
-
-    def require_integers(self, option: str, name: str) -> None:
-        """Refuse a column that ``data.<option>`` names and that does not hold integers, with a DataError."""
-        self.require(option, name)
-        kind = self.schema.field(name).type
-        if not pa.types.is_integer(kind):
-            raise DataError(f"Column {name!r} of {self.shown} is of type {kind}, not integers.")
 
     def values(self, name: str) -> pa.ChunkedArray:
         try:
@@ -101,8 +92,7 @@ class _ParquetFile(Table):
             raise DataError(f"{self.shown} is damaged after row {row}: {error}") from error
 
     def _images_are_structs(self, name: str) -> bool:
-        self.require("image", name)
-        kind = self.schema.field(name).type
+        kind = self.type("image", name)
         if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
             return True
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):

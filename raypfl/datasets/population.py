@@ -10,19 +10,13 @@ from typing import Any
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.datasets.base import DATASETS, SPLITS, DataConfig
+from raypfl.datasets.base import DATASETS, SPLITS, DataConfig, RawData
+from raypfl.objectives import kind_of
 
 KEPT = 64 << 20
 """Bytes of samples that a process keeps, of the clients that it read last."""
 
-_TARGETS = {
-    "classes": (np.int64, "iu"),
-    "labels": (np.int8, "iu"),
-    "numbers": (np.float32, "f"),
-    "tokens": (np.int64, "iu"),
-}
-# For each kind: the type of stored targets, and the kinds of types that `samples` may return.
-
+_STORED = {"classes": np.int64, "labels": np.int8, "numbers": np.float32, "tokens": np.int64}
 _PLACES = 32
 # A sample's number packs its client's, its split's, and its place there into 64 bits.
 
@@ -134,7 +128,7 @@ class DescribedData:
         parts = [self._part(int(owners[0]), places) for owners, places in runs if len(owners)]
         if not parts:
             inputs = np.zeros((0, *self.input_shape), np.int64 if self.discrete else np.float32)
-            return inputs, np.zeros((0, *[1] * (self.kind in ("labels", "tokens"))), _TARGETS[self.kind][0])
+            return inputs, np.zeros((0, *[1] * (self.kind in ("labels", "tokens"))), _STORED[self.kind])
         inputs, labels = zip(*parts, strict=True)
         return np.concatenate(inputs), np.concatenate(labels)
 
@@ -165,31 +159,21 @@ class DescribedData:
                 f"{self.name} returns inputs {found} for client {client}'s {split} split; by its sizes and "
                 f"input_shape they must be {types} {expected}."
             )
-        if not self._fits(labels, count):
-            raise DataError(
-                f"{self.name} must return {self._wanted} for each of the {count} samples of client {client}'s {split} "
-                f"split; it returns {labels.dtype}{list(labels.shape)}: {labels[:10].tolist()}."
-            )
-        stored, _ = _TARGETS[self.kind]
-        return inputs, labels if self.kind == "numbers" else labels.astype(stored)
+        if labels.dtype.kind in "iu" and self.kind != "numbers":
+            labels = labels.astype(np.int64 if labels.ndim == 1 or self.kind == "tokens" else np.int8)
+        self._check(labels, count, f"{split} split of client {client}")
+        return inputs, labels
 
-    def _fits(self, targets: np.ndarray, count: int) -> bool:
-        shape = {"classes": (count,), "labels": (count, self.num_classes)}.get(self.kind, targets.shape)
-        if targets.shape != shape or len(targets) != count or targets.dtype.kind not in _TARGETS[self.kind][1]:
-            return False
-        if self.kind == "numbers":
-            return bool(np.isfinite(targets).all()) and targets[:1].size in (0, self.num_classes)
-        least, values = -1 if self.kind == "tokens" else 0, 2 if self.kind == "labels" else self.num_classes
-        return bool(((targets >= least) & (targets < values)).all())
-
-    @property
-    def _wanted(self) -> str:
-        return {
-            "classes": f"a label from 0 to {self.num_classes - 1}",
-            "labels": f"{self.num_classes} labels of 0 or 1",
-            "numbers": f"{self.num_classes} finite numbers, as floats,",
-            "tokens": f"tokens from 0 to {self.num_classes - 1}, or -1 for none,",
-        }[self.kind]
+    def _check(self, targets: np.ndarray, count: int, where: str) -> None:
+        kind = f"targets of kind {self.kind!r}"
+        if len(targets) != count or kind_of(targets) != self.kind:
+            found = f"{targets.dtype}{list(targets.shape)}"
+            raise DataError(f"{self.name} returns {found} for the {where}; it must return {count} {kind}.")
+        try:
+            if count:
+                RawData(np.zeros((count, 1)), targets, [""] * self.num_classes)
+        except DataError as error:
+            raise DataError(f"{self.name} returns wrong targets for the {where}: {error}") from error
 
     def __repr__(self) -> str:
         shape, targets = "x".join(map(str, self.input_shape)), f"{self.num_classes} {self.kind}"

@@ -1,7 +1,8 @@
-"""What readers of tables that list images have in common: their options, columns and test split."""
+"""What readers of tables that hold or list images share: options, columns and the test split."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,41 +24,40 @@ class Table(ABC):
     Attributes
     ----------
     shown : the file as messages name it.
-    is_test : whether its samples belong to the published test split.
-    names : of its columns.
+    is_test : whether its samples belong to the published test split, which the words in its name decide.
+    types : type of each column, by name.
     """
 
-    shown: str
-    is_test: bool
-    names: Sequence[str]
+    types: dict[str, pa.DataType]
+
+    def __init__(self, path: Path, root: Path, test_words: set[str]):
+        self.path, self.shown = path, str(path.relative_to(root))
+        self.is_test = not test_words.isdisjoint(re.split(r"[^a-z]+", self.shown.lower()))
 
     @abstractmethod
     def values(self, name: str) -> pa.ChunkedArray:
-        """The column of this name, which is there."""
+        """The column of this name."""
 
     @abstractmethod
     def images(self, name: str) -> Iterator[tuple[str, bytes | Path | None]]:
-        """For each image in the column of this name, its row as messages name it, and its bytes or file."""
+        """For each image in the column of this name: its row, as messages name it, and its bytes or file."""
 
     def column(self, option: str, name: str) -> np.ndarray:
         """The column that ``data.<option>`` names, ``[n]``, without missing values."""
-        self.require(option, name)
+        self.type(option, name)
         values = self.values(name)
-        self.refuse(np.asarray(values.is_null()), f"has no {name!r}")
+        if values.null_count:
+            row = values.is_null().index(True).as_py()
+            raise DataError(f"Row {row} of {self.shown} has no {name!r}.")
         return np.asarray(values.to_pylist()) if len(values) else np.zeros(0, np.int64)
 
-    def require(self, option: str, name: str) -> None:
-        """Refuse a ``data.<option>`` that names no column of this file, with a ConfigError."""
-        if name not in self.names:
+    def type(self, option: str, name: str) -> pa.DataType:
+        """The type of the column that ``data.<option>`` names. Raises a ConfigError if there is none."""
+        if name not in self.types:
             raise ConfigError(
-                f"data.{option} is {name!r}, but {self.shown} has no such column; {did_you_mean(name, self.names)}"
+                f"data.{option} is {name!r}, but {self.shown} has no such column; {did_you_mean(name, self.types)}"
             )
-
-    def refuse(self, where: np.ndarray, what: str) -> None:
-        """Refuse the first row that `where` marks, if there is one, with a DataError."""
-        rows = np.flatnonzero(where)
-        if rows.size:
-            raise DataError(f"Row {rows[0]} of {self.shown} {what}.")
+        return self.types[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,15 @@ class TableReader(ImageReader):
     def labelled(self, tables: Any) -> tuple[list[np.ndarray], list[str]]:
         """The labels in each of the `tables`, as of `RawData`, and the names of the classes."""
 
+    def root(self) -> Path:
+        """The folder ``data.root``."""
+        return self.config.folder("the data set's tables")
+
     def found(self, pattern: str) -> list[Path]:
         """The files in ``data.root`` that match. Raises a DataError if there are none."""
-        root = self.config.folder("the data set's tables")
-        found = sorted(root.glob(pattern))
+        found = sorted(self.root().glob(pattern))
         if not found:
-            raise DataError(f"There is no {self.files} in the folder {root}, which data.root names.")
+            raise DataError(f"There is no {self.files} in the folder {self.root()}, which data.root names.")
         return found
 
     def read(self) -> RawData:

@@ -1,4 +1,4 @@
-"""scikit-learn's diabetes data, for regression, which need no files."""
+"""Data sets that scikit-learn contains, so that they need no files: handwritten digits and diabetes patients."""
 
 from __future__ import annotations
 
@@ -6,12 +6,28 @@ import numpy as np
 
 from raypfl.datasets.base import DATASETS, DataSource, RawData
 
+# scikit-learn is slow to import, and needed once, to build the cache: hence the imports in functions.
+
+
+@DATASETS.register("digits")
+def digits(config: DataSource) -> RawData:
+    """1,797 handwritten digits, 8x8 grey levels from 0 to 16 (Alpaydin and Kaynak 1998); nothing to download."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    return RawData(
+        inputs=bunch.images[:, None].astype(np.uint8),
+        labels=bunch.target.astype(np.int64),
+        class_names=[str(name) for name in bunch.target_names],
+        scale=16.0,
+    )
+
 
 @DATASETS.register("diabetes")
 def diabetes(config: DataSource) -> RawData:
     """442 patients with ten measurements each, and how far their diabetes had progressed a year later, from 25 to 346
     (Efron et al. 2004); in six groups by sex and age, for ``partition: by_column``. Nothing to download."""
-    from sklearn.datasets import load_diabetes  # slow to import, and needed once, to build the cache
+    from sklearn.datasets import load_diabetes
 
     bunch = load_diabetes(scaled=False)
     age, sex = bunch.data[:, 0], bunch.data[:, 1].astype(int)
