@@ -272,8 +272,8 @@ def test_a_description_keeps_names_options_and_their_order():
     ("given", "sentence"),
     [
         ("[corp]", r"no augmentation called 'corp'; did you mean 'crop'"),
-        ("crop", r"data.augmentation is 'crop'; it must be a list, such as \[crop, flip\]"),
-        ("[{padding: 3}]", r"data.augmentation has \{'padding': 3\}, without a name"),
+        ("crop", r"data.augmentation is 'crop'; it must be a list"),
+        ("[{padding: 3}]", r"data.augmentation is \{'padding': 3\}; it must be a name, or options"),
         ("[{name: crop, pading: 3}]", r"data.augmentation.pading is not an option of crop; did you mean 'padding'"),
         ("[{name: crop, fill: white}]", r"data.augmentation.fill.*'black' or 'mean'"),
         ("[{name: crop, padding: 0}]", r"padding is 0, but must be at least 1"),

@@ -132,16 +132,16 @@ def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
 
 
 def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):
-    real = driver.run
+    real = driver.resume
 
-    def interrupted(experiment, *, listeners, run_dir):
+    def interrupted(folder, *, listeners, overrides):
         def press(event):
             if isinstance(event, RoundFinished) and event.round == 1:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        return real(experiment, listeners=[*listeners, press], run_dir=run_dir)
+        return real(folder, listeners=[*listeners, press], overrides=overrides)
 
-    monkeypatch.setattr(driver, "run", interrupted)
+    monkeypatch.setattr(driver, "resume", interrupted)
     result = raypfl("run", *SMALL, "rounds=50", "--method", "fedavg")
     assert result.exit_code == 130
     assert result.output.count("raypfl resume") == 1

@@ -188,7 +188,10 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"method": "dito"}, "There is no method called 'dito'; did you mean 'ditto'?"),
         ({"data": "digit"}, "There is no data set called 'digit'; did you mean 'digits'?"),
         ({"data": {"rot": "x"}}, "data.rot is not an option of digits; did you mean 'root'?"),
-        ({"model": {"name": "lenet", "hidden": [3]}}, "model.hidden is not an option of lenet, which has none."),
+        (
+            {"model": {"name": "lenet", "hidden": [3]}},
+            "model.hidden is not an option of lenet; known are: frozen, trained,",
+        ),
         ({"model": {"name": "mlp", "hidden": 3}}, "model.hidden is 3; it must be a list."),
         ({"method": {"name": "ditto", "lam": "much"}}, "method.lam is 'much'; it must be a number."),
         ({"data": {"pools": {"auxiliary": "much"}}}, "data.pools.auxiliary is 'much', but must be a share of the"),

@@ -146,7 +146,7 @@ def test_patterns_that_freeze_nothing_all_or_contradict_are_told():
         FlatModel(NormalisedConv, frozen="*")
     with pytest.raises(ConfigError, match=r"model\.frozen and model\.trained are both set"):
         raypfl.Experiment(model={"name": "mlp", "frozen": "input layer", "trained": "output layer"})
-    with pytest.raises(ConfigError, match=r"model\.frozen is 3; it must be names"):
+    with pytest.raises(ConfigError, match=r"model\.frozen is 3; it must be text"):
         raypfl.Experiment(model={"name": "mlp", "frozen": 3})
     with pytest.raises(ConfigError, match=r"'head' selects nothing but what is frozen \(head\.bias, head\.weight\)"):
         FlatModel(NormalisedConv, frozen="output layer").mask("head")

@@ -224,5 +224,5 @@ def test_a_relative_path_is_made_absolute_since_actors_may_run_elsewhere(tmp_pat
     one = raypfl.Experiment(model={"name": "mlp", "weights": "my.pt"})
     assert one.model.weights == str(tmp_path / "my.pt")
     assert raypfl.Experiment.from_yaml(one.to_yaml()) == one
-    with pytest.raises(ConfigError, match=r"model.weights is 3; it must be a file"):
+    with pytest.raises(ConfigError, match=r"model.weights is 3; it must be text"):
         raypfl.Experiment(model={"name": "mlp", "weights": 3})

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
@@ -23,18 +22,10 @@ from raypfl.results.console import view, warner
 from raypfl.results.progress import lines_for
 from raypfl.runs import Result
 from raypfl.runs.folders import Comparison, new_folder
-from raypfl.runs.result import RECIPE, description, is_finished
+from raypfl.runs.result import RECIPE, description, forget_unbegun, is_finished, write_description
 from raypfl.server.events import Listener
 from raypfl.tracking.entries import comparison_of
 from raypfl.tracking.listener import MLflowListener
-
-
-class _Run(NamedTuple):
-    """One run, its folder, and what carries it out for the listeners that it is given; None: it is finished."""
-
-    experiment: Experiment
-    folder: Path
-    start: Callable[..., Result] | None
 
 
 @dataclass(frozen=True)
@@ -43,24 +34,34 @@ class _Work:
 
     Attributes
     ----------
-    folder : of the run or of the comparison.
+    folder : of the run or of the comparison. runs : the folder of each run, and what is run there.
     tried : recipe or file, and the assignments that changed it. tags : for MLflow.
     changes : assignments that this resume was given, and the next one needs.
     """
 
     folder: Path
-    runs: Sequence[_Run]
+    runs: Mapping[Path, Experiment]
     tried: Sequence[str]
     tags: Mapping[str, str] = field(default_factory=dict)
     changes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, comparison: Comparison, changes: Sequence[str]) -> _Work:
+        """The runs of a comparison, with ``dotted.key=value`` changes."""
+        folders = [folder.absolute() for folder in comparison.folders]
+        runs = dict(zip(folders, comparison.experiments(changes), strict=True))
+        return cls(comparison.folder.absolute(), runs, comparison.words, {"recipe": comparison.words[0]}, changes)
 
     @property
     def is_comparison(self) -> bool:
         return len(self.runs) > 1
 
     @property
-    def experiments(self) -> list[Experiment]:
-        return [run.experiment for run in self.runs]
+    def left(self) -> dict[Path, Experiment]:
+        """The runs that are not finished as described."""
+        return {
+            folder: one for folder, one in self.runs.items() if not (is_finished(folder) and description(folder) == one)
+        }
 
     @property
     def to_go_on(self) -> str:
@@ -83,55 +84,49 @@ def run_experiments(planned: Sequence[Experiment], tried: Sequence[str], quiet: 
     """
     if len(planned) > 1:
         comparison = Comparison.new(planned, tried)
-        try:
-            _carry_out(_resumed(comparison, []), quiet, as_json)
-        except ConfigError:
-            comparison.forget_unbegun()
-            raise
-        return
-    (experiment,) = planned
-    folder = new_folder(experiment).absolute()
-    only = _Run(experiment, folder, partial(runs.run, experiment, run_dir=folder))
-    _carry_out(_Work(folder, [only], tried, {"recipe": tried[0]}), quiet, as_json)
+        work, forget = _Work.of(comparison, []), comparison.forget_unbegun
+    else:
+        folder = new_folder(planned[0]).absolute()
+        write_description(folder, planned[0])
+        work, forget = _Work(folder, {folder: planned[0]}, tried, {"recipe": tried[0]}), partial(forget_unbegun, folder)
+    try:
+        _carry_out(work, quiet, as_json)
+    except ConfigError:
+        forget()
+        raise
 
 
 def resume_folder(folder: Path, changes: Sequence[str], quiet: bool, as_json: bool) -> None:
     """Finish the run or comparison in a folder, with ``dotted.key=value`` changes. Raises as `run_experiments` does."""
     if comparison := Comparison.load(folder):
-        work = _resumed(comparison, changes)
+        work = _Work.of(comparison, changes)
     else:
-        start = partial(runs.resume, folder, overrides=changes)
-        only = _Run(description(folder).override(changes), folder, start)
-        work = _Work(folder.absolute(), [only], [str(folder / RECIPE)], changes=changes)
+        planned = {folder.absolute(): description(folder).override(changes)}
+        work = _Work(folder.absolute(), planned, [str(folder / RECIPE)], changes=changes)
     _carry_out(work, quiet, as_json)
 
 
-def _resumed(comparison: Comparison, changes: Sequence[str]) -> _Work:
-    resumed = []
-    for folder, experiment in zip(comparison.folders, comparison.experiments(changes), strict=True):
-        finished = is_finished(folder) and description(folder) == experiment
-        start = None if finished else partial(runs.resume, folder, overrides=changes)
-        resumed.append(_Run(experiment, folder.absolute(), start))
-    return _Work(comparison.folder.absolute(), resumed, comparison.words, {"recipe": comparison.words[0]}, changes)
-
-
 def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
-    """Carry out the runs, then show the results there are, even if a later run fails."""
+    """Carry out the runs that are left, then show the results there are, even if a run fails."""
     progress = Console(stderr=True)
-    lines = lines_for(work.experiments)
-    for line, run in zip(lines, work.runs, strict=True):
-        if run.start is None:
+    planned, left = list(work.runs.values()), work.left
+    lines = lines_for(planned)
+    for line, folder in zip(lines, work.runs, strict=True):
+        if folder not in left:
             line.status, line.round = "finished", line.rounds
     results: list[Result] = []
     name, kept_in = (work.tried[0], work.folder) if work.is_comparison else (None, None)
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
     with interrupting(), last_words(work.to_go_on), tracking as tracked:
-        trackers = tracked.for_each(work.experiments)
+        trackers = tracked.for_each(planned)
         try:
-            with view(progress, lines, quiet) as shown, _session(work, shown.listener(0)):
-                for i, run in enumerate(work.runs):
-                    listeners = [shown.listener(i), trackers[i]]
-                    results.append(run.start(listeners=listeners) if run.start else Result.load(run.folder))
+            with view(progress, lines, quiet) as shown, _session(list(left.values()), shown.listener(0)):
+                for i, folder in enumerate(work.runs):
+                    if folder in left:
+                        listeners: list[Listener] = [shown.listener(i), trackers[i]]
+                        results.append(runs.resume(folder, listeners=listeners, overrides=work.changes))
+                    else:
+                        results.append(Result.load(folder))
                     if results[-1].status == "stopped":
                         raise KeyboardInterrupt
         except KeyboardInterrupt:  # also before the first round, between two runs, or a second one
@@ -146,10 +141,9 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
 
 
 @contextmanager
-def _session(work: _Work, listener: Listener) -> Iterator[None]:
-    """Within: the runs of a comparison share a session, after a check that would refuse any of them."""
-    left = [run.experiment for run in work.runs if run.start]
-    if not work.is_comparison or not left:
+def _session(left: Sequence[Experiment], listener: Listener) -> Iterator[None]:
+    """Within: several runs share a session, after a check that would refuse any of them."""
+    if len(left) < 2:
         yield
         return
     runs.check(left, listeners=[listener])

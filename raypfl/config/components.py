@@ -6,9 +6,9 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, ValidationError, create_model
+from pydantic import BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
 
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
@@ -50,7 +50,7 @@ def build(base: type, value: Any, where: str = "") -> Any:
         return value
     registry = _REGISTRIES[base]
     where = where or registry.kind
-    name, options = name_and_options(value, where, _DEFAULTS.get(base, ""))
+    name, options = name_and_options(value, where, _DEFAULTS.get(base))
     entry = look_up(registry, name)
     if not (isinstance(entry, type) and issubclass(entry, base)):
         raise ValueError(f"{where} is {name!r}, which is not a subclass of {base.__name__}.")
@@ -66,12 +66,12 @@ def describe(value: Any) -> dict[str, Any] | None:
     return {"name": registry.name_of(type(value)), **options}
 
 
-def name_and_options(value: Any, where: str, default: str) -> tuple[str, dict[str, Any]]:
+def name_and_options(value: Any, where: str, default: str | None) -> tuple[str, dict[str, Any]]:
     """Name and options of ``"ditto"``, of ``{"name": "ditto", "lam": 0.75}``, or of options without a name."""
     if isinstance(value, str):
         return value, {}
-    if isinstance(value, dict) and isinstance(value.get("name", default), str):
-        return value.get("name", default), {key: option for key, option in value.items() if key != "name"}
+    if isinstance(value, dict) and isinstance(name := value.get("name", default), str):
+        return name, {key: option for key, option in value.items() if key != "name"}
     raise ValueError(f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.")
 
 
@@ -144,10 +144,14 @@ def unknown_option(option: str, name: str, known: Iterable[str], *entries: Calla
 
 
 def _built(hint: Any, where: str) -> Any:
-    """The type of an option; where it is declared as a local optimizer, names and options are accepted too."""
-    if LocalOptimizer not in (hint, *get_args(hint)):
-        return hint
-    return Annotated[hint, BeforeValidator(partial(_optimizer, where=where))]
+    """The type of an option; where it is or holds components, their names and options are accepted too."""
+    if hint in _REGISTRIES:
+        return Annotated[hint, PlainValidator(partial(build, hint, where=where))]
+    if get_origin(hint) is tuple and get_args(hint)[0] in _REGISTRIES:
+        return tuple[_built(get_args(hint)[0], where), ...]  # type: ignore[misc]
+    if LocalOptimizer in get_args(hint):
+        return Annotated[hint, BeforeValidator(partial(_optimizer, where=where))]
+    return hint
 
 
 def _optimizer(value: Any, where: str) -> Any:

@@ -46,7 +46,6 @@ from raypfl.models import MODELS
 from raypfl.models.weights import is_file
 from raypfl.objectives import Classification, Metric, Objective
 from raypfl.optimizers import SGD, LocalOptimizer
-from raypfl.training.augmentation import Augmentation
 from raypfl.training.settings import TrainingSettings
 
 
@@ -55,8 +54,6 @@ def _data(value: Any) -> DataConfig:
         value = dict(value)
         if isinstance(pools := value.get("pools"), dict):
             value["pools"] = {name: _pool(name, given) for name, given in pools.items()}
-        if "augmentation" in value:
-            value["augmentation"] = _augmentation(value["augmentation"])
     return value if isinstance(value, DataConfig) else _source(DataConfig, value, "data")
 
 
@@ -68,22 +65,11 @@ def _source(section: type[DataSource], value: Any, where: str) -> Any:
         config, *_ = options_of(reader) or [""]
     except (TypeError, ValueError):
         raise ValueError(f"{where} is {name!r}, which is not a function, a Reader or a Population.") from None
-    valid = checked_options(reader, name, given, where, hidden=(config,), shared=section)
-    fields = {field.name for field in dataclasses.fields(section)}
-    options = {key: value for key, value in valid.items() if key not in fields}
+    options, fields = _parted(section, reader, name, given, where, (config,))
     try:
-        return section(name=name, options=options, **{key: valid[key] for key in fields & valid.keys()})
+        return section(name=name, options=options, **fields)
     except ConfigError as error:
         raise ValueError(str(error)) from None
-
-
-def _augmentation(given: Any) -> tuple[Augmentation, ...]:
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"data.augmentation is {given!r}; it must be a list, such as [crop, flip].")
-    for one in given:
-        if isinstance(one, dict) and "name" not in one:
-            raise ValueError(f"data.augmentation has {one!r}, without a name; write it as {{name: crop, padding: 4}}.")
-    return tuple(build(Augmentation, one, "data.augmentation") for one in given)
 
 
 def _pool(name: str, given: Any) -> Any:
@@ -93,22 +79,23 @@ def _pool(name: str, given: Any) -> Any:
 
 def _model(value: Any) -> ModelSettings:
     given = _to_plain(value) if isinstance(value, ModelSettings) else value
-    name, options = name_and_options(given, "model", ModelSettings.name)
-    weights = options.pop("weights", None)
-    if not isinstance(weights, str | None):
-        raise ValueError(f"model.weights is {weights!r}; it must be a file, or the name of torchvision's weights.")
-    if weights is not None and is_file(weights):
-        weights = str(Path(weights).expanduser().absolute())  # other processes may have other working directories
-    patterns = {key: options.pop(key, None) for key in ("frozen", "trained")}
-    for key, pattern in patterns.items():
-        if not isinstance(pattern, str | None):
-            raise ValueError(
-                f"model.{key} is {pattern!r}; it must be names of the network's parts, with commas between."
-            )
-    if None not in patterns.values():
+    name, given = name_and_options(given, "model", ModelSettings.name)
+    options, fields = _parted(ModelSettings, look_up(MODELS, name), name, given, "model", GIVEN_BY_ENGINE)
+    if fields.get("frozen") is not None and fields.get("trained") is not None:
         raise ValueError("model.frozen and model.trained are both set; set what is frozen, or what alone is trained.")
-    options = checked_options(look_up(MODELS, name), name, options, "model", hidden=GIVEN_BY_ENGINE)
-    return ModelSettings(name=name, weights=weights, **patterns, options=_to_plain(options))
+    if (weights := fields.get("weights")) and is_file(weights):
+        fields["weights"] = str(Path(weights).expanduser().absolute())  # processes have other working directories
+    return ModelSettings(name=name, options=_to_plain(options), **fields)
+
+
+def _parted(
+    section: type, entry: Callable[..., Any], name: str, given: dict[str, Any], where: str, hidden: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is `given`, checked: options of a registered entry, and fields of the section that names it."""
+    valid = checked_options(entry, name, given, where, hidden, shared=section)
+    fields = {field.name for field in dataclasses.fields(section)}
+    options = {key: value for key, value in valid.items() if key not in fields}
+    return options, {key: value for key, value in valid.items() if key in fields}
 
 
 def _training(value: Any, validate: Callable[[Any], TrainingSettings]) -> TrainingSettings:

@@ -22,26 +22,19 @@ _STYLES = {"here": "bold", "published": "dim", "gap": "cyan"}
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a block: measured numbers, published ones, or the gaps between both.
+class Block:
+    """The part of the table for one setting of `study.down`.
 
     Attributes
     ----------
-    method : on the first of a method's lines; else empty. kind : ``here``, ``published`` or ``gap``.
+    headings : ``(group, metric)`` of each column.
+    lines : up to three a method, each as its name (empty after the first), ``here``, ``published`` or ``gap``, and a
+        text for each column.
     """
 
-    method: str
-    kind: str
-    texts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Block:
-    """The part of the table for one setting of `study.down`; its columns have headings ``(group, metric)``."""
-
     title: str
-    headings: tuple[tuple[str, str], ...]
-    lines: tuple[Line, ...]
+    headings: list[tuple[str, str]]
+    lines: list[list[str]]
 
 
 def blocks(found: Sequence[Entry]) -> list[Block]:
@@ -49,12 +42,12 @@ def blocks(found: Sequence[Entry]) -> list[Block]:
     table = []
     for title in dict.fromkeys(one.down for one in found):
         own = [one for one in found if one.down == title]
-        headings = tuple(dict.fromkeys((one.across, one.metric) for one in own))
-        lines: list[Line] = []
+        headings = list(dict.fromkeys((one.across, one.metric) for one in own))
+        lines = []
         for method in dict.fromkeys(one.method for one in own):
             at = {(one.across, one.metric): one for one in own if one.method == method}
             lines += _lines(method, [at[heading] for heading in headings])
-        table.append(Block(title, headings, tuple(lines)))
+        table.append(Block(title, headings, lines))
     return table
 
 
@@ -66,7 +59,16 @@ def show(
         console.print()
         if block.title:
             console.print(Text(block.title, "bold"))
-        console.print(_table(block))
+        drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        drawn.add_column("method", style="bold")
+        drawn.add_column("")
+        for group, metric in block.headings:
+            drawn.add_column(f"{group}\n{metric}" if group else metric, justify="right")
+        for i, (method, kind, *texts) in enumerate(block.lines):
+            if method and i:
+                drawn.add_section()
+            drawn.add_row(Text(method), *(Text(text, _STYLES[kind]) for text in (kind, *texts)))
+        console.print(drawn)
     for heading, lines in _notes(study, published, found, deviations):
         loud = heading.startswith("Deviations")
         console.print(Text(heading, "bold yellow" if loud else "dim"))
@@ -80,23 +82,19 @@ def markdown(study: Study, published: Published | None, found: Sequence[Entry], 
     for block in blocks(found):
         parts += [f"## {block.title}"] if block.title else []
         headings = ["", "", *(" ".join(filter(None, heading)) for heading in block.headings)]
-        rows = [headings, ["---", "---", *["---:"] * len(block.headings)]]
-        rows += [[line.method, line.kind, *line.texts] for line in block.lines]
+        rows = [headings, ["---", "---", *["---:"] * len(block.headings)], *block.lines]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     for heading, lines in _notes(study, published, found, deviations):
         parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
     return "\n\n".join(parts) + "\n"
 
 
-def _lines(method: str, row: Sequence[Entry]) -> list[Line]:
+def _lines(method: str, row: Sequence[Entry]) -> list[list[str]]:
     """A method's lines; those of published numbers and of gaps only if they are not empty."""
-    kinds = {
-        "here": [_measured(one) for one in row],
-        "published": [_number(*one.published) if one.published else EMPTY for one in row],
-        "gap": [_gap(one) for one in row],
-    }
-    shown = [(kind, texts) for kind, texts in kinds.items() if kind == "here" or set(texts) != {EMPTY}]
-    return [Line("" if i else method, kind, tuple(texts)) for i, (kind, texts) in enumerate(shown)]
+    published = [_number(*one.published) if one.published else EMPTY for one in row]
+    gaps = [_gap(one) for one in row]
+    below = [["", "published", *published], ["", "gap", *gaps]]
+    return [[method, "here", *map(_measured, row)], *(line for line in below if {*line[2:]} != {EMPTY})]
 
 
 def _measured(one: Entry) -> str:
@@ -117,20 +115,6 @@ def _gap(one: Entry) -> str:
 
 def _signed(value: float) -> str:
     return f"{round(value, 2) + 0.0:+.2f}"  # never -0.00
-
-
-def _table(block: Block) -> Table:
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    drawn.add_column("method")
-    drawn.add_column("")
-    for group, metric in block.headings:
-        drawn.add_column(f"{group}\n{metric}" if group else metric, justify="right")
-    for i, line in enumerate(block.lines):
-        last = i + 1 == len(block.lines) or bool(block.lines[i + 1].method)
-        style = _STYLES[line.kind]
-        cells = (Text(line.method, "bold"), *(Text(text, style) for text in (line.kind, *line.texts)))
-        drawn.add_row(*cells, end_section=last)
-    return drawn
 
 
 def _notes(
