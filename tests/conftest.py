@@ -37,7 +37,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty tracking database, for tests to copy: its migrations take seconds."""
-    from raypfl.tracking.run import quiet_mlflow
+    from raypfl.tracking.connection import quiet_mlflow
 
     file = tmp_path_factory.mktemp("mlflow") / "empty.db"
     quiet_mlflow().MlflowClient(f"sqlite:///{file}").search_experiments()

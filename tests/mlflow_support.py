@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from raypfl.config import Experiment
 from raypfl.server.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
-from raypfl.tracking.listener import MLflowListener, tracking_uri
+from raypfl.tracking.connection import tracking_uri
+from raypfl.tracking.listener import MLflowListener
 
 
 def with_database(folder: Path, made: Path) -> Path:

@@ -16,7 +16,7 @@ from raypfl.common.errors import MethodError
 from raypfl.federation import central
 from raypfl.models import FlatModel
 from raypfl.optimizers import SGD, Adam, AdamW
-from raypfl.results.console import LiveView, PlainView
+from raypfl.results.console import LiveView, LogView
 from raypfl.results.progress import RunLine
 from raypfl.server.events import RoundFinished, RunStarted, ServerAtWork
 from raypfl.training.augmentation import Crop, Flip
@@ -184,7 +184,7 @@ def test_on_a_terminal_the_servers_work_is_shown_until_its_round_is_over():
 
 def test_without_a_terminal_the_servers_work_is_told_after_long_silence():
     file, now = io.StringIO(), [0.0]
-    with PlainView(Console(width=100, file=file), [RunLine("feddf")], lambda: now[0]) as view:
+    with LogView(Console(width=100, file=file), [RunLine("feddf")], lambda: now[0]) as view:
         view.listener(0)(started())
         for seconds in (1.0, 31.0, 32.0):
             now[0] = seconds

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 from typer.testing import CliRunner
@@ -17,7 +18,7 @@ from raypfl.commands.cli import app
 from raypfl.common.errors import ConfigError
 from raypfl.data import Dirichlet, Summary, load_federated, summarised
 from raypfl.datasets import DataConfig, Population
-from raypfl.results import data_picture, data_table
+from raypfl.results import client_data
 
 
 def summary(counts: list | np.ndarray, unseen: tuple[int, ...] = ()) -> Summary:
@@ -70,7 +71,7 @@ def test_described_clients_have_no_summary():
 
 def test_the_table_tells_sizes_label_mixes_and_pools():
     console = Console(file=io.StringIO(), width=100)
-    data_table.show(console, summary([[30, 0], [10, 10]], unseen=(1,)))
+    client_data.show(console, summary([[30, 0], [10, 10]], unseen=(1,)))
     told = console.file.getvalue()
     for part in ("made up: 1x8x8, 2 classes, 2 clients, 1 of them never trained", "pool auxiliary: 1,200 samples"):
         assert part in told
@@ -82,36 +83,39 @@ def test_the_table_tells_sizes_label_mixes_and_pools():
 @pytest.mark.parametrize("clients", [1, 10, 50, 1000, 4000])
 def test_a_picture_is_drawn_for_any_number_of_clients(tmp_path, clients):
     counts = np.random.default_rng(0).multinomial(50, np.random.default_rng(1).dirichlet(np.full(10, 0.3), clients))
-    pixels = imread(data_picture.draw(summary(counts), tmp_path / "data.png"))
+    pixels = imread(client_data.draw(summary(counts), tmp_path / "data.png"))
     assert pixels.shape[0] > 700 and 500 < pixels.shape[1] <= 13 * 160
     assert (pixels[..., :3].min(axis=2) < 0.5).mean() > 0.005
 
 
-def test_clients_of_one_class_are_drawn_as_a_diagonal(tmp_path):
+def test_clients_of_one_class_are_drawn_as_a_diagonal():
     counts = 100 * np.eye(10, dtype=int)[np.random.default_rng(0).permutation(np.arange(100) % 10)]
-    made = summary(counts)
-    order = data_picture._sorted(made.shares)
-    assert counts.argmax(axis=1)[order].tolist() == sorted(counts.argmax(axis=1))
+    figure = Figure(figsize=(9, 5))
+    client_data.paint(figure, summary(counts))
+    (image,) = figure.axes[1].images
+    assert (np.diff(np.asarray(image.get_array()).argmax(axis=0)) >= 0).all()
 
 
 @pytest.mark.parametrize(
     ("largest", "steps"),
-    [(1, [1]), (4, [2]), (9, [1, 5]), (18, [2, 10]), (137, [5, 20, 100]), (5000, [200, 1000, 5000])],
+    [(1, "1"), (4, "2"), (9, "1 5"), (18, "2 10"), (137, "5 20 100"), (5000, "200 1,000 5,000")],
 )
 def test_the_legend_has_round_numbers_that_are_far_apart(largest, steps):
-    assert data_picture._steps(largest) == steps
+    figure = Figure(figsize=(9, 5))
+    client_data.paint(figure, summary([[largest, 1], [1, 1]]))
+    assert " ".join(text.get_text() for text in figure.axes[1].get_legend().get_texts()) == steps
 
 
 def test_small_shares_of_many_classes_are_drawn_in_dark_shades(tmp_path):
     counts = np.ones((11, 99), dtype=int) + 7 * (np.arange(99) // 9 == np.arange(11)[:, None])  # 5 % at most
-    pixels = imread(data_picture.draw(summary(counts), tmp_path / "data.png"))[300:, :-300, :3]
+    pixels = imread(client_data.draw(summary(counts), tmp_path / "data.png"))[300:, :-300, :3]
     assert (pixels[..., 0] < 0.2).mean() > 0.03 and (pixels[..., 0] > 0.7).mean() > 0.5
 
 
 @pytest.mark.parametrize("clients", [10, 200])
 def test_clients_that_are_never_trained_are_grey_among_few_and_among_many(tmp_path, clients):
     def grey_pixels(unseen: tuple[int, ...]) -> int:
-        drawn = imread(data_picture.draw(summary(np.full((clients, 10), 5), unseen), tmp_path / "data.png"))
+        drawn = imread(client_data.draw(summary(np.full((clients, 10), 5), unseen), tmp_path / "data.png"))
         return int((np.abs(drawn[..., :3] - np.array([0xB9, 0xC3, 0xCE]) / 255).max(axis=2) < 0.01).sum())
 
     assert grey_pixels(()) == 0
@@ -120,7 +124,7 @@ def test_clients_that_are_never_trained_are_grey_among_few_and_among_many(tmp_pa
 
 def test_several_labels_a_sample_are_called_labels():
     console = Console(file=io.StringIO(), width=100)
-    data_table.show(console, replace(summary([[30, 0], [10, 10]]), kind="labels"))
+    client_data.show(console, replace(summary([[30, 0], [10, 10]]), kind="labels"))
     assert "2 labels, 2 clients" in console.file.getvalue() and "labels held" in console.file.getvalue()
 
 

@@ -15,7 +15,7 @@ from raypfl.data import load_federated
 from raypfl.evaluation import Measures, summarise
 from raypfl.methods import METHODS, Ditto, FedAvg, Local
 from raypfl.results import numbers
-from raypfl.results.contenders import contenders
+from raypfl.results.compared import group_runs
 from raypfl.runs.replay import events_of
 from raypfl.server.events import Evaluated, RoundFinished
 from tests.runs import Interrupt, experiment, same_tables
@@ -286,8 +286,8 @@ def test_round_0_is_in_the_report_and_a_stopped_run_does_not_evaluate_it_again(t
     whole = raypfl.run(experiment(tmp_path, **changes))
     assert set(whole.evaluations["round"].to_pylist()) == {0, 3, 6}
     assert whole.summary(0)[0]["accuracy"] < 0.3 < 0.5 < whole.summary()[0]["accuracy"]
-    (one,) = contenders([whole])
-    curve = numbers.judged(one, "local", "global", "megabytes")
+    (one,) = group_runs([whole])
+    curve = numbers.metric_curve(one, "local", "global", "megabytes")
     assert curve.x[0] == 0 and len(curve.x) == 3
     stopped = raypfl.run(experiment(tmp_path, **changes), listeners=[Interrupt(2)])
     assert same_tables(raypfl.resume(stopped.run_dir), whole)

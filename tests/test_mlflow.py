@@ -140,7 +140,7 @@ def test_importing_the_listener_imports_no_mlflow_and_recording_sends_no_telemet
     program = """
 import sys
 import raypfl.tracking.listener
-import raypfl.tracking.run as ours
+import raypfl.tracking.connection as ours
 assert "mlflow" not in sys.modules
 ours.quiet_mlflow()
 from mlflow.telemetry.utils import is_telemetry_disabled

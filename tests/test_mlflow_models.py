@@ -114,7 +114,7 @@ def test_a_network_that_torch_cannot_export_costs_the_global_model_and_not_the_r
     raypfl.run(described, listeners=[MLflowListener(warn=said.append)])
     (run,) = runs_of(folder)
     (text,) = said
-    assert run.info.status == "FINISHED" and "global model is not in MLflow" in text
+    assert run.info.status == "FINISHED" and "global model are not in MLflow" in text
 
 
 def test_a_run_that_was_not_tracked_is_recorded_afterwards_but_once(folder: Path) -> None:

@@ -19,8 +19,8 @@ from raypfl.evaluation import summarise
 from raypfl.federation.ledger import LEDGER
 from raypfl.methods import METHODS
 from raypfl.results import outcome
-from raypfl.results.console import LiveView, PlainView, View, view
-from raypfl.results.contenders import contenders, labels, setting
+from raypfl.results.compared import group_runs, labels, setting
+from raypfl.results.console import LiveView, LogView, View, view
 from raypfl.results.picture import draw
 from raypfl.results.progress import RunLine, lines_for, minutes
 from raypfl.results.units import over_seeds
@@ -75,7 +75,7 @@ def comparison(seeds: int = 1) -> list[MadeUp]:
 
 
 def show(console: Console, results: list, pictures: dict, tried: list[str]) -> None:
-    outcome.show(console, results, pictures, tried, Path("runs/2026"))
+    outcome.show(console, results, pictures, tried, Path("runs/2026"), "mlflow ui")
 
 
 def printed(show, width: int = 80) -> str:
@@ -130,7 +130,7 @@ def test_a_population_is_announced_with_the_clients_that_it_has_and_no_partition
 
 def test_twelve_methods_have_colours_of_their_own():
     runs = [made_up({"name": "ditto", "lam": i}) for i in range(12)]
-    assert len({one.colour for one in contenders(runs)}) == 12
+    assert len({one.colour for one in group_runs(runs)}) == 12
 
 
 def test_namesakes_are_told_apart_by_the_options_that_differ():
@@ -172,11 +172,11 @@ def test_runs_of_other_settings_are_told_by_the_one_that_differs_or_by_a_letter(
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_contender():
-    assert [len(one.results) for one in contenders(comparison(seeds=3))] == [3, 3]
+    assert [len(one.results) for one in group_runs(comparison(seeds=3))] == [3, 3]
 
 
 def test_several_seeds_give_mean_and_deviation():
-    assert (over_seeds([]), over_seeds([1.25]), over_seeds([1.0, 2.0])) == ("–", "1.2", "1.5±0.7")
+    assert [str(over_seeds(values)) for values in ([], [1.25], [1.0, 2.0])] == ["–", "1.2", "1.5±0.7"]
 
 
 def test_the_table_has_a_row_for_each_method_and_protocol_and_fits_eighty_columns():
@@ -191,8 +191,8 @@ def test_runs_whose_best_round_was_chosen_have_a_row_of_it():
     results = [replace(result, best_round=5) for result in comparison(seeds=2)]
     text = printed(lambda console: show(console, results, {}, ["digits"]))
     rows = [line for line in text.splitlines() if "local*" in line]
-    means = [one.scores("local", one.deployed("local"), "accuracy", best=True) for one in contenders(results)]
-    assert all(over_seeds([100 * value for value in mean]) in row for row, mean in zip(rows, means, strict=True))
+    means = [one.scores("local", best=True) for one in group_runs(results)]
+    assert all(str(over_seeds(mean)) in row for row, mean in zip(rows, means, strict=True))
     assert "best on the clients' validation data" in text
     assert max(len(line) for line in text.splitlines() if "mlflow ui" not in line) <= 80  # that names this folder
     assert "local*" not in printed(lambda console: console.print(outcome.table(comparison())))
@@ -219,10 +219,10 @@ def test_samples_of_several_labels_are_told_by_their_auc():
     results = with_columns(labelled, auc=0.777, left_out=0.0)
     text = printed(lambda console: show(console, results, {}, ["digits"]))
     told = [line.split()[2:7] for line in text.splitlines() if line.split()[1:2] == ["local"]]
-    shared, own = (one.scores("local", one.deployed("local"), "accuracy") for one in contenders(results))
+    shared, own = (one.scores("local", aggregate="accuracy") for one in group_runs(results))
     assert told == [
-        ["–", "77.7", "0.0", "77.7", over_seeds([100 * shared[0]])],
-        ["77.7", "77.7", "0.0", "77.7", over_seeds([100 * own[0]])],
+        ["–", "77.7", "0.0", "77.7", str(over_seeds(shared))],
+        ["77.7", "77.7", "0.0", "77.7", str(over_seeds(own))],
     ]
     assert "Macro AUC in %" in text and "Accuracy in %" not in text and "ECE" not in text
 
@@ -310,14 +310,14 @@ def test_a_line_follows_its_run():
     for event in events(experiment):
         line(event)
         seen.append(line.status)
-    assert (line.round, line.rounds, line.reached, line.traffic) == (4, 4, "– / 50.0", "4.0 / 8.0")
+    assert (line.round, line.rounds, line.scores, line.traffic) == (4, 4, "– / 50.0", "4.0 / 8.0")
     assert list(dict.fromkeys(seen)) == ["waiting", "running", "finished"]
 
 
 def test_a_line_of_a_run_whose_evaluation_found_no_model_has_no_accuracies():
     line = RunLine("mine", 3)
     line(Evaluated(1, []))
-    assert line.reached == ""
+    assert line.scores == ""
 
 
 def test_runs_with_several_seeds_say_which():
@@ -332,7 +332,7 @@ def test_without_a_terminal_a_long_run_takes_about_ten_lines():
 
     def play(console: Console) -> None:
         with view(console, lines_for([experiment])) as shown:
-            assert isinstance(shown, PlainView)
+            assert isinstance(shown, LogView)
             for event in events(experiment):
                 shown.listener(0)(event)
 
@@ -349,7 +349,7 @@ def played(happened, clock=lambda: 0.0) -> list[str]:
     """What is printed of one run without a terminal, line by line."""
 
     def play(console: Console) -> None:
-        with PlainView(console, [RunLine("fedavg", colour="#000000")], clock) as shown:
+        with LogView(console, [RunLine("fedavg", colour="#000000")], clock) as shown:
             for event in happened:
                 shown.listener(0)(event)
 
@@ -421,7 +421,7 @@ def test_on_a_terminal_the_table_shows_every_run():
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_of_more_runs_than_a_terminal_shows_it_has_those_at_work():
+def test_of_more_runs_than_a_terminal_shows_it_has_those_that_are_running():
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
     planned = [Experiment(seed=seed, rounds=2) for seed in range(30)]
     with view(console, lines_for(planned)) as shown:
@@ -430,7 +430,7 @@ def test_of_more_runs_than_a_terminal_shows_it_has_those_at_work():
             shown.listener(0)(event)
         shown.listener(7)(next(event for event in events(planned[7]) if isinstance(event, RunStarted)))
         text = printed(lambda plain: plain.print(shown.render()))
-    assert "1 of 30 runs have ended, 1 are at work" in text and text.count("fedavg · seed") == 1
+    assert "1 of 30 runs have ended, 1 are running" in text and text.count("fedavg · seed") == 1
     assert "fedavg · seed 7" in text
 
 

@@ -15,7 +15,7 @@ from raypfl.common.messages import Mean, Scatter, per_client
 from raypfl.methods import FedAvg
 from raypfl.models import Predictor
 from raypfl.results import outcome
-from raypfl.results.contenders import contenders
+from raypfl.results.compared import group_runs
 from raypfl.results.numbers import messages
 from tests.prediction_methods import Hypernetwork, NearestNeighbours
 from tests.runs import experiment
@@ -161,7 +161,7 @@ def test_the_table_and_the_report_say_what_a_model_takes_beside_training(tmp_pat
     outcome.show(console, [result, plain], {}, ["digits"], tmp_path)
     said = [line for line in console.export_text().splitlines() if "takes" in line]
     assert len(said) == 1 and said[0].endswith(f"takes 0.03 kB up and {down:,.2f} kB down beside.")
-    sent = [message for one in contenders([result]) for message in messages(one)]
+    sent = [message for one in group_runs([result]) for message in messages(one)]
     assert [message.phase for message in sent] == ["training"] * 6 + ["prediction"] * 3
     trained = sum(message.megabytes for message in sent if message.phase == "training")
     assert trained == pytest.approx(sum(result.megabytes))

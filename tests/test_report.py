@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,9 +20,9 @@ from raypfl.commands.cli import app
 from raypfl.common.errors import ConfigError
 from raypfl.report import found, tables, write
 from raypfl.report.figures import curves
-from raypfl.report.shades import contrast, on_dark, on_light
+from raypfl.report.page import shades
 from raypfl.results import numbers
-from raypfl.results.contenders import COLOURS, contenders
+from raypfl.results.compared import COLOURS, group_runs
 from tests.runs import experiment
 
 SMALL = {"rounds": 3, "partition__clients": 8, "evaluation__every": 1, "engine__executor": "vectorised"}
@@ -91,11 +92,41 @@ def test_the_results_are_those_of_the_runs_tables_over_seeds(results, whole):
 
 
 def test_the_best_of_a_column_is_bold_and_equals_all_are(results):
-    headings, blocks = tables.results(contenders(results))
+    headings, blocks = tables.results(group_runs(results))
     for j, heading in enumerate(headings):
-        column = [line.cells[j] for line in blocks[0].lines if line.cells[j].mean != "–"]
+        column = [line.cells[j] for line in blocks[0][1] if line.cells[j].mean != "–"]
         wanted = (min if heading in ("std", "ECE") else max)(float(cell.mean) for cell in column)
         assert [cell.best for cell in column] == [float(cell.mean) == wanted for cell in column]
+
+
+def test_runs_on_other_data_partitions_or_models_are_compared_in_parts_of_their_own(results, tmp_path):
+    skewed = [replace(one, experiment=one.experiment.override(["partition.alpha=1"])) for one in results[:4]]
+    skewed = [shifted(one, {"global": 99, "personal": 98}) for one in skewed]
+    root = page([*results[:4], *skewed], tmp_path)
+    links = [link.get("href") for link in root.iter("a")]
+    assert links == ["#part-1", "#part-2"] and "dirichlet(alpha=1.0)" in text(section(root, "data-2"))
+    for part, headline in ((1, "The personal models of ditto are best"), (2, "The global model of fedavg is best")):
+        printed = rows(next(section(root, f"results-{part}").iter("table")))
+        assert [line[0] for line in printed[2:4]] == ["fedavg", "ditto"]
+        assert headline in text(root.find("body/header/ol")[part - 1])
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+
+
+def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_their_default(results):
+    ditto = replace(results[2], experiment=results[2].experiment.override(["method.lam=2"]))
+    for run, expected in ((results[2], []), (ditto, ["method.lam"])):
+        differing, shared = tables.differences(group_runs([results[4], run]))
+        assert [one.key for one in differing] == expected
+        assert ("method.lam" in dict(shared)) == (not expected)
+
+
+def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are_best(results, tmp_path):
+    for personal in (97, 90):
+        runs = [shifted(results[0], {"global": 95}), shifted(results[2], {"personal": personal, "global": 94})]
+        _, blocks = tables.results(group_runs(runs))
+        fedavg, ditto = (line.cells[:2] for line in blocks[0][1])
+        assert ditto[0].best == (personal == 97) and fedavg[1].best
 
 
 def test_the_round_that_validation_chose_has_rows_of_its_own(whole):
@@ -105,24 +136,24 @@ def test_the_round_that_validation_chose_has_rows_of_its_own(whole):
 
 
 def test_a_curve_is_the_seeds_mean_and_its_band_spans_them(results):
-    (fedavg, *_) = contenders(results)
-    curve = numbers.judged(fedavg, "local", "global")
+    (fedavg, *_) = group_runs(results)
+    curve = numbers.metric_curve(fedavg, "local", "global")
     ends = [accuracy(one, "local", "global").mean() for one in results[:2]]
     assert curve.x.tolist() == [1, 2, 3]
     np.testing.assert_allclose([curve.mean[-1], curve.low[-1], curve.high[-1]], [np.mean(ends), min(ends), max(ends)])
-    sent = numbers.judged(fedavg, "local", "global", "megabytes").x
+    sent = numbers.metric_curve(fedavg, "local", "global", "megabytes").x
     np.testing.assert_allclose(sent[-1], fmean(sum(one.megabytes) for one in results[:2]))
-    assert numbers.judged(fedavg, "local", "personal") is None
+    assert numbers.metric_curve(fedavg, "local", "personal") is None
 
 
 def test_every_client_is_paired_with_itself(results):
-    both = numbers.pairs(contenders(results)[1], "local")
+    both = numbers.clients_with_both(group_runs(results)[1], "local")
     own, shared = (np.concatenate([accuracy(one, "local", m) for one in results[2:4]]) for m in ("personal", "global"))
     np.testing.assert_array_equal(both, np.stack([shared, own], axis=1))
 
 
 def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):
-    fedavg, _, local = contenders(results)
+    fedavg, _, local = group_runs(results)
     sent = numbers.messages(fedavg)
     assert [(message.direction, message.name) for message in sent] == [("down", "theta"), ("up", "theta")]
     assert sum(message.megabytes for message in sent) == pytest.approx(fmean(sum(one.megabytes) for one in results[:2]))
@@ -134,7 +165,7 @@ def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):
 def test_what_differs_between_runs_is_listed_and_nothing_else(results):
     fedavg = results[0]
     other = replace(fedavg, experiment=fedavg.experiment.override(["training.lr=0.5", "seed=7", "partition.alpha=1"]))
-    differing, shared = tables.differences(contenders([fedavg, other]))
+    differing, shared = tables.differences(group_runs([fedavg, other]))
     names = ["fedavg · settings A", "fedavg · settings B"]
     assert [(one.key, one.values) for one in differing] == [
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
@@ -172,7 +203,7 @@ def test_runs_with_other_settings_are_no_seeds_of_one_method(results):
     fedavg = results[0]
     moved = replace(results[1], experiment=results[1].experiment.override(["data.root=elsewhere", "ray.actors=2"]))
     other = replace(fedavg, experiment=fedavg.experiment.override(["partition.alpha=1"]))
-    assert [len(one.results) for one in contenders([fedavg, moved, other])] == [2, 1]
+    assert [len(one.results) for one in group_runs([fedavg, moved, other])] == [2, 1]
 
 
 def test_the_page_needs_nothing_beside_it(whole, source):
@@ -207,10 +238,22 @@ def test_colours_are_the_methods_own_and_every_colour_is_the_style_sheets(source
     assert set(re.findall(r"var\(--m(\d)\)", drawn)) == {"0", "1", "2"}
 
 
-def test_colours_stand_out_on_light_ground_and_on_dark():
-    assert min(contrast(on_light(i), "#ffffff") for i in range(len(COLOURS))) >= 3
-    assert min(contrast(on_dark(i), "#14171c") for i in range(len(COLOURS))) >= 3
-    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+def contrast(a: str, b: str) -> float:
+    """Of two colours ``#rrggbb``, from 1 to 21 (WCAG 2.2)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("index", range(len(COLOURS)))
+def test_colours_stand_out_on_light_and_on_dark_backgrounds(index):
+    light, dark = shades(index)
+    assert contrast(light, "#ffffff") >= 3 and contrast(dark, "#14171c") >= 3
 
 
 def test_a_run_that_was_not_tested_client_by_client_makes_a_page(results, tmp_path):
@@ -222,7 +265,7 @@ def test_a_run_that_was_not_tested_client_by_client_makes_a_page(results, tmp_pa
 
 def test_one_run_makes_a_page(results, tmp_path):
     told = text(page(results[:1], tmp_path))
-    assert "There is one run, so there is nothing that differs." in told
+    assert "There is one run, so nothing differs." in told
     assert "No method has both personal models and a global one" in told
     assert "±" not in told and "Other seeds" not in told
 
@@ -243,7 +286,7 @@ def test_seeds_of_different_lengths_are_compared_where_all_were_and_the_reader_i
     told = text(page([results[0], short], tmp_path))
     assert "fedavg, seed 1, stopped after round 2." in told
     assert "The seeds of fedavg ended after 2 and 3 rounds" in told
-    assert numbers.judged(contenders([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
+    assert numbers.metric_curve(group_runs([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
 
 
 def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
@@ -251,7 +294,7 @@ def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
         replace(one, evaluations=one.evaluations.filter(pc.field("round") == number))
         for one, number in zip(results[:2], (1, 2), strict=True)
     )
-    drawing = curves(contenders([first, second, *results[2:]]), "local", "round")
+    drawing = curves(group_runs([first, second, *results[2:]]), "local", "round")
     assert drawing.caption == "Not drawn: fedavg, whose seeds were never evaluated in the same round."
 
 
@@ -261,7 +304,7 @@ def test_data_that_is_gone_is_said_and_the_rest_is_shown(results, tmp_path):
     told = text(section(page(lost, tmp_path), "data"))
     assert "There is no picture of this partition." in told and "nowhere" in told
     changed = [replace(results[0], metadata=results[0].metadata | {"data": "0" * 64})]
-    assert "not what it was when the run was made" in text(section(page(changed, tmp_path), "data"))
+    assert "The data has changed since the run." in text(section(page(changed, tmp_path), "data"))
 
 
 def thousand(result: raypfl.Result, seed: int) -> raypfl.Result:
@@ -343,12 +386,38 @@ def test_a_page_for_a_folder_that_does_not_exist_is_a_sentence(results, tmp_path
         write(results, tmp_path / "nowhere" / "report.html")
 
 
+def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_listed(results, tmp_path):
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(results[0].run_dir, tmp_path / name))
+
+    (tmp_path / "mlartifacts").mkdir()
+    (copied("bad-json") / "summary.json").write_text("{")
+    (copied("bad-table") / "evaluations.parquet").write_bytes(b"PAR1")
+    (copied("no-key") / "summary.json").write_text("{}")
+    described = copied("no-class") / "experiment.yaml"
+    described.write_text(described.read_text().replace("name: fedavg", "name: not_there:Mine"))
+    comparison = tmp_path / "comparison"
+    shutil.copytree(results[2].run_dir, comparison / "ditto-s0")
+    (comparison / "comparison.yaml").write_text("runs: [")
+    kept, notes = found(sorted(tmp_path.iterdir()))
+    assert [one.run_dir.name for one in kept] == ["ditto-s0"]
+    for name, why in (
+        ("mlartifacts", "there is none in it"),
+        ("bad-json", "cannot be read"),
+        ("bad-table", "cannot be read"),
+        ("no-key", "cannot be read"),
+        ("no-class", "'not_there:Mine' cannot be imported"),
+    ):
+        (note,) = [note for note in notes if str(tmp_path / name) in note]
+        assert why in note
+
+
 def test_files_are_passed_over_and_a_run_that_repeats_another_is_left_out(results, tmp_path):
     (tmp_path / "compared.png").touch()
     again = raypfl.run(results[0].experiment.replace(output=str(tmp_path)))
     kept, notes = found([results[0].run_dir, again.run_dir, tmp_path / "compared.png", results[2].run_dir])
     assert [one.run_dir for one in kept] == [again.run_dir, results[2].run_dir]
-    assert notes == [f"{results[0].run_dir} is left out: {again.run_dir} is fedavg from seed 0 too."]
+    assert notes == [f"{results[0].run_dir} is left out: {again.run_dir} is also fedavg from seed 0."]
 
 
 def test_a_run_keeps_what_it_found_out_as_it_began(results):

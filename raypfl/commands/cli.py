@@ -223,16 +223,16 @@ def show(
     """
     from raypfl.config import experiments
     from raypfl.data import load_federated, summarised
-    from raypfl.results import data_picture, data_table
+    from raypfl.results import client_data
 
     recipe, changes = _named_and_changes(words or [], "digits")
     experiment = experiments(_source(recipe), changes)[0]
     summary = summarised(load_federated(experiment.data, experiment.partition, seed=experiment.seed))
-    drawn = data_picture.draw(summary, picture)
+    drawn = client_data.draw(summary, picture)
     if as_json:
-        print(json.dumps({**data_table.as_json(summary), "picture": str(drawn)}, indent=2))
+        print(json.dumps({**client_data.as_json(summary), "picture": str(drawn)}, indent=2))
     else:
-        data_table.show(Console(), summary)
+        client_data.show(Console(), summary)
         print(f"Picture: {drawn}")
 
 

@@ -24,6 +24,7 @@ from raypfl.runs import Result
 from raypfl.runs.folders import Comparison, new_folder
 from raypfl.runs.result import RECIPE, description, forget_unbegun, is_finished, write_description
 from raypfl.server.events import Listener
+from raypfl.tracking.connection import how_to_look
 from raypfl.tracking.entries import comparison_of
 from raypfl.tracking.listener import MLflowListener
 
@@ -168,7 +169,8 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
     if as_json:
         print(json.dumps(outcome.as_json(results, pictures), indent=2))
     else:
-        outcome.show(Console(), results, pictures, work.tried, work.folder)
+        mlflow = how_to_look(results[0].experiment)
+        outcome.show(Console(), results, pictures, work.tried, work.folder, mlflow)
 
 
 def _pictures(

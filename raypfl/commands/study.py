@@ -16,8 +16,8 @@ from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.files import draft, write
 from raypfl.common.last_words import last_words
 from raypfl.common.stopping import interrupting
+from raypfl.results.compared import colour
 from raypfl.results.console import view, warner
-from raypfl.results.contenders import colour
 from raypfl.results.outcome import nearby
 from raypfl.results.progress import RunLine
 from raypfl.runs import Result

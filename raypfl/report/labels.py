@@ -1,4 +1,4 @@
-"""Words and numbers as the page prints them."""
+"""Names and numbers as the page prints them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PROTOCOLS = {
 }
 
 
-def protocol_in_words(protocol: str) -> str:
-    """What it tests on."""
+def protocol_name(protocol: str) -> str:
+    """The test data of a protocol."""
     kind, _, rest = protocol.partition("/")
     if rest.startswith("corrupt/"):
         name, _, severity = rest.removeprefix("corrupt/").partition("/")
@@ -31,14 +31,14 @@ def signed(value: float, digits: int = 1) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
-def plain(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A setting, as YAML has it."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
-    return ", ".join(map(plain, value)) or "none" if isinstance(value, list) else str(value)
+    return ", ".join(map(as_yaml, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def listed(words: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """``a, b and c``."""
-    *first, last = words
+    *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

@@ -1,11 +1,10 @@
-"""Matplotlib's figures as SVG that belongs to the page: in its font, and in its colours on light and dark ground."""
+"""Matplotlib's figures as SVG elements of the page, in its font and in its colours for light and dark backgrounds."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,17 +12,18 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from raypfl.results.data_picture import COLOUR, QUIET
+from raypfl.results.client_data import COLOUR, PALE
 
-INK, FAINT, GRID = "#010101", "#020202", "#030303"
-"""What to draw with: the page's style sheet decides what these are, on light ground and on dark."""
+FAINT, GRID = "#020202", "#030303"
+"""Placeholders that the page's style sheet gives a colour."""
 
-_VARIABLES = {INK: "--ink", FAINT: "--faint", GRID: "--grid", COLOUR.lower(): "--data", QUIET.lower(): "--grid"}
-_CONTENDER = re.compile(r"#0505([0-9a-f]{2})")
-_SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
-_SHOWN_ID = "of-"
+_VARIABLES = {FAINT: "--faint", GRID: "--grid", COLOUR.lower(): "--data", PALE.lower(): "--grid"}
+_GROUP = re.compile(r"#0505([0-9a-f]{2})")
+_GROUP_CLASS = "of-"
+_NAMESPACE, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
+_FONT, _FAMILY = re.compile(r"font: ([\d.]+px) [^;\"]*"), re.compile(r"font-family: [^;\"]*;? ?")
 _NUMBER, _SPACE = re.compile(r"-?\d+\.\d{2,}"), re.compile(r"\s+")
-_PLACES = ("d", "x", "y", "width", "height", "transform", "viewBox")
+_GEOMETRY = ("d", "x", "y", "width", "height", "transform", "viewBox")
 _STYLE: dict[Any, Any] = {
     "axes.edgecolor": FAINT,
     "axes.facecolor": "none",
@@ -39,6 +39,7 @@ _STYLE: dict[Any, Any] = {
     "font.size": 12,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
+    "legend.frameon": False,
     "legend.title_fontsize": 12,
     "path.simplify": False,
     "savefig.facecolor": "none",
@@ -52,14 +53,9 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def contender_colour(index: int) -> str:
-    """What to draw the contender at `index` with."""
-    return f"#0505{index:02x}"
-
-
-def contender_group(index: int) -> str:
-    """The `gid` of what belongs to the contender at `index`, by which the page points it out."""
-    return f"{_SHOWN_ID}{index}"
+def paint(index: int) -> dict[str, Any]:
+    """What to draw the group at `index` with: a placeholder of its colour, and the class by which the page finds it."""
+    return {"color": f"#0505{index:02x}", "gid": f"{_GROUP_CLASS}{index}"}
 
 
 def drawn(name: str, alt: str, width: int, height: int, draw: Callable[[Figure], None]) -> Markup:
@@ -67,59 +63,45 @@ def drawn(name: str, alt: str, width: int, height: int, draw: Callable[[Figure],
 
     Parameters
     ----------
-    name : unique on the page. alt : what a person hears who cannot see it.
+    name : unique on the page. alt : the text for people who cannot see it.
     width, height : in CSS pixels, at which its text has the size of the page's small text.
     draw : is given an empty figure.
     """
-    with _style(name):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"{name} {alt}"}):  # makes ids unique to the figure
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         draw(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    root = ElementTree.fromstring(file.getvalue())
-    _tidy(root)
-    root.attrib.update({"role": "img", "aria-label": alt})
+    text = _GROUP.sub(lambda match: f"var(--m{int(match[1], 16)})", _FONT.sub(r"font-size: \1", file.getvalue()))
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    root = ElementTree.fromstring(_FAMILY.sub("", text))
+    _tidy(root, used=set(re.findall(r"(?:url\(|href=\")#([^)\"]+)", text)))
     for attribute in ("width", "height", "version"):
         del root.attrib[attribute]
+    root.attrib.update({"role": "img", "aria-label": alt})
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-@contextmanager
-def _style(name: str) -> Iterator[None]:
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt makes ids unique to the figure
-        yield
-
-
-def _tidy(root: ElementTree.Element) -> None:
-    """HTML needs no namespaces, one page has one element of an id, and colours are the style sheet's."""
-    text = ElementTree.tostring(root, encoding="unicode")
-    wanted = set(re.findall(r"(?:url\(|href=\")#([^)\"]+)", text))
+def _tidy(root: ElementTree.Element, used: set[str]) -> None:
+    """Remove what HTML does not need: namespaces, metadata, styles, and ids other than the `used` ones."""
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag.endswith(("metadata", "style")):
                 parent.remove(child)
     for element in root.iter():
-        element.tag = element.tag.removeprefix(_SVG)
+        element.tag = element.tag.removeprefix(_NAMESPACE)
         attributes = element.attrib
         if _LINK in attributes:
             attributes["href"] = attributes.pop(_LINK)
-        if attributes.get("id", "").startswith(_SHOWN_ID):
+        if attributes.get("id", "").startswith(_GROUP_CLASS):
             attributes["class"] = attributes.pop("id")
-        elif attributes.get("id") not in wanted:
+        elif attributes.get("id") not in used:
             attributes.pop("id", None)
-        if "style" in attributes:
-            attributes["style"] = _coloured(attributes["style"])
         if attributes.get("transform", "").startswith("rotate(-0 "):
             del attributes["transform"]
-        attributes.update({place: _rounded(attributes[place]) for place in _PLACES if place in attributes})
+        attributes.update({key: _rounded(attributes[key]) for key in _GEOMETRY if key in attributes})
         element.text, element.tail = (element.text or "").strip(), None
-
-
-def _coloured(style: str) -> str:
-    style = _CONTENDER.sub(lambda match: f"var(--m{int(match[1], 16)})", style)
-    for colour, variable in _VARIABLES.items():
-        style = style.replace(colour, f"var({variable})")
-    return re.sub(r"font-family: [^;]*;? ?", "", re.sub(r"font: ([\d.]+px) [^;]*", r"font-size: \1", style))
 
 
 def _rounded(text: str) -> str:

@@ -1,67 +1,34 @@
-"""The tables of a report: results, costs, messages, settings, runs."""
+"""The tables of a report: results, costs, messages, what methods logged, settings, runs."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from raypfl.config.assignments import flatten
-from raypfl.evaluation.measures import Measures
-from raypfl.report.labels import plain, protocol_in_words
-from raypfl.results.contenders import Contender, settings
-from raypfl.results.numbers import MODELS, Message, judged, messages, seconds
-from raypfl.results.units import Unit, over_seeds
-from raypfl.runs import Result
+from raypfl.report.labels import as_yaml, protocol_name
+from raypfl.results.compared import RunGroup, settings
+from raypfl.results.numbers import Message, messages, metric_curve, seconds
+from raypfl.results.table import MODELS, blocks, columns
+from raypfl.results.units import Cell, over_seeds
 
-_ROWS = 20
-
-
-@dataclass(frozen=True)
-class _Column:
-    """An aggregate of one of a contender's models, or of the one that clients would use."""
-
-    heading: str
-    aggregate: str
-    model: str = ""
-    spread: bool = False
-
-    def values(self, contender: Contender, protocol: str, best: bool) -> list[float]:
-        """One number a seed, in the metric's unit."""
-        if self.aggregate not in contender.measures.aggregates:
-            return []
-        if self.spread:
-            scores = contender.spread(protocol, self.aggregate, best)
-        else:
-            scores = contender.scores(protocol, self.model or contender.deployed(protocol), self.aggregate, best)
-        return Unit(contender.measures.of(self.aggregate)).of(scores)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A number as it is printed: its mean over the seeds, their standard deviation, and whether it is the best."""
-
-    mean: str
-    spread: str = ""
-    best: bool = False
+_CURVE_ROWS = 20
+_LOGGED_ROWS = 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """A contender's row."""
+    """A group's row."""
 
     index: int
     label: str
     cells: list[Cell]
-
-
-@dataclass(frozen=True)
-class Block:
-    """The results of one protocol."""
-
-    title: str
-    lines: list[Line]
 
 
 @dataclass(frozen=True)
@@ -72,63 +39,70 @@ class Setting:
     values: list[tuple[str, list[str]]]
 
 
-def results(compared: Sequence[Contender]) -> tuple[list[str], list[Block]]:
-    """Headings, and a block for each protocol in the last round and, where validation chose one, in the best round."""
-    protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
-    tests = [name for name in protocols if name != "val"]
-    wanted = [(name, False) for name in tests]
-    wanted += [(name, True) for name in tests if any(one.has_best for one in compared)]
-    wanted += [(name, False) for name in protocols if name not in tests]
-    columns = _columns(compared[0].measures)
-    values = {
-        (protocol, best, i): {column: column.values(one, protocol, best) for column in columns}
-        for protocol, best in wanted
-        for i, one in enumerate(compared)
-        if protocol in one.protocols and (one.has_best or not best)
-    }
-    shown = [column for column in columns if any(row[column] for row in values.values())]
-    blocks = []
-    for protocol, best in wanted:
-        rows = {i: values[protocol, best, i] for i in range(len(compared)) if (protocol, best, i) in values}
-        title = protocol_in_words(protocol) + (", in the round that validation data chose" if best else "")
-        blocks.append(Block(title, _lines(compared, rows, shown)))
-    return [column.heading for column in shown], blocks
+@dataclass(frozen=True)
+class Logged:
+    """What the first seed's last round logged under a name: the first rows of a table, or an image as a URI.
+
+    Attributes
+    ----------
+    index, label : of the group. more : rows that are left out.
+    """
+
+    index: int
+    label: str
+    name: str
+    round: int
+    headings: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    more: int = 0
+    image: str = ""
 
 
-def _columns(measures: Measures) -> list[_Column]:
-    primary = measures.primary.name
-    return [
-        _Column("personal", primary, "personal"),
-        _Column("global", primary, "global"),
-        _Column("std", "std", spread=True),
-        _Column("worst decile", "worst_decile", spread=True),
-        _Column("by samples", "weighted", spread=True),
-        *(_Column(Unit(metric).heading, metric.name) for metric in measures.others if metric.shown),
-    ]
+def results(compared: Sequence[RunGroup]) -> tuple[list[str], list[tuple[str, list[Line]]]]:
+    """Headings, and for each protocol a title and its lines; of columns, those in which anybody has a number."""
+    shown = columns(compared)
+    made = blocks(compared, shown)
+    filled = [j for j in range(len(shown)) if any(row[j].mean != "–" for one in made for row in one.rows.values())]
+    titled = []
+    for block in made:
+        title = protocol_name(block.protocol) + (", in the round that validation data chose" if block.best else "")
+        lines = [Line(i, compared[i].label, [cells[j] for j in filled]) for i, cells in block.rows.items()]
+        titled.append((title, lines))
+    return [shown[j].heading.replace("\n", " ") for j in filled], titled
 
 
-def costs(compared: Sequence[Contender]) -> list[Line]:
+def costs(compared: Sequence[RunGroup]) -> list[Line]:
     """Rounds, megabytes up and down, seconds, seconds a round, over seeds."""
-    return [Line(i, one.label, [_spent(*cost) for cost in _costs(one)]) for i, one in enumerate(compared)]
+    lines = []
+    for i, one in enumerate(compared):
+        rounds = [result.round for result in one.results]
+        up, down = zip(*(result.megabytes for result in one.results), strict=True)
+        took = [seconds(result) for result in one.results]
+        each = [spent / max(count, 1) for spent, count in zip(took, rounds, strict=True)]
+        numbers = ((rounds, 0 if len(set(rounds)) == 1 else 1), (up, 1), (down, 1), (took, 1), (each, 3))
+        # Equal costs of all seeds have no deviation that is worth its place.
+        cells = [over_seeds(values if len(set(values)) > 1 else values[:1], digits) for values, digits in numbers]
+        lines.append(Line(i, one.label, cells))
+    return lines
 
 
-def course(compared: Sequence[Contender], protocol: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Headings, and the values that curves have, in about twenty rounds."""
+def curve_values(compared: Sequence[RunGroup], protocol: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Headings, and the values of the curves in about twenty rounds."""
     found = {
         f"{one.label}, {model}": dict(zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True))
         for one in compared
         for model in MODELS
-        if (curve := judged(one, protocol, model))
+        if (curve := metric_curve(one, protocol, model))
     }
     rounds = sorted(set().union(*found.values()))
     digits = compared[0].unit.digits(value for one in found.values() for value in one.values())
-    chosen = dict.fromkeys([*rounds[:: max(len(rounds) // _ROWS, 1)], *rounds[-1:]])
+    chosen = dict.fromkeys([*rounds[:: max(len(rounds) // _CURVE_ROWS, 1)], *rounds[-1:]])
     rows = [(number, [f"{c[number]:.{digits}f}" if number in c else "–" for c in found.values()]) for number in chosen]
     return list(found), rows
 
 
-def ledger(compared: Sequence[Contender]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
-    """For each contender its messages, each with its share of the megabytes of the contender that sends most."""
+def ledger(compared: Sequence[RunGroup]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
+    """For each group its messages, each with its share of the megabytes of the group that sends most."""
     found = [messages(one) for one in compared]
     most = max((sum(message.megabytes for message in one) for one in found), default=0) or 1
     return [
@@ -137,65 +111,54 @@ def ledger(compared: Sequence[Contender]) -> list[tuple[int, str, list[tuple[Mes
     ]
 
 
-def differences(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
-    """Settings in which runs differ, beside method and seed, and those that all runs share."""
-    runs = _named(compared)
-    return _settled([(label, flatten(settings(result.experiment))) for label, result in runs], ("method.name", "seed"))
-
-
-def environment(compared: Sequence[Contender]) -> tuple[list[Setting], list[tuple[str, str]]]:
-    """What the runs found out as they began: where that differs, and what they share."""
-    return _settled([(label, flatten(result.metadata)) for label, result in _named(compared)], ("data",))
-
-
-def _lines(
-    compared: Sequence[Contender], rows: Mapping[int, Mapping[_Column, list[float]]], shown: Sequence[_Column]
-) -> list[Line]:
-    measures = compared[0].measures
-    told = {column: [row[column] for row in rows.values() if row[column]] for column in shown}
-    digits = {
-        column: Unit(measures.of(column.aggregate)).digits(value for some in told[column] for value in some)
-        for column in shown
-    }
-    best = {column: _best(told[column], digits[column], measures.lower_is_better(column.aggregate)) for column in shown}
-    return [
-        Line(i, compared[i].label, [_cell(row[column], digits[column], best[column]) for column in shown])
-        for i, row in rows.items()
+def logged(compared: Sequence[RunGroup]) -> tuple[list[Logged], list[Logged]]:
+    """Each method's tables, and its images."""
+    tables = [
+        _excerpt(i, one.label, name, table)
+        for i, one in enumerate(compared)
+        for name, table in one.results[0].analysis.items()
     ]
+    last = {(i, row["name"]): row for i, one in enumerate(compared) for row in one.results[0].images.to_pylist()}
+    images = [
+        Logged(i, compared[i].label, name, row["round"], image=_uri(Path(row["file"])))
+        for (i, name), row in last.items()
+    ]
+    return tables, images
 
 
-def _best(rivals: Sequence[list[float]], digits: int, lower: bool) -> str | None:
-    """The best mean as it is printed, so that equals all count; None: there is nothing to win."""
-    if len(rivals) < 2:
-        return None
-    return f"{(min if lower else max)(map(fmean, rivals)):.{digits}f}"
+def differences(compared: Sequence[RunGroup]) -> tuple[list[Setting], list[tuple[str, str]]]:
+    """Settings in which runs differ, other than method and seed, and those that all runs share.
+
+    An option that only some methods have, and that is at its default, is no difference.
+    """
+    runs = [(one.label, flatten(settings(result.experiment))) for one in compared for result in one.results]
+    methods: list[Any] = [one.results[0].experiment.method for one in compared]
+    defaults = {f"method.{field.name}": field.default for method in methods for field in fields(method)}
+    differing, shared = _compare(runs, ("method.name", "seed"))
+    usual = [one for one in differing if [value for value, _ in one.values] == [as_yaml(defaults.get(one.key))]]
+    return [one for one in differing if one not in usual], shared + [(one.key, one.values[0][0]) for one in usual]
 
 
-def _cell(values: Sequence[float], digits: int = 1, best: str | None = None) -> Cell:
-    mean, _, spread = over_seeds(values, digits).partition("±")
-    return Cell(f"{fmean(values):,.{digits}f}" if values else mean, spread, bool(values) and mean == best)
+def environment(compared: Sequence[RunGroup]) -> tuple[list[Setting], list[tuple[str, str]]]:
+    """Device, executor, versions and so on: those in which runs differ, and those that all runs share."""
+    return _compare([(one.label, flatten(result.metadata)) for one in compared for result in one.results], ("data",))
 
 
-def _spent(values: Sequence[float], digits: int) -> Cell:
-    cell = _cell(values, digits)
-    return Cell(cell.mean) if len(set(values)) == 1 else cell
+def _excerpt(i: int, label: str, name: str, table: pa.Table) -> Logged:
+    last = pc.max(table["round"]).as_py()
+    rows = table.filter(pc.field("round") == last).drop_columns(["round"])
+    shown = [
+        [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
+        for row in rows.slice(0, _LOGGED_ROWS).to_pylist()
+    ]
+    return Logged(i, label, name, last, rows.column_names, shown, rows.num_rows - len(shown))
 
 
-def _costs(contender: Contender) -> list[tuple[list[float], int]]:
-    runs = contender.results
-    up, down = zip(*(result.megabytes for result in runs), strict=True)
-    took = [seconds(result) for result in runs]
-    each = [spent / max(result.round, 1) for spent, result in zip(took, runs, strict=True)]
-    rounds = [float(result.round) for result in runs]
-    return [(rounds, 0 if len(set(rounds)) == 1 else 1), (list(up), 1), (list(down), 1), (took, 1), (each, 3)]
+def _uri(file: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
-def _named(compared: Sequence[Contender]) -> list[tuple[str, Result]]:
-    """Runs with their contender's label, and the seed where there are several."""
-    return [(one.label, result) for one in compared for result in one.results]
-
-
-def _settled(
+def _compare(
     runs: Sequence[tuple[str, Mapping[str, Any]]], hidden: Sequence[str]
 ) -> tuple[list[Setting], list[tuple[str, str]]]:
     differing: list[Setting] = []
@@ -203,7 +166,7 @@ def _settled(
     for key in dict.fromkeys(key for _, values in runs for key in values if key not in hidden):
         holders: dict[str, list[str]] = {}
         for label, values in runs:
-            holders.setdefault(plain(values[key]) if key in values else "", []).append(label)
+            holders.setdefault(as_yaml(values[key]) if key in values else "", []).append(label)
         if len(holders) == 1:
             shared.append((key, next(iter(holders))))
         else:

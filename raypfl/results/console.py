@@ -1,4 +1,4 @@
-"""Runs in progress on the terminal: a table that is redrawn, or lines now and then where there is no terminal."""
+"""Runs in progress on the terminal: a table that is redrawn or, without a terminal, a line now and then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.results.outcome import nearby
-from raypfl.results.progress import RunLine, minutes, serving
+from raypfl.results.progress import RunLine, minutes, server_work
 from raypfl.server.events import (
     Evaluated,
     Event,
@@ -40,21 +40,21 @@ _MARKS = {
 }
 
 _MOST_LINES = 16
-_LONGEST_SILENCE = 30.0  # seconds, as far as rounds end in between
+_LONGEST_SILENCE = 30.0  # seconds, if rounds end in between
 
 
 def warner(console: Console) -> Callable[[str], None]:
-    """Shows a sentence as a warning, also while runs are shown."""
+    """A function that shows a sentence as a warning, also while runs are shown."""
     return lambda text: console.print(f"[yellow]Warning:[/] {escape(text)}")
 
 
 class View:
-    """Shows warnings and nothing else; the views below show more. A context manager, entered before the first run.
+    """Shows warnings and nothing else; its subclasses show more. A context manager, entered before the first run.
 
     Parameters
     ----------
     console : where to show it.
-    lines : one for each run, in the order in which they will go.
+    lines : one for each run, in order.
     """
 
     def __init__(self, console: Console, lines: Sequence[RunLine]):
@@ -69,30 +69,29 @@ class View:
 
     def listener(self, index: int) -> Listener:
         """The listener for the run at `index`."""
-        return partial(self._hear, self.lines[index])
+        return partial(self._receive, self.lines[index])
 
-    def _hear(self, line: RunLine, event: Event) -> None:
+    def _receive(self, line: RunLine, event: Event) -> None:
         line(event)
         with contextlib.suppress(OSError):  # a terminal that is closed must not keep a run from being saved
             if isinstance(event, Warned):
                 self.console.print(Text.assemble(("Warning: ", "bold yellow"), event.text))
-            self.tell(line, event)
+            self.update(line, event)
 
-    def tell(self, line: RunLine, event: Event) -> None:
+    def update(self, line: RunLine, event: Event) -> None:
         """Show what happened to a run."""
 
 
 class LiveView(View):
-    """A table of the runs that is redrawn as they go, and what is going on below it.
+    """A table of the runs, redrawn while they run, with the current step below it.
 
-    Of more runs than a terminal shows, it has those that are at work.
+    If a terminal cannot show all runs, it shows those that are running.
     """
 
     def __init__(self, console: Console, lines: Sequence[RunLine]):
         super().__init__(console, lines)
         self._spinner = Spinner("dots", style="cyan")
-        self._doing = "starting Ray"
-        self._serving = False
+        self._step = "starting Ray"
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=5)
 
     def __enter__(self) -> Self:
@@ -100,45 +99,43 @@ class LiveView(View):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._doing = ""
+        self._step = ""
         self._live.stop()
 
-    def tell(self, line: RunLine, event: Event) -> None:
-        """Show what is going on now."""
+    def update(self, line: RunLine, event: Event) -> None:
+        """Show the current step."""
         match event:
             case Progress():
-                self._doing = event.text
-            case RunStarted():
-                self._doing = line.overview
+                self._step = event.text
             case ServerAtWork():
-                self._doing, self._serving = serving(event), True
-            case RoundFinished() if self._serving:
-                self._doing, self._serving = line.overview, False
+                self._step = server_work(event)
+            case RunStarted() | RoundFinished():
+                self._step = line.overview
             case RunFinished():
-                self._doing = ""
+                self._step = ""
 
     def render(self) -> RenderableType:
-        """The table as it stands."""
+        """The table as it is now."""
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
         table.add_column("")
         table.add_column("method", no_wrap=True)
         table.add_column("rounds")
-        for heading in ("", "loss", _judged_by(self.lines), "MB up / down", "time"):
+        for heading in ("", "loss", _heading(self.lines), "MB up / down", "time"):
             table.add_column(heading, justify="right", no_wrap=True)
         shown = self.lines
         if len(self.lines) > _MOST_LINES:
             shown = [line for line in self.lines if line.status == "running"]
             ended = sum(line.status not in ("waiting", "running") for line in self.lines)
-            table.title = f"{ended} of {len(self.lines)} runs have ended, {len(shown)} are at work"
+            table.title = f"{ended} of {len(self.lines)} runs have ended, {len(shown)} are running"
         for line in shown:
             table.add_row(*_cells(line))
-        if not self._doing:
+        if not self._step:
             return table
-        self._spinner.update(text=Text(self._doing, style="dim"))
+        self._spinner.update(text=Text(self._step, style="dim"))
         return Group(table, self._spinner)
 
 
-class PlainView(View):
+class LogView(View):
     """A line of text for about every tenth of a run, and after half a minute without one, for logs and pipes.
 
     Parameters
@@ -148,61 +145,64 @@ class PlainView(View):
 
     def __init__(self, console: Console, lines: Sequence[RunLine], clock: Callable[[], float] = time.monotonic):
         super().__init__(console, lines)
-        self._held: dict[RunLine, str] = {}
+        self._waiting: dict[RunLine, str] = {}
         self._steps: set[str] = set()
         self._clock = clock
         self._printed = clock()
 
-    def tell(self, line: RunLine, event: Event) -> None:
-        """Print a line, if the event is worth one; a round's waits for its evaluation."""
-        held = self._held.pop(line, "")
+    def update(self, line: RunLine, event: Event) -> None:
+        """Print a line if the event deserves one; the line of a round waits for its evaluation."""
+        waiting = self._waiting.pop(line, "")
         if isinstance(event, Evaluated):
-            self._held[line] = held and _round_text(line)
+            self._waiting[line] = waiting and _round_text(line)
             return
-        for text in (held, self._plain_text(line, event)):
-            if text:
-                self.console.print(text, soft_wrap=True, highlight=False, markup=False)
-                self._printed = self._clock()
+        for text in filter(None, (waiting, self._text(line, event))):
+            self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+            self._printed = self._clock()
         if isinstance(event, RoundFinished) and (_ends_a_tenth(line) or self._silent_for_long()):
-            self._held[line] = _round_text(line)
+            self._waiting[line] = _round_text(line)
 
     def _silent_for_long(self) -> bool:
         return self._clock() - self._printed >= _LONGEST_SILENCE
 
-    def _plain_text(self, line: RunLine, event: Event) -> str:
+    def _text(self, line: RunLine, event: Event) -> str:
         match event:
-            case Progress():  # told once, though a comparison prepares for all of its runs and then for each
+            case Progress():  # once, though a comparison prepares for all of its runs and then for each
                 known = event.text in self._steps
                 self._steps.add(event.text)
                 return "" if known else event.text
             case ServerAtWork() if self._silent_for_long():
-                return f"{line.label}: {serving(event)}"
+                return f"{line.label}: {server_work(event)}"
             case RunStarted():
                 return f"{line.label}: {line.overview}, in {nearby(Path(event.run_dir))}"
             case RunFinished():
                 self._steps.clear()
-                return ", ".join([f"{line.label}: {_end_text(line)}", *_reached(line)])
+                return ", ".join(filter(None, [f"{line.label}: {_end_text(line)}", line.sentence]))
         return ""
 
 
 def view(console: Console, lines: Sequence[RunLine], quiet: bool = False) -> View:
     """The view that suits the console."""
-    kind = View if quiet else LiveView if console.is_terminal else PlainView
+    kind = View if quiet else LiveView if console.is_terminal else LogView
     return kind(console, lines)
 
 
 def _cells(line: RunLine) -> list[RenderableType]:
     mark, style = _MARKS[line.status]
     bar = ProgressBar(max(line.rounds, 1), line.round, width=18, complete_style=line.colour, finished_style=line.colour)
-    values = (
-        f"{line.round}/{line.rounds}",
-        "" if line.loss is None else f"{line.loss:.3f}",
-        f"{line.reached} ({line.judged})" if line.judged else line.reached,
-        line.traffic,
-        f"{line.clock:>9}",
-    )
+    loss = "" if line.loss is None else f"{line.loss:.3f}"
+    values = (f"{line.round}/{line.rounds}", loss, f"{line.scores}{line.age}", line.traffic, f"{line.clock:>9}")
     dim = "dim" if line.status == "waiting" else ""
     return [Text(mark, style), Text(line.label, dim or f"bold {line.colour}"), bar, *(Text(one, dim) for one in values)]
+
+
+def _heading(lines: Sequence[RunLine]) -> str:
+    """The heading of the scores; a run's unit is known once it has started."""
+    units = {line.unit for line in lines if line.status != "waiting"} or {line.unit for line in lines}
+    if len(units) > 1:
+        return "personal / global"
+    (unit,) = units
+    return f"personal / global{unit.sign}" if unit.sign else f"{unit.heading} personal / global"
 
 
 def _end_text(line: RunLine) -> str:
@@ -213,24 +213,8 @@ def _end_text(line: RunLine) -> str:
 
 def _round_text(line: RunLine) -> str:
     parts = [f"{line.label}: round {line.round}/{line.rounds}", f"loss {line.loss:.3f}"]
-    parts += [*_reached(line), f"{line.traffic} MB up / down", line.clock]
-    return ", ".join(part for part in parts if part)
-
-
-def _judged_by(lines: Sequence[RunLine]) -> str:
-    """The heading of what runs reached; a run's unit is known once it has started."""
-    units = {line.unit for line in lines if line.status != "waiting"} or {line.unit for line in lines}
-    if len(units) > 1:
-        return "personal / global"
-    (unit,) = units
-    return f"personal / global{unit.sign}" if unit.sign else f"{unit.heading} personal / global"
-
-
-def _reached(line: RunLine) -> list[str]:
-    if not line.reached:
-        return []
-    when, what = f" ({line.judged})" if line.judged else "", "" if line.unit.sign else f"{line.unit.heading} "
-    return [f"{what}personal / global {line.reached}{line.unit.sign}{when}"]
+    parts += [line.sentence, f"{line.traffic} MB up / down", line.clock]
+    return ", ".join(filter(None, parts))
 
 
 def _ends_a_tenth(line: RunLine) -> bool:

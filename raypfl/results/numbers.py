@@ -1,32 +1,29 @@
-"""Runs as the numbers that are drawn and printed, over seeds."""
+"""The numbers of runs over their seeds: curves over rounds, clients one by one, costs, messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raypfl.results.contenders import Contender
+from raypfl.results.compared import RunGroup
 from raypfl.results.units import Unit
+from raypfl.runs.result import Result
 
-if TYPE_CHECKING:
-    from raypfl.runs import Result
-
-MODELS = ("personal", "global")
-Against = Literal["round", "megabytes", "seconds"]
+Axis = Literal["round", "megabytes", "seconds"]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity over a run, of several seeds: ``float64[n]`` each.
+    """A quantity over the rounds that all seeds have, ``float64[n]`` each.
 
     Attributes
     ----------
-    x : where, mean over the seeds. mean, low, high : the seeds' mean, least and greatest.
+    x : where, mean over the seeds. mean, low, high : mean, least and greatest of the seeds.
     """
 
     x: np.ndarray
@@ -42,9 +39,9 @@ class Message:
     Attributes
     ----------
     exchange : within a round, from 1. direction : ``down`` or ``up``.
-    phase : ``training``, or ``prediction``: what clients are given to be judged with.
-    numbers : least and most that a client sends or gets at a time.
-    bytes : of one message, mean. times : that it was sent, to or from one client, mean over seeds.
+    phase : ``training``, or ``prediction``: what clients are sent to be evaluated with.
+    numbers : least and most that one message holds.
+    bytes : of one message, mean. times : messages of all clients, mean over seeds.
     megabytes : in all, of 10^6 bytes, mean over seeds.
     """
 
@@ -58,36 +55,43 @@ class Message:
     megabytes: float
 
 
-def judged(contender: Contender, protocol: str, model: str, against: Against = "round") -> Curve | None:
+def metric_curve(group: RunGroup, protocol: str, model: str, against: Axis = "round") -> Curve | None:
     """Mean of the primary metric over clients, in its unit, in the rounds in which all seeds were evaluated.
 
     None: there is no such model, or no such round.
     """
-    runs = [_by_round(result, protocol, model) for result in contender.results]
-    places = [_places(result, against) for result in contender.results]
-    return _curve(runs, places)
+    name = group.measures.primary.name
+    tables = [
+        _rows(result, protocol, model).group_by("round", use_threads=False).aggregate([(name, "mean")])
+        for result in group.results
+    ]
+    columns = [(table["round"], pc.multiply(table[f"{name}_mean"], group.unit.factor)) for table in tables]
+    return _curve(group, columns, against)
 
 
-def loss(contender: Contender) -> Curve | None:
-    """Mean training loss over the cohort, in the rounds that all seeds did and in which anybody trained."""
-    return _finite(contender, [(result.rounds["round"], result.rounds["loss"]) for result in contender.results])
+def loss_curve(group: RunGroup) -> Curve | None:
+    """Mean training loss of the cohort, in the rounds that all seeds did and in which anybody trained."""
+    return _curve(group, [(result.rounds["round"], result.rounds["loss"]) for result in group.results])
 
 
-def logged(contender: Contender, name: str) -> Curve | None:
+def logged_curve(group: RunGroup, name: str) -> Curve | None:
     """A number that the method logged, in the rounds in which all seeds have a finite one."""
-    mine = [result.logged.filter(pc.field("name") == name) for result in contender.results]
-    return _finite(contender, [(table["round"], table["value"]) for table in mine])
+    tables = [result.logged.filter(pc.field("name") == name) for result in group.results]
+    return _curve(group, [(table["round"], table["value"]) for table in tables])
 
 
-def clients(contender: Contender, protocol: str, model: str) -> np.ndarray:
-    """The primary metric of every client at the end, in its unit, ``float64[clients of all seeds]``."""
-    return np.concatenate([np.empty(0), *(_final(result, protocol, model)[1] for result in contender.results)])
+def clients_from_worst(group: RunGroup, protocol: str) -> np.ndarray:
+    """The final primary metric of every client with the model that it uses, in its unit, from the worst to the best:
+    ``float64[clients of all seeds]``."""
+    model = group.deployed(protocol)
+    values = np.sort(np.concatenate([_final(result, protocol, model)[1] for result in group.results]))
+    return values if group.unit.metric.higher_is_better else values[::-1]
 
 
-def pairs(contender: Contender, protocol: str) -> np.ndarray:
-    """The same of the clients of all seeds, ``float64[n, 2]``: of the global model, of the personal one."""
+def clients_with_both(group: RunGroup, protocol: str) -> np.ndarray:
+    """The final primary metric of every client with the global and with its personal model: ``float64[n, 2]``."""
     rows = []
-    for result in contender.results:
+    for result in group.results:
         (ids, shared), (owners, own) = (_final(result, protocol, model) for model in ("global", "personal"))
         _, i, j = np.intersect1d(ids, owners, return_indices=True)
         rows.append(np.stack([shared[i], own[j]], axis=1))
@@ -99,15 +103,13 @@ def seconds(result: Result) -> float:
     return float(pc.sum(result.rounds["seconds"]).as_py() or 0)
 
 
-def messages(contender: Contender) -> list[Message]:
+def messages(group: RunGroup) -> list[Message]:
     """The ledger by tensor, in the order in which messages are sent."""
-    keys = ["phase", "exchange", "direction", "name"]
-    whole = pa.concat_tables([result.ledger for result in contender.results])
-    total = pc.multiply(whole["bytes"], pc.cast(whole["clients"], pa.int64()))
-    whole = whole.append_column("total", total)
+    ledger = pa.concat_tables([result.ledger for result in group.results])
+    ledger = ledger.append_column("total", pc.multiply(ledger["bytes"], pc.cast(ledger["clients"], pa.int64())))
     wanted = [("numbers", "min"), ("numbers", "max"), ("total", "sum"), ("clients", "sum")]
-    rows = whole.group_by(keys, use_threads=False).aggregate(wanted).to_pylist()
-    seeds = len(contender.results)
+    rows = ledger.group_by(["phase", "exchange", "direction", "name"], use_threads=False).aggregate(wanted).to_pylist()
+    seeds = len(group.results)
     return [
         Message(
             name=row["name"],
@@ -123,51 +125,40 @@ def messages(contender: Contender) -> list[Message]:
     ]
 
 
-def prediction(contender: Contender) -> tuple[float, float] | None:
-    """kB of 10^3 bytes, up and down, that a client's model takes when it is judged; None: it takes no exchange."""
-    sent = [message for message in messages(contender) if message.phase == "prediction"]
+def prediction_traffic(group: RunGroup) -> tuple[float, float] | None:
+    """kB of 10^3 bytes, up and down, that evaluating one client's model takes; None: it takes no exchange."""
+    sent = [message for message in messages(group) if message.phase == "prediction"]
     up, down = (sum(one.bytes for one in sent if one.direction == way) / 1e3 for way in ("up", "down"))
     return (up, down) if sent else None
 
 
-def _finite(contender: Contender, columns: Sequence[tuple[pa.ChunkedArray, pa.ChunkedArray]]) -> Curve | None:
-    runs = []
+def _curve(
+    group: RunGroup, columns: Sequence[tuple[pa.ChunkedArray, pa.ChunkedArray]], against: Axis = "round"
+) -> Curve | None:
+    """From rounds and values of each seed; NaN and infinite values have no place in it."""
+    seeds: list[Mapping[int, float]] = []
     for rounds, values in columns:
         pairs = zip(rounds.to_pylist(), values.to_pylist(), strict=True)
-        runs.append({number: value for number, value in pairs if np.isfinite(value)})
-    return _curve(runs, [_places(result, "round") for result in contender.results])
-
-
-def _curve(runs: Sequence[Mapping[int, float]], places: Sequence[Mapping[int, float]]) -> Curve | None:
-    rounds = sorted(set.intersection(*(set(run) for run in runs)))
-    if not rounds:
+        seeds.append({number: value for number, value in pairs if np.isfinite(value)})
+    shared = sorted(set.intersection(*map(set, seeds)))
+    if not shared:
         return None
-    values = np.array([[run[number] for number in rounds] for run in runs])  # [seeds, rounds]
-    x = np.array([[place[number] for number in rounds] for place in places])
-    return Curve(x.mean(0), values.mean(0), values.min(0), values.max(0))
+    y = np.array([[seed[number] for number in shared] for seed in seeds])  # [seeds, rounds]
+    x = np.array([_positions(result, against)[shared] for result in group.results])
+    return Curve(x.mean(0), y.mean(0), y.min(0), y.max(0))
 
 
-def _places(result: Result, against: Against) -> dict[int, float]:
-    """Where each round's end is, and where the run begins, which is the end of round 0."""
-    rounds = result.rounds["round"].to_numpy()
+def _positions(result: Result, against: Axis) -> np.ndarray:
+    """Where each round ends on an axis: ``float64[rounds + 1]``, by the round's number; round 0 is at 0."""
     if against == "round":
-        reached = rounds.astype(float)
-    elif against == "seconds":
-        reached = np.cumsum(result.rounds["seconds"].to_numpy())
-    else:
-        reached = np.cumsum(result.rounds["bytes_up"].to_numpy() + result.rounds["bytes_down"].to_numpy()) / 1e6
-    return {0: 0.0, **dict(zip(rounds.tolist(), reached.tolist(), strict=True))}
-
-
-def _by_round(result: Result, protocol: str, model: str) -> dict[int, float]:
-    unit = Unit(result.experiment.measures.primary)
-    name = unit.metric.name
-    means = _rows(result, protocol, model).group_by("round", use_threads=False).aggregate([(name, "mean")]).to_pydict()
-    return dict(zip(means["round"], unit.of(means[f"{name}_mean"]), strict=True))
+        return np.arange(result.rounds.num_rows + 1, dtype=float)
+    names, scale = (["seconds"], 1.0) if against == "seconds" else (["bytes_up", "bytes_down"], 1e6)
+    spent = sum(result.rounds[name].to_numpy() for name in names)
+    return np.append(0.0, np.cumsum(spent) / scale)
 
 
 def _final(result: Result, protocol: str, model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the clients and how they did in the last evaluated round."""
+    """Ids and primary metric of the clients in the last evaluated round."""
     unit = Unit(result.experiment.measures.primary)
     last = _rows(result, protocol, model).filter(pc.field("round") == pc.max(result.evaluations["round"]))
     return last["client"].to_numpy(), unit.factor * last[unit.metric.name].to_numpy()

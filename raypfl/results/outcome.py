@@ -1,94 +1,67 @@
-"""What a command says when its runs are over: a table, where everything is, and what to try next."""
+"""What a command prints when its runs are over: a table, where everything is, and what to try next."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.evaluation.measures import Measures
-from raypfl.results.contenders import Contender, contenders, labels, setting, settings
-from raypfl.results.numbers import prediction, seconds
-from raypfl.results.units import Unit, capital, over_seeds
-from raypfl.tracking.run import tracking_uri
-
-if TYPE_CHECKING:
-    from raypfl.config import Experiment
-    from raypfl.runs import Result
+from raypfl.config import Experiment
+from raypfl.results.compared import RunGroup, group_runs, labels, setting, settings
+from raypfl.results.numbers import prediction_traffic, seconds
+from raypfl.results.table import Column, blocks, columns
+from raypfl.results.units import Unit, capital
+from raypfl.runs.result import Result
 
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
-_PREDICTION = "{}: a client's model, when it is judged, takes {:,.2f} kB up and {:,.2f} kB down beside."
+_PREDICTION = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
 _UNBOUNDED = 10_000  # columns of a terminal
-_SMOOTHS = 0.9  # and above: defaults of options for which a tenth would be too little
-
-
-@dataclass(frozen=True)
-class _Column:
-    """An aggregate under its heading, of one of a contender's models or of the one that clients would use."""
-
-    heading: str
-    aggregate: str
-    measures: Measures
-    model: str = ""
-    spread: bool = False
-
-    @property
-    def unit(self) -> Unit:
-        return Unit(self.measures.of(self.aggregate))
-
-    def values(self, contender: Contender, protocol: str, best: bool) -> list[float]:
-        """One a seed, in the metric's unit."""
-        if self.spread:
-            values = contender.spread(protocol, self.aggregate, best)
-        else:
-            values = contender.scores(protocol, self.model or contender.deployed(protocol), self.aggregate, best)
-        return self.unit.of(values)
-
-    def wins(self, values: Sequence[float], rivals: Sequence[Sequence[float]]) -> bool:
-        """Whether `values` are the best of several."""
-        means, best = [fmean(rival) for rival in rivals if rival], max
-        if self.measures.lower_is_better(self.aggregate):
-            best = min
-        return len(means) > 1 and bool(values) and fmean(values) == best(means)
+_SMOOTHS = 0.9  # options whose default is at least this smooth something, and a tenth would be too little for them
 
 
 def table(results: Sequence[Result], without: Sequence[str] = ()) -> Table:
     """A row for each method and protocol; the best of several methods is bold, and several seeds give mean ± std.
 
-    Of samples with several labels each, the macro AUC stands where else the accuracy does, and the calibration error is
-    there where it is known. `without` : headings to leave out.
+    `without` : headings to leave out.
     """
-    compared = contenders(results)
-    columns = [column for column in _columns(compared) if column.heading not in without]
+    compared = group_runs(results)
+    shown = [column for column in _columns(compared) if column.heading not in without]
     costs = [heading for heading in _COSTS if heading not in without]
-    words = [word for contender in compared for word in contender.label.split()]
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    drawn.add_column("method", min_width=max(map(len, words)), overflow="fold")
+    longest = max(len(word) for one in compared for word in one.label.split())
+    drawn.add_column("method", min_width=longest, overflow="fold")
     drawn.add_column("tested on", no_wrap=True)
-    for heading in (*(column.heading for column in columns), *costs):
+    for heading in (*(column.heading for column in shown), *costs):
         drawn.add_column(heading, justify="right", no_wrap=True)
-    for contender in compared:
-        lines = [(protocol, False) for protocol in contender.protocols]
-        lines += [(protocol, True) for protocol in contender.protocols if contender.has_best and protocol != "val"]
-        for i, line in enumerate(lines):
-            rivals = [one for one in compared if one.has_best or not line[1]]
-            drawn.add_row(*_row(contender, line, i == 0, rivals, columns, costs), end_section=i == len(lines) - 1)
+    made = blocks(compared, shown)
+    for i, group in enumerate(compared):
+        name = Text(group.label, f"bold {group.colour}")
+        spent = [Text(f"{_spent(group)[heading]:,.1f}") for heading in costs]
+        for block in made:
+            if i in block.rows:
+                cells = [Text(str(cell), "bold" if cell.best else "") for cell in block.rows[i]]
+                drawn.add_row(name, Text(f"{block.protocol}{'*' * block.best}"), *cells, *spent)
+                name, spent = Text(), []
+        drawn.add_section()
     return drawn
 
 
 def show(
-    console: Console, results: Sequence[Result], pictures: Mapping[str, Path], tried: Sequence[str], folder: Path
+    console: Console,
+    results: Sequence[Result],
+    pictures: Mapping[str, Path],
+    tried: Sequence[str],
+    folder: Path,
+    mlflow: str = "",
 ) -> None:
     """Print the table, then where things are and what to try next.
 
@@ -97,75 +70,28 @@ def show(
     pictures : of the comparison, by their headings.
     tried : the recipe or file that was run, and the assignments that changed it, for the commands that are suggested.
     folder : of the run, or of the comparison.
+    mlflow : how to look at the runs there; empty: they were not tracked.
     """
-    judged = [result for result in results if result.evaluations.num_rows]
-    if judged:
+    evaluated = [result for result in results if result.evaluations.num_rows]
+    console.print()
+    if evaluated:
+        console.print(Text(setting(evaluated[0].experiment, evaluated[0].metadata), "dim"))
+        _show_table(console, evaluated)
         console.print()
-        console.print(Text(setting(judged[0].experiment, judged[0].metadata), "dim"))
-        _show_table(console, judged)
-        if any(result.best_round is not None for result in judged):
-            console.print(Text(_BEST, "dim"))
-    console.print()
-    places = _whereabouts(results, pictures)
-    width = max(len(heading) for heading, _ in places)
-    for heading, text in places:
-        console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), text), soft_wrap=True)
-    if results[-1].status == "stopped":
-        return
-    console.print()
-    for i, command in enumerate(_next(results, tried, nearby(folder))):
-        heading = "" if i else "Try next"
-        console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), command), soft_wrap=True)
-
-
-def _show_table(console: Console, judged: Sequence[Result]) -> None:
-    """The table, with those columns for which there is room, and what its numbers are."""
-    drawn, left_out = _with_room(console, judged)
-    console.print(drawn)
-    compared = contenders(judged)
-    unit, others = compared[0].unit, _others(compared)
-    lower = "" if unit.metric.higher_is_better else " (lower is better)"
-    spread = "worst decile" if "std" in left_out else "std, worst decile"
-    note = (
-        f"{capital(unit.words)}{' in %' if unit.sign else ''}{lower}, mean over clients, of their personal "
-        "models and of the global one, tested on a client's own data (local) or on everybody's (global). Spread "
-        f"over clients ({spread}): of the personal models, if there are any."
-    )
-    console.print(Text(fill(note, _NOTE_WIDTH), "dim"))
-    named = [column for column in others if column.heading not in left_out and column.unit.metric.words]
-    if left_out:
-        names = ", ".join(heading.replace("\n", " ") for heading in left_out)
-        console.print(Text(fill(f"A wider terminal has room for more columns: {names}.", _NOTE_WIDTH), "dim"))
-    if named:
-        told = [f"{one.unit.heading}: {one.unit.words}{' in %' if one.unit.sign else ''}" for one in named]
-        console.print(Text(fill(f"{'; '.join(told)}, of the models that the spread is of.", _NOTE_WIDTH), "dim"))
-    for contender in compared:
-        if sent := prediction(contender):
-            console.print(Text(_PREDICTION.format(contender.label, *sent), "dim"))
-
-
-def _with_room(console: Console, judged: Sequence[Result]) -> tuple[Table, Sequence[str]]:
-    """The table that fits the console, if need be with methods' names on several lines, and what it is without."""
-    unbounded = console.options.update(max_width=_UNBOUNDED)
-    compared = contenders(judged)
-    names = {one.label for one in compared}
-    folded = max(map(len, names)) - max(len(word) for name in names for word in name.split())
-    others = list(reversed(_others(compared)))
-    extra = {metric.name for metric in compared[0].measures.extra}
-    own, asked = ([one.heading for one in others if (one.aggregate in extra) == wanted] for wanted in (False, True))
-    dispensable = [*own, "std", "seconds", *asked]
-    left_out: Sequence[str] = ()
-    drawn = table(judged)
-    needed = console.measure(drawn, options=unbounded).maximum
-    while needed > console.width and len(left_out) < len(dispensable):
-        left_out = dispensable[: len(left_out) + 1]
-        drawn = table(judged, left_out)
-        needed = console.measure(drawn, options=unbounded).maximum - folded
-    return drawn, left_out
+    places = [(heading, str(nearby(path))) for heading, path in pictures.items()]
+    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+        text = f"{nearby(result.run_dir)}  weights {result.weights_hash[:12]}"
+        places.append((f"{label}, seed {result.experiment.seed}", text))
+    places += [("MLflow", mlflow)] if mlflow else []
+    _show_list(console, places, width := max(len(heading) for heading, _ in places))
+    if results[-1].status != "stopped":
+        console.print()
+        commands = _suggestions(results[-1].experiment, tried, nearby(folder))
+        _show_list(console, [("" if i else "Try next", command) for i, command in enumerate(commands)], width)
 
 
 def as_json(results: Sequence[Result], pictures: Mapping[str, Path]) -> dict[str, Any]:
-    """The same for programs; of the pictures, ``picture`` is the one of results, if there is one."""
+    """The same for programs; ``picture`` is the one of results, if there is one, and others have their headings."""
     files = {heading.lower().replace(" ", "_"): str(path) for heading, path in pictures.items()}
     return {"picture": None, **files, "runs": [_run_as_json(result) for result in results]}
 
@@ -175,83 +101,82 @@ def nearby(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _whereabouts(results: Sequence[Result], pictures: Mapping[str, Path]) -> list[tuple[str, str]]:
-    places = [(heading, str(nearby(path))) for heading, path in pictures.items()]
-    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
-        heading = f"{label}, seed {result.experiment.seed}"
-        places.append((heading, f"{nearby(result.run_dir)}  weights {result.weights_hash[:12]}"))
-    if results[0].experiment.tracking.mlflow:
-        uri = tracking_uri(results[0].experiment)
-        places.append(("MLflow", uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"))
-    return places
+def _show_list(console: Console, lines: Sequence[tuple[str, str]], width: int) -> None:
+    for heading, text in lines:
+        console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), text), soft_wrap=True)
 
 
-def _columns(compared: Sequence[Contender]) -> list[_Column]:
-    measures = compared[0].measures
-    name = measures.primary.name
-    return [
-        _Column("personal", name, measures, "personal"),
-        _Column("global", name, measures, "global"),
-        _Column("std", "std", measures, spread=True),
-        _Column("worst\ndecile", "worst_decile", measures, spread=True),
-        *_others(compared),
+def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
+    """The table, with the columns for which there is room, and what its numbers are."""
+    compared = group_runs(evaluated)
+    drawn, left_out = _fitting(console, evaluated, compared)
+    unit = compared[0].unit
+    lower = "" if unit.metric.higher_is_better else " (lower is better)"
+    spread = "worst decile" if "std" in left_out else "std, worst decile"
+    notes = [
+        f"{capital(unit.words)}{' in %' if unit.sign else ''}{lower}, mean over clients, of their personal models and "
+        "of the global one, tested on a client's own data (local) or on everybody's (global). Spread over clients "
+        f"({spread}): of the personal models, if there are any."
     ]
+    if left_out:
+        names = ", ".join(heading.replace("\n", " ") for heading in left_out)
+        notes.append(f"A wider terminal has room for more columns: {names}.")
+    others = [Unit(compared[0].measures.of(c.aggregate)) for c in _others(compared) if c.heading not in left_out]
+    if named := [f"{one.heading}: {one.words}{' in %' if one.sign else ''}" for one in others if one.metric.words]:
+        notes.append(f"{'; '.join(named)}, of the models that the spread is of.")
+    notes += [_PREDICTION.format(one.label, *sent) for one in compared if (sent := prediction_traffic(one))]
+    notes += [_BEST] if any(one.has_best for one in compared) else []
+    console.print(drawn)
+    for note in notes:
+        console.print(Text(note, "dim"), width=min(_NOTE_WIDTH, console.width))
 
 
-def _others(compared: Sequence[Contender]) -> list[_Column]:
-    """Of the metrics beside the primary one that tables show and that somebody has."""
-    measures = compared[0].measures
-
-    def known(metric: str) -> bool:
-        return any(
-            one.scores(protocol, model, metric)
-            for one in compared
-            for protocol in one.protocols
-            for model in ("personal", "global")
-        )
-
-    return [
-        _Column(metric.heading or metric.name, metric.name, measures)
-        for metric in measures.others
-        if metric.shown and known(metric.name)
-    ]
+def _fitting(console: Console, evaluated: Sequence[Result], compared: Sequence[RunGroup]) -> tuple[Table, list[str]]:
+    """The table that fits the console, if need be with methods' names on several lines, and the headings left out."""
+    extra = {metric.name for metric in compared[0].measures.extra}
+    others = [*reversed(_others(compared))]
+    built_in, added = ([c.heading for c in others if (c.aggregate in extra) == wanted] for wanted in (False, True))
+    dispensable = [*built_in, "std", "seconds", *added]
+    words = [one.label.split() for one in compared]
+    folds = max(len(" ".join(label)) for label in words) - max(len(word) for label in words for word in label)
+    for count in range(len(dispensable) + 1):
+        drawn = table(evaluated, dispensable[:count])
+        needed = console.measure(drawn, options=console.options.update(max_width=_UNBOUNDED)).maximum
+        if needed - (folds if count else 0) <= console.width:
+            break
+    return drawn, dispensable[:count]
 
 
-def _row(
-    contender: Contender,
-    line: tuple[str, bool],
-    first: bool,
-    rivals: Sequence[Contender],
-    columns: Sequence[_Column],
-    costs: Sequence[str],
-) -> list[Text]:
-    protocol, best_round = line
-    tested_on = f"{protocol}*" if best_round else protocol
-    cells = [Text(contender.label if first else "", f"bold {contender.colour}"), Text(tested_on)]
-    for column in columns:
-        values, others = column.values(contender, *line), [column.values(rival, *line) for rival in rivals]
-        digits = column.unit.digits(value for some in others for value in some)
-        cells.append(Text(over_seeds(values, digits), "bold" if column.wins(values, others) else ""))
-    megabytes = zip(*(result.megabytes for result in contender.results), strict=True)
-    spent = dict(zip(_COSTS, [*map(fmean, megabytes), fmean(map(seconds, contender.results))], strict=True))
-    return cells + [Text(f"{spent[heading]:,.1f}" if first else "") for heading in costs]
+def _columns(compared: Sequence[RunGroup]) -> list[Column]:
+    return [column for column in columns(compared) if column.aggregate != "weighted"]
 
 
-def _next(results: Sequence[Result], tried: Sequence[str], folder: Path) -> list[str]:
-    last = results[-1]
-    partition = settings(last.experiment).get("partition", {})
-    skewed = ["partition.alpha=0.1"] if "alpha" in partition else []
+def _others(compared: Sequence[RunGroup]) -> list[Column]:
+    """The columns of metrics other than the primary one."""
+    return [column for column in columns(compared) if column.aggregate in compared[0].measures.metrics]
+
+
+def _spent(group: RunGroup) -> dict[str, float]:
+    """Means over the seeds."""
+    up, down = (fmean(way) for way in zip(*(result.megabytes for result in group.results), strict=True))
+    return dict(zip(_COSTS, (up, down, fmean(map(seconds, group.results))), strict=True))
+
+
+def _suggestions(experiment: Experiment, tried: Sequence[str], folder: Path) -> list[str]:
+    """Commands that could come next."""
+    skewed = ["partition.alpha=0.1"] if "alpha" in settings(experiment).get("partition", {}) else []
+    other = _other_option(experiment)
     return [
         shlex.join(["raypfl", "report", str(folder)]),
-        *(_again(tried, options) for options in _other_option(last.experiment)),
+        *([_again(tried, other)] if other else []),
         f"{_again(tried, skewed)} --seeds 3",
-        shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * last.experiment.rounds}"]),
+        shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * experiment.rounds}"]),
         "raypfl list methods",
     ]
 
 
 def _again(tried: Sequence[str], changes: Sequence[str]) -> str:
-    """The command that was given, without what `changes` set anew: a comparison's methods too, if they name one."""
+    """The command that was given, with `changes`: where these name a method, without the methods of a comparison."""
     recipe, *before = tried
     new = {change.partition("=")[0] for change in changes}
     kept = [one for one in before if one.partition("=")[0] not in new]
@@ -260,20 +185,17 @@ def _again(tried: Sequence[str], changes: Sequence[str]) -> str:
     return shlex.join(["raypfl", "run", recipe, *kept, *changes])
 
 
-def _other_option(experiment: Experiment) -> list[list[str]]:
+def _other_option(experiment: Experiment) -> list[str]:
     """Assignments that give a method another value of its first number, if it has one."""
     method, kind = experiment.to_dict()["method"], type(experiment.method)
     for key in vars(kind).get("__annotations__", {}):
-        value = method.get(key)
-        if isinstance(value, float) and value > 0 and (other := _other(value, getattr(kind, key, None))) != value:
-            return [[f"method={method['name']}", f"method.{key}={other:g}"]]
+        value, default = method.get(key), getattr(kind, key, None)
+        if isinstance(value, float) and value > 0:
+            smooths = isinstance(default, float) and _SMOOTHS <= default < 1
+            other = (1 + value) / 2 if smooths else value / 10
+            if other != value:
+                return [f"method={method['name']}", f"method.{key}={other:g}"]
     return []
-
-
-def _other(value: float, default: Any) -> float:
-    """A tenth; of what smooths, and so is by default just below one, the middle between it and one."""
-    smooths = isinstance(default, float) and _SMOOTHS <= default < 1
-    return (1 + value) / 2 if smooths else value / 10
 
 
 def _run_as_json(result: Result) -> dict[str, Any]:

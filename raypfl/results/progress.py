@@ -1,21 +1,19 @@
-"""What is known of a run while it goes, and in which words it is said."""
+"""The state of a run in progress, and how it is put into words."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from raypfl.config import Experiment
 from raypfl.evaluation.measures import Measures
-from raypfl.results.contenders import colour, labels
+from raypfl.results.compared import colour, labels
 from raypfl.results.units import Unit
 from raypfl.server.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted, ServerAtWork
 
-if TYPE_CHECKING:
-    from raypfl.config import Experiment
-
-_PACED_BY = 10  # rounds; the first ones, which also warm up, are soon forgotten
+_PACE_ROUNDS = 10  # the pace is that of the last ones: the first ones also warm up
 
 
 class RunLine:
@@ -23,8 +21,8 @@ class RunLine:
 
     Parameters
     ----------
-    label : how the run is called.
-    rounds : how many it is to have; of a resumed run it is learnt when it starts.
+    label : the name of the run.
+    rounds : how many it has; updated when the run starts.
     colour : of its label, as ``#RRGGBB``.
     """
 
@@ -35,12 +33,12 @@ class RunLine:
         self.loss: float | None = None
         self.bytes_up = self.bytes_down = 0
         self.unit = Unit(Measures().primary)
-        self._reached: dict[str, float] = {}
-        self._judged = 0
+        self._scores: dict[str, float] = {}
+        self._evaluated = 0
         self._metadata: dict[str, Any] = {}
         self._began: float | None = None
         self._ended: float | None = None
-        self._ends: deque[float] = deque(maxlen=_PACED_BY)
+        self._ends: deque[float] = deque(maxlen=_PACE_ROUNDS)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -54,7 +52,7 @@ class RunLine:
                 self.bytes_up, self.bytes_down = event.bytes_up_total, event.bytes_down_total
                 self._ends.append(time.monotonic())
             case Evaluated():
-                self._reached, self._judged = self._means(event.summary), event.round
+                self._scores, self._evaluated = self._means(event.summary), event.round
             case RunFinished():
                 self.status, self._ended = event.status, time.monotonic()
 
@@ -67,7 +65,7 @@ class RunLine:
 
     @property
     def clock(self) -> str:
-        """``"0:12 left"`` at the pace of the last rounds, ``"0:34"`` once the run has ended."""
+        """``"0:12 left"`` at the pace of the last rounds; ``"0:34"`` once the run has ended."""
         if self._ended is not None:
             return minutes(self.seconds)
         if len(self._ends) < 2:
@@ -76,24 +74,23 @@ class RunLine:
         return f"{minutes(pace * (self.rounds - self.round))} left"
 
     @property
-    def reached(self) -> str:
+    def scores(self) -> str:
         """The primary metric of personal and of global models on the clients' own test data: ``"94.1 / 90.2"``."""
-        if not self._reached:
+        if not self._scores:
             return ""
-        known = [self._reached.get(model) for model in ("personal", "global")]
-        return " / ".join("–" if one is None else self.unit.printed(one) for one in known)
-
-    def _means(self, summary: list[dict[str, Any]]) -> dict[str, float]:
-        protocols = [row["protocol"] for row in summary]
-        shown = "local" if "local" in protocols else next(iter(protocols), "")  # none where no model was there yet
-        rows = {row["model"]: row for row in summary if row["protocol"] == shown}
-        name = self.unit.metric.name
-        return {model: row[name] for model, row in rows.items() if name in row}
+        known = [self._scores.get(model) for model in ("personal", "global")]
+        return " / ".join("–" if one is None else self.unit.text(one) for one in known)
 
     @property
-    def judged(self) -> str:
-        """``"round 2"``, if what was reached is of that round and others have been finished since."""
-        return f"round {self._judged}" if self._reached and self._judged < self.round else ""
+    def age(self) -> str:
+        """``" (round 2)"`` if `scores` are of that round and others have finished since."""
+        return f" (round {self._evaluated})" if self._scores and self._evaluated < self.round else ""
+
+    @property
+    def sentence(self) -> str:
+        """The scores with the metric's name and unit: ``"personal / global 94.1 / 90.2 %"``."""
+        name = "" if self.unit.sign else f"{self.unit.heading} "
+        return f"{name}personal / global {self.scores}{self.unit.sign}{self.age}" if self._scores else ""
 
     @property
     def traffic(self) -> str:
@@ -102,7 +99,7 @@ class RunLine:
 
     @property
     def overview(self) -> str:
-        """What the engine found out and decided, in one line."""
+        """Clients, parameters, executor and actors, in one line."""
         known = self._metadata
         why = f" ({known['why']})" if known.get("why") else ""
         layout = ", channels last" if known.get("channels_last") else ""
@@ -115,19 +112,27 @@ class RunLine:
         ]
         return " · ".join(part for part in parts if part)
 
+    def _means(self, summary: list[dict[str, Any]]) -> dict[str, float]:
+        """By model, in the metric's unit; none where there was no model to evaluate."""
+        protocols = [row["protocol"] for row in summary]
+        shown = "local" if "local" in protocols else next(iter(protocols), "")
+        name = self.unit.metric.name
+        rows = [row for row in summary if row["protocol"] == shown and name in row]
+        return {row["model"]: self.unit.factor * row[name] for row in rows}
+
 
 def lines_for(experiments: Sequence[Experiment]) -> list[RunLine]:
-    """A line for each run of a comparison, in order; runs of one method that differ in their seed say which it is."""
+    """A line for each run of a comparison, in order, with its seed where a method has several."""
     names = labels(experiments)
-    kinds = list(dict.fromkeys(names))
-    seeded = len(kinds) < len(names)
+    methods = list(dict.fromkeys(names))
+    seeded = len(methods) < len(names)
     return [
-        RunLine(f"{name} · seed {one.seed}" if seeded else name, one.rounds, colour(kinds.index(name)))
+        RunLine(f"{name} · seed {one.seed}" if seeded else name, one.rounds, colour(methods.index(name)))
         for one, name in zip(experiments, names, strict=True)
     ]
 
 
-def serving(event: ServerAtWork) -> str:
+def server_work(event: ServerAtWork) -> str:
     """``"round 3: distilling 120/500"``."""
     of = "" if event.total is None else f"/{event.total}"
     return f"round {event.round}: {event.text} {event.done}{of}"

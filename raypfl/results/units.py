@@ -1,4 +1,4 @@
-"""In what unit, and with how many digits, a metric is printed and drawn."""
+"""How a metric is printed and drawn: its unit, its name and its digits."""
 
 from __future__ import annotations
 
@@ -14,65 +14,74 @@ _SIGNIFICANT = 3
 
 @dataclass(frozen=True)
 class Unit:
-    """Of a metric: shares are printed in %, other numbers as they are."""
+    """The unit of a metric: shares are in %, other numbers have none."""
 
     metric: Metric
 
     @property
     def factor(self) -> float:
-        """By which a value is multiplied."""
+        """From the metric's value to a number in this unit."""
         return 100.0 if self.metric.percent else 1.0
 
     @property
     def sign(self) -> str:
-        """Behind a number: ``" %"``, or nothing."""
+        """What follows a number: ``" %"`` or nothing."""
         return " %" if self.metric.percent else ""
 
     @property
     def words(self) -> str:
-        """What the metric is: ``"accuracy"``."""
+        """The metric's name in a sentence: ``"accuracy"``."""
         return self.metric.words or self.metric.name
 
     @property
     def label(self) -> str:
-        """Of an axis: ``"accuracy (%)"``."""
+        """The label of an axis: ``"accuracy (%)"``."""
         return f"{self.words} (%)" if self.metric.percent else self.words
 
     @property
     def heading(self) -> str:
-        """Of a column, in one line."""
+        """The heading of a column, on one line."""
         return (self.metric.heading or self.metric.name).replace("\n", " ")
 
     def of(self, values: Iterable[float]) -> list[float]:
-        """Values in this unit."""
+        """The metric's values in this unit."""
         return [self.factor * value for value in values]
 
     def digits(self, values: Iterable[float]) -> int:
-        """After the point, for such values in this unit: one of a share, else as many as tell the first three apart."""
+        """Decimals for numbers in this unit: one for a share, else enough for three significant digits."""
         largest = max((abs(value) for value in values if isfinite(value)), default=0.0)
         if self.metric.percent or not largest:
             return 1
         return min(max(_SIGNIFICANT - 1 - floor(log10(largest)), 0), 9)
 
-    def over_seeds(self, values: Sequence[float]) -> str:
-        """``"94.2"``, or ``"94.2±0.3"`` over several seeds, in this unit without its sign; ``"–"`` without any."""
-        scaled = self.of(values)
-        return over_seeds(scaled, self.digits(scaled))
-
-    def printed(self, value: float) -> str:
-        """One value, in this unit without its sign."""
-        scaled = self.factor * value
-        return f"{scaled:.{self.digits([scaled])}f}"
+    def text(self, *seeds: float) -> str:
+        """Numbers in this unit, without its sign: ``"94.2"``, or ``"94.2±0.3"`` over several seeds."""
+        return str(over_seeds(seeds, self.digits(seeds)))
 
 
-def over_seeds(values: Sequence[float], digits: int = 1) -> str:
-    """``"94.2"``, or ``"94.2±0.3"`` (standard deviation) over several seeds, or ``"–"`` without any."""
+@dataclass(frozen=True)
+class Cell:
+    """A number as it is printed: mean and standard deviation over seeds, and whether it is the best of its column."""
+
+    mean: str
+    spread: str = ""
+    best: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.mean}±{self.spread}" if self.spread else self.mean
+
+
+def over_seeds(values: Sequence[float], digits: int = 1, best: str | None = None) -> Cell:
+    """One number per seed as a cell; ``"–"`` without any.
+
+    `best` : the best mean of the column, as it is printed, so that equal ones all count.
+    """
     if not values:
-        return "–"
-    spread = f"±{stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{fmean(values):.{digits}f}{spread}"
+        return Cell("–")
+    mean = f"{fmean(values):,.{digits}f}"
+    return Cell(mean, f"{stdev(values):.{digits}f}" if len(values) > 1 else "", mean == best)
 
 
 def capital(text: str) -> str:
-    """With its first letter in upper case."""
+    """With an upper-case first letter."""
     return text[0].upper() + text[1:]

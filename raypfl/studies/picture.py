@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from raypfl.common.files import draft
-from raypfl.results.contenders import colour
-from raypfl.results.picture import STYLE
+from raypfl.results.compared import colour
+from raypfl.results.drawing import GREY, INK, png
 from raypfl.studies.entries import Entry
 
 _INCHES = (3.6, 0.42)  # a panel's width, a method's height
@@ -34,8 +30,7 @@ def draw(found: Sequence[Entry], title: str, path: str | Path) -> Path:
     metrics = list(dict.fromkeys(one.metric for one in found))
     methods = list(dict.fromkeys(one.method for one in found))
     size = (2 + _INCHES[0] * len(acrosses), 1.6 + (0.7 + _INCHES[1] * len(methods)) * len(downs))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    with png(path, *size, padding=0.1) as figure:
         panels = figure.subplots(len(downs), len(acrosses), squeeze=False, sharey=True)
         for row, down in zip(panels, downs, strict=True):
             for axes, across in zip(row, acrosses, strict=True):
@@ -47,12 +42,10 @@ def draw(found: Sequence[Entry], title: str, path: str | Path) -> Path:
         for axes in panels[:, 0]:
             axes.set_ylabel("method")
         panels[0, 0].invert_yaxis()
-        figure.suptitle(title, fontsize=11, color="#777777")
+        figure.suptitle(title, fontsize=11, color=GREY)
         keys = _keys(found, metrics)
         fit = min(len(keys), int(size[0] / _KEY))
-        figure.legend(handles=keys, loc="outside lower center", ncols=fit, frameon=False)
-        with draft(Path(path)) as file:
-            figure.savefig(file, dpi=160)
+        figure.legend(handles=keys, loc="outside lower center", ncols=fit)
     return Path(path)
 
 
@@ -66,16 +59,15 @@ def _panel(axes: Axes, found: Sequence[Entry], methods: Sequence[str], metrics: 
             axes.errorbar(one.mean, at, xerr=one.spread or 0, fmt="o", markersize=4, color=tint, elinewidth=1.2)
     axes.set_yticks(range(len(methods)), methods)
     axes.set_ylim(-0.6, len(methods) - 0.4)
-    axes.grid(True, axis="x")
-    axes.set_axisbelow(True)
+    axes.grid(False, axis="y")
 
 
 def _keys(found: Sequence[Entry], metrics: Sequence[str]) -> list[Line2D]:
     over = "clients" if any(one.spread_over == "clients" for one in found) else "seeds"
     keys = [Line2D([], [], linestyle="", marker="s", color=colour(i), label=name) for i, name in enumerate(metrics)]
-    keys.append(Line2D([], [], marker="o", markersize=4, color="#333333", label=f"here, ± over {over}"))
+    keys.append(Line2D([], [], marker="o", markersize=4, color=INK, label=f"here, ± over {over}"))
     if any(one.published for one in found):
-        hollow = Line2D([], [], linestyle="", marker="o", markersize=7, markerfacecolor="none", color="#333333")
+        hollow = Line2D([], [], linestyle="", marker="o", markersize=7, markerfacecolor="none", color=INK)
         hollow.set_label("published")
         keys.append(hollow)
     return keys

@@ -1,4 +1,4 @@
-"""A listener that records runs in MLflow, behind their back, and that never stops one."""
+"""A listener that records runs in MLflow in the background, and that never stops one."""
 
 from __future__ import annotations
 
@@ -9,36 +9,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from raypfl.common.errors import RaypflError, Stopped
-from raypfl.results.contenders import settings_told
+from raypfl.config import Experiment
+from raypfl.results.compared import differing_settings
 from raypfl.runs import folders
 from raypfl.runs.replay import events_of
 from raypfl.runs.result import Result
 from raypfl.server.events import Event, RunStarted
 from raypfl.tracking import entries
-from raypfl.tracking.run import NOTE, RUN_ID_FILE, STATUS, Comparison, RunRecord, tracking_uri
+from raypfl.tracking.run import NOTE, STATUS, Comparison, RunRecord
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-    from raypfl.config import Experiment
-
-__all__ = ["RUN_ID_FILE", "MLflowListener", "track", "tracking_uri"]
-
 
 class MLflowListener:
-    """Records parameters, metrics per round, tags, tables and models of every run that it hears of.
+    """Records parameters, metrics per round, tags, tables and models of every run whose events it gets.
 
-    Recording happens behind the run's back: a tracking server that is slow costs it nothing until its end, where it
-    waits for what is left. What MLflow refuses is tried again with the next event, and a person is told once a run. A
-    resumed run goes on in its MLflow run, whose id is kept in the run's folder.
+    It records in the background: a slow tracking server delays a run only at its end, which waits for what is left.
+    What MLflow refuses is tried again with the next event, and a warning says so once a run. A resumed run continues
+    in its MLflow run, whose id is kept in the run's folder.
 
     Parameters
     ----------
-    comparison : a name under which all runs heard of belong together, below a parent run; None: each is on its own.
+    comparison : a name under which all runs are put below one parent run; None: each is on its own.
         The listener is then a context manager: at its end the parent gets the results of all.
     tags : of your own, for every run.
-    warn : is told in a sentence when recording fails, from another thread; None: a log message.
-    kept_in : a folder for the parent's id, so that a comparison which was cut off goes on below the same parent.
+    warn : is called with a sentence when recording fails, from another thread; None: a log message.
+    kept_in : a folder for the parent's id, so that a comparison that was cut off continues below the same parent.
 
     Examples
     --------
@@ -61,7 +58,7 @@ class MLflowListener:
         self._warn = warn or logging.getLogger("raypfl").warning
         folder = None if kept_in is None else Path(kept_in)
         self._comparison = Comparison(comparison, self._tags, folder) if comparison else None
-        self._note = ""
+        self._description = ""
         self._records: list[RunRecord] = []
         self._current: RunRecord | None = None
 
@@ -74,12 +71,11 @@ class MLflowListener:
             self._current.put(event)
 
     def for_each(self, experiments: Sequence[Experiment]) -> list[MLflowListener]:
-        """A listener for each run of a comparison; settings that tell one from the others are in its name."""
-        told = settings_told(experiments)
-        return [self.beside({"settings": words} if words else {}) for words in told]
+        """A listener for each run of a comparison; the run's name has the settings that differ from the others'."""
+        return [self.beside({"settings": text} if text else {}) for text in differing_settings(experiments)]
 
     def beside(self, tags: Mapping[str, str] | None = None) -> MLflowListener:
-        """A listener for a run that goes while others do, in the same comparison; each listener hears one at a time.
+        """A listener for another run of the comparison at the same time; each listener follows one run at a time.
 
         `tags` : for that run alone.
         """
@@ -92,11 +88,13 @@ class MLflowListener:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._end_comparison(kind)
+        record = next((record for record in self._records if record.client), None)
+        if self._comparison and self._comparison.run_id and record:
+            record.attempt(self._finish_parent, self._comparison.run_id, kind)
 
-    def describe(self, page: str) -> None:
-        """What is to be read beside the comparison at its end, as Markdown, in place of its runs' accuracies."""
-        self._note = page
+    def describe(self, description: str) -> None:
+        """Set the comparison's description, as Markdown; without it, it is the table of its runs."""
+        self._description = description
 
     def attach(self, file: str | Path) -> None:
         """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
@@ -107,29 +105,19 @@ class MLflowListener:
             if self._comparison and run_id:
                 return
 
-    def _end_comparison(self, kind: type[BaseException] | None) -> None:
-        record = next((record for record in self._records if record.client), None)
-        if self._comparison and self._comparison.run_id and record:
-            record.attempt(self._tell_parent, self._comparison.run_id, kind)
-
-    def _tell_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
-        if note := self._note or self._accuracies():
-            client.set_tag(parent, NOTE, entries.shortened(note))
-        whole = [record.status for record in self._records]
-        stopped = "stopped" in whole or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))
-        status = "stopped" if stopped else "failed" if kind or "failed" in whole else "finished"
-        client.set_terminated(parent, STATUS[status])
-
-    def _accuracies(self) -> str:
+    def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
         over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
-        judged = [result for result in over if result.evaluations.num_rows]
-        return entries.comparison_of(judged) if judged else ""
+        evaluated = [result for result in over if result.evaluations.num_rows]
+        if text := self._description or (entries.comparison_of(evaluated) if evaluated else ""):
+            client.set_tag(parent, NOTE, entries.shortened(text))
+        ends = [record.status for record in self._records]
+        stopped = "stopped" in ends or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))
+        status = "stopped" if stopped else "failed" if kind or "failed" in ends else "finished"
+        client.set_terminated(parent, STATUS[status])
 
 
 def track(run_dir: str | Path, uri: str | None = None) -> None:
-    """Record a run or a comparison that is over, from its folder: MLflow could not be told of it, or was not to be.
-
-    What MLflow has of it already is not recorded twice.
+    """Record a run or a comparison that is over, from its folder; what MLflow has already is not recorded twice.
 
     Parameters
     ----------

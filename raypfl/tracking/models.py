@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,17 +13,16 @@ import numpy as np
 import torch
 
 from raypfl.common.errors import CheckpointError
+from raypfl.config import Experiment
 from raypfl.runs import models_file
 from raypfl.runs.result import RECIPE
 from raypfl.runs.trained import TrainedModels, makes_personal_models, newest
-from raypfl.tracking import entries
-from raypfl.tracking.run import quiet_mlflow, tracking_uri
+from raypfl.tracking.connection import first_line, quiet_mlflow, tracking_uri, without_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from raypfl.models.trained_model import TrainedModel
-    from raypfl.server.outline import DataOutline
     from raypfl.storage.checkpoint import Snapshot
 
 GLOBAL = "global_model"
@@ -34,9 +34,9 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
 
     Parameters
     ----------
-    run : the run's folder, or the id of its MLflow run, for whose models neither the folder nor, unless the method
-        fine-tunes them, the data are needed.
-    uri : MLflow's tracking URI; None: $MLFLOW_TRACKING_URI or, without that, that of runs in the folder ``runs``.
+    run : the run's folder, or the id of its MLflow run. The latter needs no folder, and no data either unless the
+        method fine-tunes its models.
+    uri : MLflow's tracking URI; None: $MLFLOW_TRACKING_URI or, without it, the database in the folder ``runs``.
 
     Raises
     ------
@@ -48,44 +48,50 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
     """
     if (Path(run) / RECIPE).exists():
         return TrainedModels.of_run(run)
-    from raypfl.config import Experiment
-
     uri = uri or tracking_uri(Experiment())
     client = quiet_mlflow().MlflowClient(uri)
     try:
         return TrainedModels.of_file(client.download_artifacts(str(run), FILE))
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a tracking server, a database or a network may come up with
+    except Exception as error:  # tracking servers, databases and networks raise errors of all kinds
         raise CheckpointError(
-            f"{run} is neither a run's folder, nor has MLflow at {entries.without_password(uri)} the personal models "
-            f"of a run of that id: {entries.first_line(error)}"
+            f"{run} is neither a run's folder, nor has MLflow at {without_password(uri)} the personal models "
+            f"of a run of that id: {first_line(error)}"
         ) from error
 
 
 def log_models(client: MlflowClient, run_id: str, run_dir: str, warn: Callable[[str], None]) -> None:
-    """Put the models of a finished run into MLflow, those that are not larger than the run's settings allow.
+    """Put the models of a finished run into MLflow, if they are not larger than ``tracking.models_mb``.
 
-    `warn` : is told in a sentence what is not put there; that raises nothing.
+    `warn` : is called with a sentence for what is not put there; nothing is raised.
     """
+    elsewhere = f'raypfl.trained_models("{run_dir}") reads'
 
-    def told(what: str, log: Callable[[], None]) -> None:
+    def attempt(what: str, log: Callable[[], None], size: float = 0.0, limit: float = 1.0) -> None:
+        if size > limit * 1e6:
+            warn(
+                f"{what} take {size / 1e6:,.0f} MB, more than tracking.models_mb={limit:g}, and are not copied to "
+                f"MLflow; {elsewhere} them from the run's folder."
+            )
+            return
         try:
             log()
-        except Exception as error:  # a network of a person's own may do anything
-            warn(f'{what} not in MLflow: {entries.first_line(error)} raypfl.trained_models("{run_dir}") reads them.')
+        except Exception as error:  # a user's own network may raise anything
+            warn(f"{what} are not in MLflow: {first_line(error)} {elsewhere} them.")
 
     def log() -> None:
         experiment, snapshot = newest(run_dir, whole=False)
         models, limit = TrainedModels.of_snapshot(experiment, snapshot), experiment.tracking.models_mb
         theta = experiment.method.global_model(models.server)
-        if theta is not None and _fits("The global model takes", theta.nbytes, limit, run_dir, warn):
-            told("The run's global model is", lambda: _log_global_model(client, run_id, models))
-        kept = "What the personal models are made of takes"
-        if makes_personal_models(experiment.method) and _fits(kept, snapshot.states_bytes, limit, run_dir, warn):
-            told("The run's personal models are", lambda: _log_personal_models(client, run_id, models, snapshot))
+        if theta is not None:
+            shared = partial(_log_global_model, client, run_id, models)
+            attempt("The parameters of the run's global model", shared, theta.nbytes, limit)
+        if makes_personal_models(experiment.method):
+            personal = partial(_log_personal_models, client, run_id, models, snapshot)
+            attempt("The parameters of the run's personal models", personal, snapshot.states_bytes, limit)
 
-    told("The run's models are", log)
+    attempt("The run's models", log)
 
 
 def _log_personal_models(client: MlflowClient, run_id: str, models: TrainedModels, snapshot: Snapshot) -> None:
@@ -94,18 +100,8 @@ def _log_personal_models(client: MlflowClient, run_id: str, models: TrainedModel
         client.log_artifact(run_id, f"{folder}/{FILE}")
 
 
-def _fits(what: str, size: int, limit: float, run_dir: str, warn: Callable[[str], None]) -> bool:
-    if size <= limit * 1e6:
-        return True
-    warn(
-        f"{what} {size / 1e6:,.0f} MB, more than tracking.models_mb={limit:g}, and is not copied to MLflow; "
-        f'raypfl.trained_models("{run_dir}") reads it from the run\'s folder.'
-    )
-    return False
-
-
 def _log_global_model(client: MlflowClient, run_id: str, models: TrainedModels) -> None:
-    # By the client's functions, since mlflow.pytorch.log_model records wherever the whole process records.
+    # With the client's functions, since mlflow.pytorch.log_model records wherever the whole process records.
     from mlflow.entities import LoggedModelOutput
     from mlflow.models import Model
 
@@ -116,7 +112,11 @@ def _log_global_model(client: MlflowClient, run_id: str, models: TrainedModels) 
     status: Literal["READY", "FAILED"] = "FAILED"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _save(models.global_model(), _examples(models.outline), f"{folder}/model", about)
+            # Two images of a client: torch takes the number of images in an example for fixed if it is one.
+            examples, _ = models.outline.take(
+                np.resize(models.outline.data.indices(int(models.outline.sizes("train").argmax())), 2)
+            )
+            _save(models.global_model(), examples, f"{folder}/model", about)
             client.log_model_artifacts(logged.model_id, f"{folder}/model")
         status = "READY"
     finally:
@@ -125,7 +125,7 @@ def _log_global_model(client: MlflowClient, run_id: str, models: TrainedModels) 
 
 
 def _save(model: TrainedModel, images: np.ndarray, path: str, about: Any) -> None:
-    """With an example of its input and, from that, its signature; the requirements, if inferred, take a minute."""
+    """Save it with example inputs and a signature; requirements are given, since inferring them takes a minute."""
     import mlflow.pytorch
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
@@ -144,10 +144,3 @@ def _save(model: TrainedModel, images: np.ndarray, path: str, about: Any) -> Non
             pip_requirements=needed,
             serialization_format="pt2",
         )
-
-
-def _examples(outline: DataOutline) -> np.ndarray:
-    """Two training images of a client: torch takes the number of images in an example for fixed if that is one."""
-    client = int(outline.sizes("train").argmax())
-    images, _ = outline.take(np.resize(outline.data.indices(client), 2))
-    return images

@@ -1,0 +1,199 @@
+"""Runs side by side: which of them differ in their seed alone, and names and colours that tell the others apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from raypfl.config import Experiment
+from raypfl.config.assignments import flatten
+from raypfl.datasets.population import is_described
+from raypfl.evaluation.measures import OF_PRIMARY, Measures
+from raypfl.results.units import Unit
+from raypfl.runs.result import Result
+
+COLOURS = (
+    *("#3B82C4", "#E0703C", "#2FA37C", "#B565A7", "#D9A125", "#56B4D3", "#8D6E63", "#7F8C8D"),
+    *("#C8364E", "#7A9A2E", "#4F55B5", "#E58FB2"),
+)
+"""Distinct on light and on dark backgrounds; a method has the same one in every picture of a comparison."""
+
+_MARKS = ("", "●", "■", "▲", "◆", "▼")
+
+# Settings that do not change a result, or only by rounding.
+_NO_EFFECT = ("name", "seed", "output", "engine", "ray", "checkpoint", "tracking", "method")
+_NO_EFFECT_KEYS = ("data.root", "data.download", "data.cache", "training.channels_last")
+
+_MOST_NAMED = 3
+"""A label names up to three settings of a method's own; more become a letter."""
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of one method with the same options and settings, one for each seed."""
+
+    label: str
+    colour: str
+    results: tuple[Result, ...]
+
+    @property
+    def measures(self) -> Measures:
+        """The metrics of its runs."""
+        return self.results[0].experiment.measures
+
+    @property
+    def unit(self) -> Unit:
+        """Of the primary metric."""
+        return Unit(self.measures.primary)
+
+    def scores(self, protocol: str, model: str = "", aggregate: str = "", best: bool = False) -> list[float]:
+        """One number per seed, in the metric's unit; empty where there is none.
+
+        Parameters
+        ----------
+        model : ``personal`` or ``global``; empty: the one that clients use.
+        aggregate : a name in ``measures.aggregates``; empty: the primary metric. One model on one test set has no
+            spread over clients.
+        best : in the round that validation data chose, instead of the last evaluated one.
+        """
+        aggregate, model = aggregate or self.measures.primary.name, model or self.deployed(protocol)
+        tested_once = model == "global" and (protocol == "global" or protocol.startswith("ood/"))
+        if aggregate not in self.measures.aggregates or (tested_once and aggregate in OF_PRIMARY):
+            return []
+        rows = [row for row in self._summaries[best] if (row["protocol"], row["model"]) == (protocol, model)]
+        return Unit(self.measures.of(aggregate)).of(row[aggregate] for row in rows if aggregate in row)
+
+    @cached_property
+    def _summaries(self) -> dict[bool, list[dict[str, Any]]]:
+        last = [row for result in self.results for row in result.summary()]
+        best = [row for result in self.results for row in result.summary(result.best_round)]
+        return {False: last, True: best}
+
+    @property
+    def protocols(self) -> list[str]:
+        """Those that were evaluated, in order."""
+        return list(dict.fromkeys(row["protocol"] for row in self._summaries[False]))
+
+    @property
+    def has_best(self) -> bool:
+        """Whether validation data chose a round of every run."""
+        return all(result.best_round is not None for result in self.results)
+
+    def deployed(self, protocol: str) -> str:
+        """The model that clients use: ``personal`` where the method makes personal models, else ``global``."""
+        return "personal" if self.scores(protocol, "personal") else "global"
+
+
+def group_runs(results: Sequence[Result]) -> list[RunGroup]:
+    """Results grouped by everything but the seed, in order of first appearance."""
+    names = labels([result.experiment for result in results])
+    groups = {label: tuple(r for r, name in zip(results, names, strict=True) if name == label) for label in names}
+    return [RunGroup(label, colour(i), members) for i, (label, members) in enumerate(groups.items())]
+
+
+def labels(experiments: Sequence[Experiment]) -> list[str]:
+    """A short name for each experiment: its method, with the options in which runs of this method differ.
+
+    Where experiments also differ in one other setting, every label shows its value; where in several, a letter stands
+    for them: ``ditto lam=0.1 · settings B``. If each method was given settings of its own, its label shows those that
+    differ from the first method's.
+    """
+    return [f"{name}{suffix}" for name, suffix in zip(*_names_and_settings(experiments), strict=True)]
+
+
+def differing_settings(experiments: Sequence[Experiment]) -> list[str]:
+    """The part of each of the `labels` that is about settings other than the method's options."""
+    return [suffix.strip(" ·") for suffix in _names_and_settings(experiments)[1]]
+
+
+def colour(index: int) -> str:
+    """The colour of the group at `index`."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def mark(index: int) -> str:
+    """A character that tells the group at `index` from one of the same colour; empty for the first of a colour."""
+    return _MARKS[min(index // len(COLOURS), len(_MARKS) - 1)]
+
+
+def setting(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
+    """Data, partition and model in one line, with the partition's first option and those that are not at their default.
+
+    `metadata` : what the run found out; the number of clients of a population, which has no partition, is there.
+    """
+    values = settings(experiment)
+    data, model, partition = values["data"]["name"], _called(values["model"]), values.get("partition")
+    if partition is None:
+        clients = [f"{metadata['num_clients']:,} clients"] if "num_clients" in metadata else []
+        return " · ".join([data, *clients, model])
+    count = partition.pop("clients", None)
+    defaults = {field.name: field.default for field in fields(experiment.partition)}
+    always = list(partition)[:2]  # its name and its first option, such as alpha
+    partition = {key: value for key, value in partition.items() if key in always or value != defaults[key]}
+    return " · ".join([data, *([f"{count} clients"] if count else []), _called(partition), model])
+
+
+def settings(experiment: Experiment) -> dict[str, Any]:
+    """All settings, without the partition where the data is a population, which has none."""
+    values = experiment.to_dict()
+    if is_described(experiment.data):
+        del values["partition"]
+    return values
+
+
+def _called(component: Mapping[str, Any]) -> str:
+    options = ", ".join(f"{key}={value}" for key, value in component.items() if key != "name" and value is not None)
+    return f"{component['name']}({options})" if options else component["name"]
+
+
+def _names_and_settings(experiments: Sequence[Experiment]) -> tuple[list[str], list[str]]:
+    """Methods with the options in which they differ, and what tells their settings apart."""
+    methods = [experiment.to_dict()["method"] for experiment in experiments]
+    full = {method["name"] for method in methods}
+    short = {name: name.rpartition(":")[2] for name in full}
+    if len(set(short.values())) < len(full):
+        short = {name: name for name in full}
+    names = []
+    for method in methods:
+        same = [other for other in methods if other["name"] == method["name"]]
+        options = [f"{key}={value}" for key, value in method.items() if any(other[key] != value for other in same)]
+        names.append(" ".join([short[method["name"]], *options]))
+    return names, _suffixes(names, [_deciding(experiment) for experiment in experiments])
+
+
+def _deciding(experiment: Experiment) -> dict[str, Any]:
+    """The settings, other than method and seed, that decide a result."""
+    parts = {key: value for key, value in settings(experiment).items() if key not in _NO_EFFECT}
+    return {key: value for key, value in flatten(parts).items() if key not in _NO_EFFECT_KEYS}
+
+
+def _suffixes(names: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for one in settings for key in one)
+    differing = [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
+    of_name = dict(zip(names, settings, strict=True))
+    if len(of_name) > 1 and all(of_name[name] == one for name, one in zip(names, settings, strict=True)):
+        own = [_own(one, settings[0], differing) for one in settings]
+        if max(map(len, own)) <= _MOST_NAMED:
+            return ["".join(f" {key}={value}" for key, value in mine.items()) for mine in own]
+    elif len(differing) < 2:
+        return ["".join(f" {key}={one.get(key)}" for key in differing) for one in settings]
+    kinds: list[dict[str, Any]] = []
+    for one in settings:
+        kinds += [one] if one not in kinds else []
+    return [f" · settings {_letter(kinds.index(one))}" for one in settings]
+
+
+def _own(settings: dict[str, Any], first: dict[str, Any], differing: Sequence[str]) -> dict[str, Any]:
+    """The `settings` that differ from the first ones; of another network or optimizer, only its name."""
+    own = {key: settings[key] for key in differing if key in settings and settings[key] != first.get(key)}
+    named = [key.removesuffix(".name") for key in own if key.endswith(".name")]
+    rest = {key: value for key, value in own.items() if not key.startswith(tuple(f"{name}." for name in named))}
+    return {**{name: own[f"{name}.name"] for name in named}, **rest}
+
+
+def _letter(index: int) -> str:
+    """A to Z, then AA to AZ and so on."""
+    before, last = divmod(index, 26)
+    return (_letter(before - 1) if before else "") + chr(ord("A") + last)

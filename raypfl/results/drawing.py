@@ -1,0 +1,120 @@
+"""What all pictures share: style, scales, curves, and how a PNG file is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from raypfl.common.files import draft
+from raypfl.results.compared import RunGroup, mark
+from raypfl.results.numbers import Curve, clients_from_worst
+
+INK, GREY = "#333333", "#777777"
+
+_STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#999999",
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "font.size": 10,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+_STEPS = [1, 2, 2.5, 5, 10]
+_DASH = 3.0
+_MARKERS = {"": None, "●": "o", "■": "s", "▲": "^", "◆": "D", "▼": "v"}
+_MANY_CURVES = 6  # bands of more would hide each other
+_MANY_CLIENTS = 60  # points of more would merge
+_MOST_POINTS = 400  # of a line over clients
+
+Curves = Mapping[tuple[int, str], Curve]
+"""By the index of a group and the model."""
+Paint = Callable[[int], dict[str, Any]]
+"""What Matplotlib is given to draw the group at an index: its colour, and what else tells it apart."""
+
+
+@contextmanager
+def png(path: str | Path, width: float, height: float, padding: float = 0.08) -> Iterator[Figure]:
+    """A figure in this style, in inches, that is written to a PNG file at the end; the file's folder must exist.
+
+    Raises
+    ------
+    Unwritable : if it cannot be written.
+    """
+    with matplotlib.rc_context(_STYLE):
+        layout = ConstrainedLayoutEngine(w_pad=padding, h_pad=padding)
+        figure = Figure(figsize=(width, height), layout=layout)
+        yield figure
+        with draft(Path(path)) as file:
+            figure.savefig(file, dpi=160)
+
+
+def scale(axis: Any, ticks: int = 7, integer: bool = False) -> None:
+    """Round numbers at about so many ticks."""
+    axis.set_major_locator(MaxNLocator(ticks, steps=_STEPS, integer=integer))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}".replace("-", "−")))
+
+
+def line(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
+    """Solid for personal models, dashed for the global one; of `turns` equal lines each shows in turn."""
+    if model == "global":
+        return {"linestyle": (-_DASH * turn, (_DASH, _DASH * max(turns - 1, 0.6))), "linewidth": 1.6}
+    return {"linestyle": (-2 * _DASH * turn, (2 * _DASH, 2 * _DASH * (turns - 1))) if turn else "-", "linewidth": 2.0}
+
+
+def draw_curves(axes: Axes, compared: Sequence[RunGroup], curves: Curves, paint: Paint) -> None:
+    """Curves, each with a band from the least to the greatest of its seeds."""
+    turns = _turns([(model, curve.x, curve.mean) for (_, model), curve in curves.items()])
+    for ((i, model), curve), turn in zip(curves.items(), turns, strict=True):
+        if len(compared[i].results) > 1:
+            alpha = 0.16 if len(compared) <= _MANY_CURVES else 0.07
+            axes.fill_between(curve.x, curve.low, curve.high, alpha=alpha, linewidth=0, **paint(i))
+        look: dict[str, Any] = {"marker": _MARKERS[mark(i)], "markevery": max(len(curve.x) // 8, 1), "markersize": 4.5}
+        if len(curve.x) == 1:  # a ring for a global model, so that equal ones all show
+            look |= {"marker": "o"} if model == "personal" else {"marker": "o", "markersize": 10, "fillstyle": "none"}
+        axes.plot(curve.x, curve.mean, **paint(i), **line(model, *turn), **look)
+
+
+def draw_clients(axes: Axes, compared: Sequence[RunGroup], protocol: str, paint: Paint) -> None:
+    """Every client's final value of the primary metric, from the worst to the best, with the worst decile shaded."""
+    found = [clients_from_worst(one, protocol) for one in compared]
+    models = [one.deployed(protocol) for one in compared]
+    ink = matplotlib.rcParams["text.color"]
+    axes.axvspan(0, 10, color=ink, alpha=0.08, linewidth=0)
+    for i, (values, turn) in enumerate(zip(found, _turns(list(zip(models, found, strict=True))), strict=True)):
+        share = 100 * (np.arange(len(values)) + 0.5) / max(len(values), 1)
+        drawn = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MOST_POINTS)).astype(int))
+        look: dict[str, Any] = {"marker": _MARKERS[mark(i)], "markevery": 0.15}
+        if len(values) <= _MANY_CLIENTS:
+            look = {"marker": _MARKERS[mark(i)] or "o", "markevery": 1}
+        axes.plot(share[drawn], values[drawn], **paint(i), **line(models[i], *turn), **look, markersize=4)
+    axes.set_xlim(0, 100)
+    axes.set(xlabel="clients, from worst to best (%)", ylabel=compared[0].unit.label)
+    scale(axes.yaxis)
+    y, side = (0.98, "top") if compared[0].unit.metric.higher_is_better else (0.02, "bottom")
+    axes.text(1.5, y, "worst\ndecile", transform=axes.get_xaxis_transform(), va=side, fontsize="small")
+
+
+def _turns(lines: Sequence[tuple[Any, ...]]) -> list[tuple[int, int]]:
+    """For each line, its place among those that equal it, and how many these are."""
+    keys = [tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in line) for line in lines]
+    return [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]

@@ -1,0 +1,80 @@
+"""The connection to MLflow: its URI, its module without its messages, and errors that may be printed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypfl.common.files import alone
+from raypfl.config import Experiment
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+RUN_ID_FILE = "mlflow_run_id"
+
+
+def tracking_uri(experiment: Experiment) -> str:
+    """Where runs are recorded: ``tracking.uri``, else $MLFLOW_TRACKING_URI, else a SQLite file in the output folder."""
+    configured = experiment.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return configured or f"sqlite:///{Path(experiment.output).absolute()}/mlflow.db"
+
+
+def how_to_look(experiment: Experiment) -> str:
+    """Where to see the runs: the server's address, or the command that starts one; empty: they are not tracked."""
+    uri = tracking_uri(experiment)
+    if not experiment.tracking.mlflow:
+        return ""
+    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+
+
+def quiet_mlflow() -> Any:
+    """The module, without telemetry, progress bars and messages."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    import mlflow
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("environment", "git_utils"):  # they warn where there is no pip (uv installs none) or no git
+        logging.getLogger(f"mlflow.utils.{name}").setLevel(logging.ERROR)
+    return mlflow
+
+
+def known_run(client: MlflowClient, file: Path) -> Any:
+    """The MLflow run whose id is in a file; None if there is no file, or the run was deleted."""
+    if not file.exists():
+        return None
+    try:
+        run = client.get_run(file.read_text().strip())
+    except quiet_mlflow().MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def opening(uri: str) -> AbstractContextManager[None]:
+    """To be held while a client opens a database file: the first one makes its tables, and only one process can."""
+    file = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
+    if not file:
+        return nullcontext()
+    Path(file[1]).parent.mkdir(parents=True, exist_ok=True)
+    return alone(Path(file[1]))
+
+
+def without_password(text: str) -> str:
+    """URIs without what precedes an @ in them."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, as a sentence without passwords."""
+    line = without_password(str(error).partition("\n")[0].strip()) or type(error).__name__
+    return line if line.endswith(".") else f"{line}."
