@@ -148,7 +148,7 @@ def test_patterns_that_freeze_nothing_all_or_contradict_are_told():
         raypfl.Experiment(model={"name": "mlp", "frozen": "input layer", "trained": "output layer"})
     with pytest.raises(ConfigError, match=r"model\.frozen is 3; it must be text"):
         raypfl.Experiment(model={"name": "mlp", "frozen": 3})
-    with pytest.raises(ConfigError, match=r"'head' selects nothing but what is frozen \(head\.bias, head\.weight\)"):
+    with pytest.raises(ConfigError, match=r"'head' selects only frozen tensors \(head\.bias, head\.weight\)"):
         FlatModel(NormalisedConv, frozen="output layer").mask("head")
 
 
@@ -156,7 +156,7 @@ def test_words_mean_the_same_parts_whatever_is_frozen():
     model = FlatModel(NormalisedConv, frozen="output layer")
     assert model.names("input layer") == ["conv.weight", "conv.bias"]
     assert model.names("feature extractor") == list(model.segments)
-    with pytest.raises(ConfigError, match="selects nothing but what is frozen"):
+    with pytest.raises(ConfigError, match="selects only frozen tensors"):
         model.names("output layer")
 
 

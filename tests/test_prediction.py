@@ -259,7 +259,7 @@ def test_what_a_predictor_gets_wrong_is_said_in_a_sentence(executor):
     def predict(x, theta, rows):
         return clients.model(theta, x).mean(0)
 
-    with pytest.raises(MethodError, match=r"needs extras with a row for each client.*marked as such are none"):
+    with pytest.raises(MethodError, match=r"needs extras with one row for each client.*marked so are none"):
         Predictor(predict, theta=theta)
     with pytest.raises(MethodError, match=r"marked as such are \{'theta': 1, 'rows': 4\}"):
         Predictor(predict, theta=per_client(theta[None]), rows=rows)

@@ -139,7 +139,7 @@ class Treacherous:
 def test_a_file_that_would_run_code_is_refused_and_does_not_run_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Treacherous()}, tmp_path / "evil.pt")
-    with pytest.raises(ConfigError, match="holds more than tensors"):
+    with pytest.raises(ConfigError, match="contains more than tensors"):
         loaded(str(tmp_path / "evil.pt"))
     assert not (tmp_path / "ran").exists()
 
@@ -157,7 +157,7 @@ def test_files_that_are_missing_or_damaged_are_refused_by_name(trained, tmp_path
 @pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}])
 def test_a_file_of_something_else_is_refused(content, tmp_path):
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match="is no state dict: it must hold tensors by name"):
+    with pytest.raises(ConfigError, match="is not a state dict: it must contain only tensors"):
         loaded(str(tmp_path / "a.pt"))
 
 
@@ -178,7 +178,7 @@ def test_torchvisions_weights_that_cannot_be_downloaded_are_told_where_to_put(hu
         raise OSError("no route to host")
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
-    with pytest.raises(ConfigError, match=rf"\(no route to host\)\. Put https://\S+/resnet18-\S+\.pth into {hub}"):
+    with pytest.raises(ConfigError, match=rf"\(no route to host\)\. Download https://\S+/resnet18-\S+\.pth to {hub}"):
         loaded("IMAGENET1K_V1", partial(resnet, num_classes=10), "resnet18")
 
 

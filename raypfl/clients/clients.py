@@ -19,8 +19,8 @@ from raypfl.common import rng
 from raypfl.common.errors import ClientError, MethodError
 from raypfl.common.messages import PerClient, inside_a_loss, per_client, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
+from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
-from raypfl.models.other import Other
 from raypfl.models.predictor import Predictor
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import LocalOptimizer, Update

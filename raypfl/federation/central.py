@@ -16,8 +16,8 @@ from torch import Tensor
 from raypfl.common import rng
 from raypfl.common.errors import MethodError
 from raypfl.federation.task import Task
+from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
-from raypfl.models.other import Other
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import SGD, LocalOptimizer, Update
 from raypfl.training.executor import AS_IT_IS, Precision

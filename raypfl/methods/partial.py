@@ -170,5 +170,5 @@ def _selected(model: FlatModel, option: str, pattern: str) -> Tensor:
 
 def _warn_if_absent(model: FlatModel, pattern: str) -> None:
     for word in (part.strip() for part in pattern.split(",")):
-        if not model.roles.get(word, [word]):
+        if not model.common_parts.get(word, [word]):
             warnings.warn(f"The network has no {word}, so it is not personal either.", stacklevel=2)

@@ -1,29 +1,27 @@
 """Convolutional networks without normalisation or skip connections.
 
-Published descriptions have the max-pool behind the ReLU. Here it comes first, which is the same function with the same
-gradients, bit for bit, and leaves the ReLU a quarter of the work. With ``training.channels_last``, the gradient of the
-dense layers is channels first, and the ReLU turns it round before the max-pool makes it four times as large.
+Papers put the max-pool after the ReLU. Here it comes before: outputs and gradients are the same, bit for bit, and the
+ReLU has a quarter of the work. With ``training.channels_last`` the gradient of the dense layers arrives channels first;
+the ReLU converts it while it is four times smaller.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from raypfl.common.errors import ConfigError
 from raypfl.models.networks import MODELS, image_shape
 
 
 @MODELS.register("lenet")
 class LeNet(nn.Module):
-    """LeNet with 16 and 32 5x5 filters and dense layers of 120 and 84 (PeFLL, Table 2).
+    """LeNet: 16 and 32 filters of 5x5, and dense layers of 120 and 84 units (PeFLL, Table 2).
 
     121,182 parameters for 3x32x32 inputs and 10 classes. Inputs need at least 16 pixels a side.
     """
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int):
         super().__init__()
-        channels, height, width = image_shape("lenet", input_shape)
-        _refuse_small("lenet", height, width, 16)
+        channels, height, width = image_shape("lenet", input_shape, least=16)
         side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
         self.features = nn.Sequential(
             nn.Conv2d(channels, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU()
@@ -39,15 +37,14 @@ class LeNet(nn.Module):
 
 @MODELS.register("cnn")
 class CNN(nn.Module):
-    """Two 3x3 convolutions (32, 64), one max-pool, a dense layer of 128 (pfl-research's CIFAR-10 network).
+    """Two 3x3 convolutions (32, 64), a max-pool and a dense layer of 128 units: pfl-research's CIFAR-10 network.
 
     1,626,442 parameters for 3x32x32 inputs and 10 classes.
     """
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int):
         super().__init__()
-        channels, height, width = image_shape("cnn", input_shape)
-        _refuse_small("cnn", height, width, 6)
+        channels, height, width = image_shape("cnn", input_shape, least=6)
         pixels = ((height - 4) // 2) * ((width - 4) // 2)
         self.features = nn.Sequential(
             nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()
@@ -61,15 +58,15 @@ class CNN(nn.Module):
 
 @MODELS.register("conv2cifar")
 class Conv2Cifar(nn.Module):
-    """Two 5x5 convolutions of 64 filters, dense layers of 384 and 192, a head without bias (Dai et al. 2023).
+    """Two 5x5 convolutions of 64 filters, dense layers of 384 and 192 units, a head without bias (Dai et al. 2023).
 
     796,032 parameters in the body and 1,920 in the head for 3x32x32 inputs and 10 classes. Inputs need at least 16
     pixels a side.
 
     Parameters
     ----------
-    head_bias : whether the head has one.
-    relu_latent : whether the features that go into the head are behind a ReLU, as the paper's are.
+    head_bias : whether the head has a bias.
+    relu_latent : whether the features that go into the head pass a ReLU, as in the paper.
     """
 
     def __init__(
@@ -80,8 +77,7 @@ class Conv2Cifar(nn.Module):
         relu_latent: bool = True,
     ):
         super().__init__()
-        channels, height, width = image_shape("conv2cifar", input_shape)
-        _refuse_small("conv2cifar", height, width, 16)
+        channels, height, width = image_shape("conv2cifar", input_shape, least=16)
         side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
         self.conv1 = nn.Conv2d(channels, 64, 5)
         self.conv2 = nn.Conv2d(64, 64, 5)
@@ -95,10 +91,3 @@ class Conv2Cifar(nn.Module):
         x = self.pool(self.conv1(x)).relu()
         x = self.pool(self.conv2(x)).relu().flatten(1)
         return self.head(self.last(self.linear2(self.linear1(x).relu())))
-
-
-def _refuse_small(name: str, height: int, width: int, least: int) -> None:
-    if min(height, width) < least:
-        raise ConfigError(
-            f"The {name} model needs images of at least {least}x{least} pixels, these are {height}x{width}; use mlp."
-        )

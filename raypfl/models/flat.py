@@ -1,9 +1,8 @@
 """A network as a function of one flat vector.
 
-A model vector holds every trainable parameter and, behind them, every buffer that training moves (batch-norm
-statistics): ``theta = [parameters (P) | buffers (B)]``. So a model is one tensor, a set of K models is
-``Tensor[K, P+B]``, and averaging, storing or sending a model never forgets its statistics. A network without such
-buffers has B = 0.
+A model vector holds all trainable parameters, followed by all buffers that training moves (batch-norm statistics):
+``theta = [parameters (P) | buffers (B)]``. A model is therefore one tensor and a set of K models is ``Tensor[K, P+B]``;
+statistics are averaged, stored and sent with the parameters. A network without such buffers has B = 0.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from raypfl.common.errors import ConfigError, MethodError, did_you_mean
-from raypfl.models.freezing import freeze, moving, resting, stored
-from raypfl.models.roles import roles
+from raypfl.models.parts import common_parts, freeze, frozen_norms, stored, trainable
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One named tensor's place in a model vector: ``theta[start:stop].view(shape)``."""
+    """Where a model vector holds a tensor: ``theta[start:stop].view(shape)``."""
 
     name: str
     start: int
@@ -35,25 +33,26 @@ class Segment:
 
 
 class FlatModel:
-    """A network, its segments, and its evaluation at a flat vector.
+    """A network that is evaluated at flat vectors.
 
     Parameters
     ----------
-    factory : builds the network (an ``nn.Module``) from nothing; called under a fixed seed.
-    seed : of the template, which holds what is in no model vector: frozen parameters and integer buffers.
-    dtype, device : of the network and of the vectors that it makes.
-    frozen : what no training moves (names as for :meth:`names`), beside what the network itself has frozen; or
-    trained : what alone it moves. Frozen tensors are in no vector and exist once, in the template. Batch norm whose
-        scale and shift are frozen is frozen whole: it normalises by the statistics that it has.
+    factory : builds the network, an ``nn.Module``, without arguments. It is called under a fixed seed.
+    seed : of the template, which holds everything that is in no model vector: frozen parameters and integer buffers.
+    dtype, device : of the network and of the vectors that it creates.
+    frozen : pattern (see :meth:`names`) of the tensors to freeze, in addition to those that the network itself has
+        frozen. They are in no vector and exist once, in the template. Batch norm with frozen scale and shift keeps its
+        statistics.
+    trained : pattern of the only tensors to train; alternative to `frozen`.
 
     Attributes
     ----------
-    num_parameters : P, the trainable numbers.
-    num_buffers : B, the floating-point numbers that training moves without a gradient.
+    num_parameters : P, the number of trainable parameters.
+    num_buffers : B, how many floating-point numbers training moves without a gradient.
     size : P + B, the length of a model vector.
     segments : name -> Segment, parameters first, in the network's order.
-    mixes_rows : whether it has batch norm that, in training, normalises by the batch.
-    roles : word -> names of the tensors that it selects, frozen or not; see :func:`raypfl.models.roles.roles`.
+    mixes_rows : whether the network has batch norm that normalises by the batch during training.
+    common_parts : part -> names of its tensors, frozen or not; see :func:`raypfl.models.parts.common_parts`.
     """
 
     def __init__(
@@ -70,12 +69,12 @@ class FlatModel:
         self.device = torch.device(device)
         self.module = self._build(seed)
         self.segments: dict[str, Segment] = {}
-        self.roles = roles(self.module, stored(self.module))
+        self.common_parts = common_parts(self.module, stored(self.module))
         freeze(self.module, self._to_freeze(frozen, trained))
-        self._resting = resting(self.module)
+        self._frozen_norms = frozen_norms(self.module)
         self._train(True)
         offset, everything = 0, stored(self.module)
-        for name in moving(self.module):
+        for name in trainable(self.module):
             tensor = everything[name]
             self.segments[name] = Segment(name, offset, offset + tensor.numel(), tensor.shape)
             offset += tensor.numel()
@@ -105,21 +104,21 @@ class FlatModel:
             raise ConfigError("The network has no trainable parameters, so there is nothing to train.")
 
     def init(self, seed: int) -> Tensor:
-        """A freshly initialised model vector, ``Tensor[P+B]``, the same for the same seed."""
+        """A newly initialised model vector, ``Tensor[P+B]``; the same for the same seed."""
         return self.flatten(self._moving(self._build(seed)))
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Named tensors, as from :meth:`unflatten`, as one vector ``Tensor[P+B]``."""
+        """One vector ``Tensor[P+B]`` from named tensors; the inverse of :meth:`unflatten`."""
         return torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.segments])
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
-        """Views of a model vector ``[P+B]``, or of its parameters ``[P]`` alone, by segment name."""
+        """Views of a model vector ``[P+B]``, or of its parameters ``[P]``, by segment name."""
         segments = list(self.segments.values())
         sizes = self._sizes
         if theta.shape[-1] != self.size:
             if theta.shape[-1] != self.num_parameters:
                 raise ValueError(
-                    f"A vector of {theta.shape[-1]} numbers is no model of this network, which has "
+                    f"A vector of {theta.shape[-1]} numbers is not a model of this network, which has "
                     f"{self.num_parameters} parameters and {self.num_buffers} buffer entries."
                 )
             segments = segments[: len(self.parameter_names)]
@@ -128,7 +127,7 @@ class FlatModel:
         return {s.name: part.reshape((*theta.shape[:-1], *s.shape)) for s, part in zip(segments, parts, strict=True)}
 
     def as_module(self, theta: Tensor) -> nn.Module:
-        """The network as an ordinary module with a copy of a model vector ``[P+B]``, in evaluation mode."""
+        """An ordinary module in evaluation mode with a copy of a model vector ``[P+B]``."""
         module = copy.deepcopy(self.module)
         parts = self.unflatten(theta)
         with torch.no_grad():
@@ -147,32 +146,33 @@ class FlatModel:
     def names(self, pattern: str) -> list[str]:
         """Segments that a pattern selects.
 
-        `pattern` is one or more of: a name (``fc.weight``), a module (``fc``: all below it), a glob (``*.bn*``), or a
-        word for a part that most networks have (``output layer``: see :attr:`roles`), separated by commas.
+        `pattern` is a comma-separated list of names (``fc.weight``), modules (``fc``: everything in it), globs
+        (``*.bn*``) and parts that most networks have (``output layer``; see :attr:`common_parts`).
 
         Raises
         ------
-        ConfigError : if a part of the pattern selects nothing, unless it is such a word, or what is frozen alone.
+        ConfigError : if an item selects nothing and is not one of the common parts, or if all that the pattern selects
+            is frozen.
         """
         chosen = self._selected(pattern)
         if chosen and not chosen & self.segments.keys():
             raise ConfigError(
-                f"{pattern!r} selects nothing but what is frozen ({', '.join(sorted(chosen))}), which is in no model "
-                "vector and trained by nobody."
+                f"{pattern!r} selects only frozen tensors ({', '.join(sorted(chosen))}), which no client trains and no "
+                "model vector holds."
             )
         return [name for name in self.segments if name in chosen]
 
     def _selected(self, pattern: str) -> set[str]:
-        """Names of all that a pattern selects, frozen or not."""
+        """Names of all tensors that a pattern selects, frozen or not."""
         names, chosen = list(stored(self.module)), set()
         for part in pattern.split(","):
             part = part.strip()
             hits = [n for n in names if n == part or n.startswith(part + ".") or fnmatch.fnmatch(n, part)]
-            if not hits and part not in self.roles:
+            if not hits and part not in self.common_parts:
                 modules = [name for name, _ in self.module.named_modules() if name]
-                known = [*names, *modules, *self.roles]
+                known = [*names, *modules, *self.common_parts]
                 raise ConfigError(f"No segment of the network matches {part!r}; {did_you_mean(part, known)}")
-            chosen |= {*hits, *self.roles.get(part, [])}
+            chosen |= {*hits, *self.common_parts.get(part, [])}
         return chosen
 
     def _to_freeze(self, frozen: str | None, trained: str | None) -> set[str]:
@@ -181,14 +181,14 @@ class FlatModel:
         return self._selected(frozen) if frozen is not None else set()
 
     def mask(self, pattern: str) -> Tensor:
-        """``bool[P+B]``: which entries of a model vector belong to the segments that `pattern` selects."""
+        """``bool[P+B]``: the entries of a model vector in the segments that `pattern` selects."""
         mask = torch.zeros(self.size, dtype=torch.bool, device=self.device)
         for name in self.names(pattern):
             mask[self.segments[name].start : self.segments[name].stop] = True
         return mask
 
     def segment(self, theta: Tensor, name: str) -> Tensor:
-        """One tensor of a model vector, by its exact name, as a view of shape ``[..., *shape]``."""
+        """The tensor of that exact name in a model vector, as a view of shape ``[..., *shape]``."""
         if name not in self.segments:
             raise ConfigError(f"The network has no segment {name!r}; {did_you_mean(name, self.segments)}")
         place = self.segments[name]
@@ -212,12 +212,12 @@ class FlatModel:
         return self._with(tensors, x)
 
     def features(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes into the output layer, ``[b, d]``, and the outputs, at `theta` for inputs ``x[b, ...]``.
+        """The output layer's inputs ``[b, d]`` and the outputs, at `theta` for inputs ``x[b, ...]``.
 
-        It is one call of the network, with a gradient as any.
+        It calls the network once, and both results have gradients.
         """
         seen: list[Tensor] = []
-        layer = self.module.get_submodule(self.roles["output layer"][0].rpartition(".")[0])
+        layer = self.module.get_submodule(self.common_parts["output layer"][0].rpartition(".")[0])
         hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
             outputs = self(theta, x)
@@ -234,7 +234,7 @@ class FlatModel:
     def gradient(
         self, loss: Callable[[Tensor], Tensor], theta: Tensor, train: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Value, gradient ``[P]``, and statistics ``[B]`` after it, of ``loss(p)`` at a model vector ``[P+B]``.
+        """Value and gradient ``[P]`` of ``loss(p)`` at a model vector ``[P+B]``, and the statistics ``[B]`` afterwards.
 
         ``value, slope, _ = net.gradient(lambda p: (net(p, x) * y).sum(), theta)``; `train` is the network's mode.
         """
@@ -247,7 +247,7 @@ class FlatModel:
 
     @contextmanager
     def mode(self, train: bool) -> Iterator[None]:
-        """Within: the network is in training or in evaluation mode."""
+        """Within: the network is in training mode, or in evaluation mode."""
         was = self.module.training
         self._train(train)
         try:
@@ -256,14 +256,14 @@ class FlatModel:
             self._train(was)
 
     def _train(self, train: bool) -> None:
-        """``module.train(train)`` without nn.Module's checks of what is set, a twentieth of a small client's test."""
+        """``module.train(train)`` without nn.Module's attribute checks, 5 % of a small client's evaluation."""
         every = list(self.module.modules())
         if any(type(child).train is not nn.Module.train for child in every):
             self.module.train(train)
         else:
             for child in every:
                 object.__setattr__(child, "training", train)
-        for child in self._resting if train else ():
+        for child in self._frozen_norms if train else ():
             object.__setattr__(child, "training", False)
 
     @contextmanager
@@ -276,8 +276,10 @@ class FlatModel:
             bound.release()
 
     def _with(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """The module's output with `tensors` in the places of its own: torch.func.functional_call, but for its checks,
-        which take a tenth of a small network's step."""
+        """The module's output with `tensors` in place of its own.
+
+        This is torch.func.functional_call without its checks, which take a tenth of a small network's step.
+        """
         own = [store[leaf] for _, store, leaf in self._stores]
         try:
             for name, store, leaf in self._stores:

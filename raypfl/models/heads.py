@@ -1,4 +1,4 @@
-"""What a network computes before its output layer, and output layers other than a dense one."""
+"""Output layers that methods put in place of a network's own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from raypfl.common.errors import ConfigError
 
 
 class PrototypeHead(nn.Module):
-    """``scale * f @ weight.T`` with ``f = z / max(||z||, 1e-12)`` of the features ``z[b, d]`` (Dai et al. 2023).
+    """``scale * f @ weight.T`` with ``f = z / max(||z||, 1e-12)`` for features ``z[b, d]`` (Dai et al. 2023).
 
     Parameters
     ----------
-    weight : ``[C, d]``, a prototype a row.
-    scale : what cosines are multiplied by before the softmax.
+    weight : ``[C, d]``, one prototype in each row.
+    scale : factor of the cosines before the softmax.
     trainable : whether the scale is a parameter.
-    normalise : whether features are brought to length one; otherwise ``f = z``.
+    normalise : whether features are scaled to length one; otherwise ``f = z``.
     """
 
     scale: Tensor
@@ -40,7 +40,7 @@ class PrototypeHead(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """The sum of the logits of two heads; the second one, ``personal``, gives zeros at first."""
+    """The sum of the logits of a generic and a personal head."""
 
     def __init__(self, generic: nn.Linear, personal: nn.Module):
         super().__init__()
@@ -52,14 +52,14 @@ class TwoHeads(nn.Module):
 
 
 class GeneratedHead(nn.Module):
-    """``z @ H(prior).T``: a head that a small network makes of a client's class shares; zeros for a prior of zeros.
+    """``z @ H(prior).T``: a small network H generates the head from a client's class shares. Zeros for a zero prior.
 
-    The prior is a parameter, so that it is a part of a client's model; whoever trains the model must leave it out.
+    The prior is a parameter and so part of a client's model, but training must leave it out.
 
     Parameters
     ----------
-    inputs, classes : d and C; H gives C * d numbers.
-    hidden : units of the one hidden layer of H.
+    inputs, classes : d and C; H has C * d outputs.
+    hidden : units of H's only hidden layer.
     """
 
     def __init__(self, inputs: int, classes: int, hidden: int):
@@ -77,7 +77,7 @@ class GeneratedHead(nn.Module):
 
 
 def zero_head(like: nn.Linear) -> nn.Linear:
-    """A dense layer of the same shape whose parameters are zeros."""
+    """A dense layer of the same shape with all parameters zero."""
     head = nn.Linear(like.in_features, like.out_features, bias=like.bias is not None)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
@@ -85,11 +85,11 @@ def zero_head(like: nn.Linear) -> nn.Linear:
 
 
 def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:
-    """Name and module of the network's last dense layer.
+    """Name and module of the network's last layer.
 
     Raises
     ------
-    ConfigError : if there is none with a name, or another layer that learns comes after it.
+    ConfigError : if the last layer with parameters is not an ``nn.Linear``, or is the network itself.
     """
     layers = [(n, m) for n, m in network.named_modules() if any(True for _ in m.parameters(recurse=False))]
     name, last = layers[-1] if layers else ("", network)
@@ -102,6 +102,6 @@ def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:
 
 
 def with_output_layer(network: nn.Module, layer: nn.Module) -> nn.Module:
-    """The network, its output layer exchanged for another one of the same name."""
+    """The network with `layer` in place of its output layer, under the same name."""
     network.set_submodule(output_layer(network)[0], layer)
     return network

@@ -11,28 +11,27 @@ from torch import Tensor, nn
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Lent, one_client_at_a_time, per_client, unmarked
 from raypfl.common.user_code import where_defined
-from raypfl.models.extras import chosen, of_client, rows_of, with_rows
-from raypfl.models.other import Other
+from raypfl.models.extras import Other, of_client, of_clients, rows_of, with_rows
 
 
 class Predictor:
-    """What a group's clients predict with, where that is not the clients' network at a vector.
+    """A function that predicts for the clients of a group, for methods whose models are more than a vector each.
 
-    ``personal_model`` and ``unseen_model`` may return one. The function sees one client: what differs from client to
-    client is passed to it by name, never closed over.
+    ``personal_model`` and ``unseen_model`` may return one. The function sees one client at a time. Pass what differs
+    between clients by name; do not close over it.
 
     Parameters
     ----------
-    function : ``function(x[b, ...], **extras) -> outputs[b, ...]`` of one client, such as the network's (logits).
-        Networks are in evaluation mode.
-    extras : tensors and other models (``clients.other(theta)``), as a loss has them. Those that have a row for each
-        client (what came up per client, a state, ``raypfl.per_client(rows)``) are passed row by row, the rest to
-        everybody. Where clients differ in length, as in a memory of their samples, rows are padded, as ``clients.map``
-        pads them, and something must tell padding from the rest: ``batch.weight``, mapped alike, is 0 there.
+    function : ``function(x[b, ...], **extras) -> outputs[b, ...]`` of one client; outputs are those that the network
+        has (logits). Networks are in evaluation mode.
+    extras : tensors and other models (``clients.other(theta)``), as for a loss. An extra with one row for each client
+        (a state, a training result, ``raypfl.per_client(rows)``) is passed row by row; other extras are the same for
+        all clients. If rows differ in length (a memory of each client's samples), pad them as ``clients.map`` does, and
+        pass ``batch.weight``, mapped in the same way, which is 0 for padding.
 
     Raises
     ------
-    MethodError : if no extra has a row for each client, or their numbers of rows differ.
+    MethodError : if no extra has one row for each client, or numbers of rows differ.
 
     Examples
     --------
@@ -45,24 +44,24 @@ class Predictor:
         counts = {name: len(rows) for name, rows in self.rows.items()}
         if len(set(counts.values())) != 1:
             raise MethodError(
-                f"The Predictor of {where_defined(function)} needs extras with a row for each client of the "
-                f"group; marked as such are {counts or 'none'}. raypfl.per_client(rows) marks one."
+                f"The Predictor of {where_defined(function)} needs extras with one row for each client of "
+                f"the group; those marked so are {counts or 'none'}. Mark one with raypfl.per_client(rows)."
             )
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """What differs from client to client, by name: ``[K, ...]`` each."""
+        """The extras that differ between clients, by name: ``[K, ...]`` each."""
         return rows_of(self.extras)
 
     def __len__(self) -> int:
-        """Clients."""
+        """Number of clients."""
         return len(next(iter(self.rows.values())))
 
     def __getitem__(self, some: slice) -> Predictor:
-        return Predictor(self.function, **chosen(self.extras, some))
+        return Predictor(self.function, **of_clients(self.extras, some))
 
     def outputs(self, x: Tensor, mine: Mapping[str, Tensor]) -> Tensor:
-        """One client's outputs ``[b, ...]`` for ``x[b, ...]``, given its row of each of `rows`."""
+        """One client's outputs ``[b, ...]`` for ``x[b, ...]``, given its row of each entry in `rows`."""
         with one_client_at_a_time():
             outputs = self.function(x, **with_rows(self.extras, mine))
         if outputs.dim() == 0 or len(outputs) != len(x):
@@ -77,7 +76,7 @@ class Predictor:
         return self.outputs(x, {name: rows[k] for name, rows in self.rows.items()})
 
     def as_module(self, k: int, evaluating: Callable[[], contextlib.AbstractContextManager[Any]]) -> nn.Module:
-        """The k-th client's as an ordinary module, whose forward runs within ``evaluating()``."""
+        """The k-th client's predictor as an ordinary module, whose forward runs inside ``evaluating()``."""
         return _Module(self, k, evaluating)
 
 

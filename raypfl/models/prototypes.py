@@ -1,4 +1,4 @@
-"""Points on the unit sphere that are as far from each other as can be."""
+"""Points on the unit sphere that are as far apart as possible."""
 
 from __future__ import annotations
 

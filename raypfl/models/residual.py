@@ -1,47 +1,59 @@
-"""Residual networks of basic blocks (He et al. 2016), with torchvision's names, so that its weights fit."""
+"""Residual networks of basic blocks (He et al. 2016), with torchvision's tensor names, so that its weights fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
-from raypfl.models.adapters import ResidualAdapter
 from raypfl.models.networks import MODELS, image_shape
 
 WIDTHS = (64, 128, 256, 512)
 
 
-@dataclass(frozen=True)
-class Layers:
-    """How the layers inside a block are made.
+Layer = Callable[[int], nn.Module]
+"""Makes a layer for a number of channels."""
 
-    Attributes
-    ----------
-    norm : makes the normalisation of so many channels.
-    adapter : makes what stands behind each 3x3 convolution of so many channels.
+
+class ResidualAdapter(nn.Module):
+    """``y = x + conv1x1(norm(x))`` on feature maps ``[b, C, H, W]`` (Rebuffi et al. 2017; Xie et al. 2024).
+
+    It starts close to the identity: the weights of the convolution are drawn from N(0, 1e-4^2), and its bias is zero.
+    It has C^2 + 2 C parameters, and C more with a bias.
     """
 
-    norm: Callable[[int], nn.Module]
-    adapter: Callable[[int], nn.Module]
+    def __init__(self, channels: int, norm: nn.Module, bias: bool = True):
+        super().__init__()
+        self.norm = norm
+        self.conv = nn.Conv2d(channels, channels, 1, bias=bias)
+        nn.init.normal_(self.conv.weight, std=1e-4)
+        if self.conv.bias is not None:
+            nn.init.zeros_(self.conv.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(self.norm(x))
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around which the input is added: ``[b, inputs, H, W] -> [b, width, H/stride, W/stride]``."""
+    """Two 3x3 convolutions and a shortcut: ``[b, inputs, H, W] -> [b, width, H/stride, W/stride]``.
 
-    def __init__(self, inputs: int, width: int, stride: int, layers: Layers):
+    Parameters
+    ----------
+    norm, adapter : the normalisation, and what follows each 3x3 convolution.
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: Layer, adapter: Layer):
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
-        self.adapter1 = layers.adapter(width)
-        self.bn1 = layers.norm(width)
+        self.adapter1 = adapter(width)
+        self.bn1 = norm(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.adapter2 = layers.adapter(width)
-        self.bn2 = layers.norm(width)
+        self.adapter2 = adapter(width)
+        self.bn2 = norm(width)
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or inputs != width:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), layers.norm(width))
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), norm(width))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn1(self.adapter1(self.conv1(x))).relu()
@@ -50,29 +62,45 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, four layers of basic blocks, the mean over all places, and the head ``fc``.
+    """A stem, four layers of basic blocks, the mean over all positions, and the head ``fc``.
 
     Parameters
     ----------
-    blocks : in each of the four layers.
-    cifar_stem : a 3x3 convolution of stride 1; otherwise ImageNet's 7x7 of stride 2, and max-pooling.
+    blocks : number of blocks in each of the four layers.
+    norm, stem, adapters, head_bias : see :func:`resnet18`.
     """
 
     def __init__(
-        self, channels: int, num_classes: int, blocks: Sequence[int], layers: Layers, cifar_stem: bool, head_bias: bool
+        self,
+        blocks: Sequence[int],
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        norm: Literal["batch", "group"] = "batch",
+        stem: Literal["imagenet", "cifar"] = "imagenet",
+        adapters: Literal["none", "bias", "no bias"] = "none",
+        head_bias: bool = True,
     ):
+        def normalise(width: int) -> nn.Module:
+            return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(2, width)
+
+        def adapt(width: int) -> nn.Module:
+            if adapters == "none":
+                return nn.Identity()
+            return ResidualAdapter(width, normalise(width), bias=adapters == "bias")
+
         super().__init__()
+        channels, *_ = image_shape("resnet", input_shape)
         self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.maxpool: nn.Module = nn.MaxPool2d(3, stride=2, padding=1)
-        if cifar_stem:
+        if stem == "cifar":
             self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
             self.maxpool = nn.Identity()
-        self.bn1 = layers.norm(64)
+        self.bn1 = normalise(64)
         inputs = (64, *WIDTHS)
         self.layer1, self.layer2, self.layer3, self.layer4 = (
             nn.Sequential(
-                BasicBlock(inputs[i], width, 1 if i == 0 else 2, layers),
-                *(BasicBlock(width, width, 1, layers) for _ in range(blocks[i] - 1)),
+                BasicBlock(inputs[i], width, 1 if i == 0 else 2, normalise, adapt),
+                *(BasicBlock(width, width, 1, normalise, adapt) for _ in range(blocks[i] - 1)),
             )
             for i, width in enumerate(WIDTHS)
         )
@@ -85,27 +113,6 @@ class ResNet(nn.Module):
         x = self.maxpool(self.bn1(self.conv1(x)).relu())
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(x.mean((2, 3)))
-
-
-def _resnet(
-    blocks: Sequence[int],
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    norm: str,
-    stem: str,
-    adapters: str,
-    head_bias: bool,
-) -> nn.Module:
-    def normalise(channels: int) -> nn.Module:
-        return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(2, channels)
-
-    def adapt(channels: int) -> nn.Module:
-        if adapters == "none":
-            return nn.Identity()
-        return ResidualAdapter(channels, normalise(channels), bias=adapters == "bias")
-
-    channels, *_ = image_shape("resnet", input_shape)
-    return ResNet(channels, num_classes, blocks, Layers(normalise, adapt), stem == "cifar", head_bias)
 
 
 @MODELS.register("resnet18")
@@ -122,12 +129,12 @@ def resnet18(
     Parameters
     ----------
     norm : batch norm, or group norm with two groups.
-    stem : ImageNet's, or CIFAR's: a 3x3 convolution of stride 1 without pooling.
-    adapters : residual adapters behind all 16 convolutions of its blocks, with a bias (1,404,160 parameters) or without
-        (1,400,320).
-    head_bias : whether the head has one.
+    stem : ImageNet's 7x7 convolution of stride 2 with max-pooling, or CIFAR's 3x3 convolution of stride 1.
+    adapters : residual adapters after all 16 convolutions of the blocks, with a bias (1,404,160 parameters) or without
+        one (1,400,320).
+    head_bias : whether the head has a bias.
     """
-    return _resnet((2, 2, 2, 2), input_shape, num_classes, norm, stem, adapters, head_bias)
+    return ResNet((2, 2, 2, 2), input_shape, num_classes, norm, stem, adapters, head_bias)
 
 
 @MODELS.register("resnet34")
@@ -140,4 +147,4 @@ def resnet34(
     head_bias: bool = True,
 ) -> nn.Module:
     """ResNet-34: 21,284,672 parameters for 3 channels in the body; options as for resnet18."""
-    return _resnet((3, 4, 6, 3), input_shape, num_classes, norm, stem, adapters, head_bias)
+    return ResNet((3, 4, 6, 3), input_shape, num_classes, norm, stem, adapters, head_bias)

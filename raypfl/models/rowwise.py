@@ -1,7 +1,7 @@
-"""Batch norm over the real rows of a padded batch, and dropout whose draws are keyed.
+"""Batch norm that ignores padding, and dropout with keyed random draws.
 
-Both are what a network computes for one client alone; under ``vmap`` torch's own versions would mix in padding rows and
-draw from a global stream.
+Under ``vmap`` torch's own versions would include padding rows and draw from the global random stream. These give what
+the network computes for each client alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LEAST = -(2**63)
 
 
 class RowWise(TorchFunctionMode):
-    """Within: ``F.batch_norm`` in training ignores rows of weight 0, and ``F.dropout`` draws from `key`.
+    """Within: ``F.batch_norm`` in training mode ignores rows of weight 0, and ``F.dropout`` draws from `key`.
 
     Parameters
     ----------
-    weight : ``Tensor[b]`` of ones and zeros, or None: every row is real.
-    key : ``int64`` scalar tensor; the draws of two keys are independent.
+    weight : ``Tensor[b]`` of ones and zeros; None: no row is padding.
+    key : ``int64`` scalar tensor. Draws of different keys are independent.
     """
 
     def __init__(self, weight: Tensor | None, key: Tensor):
@@ -87,18 +87,18 @@ def _dropout(
 ) -> Tensor:
     if not training or p == 0.0:
         return x
-    # In place where it can be: a large layer's draws would otherwise take longer than torch's own.
+    # In place: otherwise the draws of a large layer take longer than torch's own.
     z = _places(x.numel(), x.device) + (key() - _GAMMA)
     z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX_A)
     z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX_B)
-    # The finalizer's last step leaves the upper bits, which decide here, as they are.
+    # The finalizer's last step does not change the upper bits, and only those are compared.
     keep = z.bitwise_xor_(_LEAST) >= (int(p * 2**24) << 40) + _LEAST
     return x * keep.reshape(x.shape).to(x.dtype).div_(1.0 - p)
 
 
 @lru_cache(maxsize=8)
 def _places(count: int, device: torch.device) -> Tensor:
-    """``int64[count]``: the scrambled numbers of a layer's entries, the same for all draws."""
+    """``int64[count]``: hashes of the indices of a layer's entries."""
     return _hash(torch.arange(count, dtype=torch.int64, device=device))
 
 

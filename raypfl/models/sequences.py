@@ -10,7 +10,7 @@ from raypfl.models.networks import MODELS
 
 
 class _Causal(nn.Module):
-    """A residual convolution over time that looks back alone."""
+    """A residual convolution over time that sees only the past."""
 
     def __init__(self, width: int, kernel: int, dilation: int):
         super().__init__()
@@ -23,12 +23,13 @@ class _Causal(nn.Module):
 
 @MODELS.register("causal_cnn")
 class CausalCNN(nn.Module):
-    """Tokens under dilated causal convolutions (as in Bai et al. 2018): ``int64[b, T]`` to logits ``[b, T, tokens]``.
+    """Dilated causal convolutions (as in Bai et al. 2018): tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
 
     Parameters
     ----------
-    width : numbers for each token.
-    layers, kernel : convolutions, the i-th of dilation ``2 ** i``, and places that each sees.
+    width : size of the embeddings and of all layers.
+    layers : number of convolutions; the i-th has dilation ``2 ** i``.
+    kernel : kernel size.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A trained network that takes inputs as they are stored."""
+"""A trained network that takes raw inputs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor, nn
 
 
 class TrainedModel(nn.Module):
-    """A network behind the normalisation that it was trained with: ``images[n, C, H, W] -> logits[n, classes]``.
+    """A network with the normalisation that it was trained with: ``images[n, C, H, W] -> logits[n, classes]``.
 
-    Images are what the data set has, of any number type: pixels from 0 to 255 mostly, 0 to 16 for digits.
+    Images have the values of the data set, in any dtype: usually pixels from 0 to 255; 0 to 16 for digits.
 
     Parameters
     ----------
     gain, offset : ``[C, 1, 1]``, or ``[features]``; the network sees ``images * gain + offset``.
-    discrete : whether inputs are tokens, which the network sees as they are.
+    discrete : whether inputs are tokens, which are not normalised.
 
     Attributes
     ----------
-    network : the network alone.
+    network : the network without normalisation.
     """
 
     gain: Tensor

@@ -1,4 +1,4 @@
-"""Weights to begin with: torchvision's pretrained ones, by name, or those of a file."""
+"""Initial weights: torchvision's pretrained ones, by name, or those of a file."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.models.roles import roles
+from raypfl.models.parts import common_parts
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A factory of networks that begin with given weights.
-
-    A network that it makes says in its attribute ``origin`` which those are.
+    """A factory of networks with given initial weights, which it describes in their attribute ``origin``.
 
     Parameters
     ----------
-    factory : makes the network.
-    name : of the model, under which torchvision may have weights for it.
-    source : a file (safetensors, or a state dict of ``torch.save``), or the name of torchvision's weights.
+    factory : builds the network.
+    name : of the model in torchvision.
+    source : a file (safetensors, or a state dict saved by ``torch.save``), or the name of torchvision weights.
 
     Raises
     ------
-    ConfigError : when called, if there are no such weights, they cannot be had, or they do not fit the network.
+    ConfigError : when called, if the weights do not exist, cannot be read or downloaded, or do not fit the network.
     """
 
     factory: Callable[[], nn.Module]
@@ -47,12 +45,12 @@ class Pretrained:
 
 
 def origin(network: nn.Module) -> str:
-    """Where the initial weights of a network come from, in a few words."""
+    """A short description of where a network's initial weights come from."""
     return str(getattr(network, "origin", "random weights"))
 
 
 def digest(source: str | None) -> str:
-    """What a run that begins with these weights must find again: the SHA-256 of a file, the name of torchvision's."""
+    """What identifies the weights when a run is resumed: the SHA-256 of a file, or the name of torchvision weights."""
     if source is None or not is_file(source) or not Path(source).is_file():
         return source or ""
     with Path(source).open("rb") as file:
@@ -60,23 +58,23 @@ def digest(source: str | None) -> str:
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` means a file rather than the name of torchvision's weights."""
+    """Whether `source` is a file, not the name of torchvision weights."""
     return source.endswith(SUFFIXES) or "/" in source
 
 
 def fill(network: nn.Module, given: Mapping[str, Tensor], source: str) -> str:
-    """Copy `given` tensors into the network, and say which were.
+    """Copy `given` tensors into the network; returns a description of which ones.
 
-    The output layer stays as it was drawn if it is for another number of classes, or is not given; so do adapters that
-    are not given. Everything else must be there, in the same shape, and nothing else.
+    The output layer keeps its random weights if `given` lacks it or has another number of classes. So do adapters that
+    `given` lacks. All other tensors must match by name and shape, and `given` must have no further ones.
 
     Raises
     ------
-    ConfigError : naming the tensors that do not fit.
+    ConfigError : naming the tensors that do not match.
     """
     own = _tensors(network.state_dict())
     given = _tensors(given)
-    parts = roles(network, own)
+    parts = common_parts(network, own)
     head = parts["output layer"]
     kept = _other_classes(own, given, head)
     if kept:
@@ -103,7 +101,7 @@ def _layer(names: list[str]) -> str:
 
 
 def _other_classes(own: Mapping[str, Tensor], given: Mapping[str, Tensor], head: list[str]) -> str:
-    """`` (1000 classes there, 10 here)``, or nothing if the output layers agree."""
+    """`` (1000 classes there, 10 here)``; empty if the output layers match."""
     for name in head:
         if name in given and given[name].shape != own[name].shape and given[name].shape[1:] == own[name].shape[1:]:
             return f" ({len(given[name])} classes there, {len(own[name])} here)"
@@ -132,14 +130,14 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"model.weights is {str(path)!r}, but there is no such file.") from None
     except pickle.UnpicklingError:
         raise ConfigError(
-            f"The weights file {path} holds more than tensors, or is damaged, so it is not loaded: it could run code. "
-            "Save a network's state_dict() alone, with torch.save or as safetensors."
+            f"The weights file {path} contains more than tensors, or is damaged. It is not loaded, because that could "
+            "run code. Save only a network's state_dict(), with torch.save or as safetensors."
         ) from None
     except Exception as error:  # what a damaged file raises depends on where it is damaged
         raise ConfigError(f"The weights file {path} cannot be read: {str(error).splitlines()[0]}") from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ConfigError(f"The weights file {path} is no state dict: it must hold tensors by name, and nothing else.")
+        raise ConfigError(f"The weights file {path} is not a state dict: it must contain only tensors, by name.")
     return state
 
 
@@ -163,6 +161,6 @@ def _from_torchvision(name: str, source: str) -> Mapping[str, Tensor]:
         return weights.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"torchvision's weights {source} for {name} cannot be had ({error}). Put {weights.url} into "
-            f"{torch.hub.get_dir()}/checkpoints, or give the path of a file that you have as model.weights."
+            f"torchvision's weights {source} for {name} could not be downloaded ({error}). Download {weights.url} to "
+            f"{torch.hub.get_dir()}/checkpoints, or set model.weights to the path of a file."
         ) from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.messages import PerClient, per_client
-from raypfl.models.extras import chosen
+from raypfl.models.extras import of_clients
 from raypfl.models.flat import FlatModel
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import LocalOptimizer, Memory, Update
@@ -135,7 +135,7 @@ class MiniBatch:
         group, here, rows = self._group, self._rows, self._group.models(theta)
         size, local_loss = group.model.num_parameters, LocalLoss(group.model, loss, penalty, report)
         run, update = group.run(of, local_loss, rows, extras), group.update(optimizer, lr)
-        mine = extras if self._everybody else chosen(extras, here)
+        mine = extras if self._everybody else of_clients(extras, here)
         moved = rows.clone(memory_format=torch.contiguous_format) if self._everybody else rows[here]
         gradient, reported, statistics = run(
             lambda e: e.grad(local_loss, moved, self._batches, self._keys, mine, update)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.messages import one_client_at_a_time
-from raypfl.models.extras import Extras, of_client, trimmed
+from raypfl.models.extras import Extras, of_client, without_buffers
 from raypfl.models.flat import BoundModel, FlatModel, FunctionalCall, LossCall
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
@@ -53,7 +53,7 @@ class Sequential:
             for k, steps in enumerate(visits.steps):
                 added = None if correction is None else correction[k]
                 descent = self._begun(bound, trained[k], still, update, gradient, keys[k], added)
-                mine = trimmed(self.model, of_client(extras, k))
+                mine = without_buffers(self.model, of_client(extras, k))
                 own = samples.steps(k, visits)
                 for s in range(steps):
                     reported = self._step(loss, bound, descent, self._batch(own(s)), keys[k] + s, mine)
@@ -78,7 +78,7 @@ class Sequential:
         rate : the learning rate of each step, in place of the update's.
         training : whether the network is in training mode. Batches are drawn while it is not.
         """
-        mine, still = trimmed(self.model, dict(extras)), still_segments(self.model, update)
+        mine, still = without_buffers(self.model, dict(extras)), still_segments(self.model, update)
         gradient = Descent.buffer(update, self.model.parameters(theta))
         with self.model.bound() as bound, forked(theta.device):
             descent = self._begun(bound, theta, still, update, gradient, key)
@@ -163,7 +163,7 @@ class Sequential:
                 _seed(at.device, keys[k])
                 p = self.model.parameters(at[k]).detach().requires_grad_()
                 call = FunctionalCall(self.model, self.model.buffers(at[k]))
-                slope = partial(self._slope_at, loss, call, p, trimmed(self.model, of_client(extras, k)))
+                slope = partial(self._slope_at, loss, call, p, without_buffers(self.model, of_client(extras, k)))
                 if update is None or not update.optimizer.per_sample:
                     gradient, reported = slope(self._batch(batch), keys[k])
                 else:

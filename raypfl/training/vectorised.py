@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, vmap
 
 from raypfl.common.messages import one_client_at_a_time
-from raypfl.models.extras import Extras, chosen, of_client, rows_of, trimmed, with_rows
+from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FlatModel, FunctionalCall
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
@@ -51,7 +51,7 @@ class Vectorised:
         ranked = torch.from_numpy(rank).to(start.device)
         theta, statistics = (copied(rows, ranked) for rows in parts)
         added = None if correction is None else correction[ranked]
-        of = (theta, statistics, batches, steps, update, keys[ranked], chosen(extras, ranked), added)
+        of = (theta, statistics, batches, steps, update, keys[ranked], of_clients(extras, ranked), added)
         trained, losses = self._longest_first(loss, *of)
         back = ranked.argsort()
         return trained[back], losses[back]
@@ -205,7 +205,7 @@ class Vectorised:
             key, p = torch.zeros((), dtype=torch.int64, device=batch.y.device), self.model.parameters(at)
             with FunctionalCall(self.model, self.model.buffers(at)), self._rows(batch, key):
                 # A loss may itself differentiate.
-                value = function(p.detach().requires_grad_(), batch, **trimmed(self.model, mine))
+                value = function(p.detach().requires_grad_(), batch, **without_buffers(self.model, mine))
                 return torch.stack(value).detach()
 
     def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
@@ -221,7 +221,7 @@ class Vectorised:
             tensors, mine = rest[:segments], rest[segments:]
             batch, call = Batch(x, y, weight), FunctionalCall(self.model, statistics, p, tensors)
             with call, self._rows(batch, key):
-                own = trimmed(self.model, with_rows(extras, dict(zip(names, mine, strict=True))))
+                own = without_buffers(self.model, with_rows(extras, dict(zip(names, mine, strict=True))))
                 value, reported = loss(p, batch, **own)
             return (value, call.moved()) if reported is value else (value, call.moved(), reported)
 
