@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,9 +41,13 @@ from raypfl.training.vectorised import Vectorised
 torch.set_num_threads(1)
 
 FP64 = TrainingSettings(precision="fp64", batch_size=4, lr=0.1)
+FP32 = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
+ONE_STEP = replace(FP64, batch_size=100)
 NO_RETRIES = FailureSettings(retries=0)
 
+ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
 EXECUTORS = ["vectorised", "sequential"]
+both = pytest.mark.parametrize("executor", EXECUTORS)
 CLASSES = 3
 SHAPE = (2, 4, 4)
 POOLED = 9
@@ -67,10 +72,17 @@ class NormalisedConv(nn.Module):
         return self.head(self.norm(self.conv(x)).relu().flatten(1))
 
 
+def without_bias() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Tanh(), nn.Linear(5, CLASSES, bias=False))
+
+
 def dropping_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(32, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.Dropout(0.4), nn.Linear(8, CLASSES)
     )
+
+
+any_net = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
 
 
 @dataclass(eq=False)
@@ -260,6 +272,26 @@ def torch_sgd(
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(actual.as_subclass(Tensor), expected, rtol=tolerance, atol=tolerance)
+
+
+def played(method: Method, *rounds: Iterable[int] | None, **options: Any) -> Federation:
+    """A federation after rounds of a method: with these cohorts, or with four of two or three clients."""
+    fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
+    fed.play(*(rounds or ROUNDS))
+    return fed
+
+
+def kept(fed: Federation, name: str = "personal") -> Tensor:
+    """What each client has in its state under a name, ``[clients, ...]``."""
+    return torch.from_numpy(np.stack([fed.state_of(c)[name] for c in range(len(fed.sizes))]))
+
+
+def gradient(fed: Federation, theta: Tensor, client: int, samples: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Of a client's mean loss over all its samples, or over these, by torch alone."""
+    net = as_module(fed.factory, theta).train()
+    x, y = samples or fed.samples(client)
+    F.cross_entropy(net(x), y).backward()
+    return torch.cat([p.grad.reshape(-1) for p in net.parameters()])
 
 
 def starts_of(fed: Federation) -> Tensor:

@@ -7,31 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import raypfl
-from raypfl.common.errors import ConfigError
 from raypfl.methods import CReFF, FedAvg, PartialPersonalization
-from raypfl.training.settings import TrainingSettings
-from tests.runs import experiment
-from tests.support import CLASSES, FP64, Federation, NormalisedConv, as_module, small_mlp
+from tests.support import CLASSES, FP64, Federation, NormalisedConv, as_module, both, played, small_mlp, without_bias
 
-ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
-FP32 = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
 QUICK = CReFF(features=4, feature_steps=3, head_steps=5)
 CENTRE = Federation(method=QUICK).cohort()
-both = pytest.mark.parametrize("executor", ["vectorised", "sequential"])
-
-
-def without_bias() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Tanh(), nn.Linear(5, CLASSES, bias=False))
 
 
 any_net = pytest.mark.parametrize("factory", [small_mlp, without_bias, NormalisedConv])
-
-
-def played(method, *rounds, **options) -> Federation:
-    fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
-    fed.play(*(rounds or ROUNDS))
-    return fed
 
 
 @both
@@ -139,15 +122,3 @@ def test_a_model_and_the_gradients_of_a_clients_classes_go_up_and_a_model_and_a_
         ("up", "gradients", 1, CLASSES * head),
         ("up", "gradients", 1, head),
     ]
-
-
-def test_options_out_of_range_are_refused_with_the_experiment():
-    with pytest.raises(ConfigError, match=r"method.features is 0; it must be 1 or more"):
-        raypfl.Experiment(method={"name": "creff", "features": 0})
-
-
-def test_it_learns_digits(tmp_path):
-    quick = {"method": "creff", "method__feature_lr": 0.1}
-    result = raypfl.run(experiment(tmp_path, rounds=12, cohort__size=12, evaluation__every=0, **quick))
-    accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
-    assert accuracy["personal", "local"] > 0.85 and accuracy["global", "global"] > 0.7

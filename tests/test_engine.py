@@ -60,8 +60,13 @@ def test_the_ledger_counts_one_model_down_and_one_up_for_each_client_of_each_rou
     }
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto", "local"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        *[("fedavg", signal.SIGTERM), ("ditto", signal.SIGTERM), ("ditto", signal.SIGINT)],
+        *[(method, signal.SIGINT) for method in ("local", "apfl", "pfedme", "fedalt", "fedbabu")],
+    ],
+)
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method, number):
     whole = raypfl.run(experiment(tmp_path, method=method))
     stopped = raypfl.run(experiment(tmp_path, method=method), listeners=[Interrupt(3, number)])

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.config import Experiment
 from raypfl.methods import FedAvg, FedDF
 from tests.runs import experiment
 from tests.support import EXECUTORS, Federation, NormalisedConv, as_module, as_vector, close, small_mlp
@@ -85,8 +84,6 @@ def test_a_round_is_charged_a_model_each_way_and_no_logits():
 def test_a_pool_that_is_not_there_is_refused_before_the_first_round(tmp_path):
     with pytest.raises(ConfigError, match=r"no pool called 'auxiliary'; data.pools has none"):
         raypfl.run(experiment(tmp_path, method="feddf", data__pools="{}"))
-    with pytest.raises(ConfigError, match=r"method.steps is -1; it must be 0 or more"):
-        Experiment(method={"name": "feddf", "steps": -1})
 
 
 def test_nothing_of_a_pool_is_in_the_servers_state(tmp_path):

@@ -7,42 +7,46 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 import raypfl
 from raypfl.common.errors import ConfigError, MethodError
-from raypfl.methods import METHODS, Ditto, FedAvg, FedProx, Local, Method
+from raypfl.methods import (
+    APFL,
+    METHODS,
+    MTL,
+    Ditto,
+    FedAvg,
+    FedAvgFT,
+    FedBABU,
+    FedNH,
+    FedProto,
+    FedProx,
+    FedROD,
+    Local,
+    Method,
+    PFedMe,
+)
 from raypfl.methods.server_optimizers import ServerOptimizer
-from raypfl.training.settings import TrainingSettings
 from tests.runs import experiment
-from tests.support import FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp, torch_sgd
-
-EXECUTORS = ["vectorised", "sequential"]
-ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
-FP32 = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
-ONE_STEP = replace(FP64, batch_size=100)
-
-
-def played(method: Method, *rounds, **options) -> Federation:
-    fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
-    fed.play(*(rounds or ROUNDS))
-    return fed
-
-
-def personal(fed: Federation) -> np.ndarray:
-    return np.stack([fed.state_of(c)["personal"] for c in range(4)])
-
-
-def gradient(fed: Federation, theta: torch.Tensor, client: int) -> torch.Tensor:
-    """Of a client's mean loss over all its samples."""
-    net = as_module(fed.factory, theta).train()
-    x, y = fed.samples(client)
-    F.cross_entropy(net(x), y).backward()
-    return torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+from tests.support import (
+    FP64,
+    ONE_STEP,
+    ROUNDS,
+    Federation,
+    NormalisedConv,
+    any_net,
+    as_module,
+    as_vector,
+    both,
+    gradient,
+    kept,
+    played,
+    torch_sgd,
+)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both
+@any_net
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_fedavg_is_the_weighted_average_of_what_clients_trained(weighting, factory, executor):
     training = replace(FP64, epochs=2, momentum=0.5)
@@ -61,31 +65,31 @@ def test_fedavg_is_the_weighted_average_of_what_clients_trained(weighting, facto
     assert fed.method.personal_model(fed.clients(), fed.server) is None
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both
+@any_net
 def test_fedprox_without_pull_is_fedavg_to_the_bit(factory, executor):
     a, b = (played(m, executor=executor, factory=factory).server for m in (FedAvg(), FedProx(mu=0.0)))
     assert torch.equal(a["theta"], b["theta"])
     assert not torch.equal(a["theta"], played(FedProx(mu=0.1), executor=executor, factory=factory).server["theta"])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+@both
+@any_net
 def test_ditto_without_pull_is_training_alone_to_the_bit(factory, executor):
     alone, ditto = (played(m, executor=executor, factory=factory) for m in (Local(), Ditto(lam=0.0)))
-    assert (personal(alone) == personal(ditto)).all()
+    assert (kept(alone) == kept(ditto)).all()
     pulled = played(Ditto(lam=0.5), executor=executor, factory=factory)
-    assert (personal(pulled) != personal(alone)).any(axis=1).all()
+    assert (kept(pulled) != kept(alone)).any(axis=1).all()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both
 @pytest.mark.parametrize("lam", [0.0, 2.0])
 def test_dittos_global_model_is_fedavgs_to_the_bit(lam, executor):
     a, b = (played(m, executor=executor, factory=NormalisedConv).server for m in (FedAvg(), Ditto(lam=lam)))
     assert torch.equal(a["theta"], b["theta"])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both
 def test_local_is_each_client_training_on_from_where_it_was(executor):
     fed = played(Local(), executor=executor, training=FP64)
     for client in range(4):
@@ -93,11 +97,11 @@ def test_local_is_each_client_training_on_from_where_it_was(executor):
         for round, ids in enumerate(ROUNDS):
             if client in ids:
                 torch_sgd(net, fed.visits(client, round), lr=0.1)
-        np.testing.assert_allclose(personal(fed)[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(kept(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
     assert fed.ledger.entries == []
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both
 def test_two_steps_of_fedprox_by_hand(executor):
     mu, lr, weights = 0.7, 0.1, np.array([7, 4, 11, 7]) / 29
     fed = played(FedProx(mu=mu), None, executor=executor, training=replace(ONE_STEP, steps=2))
@@ -110,7 +114,7 @@ def test_two_steps_of_fedprox_by_hand(executor):
     torch.testing.assert_close(fed.server["theta"], expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both
 def test_two_rounds_of_ditto_by_hand(executor):
     lam, lr, weights = 0.7, 0.1, np.array([7, 4, 11, 7]) / 29
     fed = played(Ditto(lam=lam), None, None, executor=executor, training=ONE_STEP)
@@ -119,44 +123,24 @@ def test_two_rounds_of_ditto_by_hand(executor):
     for client in range(4):
         v = start - lr * gradient(fed, start, client)
         v = v - lr * (gradient(fed, v, client) + lam * (v - moved))
-        np.testing.assert_allclose(personal(fed)[client], v.numpy(), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(kept(fed).numpy()[client], v.numpy(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@both
 def test_dittos_personal_epochs_are_its_own(executor):
     fed = played(Ditto(personal_epochs=3, lam=0.0), None, executor=executor, training=FP64)
     wanted = Federation(training=replace(FP64, epochs=3))
     for client in range(4):
         net = as_module(fed.factory, fed.model.init(fed.seed))
         torch_sgd(net, wanted.visits(client), lr=0.1)
-        np.testing.assert_allclose(personal(fed)[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(kept(fed).numpy()[client], as_vector(net).numpy(), rtol=1e-10, atol=1e-10)
     assert torch.equal(fed.server["theta"], played(FedAvg(), None, executor=executor, training=FP64).server["theta"])
-
-
-@pytest.mark.parametrize("method", [Local(), Ditto()])
-def test_a_client_that_never_took_part_has_the_initial_model(method):
-    fed = played(method, [0, 1])
-    models = method.personal_model(fed.clients([3]), fed.server)
-    assert torch.equal(models, fed.model.init(fed.seed)[None])
 
 
 def test_personal_models_are_read_from_the_clients_states():
     fed = played(Ditto())
-    clients = fed.clients(personal=torch.from_numpy(personal(fed)))
-    assert (fed.method.personal_model(clients, fed.server).numpy() == personal(fed)).all()
-
-
-def test_methods_send_what_their_papers_count():
-    for method, expected in (
-        (FedAvg(), {("down", "theta"): 108, ("up", "theta"): 108}),
-        (FedProx(), {("down", "theta"): 108, ("up", "theta"): 108}),
-        (Ditto(), {("down", "theta"): 108, ("up", "theta"): 108}),
-        (Local(), {}),
-    ):
-        fed = played(method, factory=NormalisedConv)
-        assert fed.model.size == 108
-        assert fed.ledger.per_client(1) == expected
-        assert fed.ledger.total("up", 0) == fed.ledger.total("down", 0) == (3 * 108 * 4 if expected else 0)
+    clients = fed.clients(personal=torch.from_numpy(kept(fed).numpy()))
+    assert (fed.method.personal_model(clients, fed.server).numpy() == kept(fed).numpy()).all()
 
 
 def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, tau: float) -> list[float]:
@@ -232,20 +216,6 @@ def test_batch_norm_statistics_are_averaged_under_every_server_optimizer(optimiz
     np.testing.assert_allclose(fed.server["theta"][-6:].numpy(), expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("group_size", [1, 3, None])
-@pytest.mark.parametrize("method", [FedAvg(), FedProx(mu=0.1), Ditto(), Local()])
-def test_how_a_cohort_is_cut_changes_rounding_only(method, group_size):
-    a, b = (
-        played(method, training=FP64, group_size=g, executor=e)
-        for g, e in ((2, "vectorised"), (group_size, "sequential"))
-    )
-    for name, tensor in a.server.items():
-        if isinstance(tensor, torch.Tensor):
-            torch.testing.assert_close(tensor, b.server[name], rtol=1e-10, atol=1e-10)
-    if not isinstance(method, FedAvg) or isinstance(method, Ditto):
-        np.testing.assert_allclose(personal(a), personal(b), rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_trains_in_bf16_and_sends_what_its_model_is_made_of(name, tmp_path):
     settings = {"rounds": 2, "training__precision": "bf16", "partition__clients": 4, "cohort__size": 2}
@@ -272,3 +242,85 @@ def test_a_method_that_does_not_say_what_it_does_is_told_so():
         Empty().start(Federation().task)
     with pytest.raises(NotImplementedError, match="Empty does not say what a round is"):
         Empty().round({}, Federation().cohort())
+
+
+@both
+@any_net
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [(FedAvgFT(finetune_epochs=2, finetune_lr=0.05), FedAvg()), (FedBABU(finetune_epochs=2, finetune_lr=0.05), None)],
+)
+def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(method, wanted, factory, executor):
+    options = {"executor": executor, "training": FP64, "factory": factory}
+    fed = played(method, **options)
+    theta = fed.server["theta"].clone()
+    clients, epochs = fed.clients(round=4), Federation(factory, training=replace(FP64, epochs=2))
+    tuned = method.personal_model(clients, fed.server).as_subclass(torch.Tensor)
+    if wanted is not None:
+        assert torch.equal(theta, played(wanted, **options).server["theta"])
+        assert torch.equal(tuned, method.unseen_model(fed.clients(round=4), fed.server).as_subclass(torch.Tensor))
+    for client in range(4):
+        net = as_module(factory, theta)
+        torch_sgd(net, epochs.visits(client, 4, "finetuning"), lr=0.05)
+        torch.testing.assert_close(tuned[client], as_vector(net), rtol=1e-10, atol=1e-10)
+    assert torch.equal(fed.server["theta"], theta) and not clients.state.changed
+
+
+@pytest.mark.parametrize("method", [Local(), Ditto(), APFL(), PFedMe(), MTL()], ids=repr)
+def test_a_client_that_never_took_part_has_the_initial_model(method):
+    fed = played(method, [0, 1])
+    models = method.personal_model(fed.clients([3]), fed.server)
+    torch.testing.assert_close(models.as_subclass(torch.Tensor), fed.model.init(fed.seed)[None])
+
+
+@pytest.mark.parametrize(
+    "method", [FedAvg(), FedProx(), Ditto(), APFL(), PFedMe(), MTL(), FedAvgFT(), Local()], ids=repr
+)
+def test_methods_send_one_model_down_and_one_up(method):
+    fed = played(method, factory=NormalisedConv)
+    sent = {} if isinstance(method, Local) else dict.fromkeys(("down", "up"), 108)
+    assert {way: count for (way, _), count in fed.ledger.per_client(1).items()} == sent
+    assert fed.ledger.total("up", 0) == fed.ledger.total("down", 0) == (3 * 108 * 4 if sent else 0)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *[FedAvg(), FedProx(mu=0.1), Ditto(), Local(), APFL(), PFedMe(), MTL()],
+        *[FedProto(), FedROD(), FedROD(head="hypernetwork")],
+        *[FedNH(missing=missing) for missing in ("zero", "owners", "samples")],
+    ],
+    ids=repr,
+)
+def test_how_a_cohort_is_cut_changes_rounding_only(method):
+    a, b = (
+        played(method, training=FP64, factory=NormalisedConv, group_size=g, executor=e)
+        for g, e in ((2, "vectorised"), (3, "sequential"))
+    )
+    mine, theirs = ([fed.server, *map(fed.state_of, range(4))] for fed in (a, b))
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "apfl", "alpha": 1.5}, r"method.alpha is 1.5; it must be between 0 and 1"),
+        ({"name": "pfedme", "inner_steps": -1}, r"method.inner_steps is -1; it must be 0 or more"),
+        ({"name": "fedbabu", "finetune_epochs": -2}, r"method.finetune_epochs is -2; it must be 0 or more"),
+        ({"name": "fedavg-ft", "finetune_epochs": -2}, r"method.finetune_epochs is -2; it must be 0 or more"),
+        ({"name": "creff", "features": 0}, r"method.features is 0; it must be 1 or more"),
+        ({"name": "feddf", "steps": -1}, r"method.steps is -1; it must be 0 or more"),
+        ({"name": "fednh", "rho": 1.2}, r"method.rho is 1.2; it must be between 0 and 1"),
+    ],
+)
+def test_options_out_of_range_are_refused_with_the_experiment(options, said):
+    with pytest.raises(ConfigError, match=said):
+        raypfl.Experiment(method=options)
+
+
+@pytest.mark.parametrize("name", ["fednh", "fedproto", "fedrod", "creff"])
+def test_methods_with_heads_and_prototypes_learn_digits(name, tmp_path):
+    options = {"method__feature_lr": 0.1} if name == "creff" else {}
+    result = raypfl.run(experiment(tmp_path, method=name, rounds=12, cohort__size=12, evaluation__every=0, **options))
+    accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
+    assert accuracy["personal", "local"] > 0.75 and accuracy.get(("global", "global"), 1.0) > 0.6

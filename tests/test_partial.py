@@ -24,25 +24,14 @@ from raypfl.methods import (
     Local,
     PartialPersonalization,
 )
-from raypfl.training.settings import TrainingSettings
+from tests import support
 from tests.runs import experiment, same_tables
-from tests.support import FP64, Federation, NormalisedConv, as_module, as_vector, small_mlp, torch_sgd
+from tests.support import FP64, Federation, NormalisedConv, any_net, as_module, as_vector, both, small_mlp, torch_sgd
 
-EXECUTORS = ["vectorised", "sequential"]
-ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
-FP32 = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
 ORDERS = ["together", "personal first", "shared first"]
 PRESETS = [FedPer(), FedRep(personal_epochs=1), FedBABU(), LGFedAvg(), FedBN(), FedAlt(), FedSim(personal="conv")]
 NAMES = [type(method).__name__ for method in PRESETS]
-
-both = pytest.mark.parametrize("executor", EXECUTORS)
-any_net = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
-
-
-def played(method, *rounds, **options) -> Federation:
-    fed = Federation(method=method, **{"group_size": 2, "training": FP32, "factory": NormalisedConv, **options})
-    fed.play(*(rounds or ROUNDS))
-    return fed
+played = applied(support.played, factory=NormalisedConv)
 
 
 def models(fed: Federation, **state: Tensor) -> Tensor:
@@ -193,20 +182,6 @@ def test_an_unseen_client_trains_its_part_under_the_shared_one_and_then_fine_tun
     assert torch.equal(unseen.as_subclass(Tensor), nothing.server["theta"].expand(4, -1))
 
 
-@both
-def test_fine_tuning_trains_the_whole_network_and_leaves_no_trace(executor):
-    fed = played(FedBABU(finetune_epochs=2, finetune_lr=0.05), executor=executor, training=FP64)
-    before = fed.server["theta"].clone()
-    wanted = Federation(NormalisedConv, training=replace(FP64, epochs=2))
-    clients = fed.clients(round=fed.round)
-    tuned = fed.method.personal_model(clients, fed.server).as_subclass(Tensor)
-    for client in range(4):
-        net = as_module(NormalisedConv, before)
-        torch_sgd(net, wanted.visits(client, fed.round, "finetuning"), lr=0.05)
-        torch.testing.assert_close(tuned[client], as_vector(net), rtol=1e-10, atol=1e-10)
-    assert torch.equal(fed.server["theta"], before) and not clients.state.changed
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -232,8 +207,6 @@ def test_segments_that_are_not_there_are_refused_before_anything_is_started(tmp_
 def test_epochs_that_cannot_be_meant_are_refused_with_the_experiment():
     with pytest.raises(ConfigError, match=r"method.personal_epochs is 3, but method.order is 'together'"):
         raypfl.Experiment(method={"name": "fedper", "personal_epochs": 3})
-    with pytest.raises(ConfigError, match=r"method.finetune_epochs is -1; it must be 0 or more"):
-        raypfl.Experiment(method={"name": "fedbabu", "finetune_epochs": -1})
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -8,51 +8,33 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import raypfl
-from raypfl.common.errors import ConfigError
 from raypfl.methods import APFL, MTL, FedAvg, FedAvgFT, Local, PartialPersonalization, PFedMe
-from raypfl.training.settings import TrainingSettings
-from tests.runs import Interrupt, experiment, same_tables
-from tests.support import FP64, Federation, NormalisedConv, as_module, as_vector, dropping_mlp, small_mlp, torch_sgd
+from tests.runs import experiment
+from tests.support import (
+    FP32,
+    FP64,
+    ONE_STEP,
+    Federation,
+    NormalisedConv,
+    both,
+    close,
+    dropping_mlp,
+    gradient,
+    kept,
+    played,
+    small_mlp,
+)
 
-EXECUTORS = ["vectorised", "sequential"]
-ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
-FP32 = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
-ONE_STEP = replace(FP64, batch_size=100)
 WEIGHTS = np.array([7, 4, 11, 7]) / 29
 
-both = pytest.mark.parametrize("executor", EXECUTORS)
 any_net = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, dropping_mlp])
-
-
-def played(method, *rounds, **options) -> Federation:
-    fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
-    fed.play(*(rounds or ROUNDS))
-    return fed
-
-
-def kept(fed: Federation, name: str = "personal") -> Tensor:
-    return torch.from_numpy(np.stack([fed.state_of(c)[name] for c in range(4)]))
 
 
 def personal_models(fed: Federation) -> Tensor:
     state = {name: kept(fed, name) for name in fed.state_of(0)}
     return fed.method.personal_model(fed.clients(round=fed.round, **state), fed.server).as_subclass(Tensor)
-
-
-def gradient(fed: Federation, theta: Tensor, client: int, x: Tensor | None = None, y: Tensor | None = None) -> Tensor:
-    """Of a client's mean loss over all its samples, or over these."""
-    net = as_module(fed.factory, theta).train()
-    if x is None or y is None:
-        x, y = fed.samples(client)
-    F.cross_entropy(net(x), y).backward()
-    return torch.cat([p.grad.reshape(-1) for p in net.parameters()])
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @both
@@ -138,7 +120,7 @@ def test_two_mini_batches_of_pfedme_by_hand(executor):
         w = v = start
         for x, y in fed.visits(c):
             for _ in range(3):
-                v = v - inner * (gradient(fed, v, c, x, y) + lam * (v - w))
+                v = v - inner * (gradient(fed, v, c, (x, y)) + lam * (v - w))
             w = w - lr * lam * (w - v)
         mean, models = mean + WEIGHTS[c] * w, [*models, v]
     close(fed.server["theta"], mean)
@@ -191,69 +173,10 @@ def test_two_rounds_of_mtl_by_hand(executor):
         close(fed.server["mean"], mean)
 
 
-@both
-def test_fine_tuning_is_the_bare_loop_from_the_global_model_and_leaves_no_trace(executor):
-    fedavg = played(FedAvg(), executor=executor, training=FP64, factory=NormalisedConv)
-    method = FedAvgFT(finetune_epochs=2, finetune_lr=0.05)
-    fed = played(method, executor=executor, training=FP64, factory=NormalisedConv)
-    assert torch.equal(fed.server["theta"], fedavg.server["theta"])
-    tuned = method.personal_model(fed.clients(round=4), fed.server).as_subclass(Tensor)
-    wanted = Federation(NormalisedConv, training=replace(FP64, epochs=2))
-    for client in range(4):
-        net = as_module(NormalisedConv, fed.server["theta"])
-        torch_sgd(net, wanted.visits(client, 4, "finetuning"), lr=0.05)
-        close(tuned[client], as_vector(net))
-    unseen = method.unseen_model(fed.clients(round=4), fed.server).as_subclass(Tensor)
-    assert torch.equal(unseen, tuned) and not fed.states.places(0)
-
-
 def test_fine_tuning_for_no_epoch_is_fedavg():
     fed = played(FedAvgFT(finetune_epochs=0))
     models = fed.method.personal_model(fed.clients(round=4), fed.server)
     assert torch.equal(models.as_subclass(Tensor), fed.server["theta"].expand(4, -1))
-
-
-@pytest.mark.parametrize("method", [APFL(), PFedMe(), MTL()])
-def test_a_client_that_never_took_part_has_the_initial_model(method):
-    fed = played(method, [0, 1])
-    models = method.personal_model(fed.clients([3]), fed.server)
-    torch.testing.assert_close(models.as_subclass(Tensor), fed.model.init(fed.seed)[None])
-
-
-@pytest.mark.parametrize("method", [APFL(), PFedMe(), MTL()])
-def test_how_a_cohort_is_cut_changes_rounding_only(method):
-    a, b = (
-        played(method, training=FP64, factory=NormalisedConv, group_size=g, executor=e)
-        for g, e in ((2, "vectorised"), (3, "sequential"))
-    )
-    close(personal_models(a), personal_models(b))
-
-
-@pytest.mark.parametrize("method", [APFL(), PFedMe(), MTL(), FedAvgFT()])
-def test_one_model_goes_down_and_one_up(method):
-    fed = played(method, factory=NormalisedConv)
-    assert sorted(fed.ledger.per_client(1).values()) == [fed.model.size] * 2
-
-
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
-        ({"name": "apfl", "alpha": 1.5}, r"method.alpha is 1.5; it must be between 0 and 1"),
-        ({"name": "pfedme", "inner_steps": -1}, r"method.inner_steps is -1; it must be 0 or more"),
-        ({"name": "fedavg-ft", "finetune_epochs": -2}, r"method.finetune_epochs is -2; it must be 0 or more"),
-    ],
-)
-def test_options_out_of_range_are_refused_with_the_experiment(method, said):
-    with pytest.raises(ConfigError, match=said):
-        raypfl.Experiment(method=method)
-
-
-@pytest.mark.parametrize("method", ["apfl", "pfedme", "fedalt", "fedbabu"])
-def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method):
-    whole = raypfl.run(experiment(tmp_path, method=method))
-    stopped = raypfl.run(experiment(tmp_path, method=method), listeners=[Interrupt(3)])
-    resumed = raypfl.resume(stopped.run_dir)
-    assert stopped.round == 3 and resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 
 def test_a_personal_step_that_diverges_is_told_with_its_client(tmp_path):

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import raypfl
 from raypfl.methods import FedAvg, FedProto, FedROD, Local
-from raypfl.training.settings import TrainingSettings
-from tests.runs import experiment
-from tests.support import CLASSES, FP64, Federation, NormalisedConv, as_module, small_mlp
-
-EXECUTORS = ["vectorised", "sequential"]
-ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
-FP32 = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
-ONE_STEP = replace(FP64, batch_size=100)
-both = pytest.mark.parametrize("executor", EXECUTORS)
-any_net = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
-
-
-def played(method, *rounds, **options) -> Federation:
-    fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
-    fed.play(*(rounds or ROUNDS))
-    return fed
-
-
-def kept(fed: Federation, name: str) -> Tensor:
-    return torch.from_numpy(np.stack([fed.state_of(c)[name] for c in range(4)]))
+from tests.support import (
+    CLASSES,
+    FP64,
+    ONE_STEP,
+    ROUNDS,
+    Federation,
+    any_net,
+    as_module,
+    both,
+    kept,
+    played,
+    small_mlp,
+)
 
 
 def latent(net: torch.nn.Module, x: Tensor) -> Tensor:
@@ -196,19 +186,3 @@ def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
     theta = fed.server["theta"][fed.model.mask("*.generator.*")]
     torch.testing.assert_close(theta, mean, rtol=1e-10, atol=1e-10)
     assert set(fed.ledger.per_client(0).values()) == {fed.model.size - CLASSES}
-
-
-@pytest.mark.parametrize("method", [FedProto(), FedROD(), FedROD(head="hypernetwork")])
-def test_how_a_cohort_is_cut_changes_rounding_only(method):
-    a, b = (
-        played(method, training=FP64, factory=NormalisedConv, group_size=g, executor=e)
-        for g, e in ((2, "vectorised"), (3, "sequential"))
-    )
-    torch.testing.assert_close(kept(a, "model"), kept(b, "model"), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("method", ["fedproto", "fedrod"])
-def test_they_learn_digits(method, tmp_path):
-    result = raypfl.run(experiment(tmp_path, method=method, rounds=12, cohort__size=12, evaluation__every=0))
-    accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
-    assert accuracy["personal", "local"] > 0.85
