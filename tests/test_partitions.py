@@ -28,7 +28,7 @@ from raypfl.data import (
     PowerLaw,
     Traits,
 )
-from raypfl.data.allocation import apportion, equal_sizes, fit_margins, largest_remainders
+from raypfl.data.allocation import apportion, fit_margins, largest_remainders
 
 DRAWN = [name for name in PARTITIONS if name != "from_file"]
 
@@ -49,7 +49,7 @@ def class_counts(labels: np.ndarray, shares: list[np.ndarray], num_classes: int)
     return np.stack([np.bincount(labels[share], minlength=num_classes) for share in shares])
 
 
-def assert_dealt_out(shares: list[np.ndarray], clients: int, samples: int) -> None:
+def assert_allocated(shares: list[np.ndarray], clients: int, samples: int) -> None:
     assert len(shares) == clients
     assert all(len(share) for share in shares)
     assert np.array_equal(np.sort(np.concatenate(shares)), np.arange(samples))
@@ -75,7 +75,7 @@ def test_every_sample_goes_to_one_client_and_none_goes_empty(problem, data, seed
         PowerLaw(exponent=sigma, **sized),
     ):
         shares = partition.assign(Traits(labels, num_classes), seed)
-        assert_dealt_out(shares, clients, len(labels))
+        assert_allocated(shares, clients, len(labels))
         assert isinstance(partition, IID) or min(map(len, shares)) >= minimum
         if getattr(partition, "balanced", False):
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -89,7 +89,7 @@ def test_four_samples_of_two_classes_are_shared_by_four_clients_however_one_side
 
 @pytest.mark.parametrize("kind", [Dirichlet, DirichletMix])
 @pytest.mark.parametrize("alpha", [1e-4, 1e-3, 0.5])
-def test_small_problems_are_dealt_out_in_equal_sizes_whatever_is_drawn(kind, alpha):
+def test_small_problems_are_divided_in_equal_sizes_whatever_is_drawn(kind, alpha):
     draws = np.random.default_rng(5)
     for seed in range(300):
         samples = int(draws.integers(1, 20))
@@ -97,7 +97,7 @@ def test_small_problems_are_dealt_out_in_equal_sizes_whatever_is_drawn(kind, alp
         labels = draws.integers(0, num_classes, samples)
         partition = kind(clients=clients, alpha=alpha, balanced=True, min_samples=samples // clients)
         shares = partition.assign(Traits(labels, num_classes), seed)
-        assert_dealt_out(shares, clients, samples)
+        assert_allocated(shares, clients, samples)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
@@ -116,7 +116,7 @@ def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data,
 
 @given(labelled(), st.integers(1, 40), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
-def test_a_column_is_dealt_out_whole_divided_or_put_together(problem, clients, seed):
+def test_a_column_is_kept_whole_divided_or_put_together(problem, clients, seed):
     column, values = problem
     present = np.unique(column)
     samples = Traits(np.zeros_like(column), 1, column, tuple(map(str, range(values))))
@@ -126,12 +126,12 @@ def test_a_column_is_dealt_out_whole_divided_or_put_together(problem, clients, s
     partition = ByColumn(clients=clients)
     if clients <= len(present):
         shares = partition.assign(samples, seed)
-        assert_dealt_out(shares, clients, len(column))
+        assert_allocated(shares, clients, len(column))
         holders = [{k for k, share in enumerate(shares) if value in column[share]} for value in present]
         assert all(len(holder) == 1 for holder in holders)
     elif np.bincount(column)[present].min() >= clients:
         shares = partition.assign(samples, seed)
-        assert_dealt_out(shares, clients, len(column))
+        assert_allocated(shares, clients, len(column))
         assert all(len(set(column[share])) == 1 for share in shares)
 
 
@@ -142,7 +142,7 @@ def test_classes_per_client_gives_each_client_exactly_that_many_classes_in_balan
     clients = max(clients, -(-num_classes // classes))
     labels = balanced(clients, num_classes)
     shares = ClassesPerClient(clients=clients, classes=classes).assign(Traits(labels, num_classes), seed)
-    assert_dealt_out(shares, clients, len(labels))
+    assert_allocated(shares, clients, len(labels))
     owned = class_counts(labels, shares, num_classes) > 0
     assert (owned.sum(axis=1) == classes).all()
     assert np.ptp(owned.sum(axis=0)) <= 1
@@ -194,10 +194,10 @@ def test_a_partition_depends_on_its_seed_and_on_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_a_hundred_thousand_clients_are_dealt_to(name):
+def test_a_hundred_thousand_clients_get_samples(name):
     samples = traits(balanced(100_000))
     partition = replace(PARTITIONS.get(name)(clients=100_000), **({"min_samples": 5} if name == "dirichlet" else {}))
-    assert_dealt_out(partition.assign(samples, 0), 100_000, len(samples))
+    assert_allocated(partition.assign(samples, 0), 100_000, len(samples))
 
 
 def test_a_hundred_thousand_clients_get_equal_sizes_from_unequal_shares():
@@ -244,7 +244,7 @@ def test_a_client_that_holds_its_share_gets_no_further_class():
     assert counts.sum(axis=1).std() < plain.sum(axis=1).std()
 
 
-def test_draws_are_thrown_away_until_nobody_is_short_or_refused_in_the_end():
+def test_draws_are_discarded_until_nobody_has_too_few_or_refused_in_the_end():
     labels = balanced(1000)
     patient = Dirichlet(clients=10, alpha=0.04, min_samples=25, when_short="refuse", tries=500)
     assert min(map(len, patient.assign(Traits(labels, 10), 0))) >= 25
@@ -395,10 +395,6 @@ def test_a_column_that_the_data_set_does_not_have_is_refused():
         ByColumn().assign(Traits(np.zeros(4, np.int64), 1), 0)
 
 
-def test_equal_sizes_differ_by_at_most_one():
-    assert equal_sizes(11, 4).tolist() == [3, 3, 3, 2]
-
-
 def test_owners_of_a_class_hold_nearly_equal_shares_of_it():
     labels = balanced(6000)
     shares = ClassesPerClient(clients=20, classes=2).assign(Traits(labels, 10), 0)
@@ -443,7 +439,7 @@ def test_what_cannot_be_dealt_out_is_refused_with_a_sentence(partition, sentence
         (lambda: LogNormal(sigma=-1.0), "partition.sigma is -1.0, but must be at least 0"),
         (lambda: PowerLaw(exponent=-1.0), "partition.exponent is -1.0, but must be at least 0"),
         (lambda: Dirichlet(cap=0.5), "partition.cap is 0.5, but must be at least 1"),
-        (lambda: Dirichlet(cap=1.0, balanced=True), "partition.balanced gives all clients the same size"),
+        (lambda: Dirichlet(cap=1.0, balanced=True), "partition.balanced gives all clients one size"),
         (lambda: Dirichlet(when_short="cry"), "partition.when_short is 'cry', but must be 'move' or 'refuse'"),
         (lambda: FromFile(), "partition.file is '', but must be the path of a Parquet or JSON file"),
     ],

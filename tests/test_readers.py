@@ -146,7 +146,7 @@ def test_a_fetching_that_fails_says_where_to_get_it_instead(opened, monkeypatch)
     monkeypatch.setattr("torchvision.datasets.MNIST", offline)
     with pytest.raises(DataError, match=r"MNIST could not be downloaded into .*: no route to host\. Get it from https"):
         opened("mnist", download=True)
-    with pytest.raises(ConfigError, match="raypfl cannot download 'image_folder'; get its files yourself"):
+    with pytest.raises(ConfigError, match="raypfl cannot download 'image_folder'; get its files"):
         opened("image_folder", download=True)
 
 
@@ -247,7 +247,7 @@ def test_a_label_that_cannot_be_the_number_of_a_class_is_refused_by_every_reader
 
 
 def test_what_is_no_reader_is_refused_in_a_sentence(opened):
-    with pytest.raises(DataError, match=r"The reader 'builtins:print' returns NoneType; it must return raypfl"):
+    with pytest.raises(DataError, match=r"The reader 'builtins:print' returns NoneType; it must return RawData"):
         opened("builtins:print")
     for name in ("math:pi", "builtins:int"):
         with pytest.raises(ConfigError, match=f"data is '{name}', which is not a function, a Reader or a Population"):

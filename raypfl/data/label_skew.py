@@ -31,7 +31,8 @@ class Dirichlet(Partition):
     balanced : whether to rescale the drawn shares so that all clients have the same size.
     """
 
-    by_class: ClassVar[bool] = True
+    by_class = True
+    least: ClassVar = {"clients": 1, "min_samples": 1, "tries": 1, "reserve": 0}
 
     alpha: float = 0.3
     min_samples: int = 10
@@ -44,15 +45,10 @@ class Dirichlet(Partition):
     def __post_init__(self) -> None:
         super().__post_init__()
         require("alpha", self.alpha, self.alpha > 0, "above 0")
-        require("min_samples", self.min_samples, self.min_samples >= 1, "at least 1")
-        require("tries", self.tries, self.tries >= 1, "at least 1")
         require("when_short", repr(self.when_short), self.when_short in ("move", "refuse"), "'move' or 'refuse'")
-        require("reserve", self.reserve, self.reserve >= 0, "at least 0")
         require("cap", self.cap, self.cap is None or self.cap >= 1, "at least 1, since all samples are allocated")
         if self.balanced and self.cap is not None:
-            raise ConfigError(
-                "partition.balanced gives all clients the same size, so partition.cap has no effect; leave it out."
-            )
+            raise ConfigError("partition.balanced gives all clients one size, so that partition.cap has no effect.")
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         require_enough(len(samples), self.clients, self.min_samples)
@@ -89,10 +85,10 @@ class Dirichlet(Partition):
         """Class by class, without the clients that already hold `limit`."""
         counts = reserved.copy()
         for label, share in enumerate(shares):
-            open_ones = counts.sum(axis=0) < limit
-            share = share * open_ones
+            below = counts.sum(axis=0) < limit
+            share = share * below
             if rest[label]:
-                counts[label] += apportion(rest[label], share if share.sum() > 0 else open_ones)
+                counts[label] += apportion(rest[label], share if share.sum() > 0 else below)
         return counts
 
     def _require_reserve(self, available: np.ndarray) -> None:
@@ -120,7 +116,8 @@ class DirichletMix(Partition):
     min_samples : of every client; the largest clients give samples to those with fewer.
     """
 
-    by_class: ClassVar[bool] = True
+    by_class = True
+    least: ClassVar = {"clients": 1, "min_samples": 1}
 
     alpha: float = 0.3
     balanced: bool = True
@@ -129,7 +126,6 @@ class DirichletMix(Partition):
     def __post_init__(self) -> None:
         super().__post_init__()
         require("alpha", self.alpha, self.alpha > 0, "above 0")
-        require("min_samples", self.min_samples, self.min_samples >= 1, "at least 1")
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         require_enough(len(samples), self.clients, self.min_samples)
@@ -156,14 +152,11 @@ class ClassesPerClient(Partition):
     equal : whether the clients that own a class divide its samples equally, not in proportion to U(0.4, 0.6) draws.
     """
 
-    by_class: ClassVar[bool] = True
+    by_class = True
+    least: ClassVar = {"clients": 1, "classes": 1}
 
     classes: int = 2
     equal: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("classes", self.classes, self.classes >= 1, "at least 1")
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         draws = rng.generator(seed, "partition")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,10 +30,9 @@ class ByColumn(Partition):
         numbers. Fewer: groups are merged at random.
     """
 
-    clients: int = 0
+    least: ClassVar = {"clients": 0}
 
-    def __post_init__(self) -> None:
-        require("clients", self.clients, self.clients >= 0, "at least 0")
+    clients: int = 0
 
     def count(self, samples: Traits) -> int:
         return self.clients or len(np.unique(self._groups(samples)))
@@ -78,11 +77,13 @@ class FromFile(Partition):
     clients : 0: as many as the file names.
     """
 
+    least: ClassVar = {"clients": 0}
+
     clients: int = 0
     file: str = ""
 
     def __post_init__(self) -> None:
-        require("clients", self.clients, self.clients >= 0, "at least 0")
+        super().__post_init__()
         require("file", repr(self.file), bool(self.file), "the path of a Parquet or JSON file")
 
     def files(self) -> tuple[Path, ...]:
@@ -118,8 +119,8 @@ def _parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Samples and their clients, ``int64[n]`` each."""
     try:
         table = pq.read_table(path, columns=["sample", "client"])
-        columns = [table[name].cast(pa.int64()).to_numpy() for name in ("sample", "client")]
-        return columns[0].astype(np.int64), columns[1].astype(np.int64)
+        sample, client = (table[name].cast(pa.int64()).to_numpy().astype(np.int64) for name in ("sample", "client"))
+        return sample, client
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} does not have columns 'sample' and 'client' of integers: {error}") from error
 

@@ -62,14 +62,17 @@ class Partition(ABC):
     ----------
     clients : how many there are; each gets at least one sample.
     by_class : whether it needs the samples' classes; if so, samples without classes are refused.
+    least : the smallest value of each option that has one.
     """
 
     by_class: ClassVar[bool] = False
+    least: ClassVar[dict[str, int]] = {"clients": 1}
 
     clients: int = 20
 
     def __post_init__(self) -> None:
-        require("clients", self.clients, self.clients >= 1, "at least 1")
+        for option, least in self.least.items():
+            require(option, getattr(self, option), getattr(self, option) >= least, f"at least {least}")
 
     @abstractmethod
     def owners(self, samples: Traits, seed: int) -> np.ndarray:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from raypfl.common import rng
 from raypfl.data.allocation import apportion, raise_to_minimum
-from raypfl.data.partitions import PARTITIONS, Partition, Traits, require, require_enough
+from raypfl.data.partitions import PARTITIONS, Partition, Traits, require_enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +22,9 @@ class QuantitySkew(Partition):
     min_samples : of every client; the largest clients give samples to those with fewer.
     """
 
-    min_samples: int = 10
+    least: ClassVar = {"clients": 1, "min_samples": 1}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("min_samples", self.min_samples, self.min_samples >= 1, "at least 1")
+    min_samples: int = 10
 
     @abstractmethod
     def weights(self, draws: np.random.Generator) -> np.ndarray:
@@ -49,11 +48,9 @@ class LogNormal(QuantitySkew):
     sigma : standard deviation of the logarithm of a client's number of samples; 0: all equal.
     """
 
-    sigma: float = 1.0
+    least: ClassVar = {"clients": 1, "min_samples": 1, "sigma": 0}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("sigma", self.sigma, self.sigma >= 0, "at least 0")
+    sigma: float = 1.0
 
     def weights(self, draws: np.random.Generator) -> np.ndarray:
         return draws.lognormal(0.0, self.sigma, size=self.clients)
@@ -69,11 +66,9 @@ class PowerLaw(QuantitySkew):
     exponent : of the law; 0: all equal.
     """
 
-    exponent: float = 1.0
+    least: ClassVar = {"clients": 1, "min_samples": 1, "exponent": 0}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("exponent", self.exponent, self.exponent >= 0, "at least 0")
+    exponent: float = 1.0
 
     def weights(self, draws: np.random.Generator) -> np.ndarray:
         return (1.0 + draws.permutation(self.clients)) ** -self.exponent

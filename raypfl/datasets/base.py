@@ -82,30 +82,16 @@ class DataSource:
         """
         raw = self.reader.read()
         if not isinstance(raw, RawData):
-            raise DataError(
-                f"The reader {self.name!r} returns {type(raw).__name__}; it must return raypfl.datasets.RawData."
-            )
+            raise DataError(f"The reader {self.name!r} returns {type(raw).__name__}; it must return RawData.")
         return raw
 
     def folder(self, holds: str) -> Path:
-        """The folder `root`.
-
-        Parameters
-        ----------
-        holds : what the folder holds, for the error message.
-
-        Raises
-        ------
-        ConfigError : if `root` is missing or not a folder.
-        """
+        """The folder `root`. Raises a ConfigError, which says what the folder `holds`, if there is none."""
         if self.root is None:
             raise ConfigError(f"data.root is missing: name the folder that holds {holds}.")
         root = Path(self.root).expanduser()
         if not root.is_dir():
-            raise ConfigError(
-                f"data.root is {self.root!r}, but there is no such folder; it should hold {holds}, which raypfl does "
-                f"not download for you."
-            )
+            raise ConfigError(f"data.root is {self.root!r}, but there is no such folder; it should hold {holds}.")
         return root
 
 
@@ -280,16 +266,16 @@ class Reader(ABC):
         return under(Path(self.config.root).expanduser()) if self.config.root else []
 
     def download(self) -> None:
-        """Download the files into ``data.root`` unless they are there; by default, refuse.
+        """Download the files into ``data.root`` unless they are there.
 
         Raises
         ------
-        ConfigError : if this data set cannot be downloaded.
+        ConfigError : if there is no download of this data set; this is the default.
         DataError : if the download fails.
         """
         raise ConfigError(
-            f"data.download is true, but raypfl cannot download {self.config.name!r}; get its files yourself, name "
-            f"their folder in data.root, and set data.download to false."
+            f"data.download is true, but raypfl cannot download {self.config.name!r}; get its files yourself and name "
+            f"their folder in data.root."
         )
 
 

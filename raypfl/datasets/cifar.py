@@ -25,13 +25,15 @@ _ALLOWED = {
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
+class _Cifar(Published):
+    home = "https://www.cs.toronto.edu/~kriz/cifar.html"
+
+
 @DATASETS.register("cifar10")
-class Cifar10(Published):
+class Cifar10(_Cifar):
     """60,000 colour images, 32x32, of 10 classes, 10,000 of them test images; ``cifar-10-batches-py`` in data.root."""
 
-    title = "CIFAR-10"
-    home = "https://www.cs.toronto.edu/~kriz/cifar.html"
-    torchvision = "CIFAR10"
+    title, torchvision = "CIFAR-10", "CIFAR10"
 
     def names(self) -> list[str]:
         batches = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"]
@@ -43,7 +45,7 @@ class Cifar10(Published):
 
 @DATASETS.register("cifar100")
 @dataclass(frozen=True, kw_only=True)
-class Cifar100(Published):
+class Cifar100(_Cifar):
     """60,000 colour images, 32x32, of 100 classes, 10,000 of them test images; ``cifar-100-python`` in data.root.
 
     Attributes
@@ -53,9 +55,7 @@ class Cifar100(Published):
 
     variant: Literal["fine", "coarse"] = "fine"
 
-    title = "CIFAR-100"
-    home = "https://www.cs.toronto.edu/~kriz/cifar.html"
-    torchvision = "CIFAR100"
+    title, torchvision = "CIFAR-100", "CIFAR100"
 
     def names(self) -> list[str]:
         return [f"cifar-100-python/{name}" for name in ("train", "test", "meta")]

@@ -88,10 +88,8 @@ class ImageReader(Reader):
     def _scaled(self, image: Image.Image) -> Image.Image:
         if self.size is None or image.size == (self.size, self.size):
             return image
-        wanted = (self.size, self.size)
-        if self.fit == "crop":
-            return ImageOps.fit(image, wanted, Image.Resampling.BILINEAR)
-        return image.resize(wanted, Image.Resampling.BILINEAR)
+        fitted = ImageOps.fit if self.fit == "crop" else Image.Image.resize
+        return fitted(image, (self.size, self.size), Image.Resampling.BILINEAR)
 
 
 def resized(block: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -104,5 +102,4 @@ def resized(block: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _shape(image: np.ndarray) -> str:
-    channels, height, width = image.shape
-    return f"{channels} x {height} x {width} (channels, height, width)"
+    return " x ".join(map(str, image.shape)) + " (channels, height, width)"

@@ -125,17 +125,16 @@ class DescribedData:
         owner, place = where >> _PLACES, where & ((1 << _PLACES) - 1)
         cuts = np.flatnonzero(np.diff(owner)) + 1
         runs = zip(np.split(owner, cuts), np.split(place, cuts), strict=True)
-        parts = [self._part(int(owners[0]), places) for owners, places in runs if len(owners)]
+        parts = []
+        for owners, places in runs:
+            if len(owners):
+                client, split = divmod(int(owners[0]), len(SPLITS))
+                fetched, targets = self._samples(client, SPLITS[split])
+                parts.append((fetched[places], targets[places]))
         if not parts:
             inputs = np.zeros((0, *self.input_shape), np.int64 if self.discrete else np.float32)
             return inputs, np.zeros((0, *[1] * (self.kind in ("labels", "tokens"))), _STORED[self.kind])
-        inputs, labels = zip(*parts, strict=True)
-        return np.concatenate(inputs), np.concatenate(labels)
-
-    def _part(self, owner: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        client, split = divmod(owner, len(SPLITS))
-        inputs, labels = self._samples(client, SPLITS[split])
-        return inputs[places], labels[places]
+        return np.concatenate([inputs for inputs, _ in parts]), np.concatenate([targets for _, targets in parts])
 
     def _samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
         held = self._kept.pop((client, split), None)
