@@ -248,6 +248,29 @@ def test_methods_keep_whole_words_where_the_table_is_narrow_and_columns_make_roo
         assert ("(std, worst decile)" in text) == ("std" not in gone)
 
 
+@pytest.mark.parametrize("width", [60, 50, 40])
+def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cropped(width):
+    runs = [made_up({"name": "ditto", "lam": 0.1}, ("personal", "global"), seed=seed) for seed in range(3)]
+    lines = printed(lambda console: show(console, runs, {}, ["digits"]), width).splitlines()
+    (row,) = [line.split() for line in lines if "local" in line.split()]
+    (group,) = group_runs(runs)
+    for model in ("personal", "global"):
+        assert str(over_seeds(group.scores("local", model))) in row
+    words = " ".join(" ".join(lines).split())
+    assert "room for more columns: std, " in words and ("worst decile." in words) == (width == 40)
+    assert all(len(line) <= width for line in lines if "local" in line or "─" in line)
+
+
+def test_a_narrow_terminal_shows_progress_without_cropping_it():
+    console = Console(width=50, file=io.StringIO(), force_terminal=True, color_system=None)
+    line = RunLine("fedavg", 2000)
+    with LiveView(console, [line]) as shown:
+        for event in (started(2000), finished(1234), judged(1234)):
+            shown.listener(0)(event)
+        text = printed(lambda plain: plain.print(shown.render()), 50)
+    assert "1234/2000" in text and "– / 12,340.0" in text and "MB" not in text
+
+
 def test_what_is_suggested_keeps_what_was_changed():
     tried = ["mine.yaml", "data.root=/d/my images", "partition.alpha=1", "methods=[fedavg,ditto]", "method.lam=2"]
     text = printed(lambda console: show(console, comparison(), {}, tried))

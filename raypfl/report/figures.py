@@ -136,8 +136,8 @@ def personal_against_global(compared: Sequence[RunGroup], protocol: str) -> list
     return [_plane(i, compared[i], both) for i, both in found.items()]
 
 
-def partition(summary: Summary, name: str) -> Drawing:
-    """Who holds what; `name` is unique on the page."""
+def partition(summary: Summary) -> Drawing:
+    """Who holds what."""
     alt = (
         f"What {summary.num_clients:,} clients train on: between {summary.sizes['train'].min():,} and "
         f"{summary.sizes['train'].max():,} samples, of between {summary.classes_held.min()} and "
@@ -145,7 +145,7 @@ def partition(summary: Summary, name: str) -> Drawing:
     )
     height = round(72 * client_data.height(summary))
     narrow, wide = (
-        drawn(f"{name}-{width}", alt, width, height, lambda figure: client_data.paint(figure, summary))
+        drawn(f"partition-{width}", alt, width, height, lambda figure: client_data.paint(figure, summary))
         for width in (NARROW[0], WIDE[0])
     )
     return Drawing("", narrow, wide=wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -27,6 +28,7 @@ from raypfl.results.numbers import prediction_traffic
 from raypfl.results.units import Unit, capital
 from raypfl.runs.result import Result
 
+_FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _CURVES = 6  # protocols that have a figure of their own
 _PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val", "train")
 # Some colours are a little darker on white, or lighter on the dark page, so that their contrast is 3:1 (WCAG 2.2).
@@ -63,7 +65,8 @@ def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()
     parts = [_part(compared, f"-{i}" if len(groups) > 1 else "") for i, compared in enumerate(groups, 1)]
     count = max(map(len, groups))
     for part in parts:
-        part["body"] = Markup(_template("part.html.jinja").render(**part, marks=[mark(i) for i in range(count)]))
+        body = _template("part.html.jinja").render(**part, marks=[mark(i) for i in range(count)])
+        part["body"] = Markup(_FIGURE_ID.sub(rf"\1{part['suffix']}", body))
     page = _template("page.html.jinja").render(
         title=listed(list(dict.fromkeys(result.experiment.name for result in results))),
         style=Markup(_file("page.css")),
@@ -231,4 +234,4 @@ def _holdings(first: Result) -> Holdings:
         name: [client_data.number(value) for value in row.values()]
         for name, row in (samples | client_data.labels_of(summary)).items()
     }
-    return Holdings(title, drawing=figures.partition(summary, setting(experiment, first.metadata)), rows=rows)
+    return Holdings(title, drawing=figures.partition(summary), rows=rows)

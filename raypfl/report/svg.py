@@ -67,7 +67,7 @@ def drawn(name: str, alt: str, width: int, height: int, draw: Callable[[Figure],
     width, height : in CSS pixels, at which its text has the size of the page's small text.
     draw : is given an empty figure.
     """
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"{name} {alt}"}):  # makes ids unique to the figure
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):  # makes ids unique to the figure
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         draw(figure)
         file = io.StringIO()

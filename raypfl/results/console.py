@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.results.outcome import nearby
+from raypfl.results.outcome import nearby, width_of
 from raypfl.results.progress import RunLine, minutes, server_work
 from raypfl.server.events import (
     Evaluated,
@@ -40,6 +40,7 @@ _MARKS = {
 }
 
 _MOST_LINES = 16
+_DISPENSABLE = ("MB up / down", "rounds", "loss", "time")  # columns, where a terminal is narrow
 _LONGEST_SILENCE = 30.0  # seconds, if rounds end in between
 
 
@@ -115,24 +116,31 @@ class LiveView(View):
                 self._step = ""
 
     def render(self) -> RenderableType:
-        """The table as it is now."""
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-        table.add_column("")
-        table.add_column("method", no_wrap=True)
-        table.add_column("rounds")
-        for heading in ("", "loss", _heading(self.lines), "MB up / down", "time"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        shown = self.lines
-        if len(self.lines) > _MOST_LINES:
-            shown = [line for line in self.lines if line.status == "running"]
-            ended = sum(line.status not in ("waiting", "running") for line in self.lines)
-            table.title = f"{ended} of {len(self.lines)} runs have ended, {len(shown)} are running"
-        for line in shown:
-            table.add_row(*_cells(line))
+        """The table as it is now, with the columns for which there is room."""
+        table = self._table(())
+        for count in range(1, len(_DISPENSABLE) + 1):
+            if width_of(self.console, table) > self.console.width:
+                table = self._table(_DISPENSABLE[:count])
         if not self._step:
             return table
         self._spinner.update(text=Text(self._step, style="dim"))
         return Group(table, self._spinner)
+
+    def _table(self, without: Sequence[str]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        headings = ["", "method", "rounds", " ", "loss", _heading(self.lines), "MB up / down", "time"]
+        shown = [i for i, heading in enumerate(headings) if heading not in without]
+        for i in shown:
+            table.add_column(headings[i], justify="left" if i < 3 else "right", no_wrap=i != 2)
+        lines = self.lines
+        if len(self.lines) > _MOST_LINES:
+            lines = [line for line in self.lines if line.status == "running"]
+            ended = sum(line.status not in ("waiting", "running") for line in self.lines)
+            table.title = f"{ended} of {len(self.lines)} runs have ended, {len(lines)} are running"
+        for line in lines:
+            cells = _cells(line)
+            table.add_row(*(cells[i] for i in shown))
+        return table
 
 
 class LogView(View):

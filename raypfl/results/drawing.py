@@ -76,9 +76,10 @@ def scale(axis: Any, ticks: int = 7, integer: bool = False) -> None:
 
 def line(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
     """Solid for personal models, dashed for the global one; of `turns` equal lines each shows in turn."""
+    dash = _DASH if turns == 1 else 2 * _DASH
     if model == "global":
-        return {"linestyle": (-_DASH * turn, (_DASH, _DASH * max(turns - 1, 0.6))), "linewidth": 1.6}
-    return {"linestyle": (-2 * _DASH * turn, (2 * _DASH, 2 * _DASH * (turns - 1))) if turn else "-", "linewidth": 2.0}
+        return {"linestyle": (-dash * turn, (dash, dash * max(turns - 1, 0.6))), "linewidth": 1.6}
+    return {"linestyle": (-dash * turn, (dash, dash * (turns - 1))) if turn else "-", "linewidth": 2.0}
 
 
 def draw_curves(axes: Axes, compared: Sequence[RunGroup], curves: Curves, paint: Paint) -> None:

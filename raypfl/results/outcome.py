@@ -28,10 +28,12 @@ _UNBOUNDED = 10_000  # columns of a terminal
 _SMOOTHS = 0.9  # options whose default is at least this smooth something, and a tenth would be too little for them
 
 
-def table(results: Sequence[Result], without: Sequence[str] = ()) -> Table:
+def table(results: Sequence[Result], without: Sequence[str] = (), fold: bool = False) -> Table:
     """A row for each method and protocol; the best of several methods is bold, and several seeds give mean ± std.
 
-    `without` : headings to leave out.
+    Parameters
+    ----------
+    without : headings to leave out. fold : whether numbers may take several lines.
     """
     compared = group_runs(results)
     shown = [column for column in _columns(compared) if column.heading not in without]
@@ -39,9 +41,9 @@ def table(results: Sequence[Result], without: Sequence[str] = ()) -> Table:
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     longest = max(len(word) for one in compared for word in one.label.split())
     drawn.add_column("method", min_width=longest, overflow="fold")
-    drawn.add_column("tested on", no_wrap=True)
+    drawn.add_column("tested on", no_wrap=not fold, overflow="fold")
     for heading in (*(column.heading for column in shown), *costs):
-        drawn.add_column(heading, justify="right", no_wrap=True)
+        drawn.add_column(heading, justify="right", no_wrap=not fold, overflow="fold")
     made = blocks(compared, shown)
     for i, group in enumerate(compared):
         name = Text(group.label, f"bold {group.colour}")
@@ -101,6 +103,11 @@ def nearby(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def width_of(console: Console, table: Table) -> int:
+    """The width that a table takes where there is room."""
+    return console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum
+
+
 def _show_list(console: Console, lines: Sequence[tuple[str, str]], width: int) -> None:
     for heading, text in lines:
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), text), soft_wrap=True)
@@ -112,12 +119,13 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
     drawn, left_out = _fitting(console, evaluated, compared)
     unit = compared[0].unit
     lower = "" if unit.metric.higher_is_better else " (lower is better)"
-    spread = "worst decile" if "std" in left_out else "std, worst decile"
+    spread = [name.replace("\n", " ") for name in ("std", "worst\ndecile") if name not in left_out]
     notes = [
         f"{capital(unit.words)}{' in %' if unit.sign else ''}{lower}, mean over clients, of their personal models and "
-        "of the global one, tested on a client's own data (local) or on everybody's (global). Spread over clients "
-        f"({spread}): of the personal models, if there are any."
+        "of the global one, tested on a client's own data (local) or on everybody's (global)."
     ]
+    if spread:
+        notes[0] += f" Spread over clients ({', '.join(spread)}): of the personal models, if there are any."
     if left_out:
         names = ", ".join(heading.replace("\n", " ") for heading in left_out)
         notes.append(f"A wider terminal has room for more columns: {names}.")
@@ -132,19 +140,18 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
 
 
 def _fitting(console: Console, evaluated: Sequence[Result], compared: Sequence[RunGroup]) -> tuple[Table, list[str]]:
-    """The table that fits the console, if need be with methods' names on several lines, and the headings left out."""
+    """The table that fits the console, and the headings left out; names and, last of all, numbers may be folded."""
     extra = {metric.name for metric in compared[0].measures.extra}
     others = [*reversed(_others(compared))]
     built_in, added = ([c.heading for c in others if (c.aggregate in extra) == wanted] for wanted in (False, True))
-    dispensable = [*built_in, "std", "seconds", *added]
+    dispensable = [*built_in, "std", "seconds", *added, "MB\nup", "MB\ndown", "worst\ndecile"]
     words = [one.label.split() for one in compared]
     folds = max(len(" ".join(label)) for label in words) - max(len(word) for label in words for word in label)
     for count in range(len(dispensable) + 1):
         drawn = table(evaluated, dispensable[:count])
-        needed = console.measure(drawn, options=console.options.update(max_width=_UNBOUNDED)).maximum
-        if needed - (folds if count else 0) <= console.width:
-            break
-    return drawn, dispensable[:count]
+        if width_of(console, drawn) - (folds if count else 0) <= console.width:
+            return drawn, dispensable[:count]
+    return table(evaluated, dispensable, fold=True), dispensable
 
 
 def _columns(compared: Sequence[RunGroup]) -> list[Column]:
