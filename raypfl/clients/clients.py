@@ -58,7 +58,7 @@ class Clients:
         round: int,
         lr: float,
         states: list[Mapping[str, np.ndarray]] | None = None,
-        lent: bool = False,
+        read_only: bool = False,
     ):
         self.ids = ids
         self.round = round
@@ -70,7 +70,7 @@ class Clients:
         self.input_shape = context.samples.input_shape
         self.seed = context.seed
         self.training = context.training
-        self.state = ClientState(states or [{} for _ in ids], context.model.device, lent)
+        self.state = ClientState(states or [{} for _ in ids], context.model.device, read_only)
         self.losses: Tensor | None = None
         self.logged: dict[str, Tensor] = {}
         self._context = context
@@ -392,16 +392,16 @@ class Clients:
             self.logged[name] = unmarked(values).detach()
 
     def portions(self) -> Iterator[Clients]:
-        """The group whole, if its clients are taken together; else in groups of one, whose states are lent."""
+        """The group whole, if its clients are taken together; else groups of one, whose states are read-only."""
         if isinstance(self._context.executor, Vectorised) and len(self) > 1:
             yield self
         else:
             for k in range(len(self)):
-                yield self.alone(k, lent=True)
+                yield self.alone(k, read_only=True)
 
-    def alone(self, k: int, lent: bool = False) -> Clients:
-        """The k-th client as a group of one; see :class:`ClientState` for `lent`."""
-        return Clients(self._context, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], lent)
+    def alone(self, k: int, read_only: bool = False) -> Clients:
+        """The k-th client as a group of one; see :class:`ClientState` for `read_only`."""
+        return Clients(self._context, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], read_only)
 
     def received(self, arguments: Mapping[str, Any]) -> None:
         """Note the round's broadcasts, which an extra may be without a doubt about its first axis."""

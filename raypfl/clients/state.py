@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import MethodError
-from raypfl.common.messages import Lent, PerClient, per_client, unmarked
+from raypfl.common.messages import PerClient, ReadOnly, per_client, unmarked
 from raypfl.storage.states import Kept, Stack
 
 Default = Tensor | Callable[[Tensor], Tensor]
@@ -24,13 +24,13 @@ class ClientState(MutableMapping[str, Tensor]):
 
     Parameters
     ----------
-    lent : show the state of a group of one where it lies, as :class:`Lent`, not a copy of it.
+    read_only : give the state of a group of one without a copy, as :class:`ReadOnly`.
     """
 
-    def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device, lent: bool = False):
+    def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device, read_only: bool = False):
         self._rows = rows
         self._device = device
-        self._lent = lent and len(rows) == 1 and device.type == "cpu"
+        self._read_only = read_only and len(rows) == 1 and device.type == "cpu"
         self._new: dict[str, Tensor] = {}
         self._deleted = False
         self.changed = False
@@ -51,9 +51,9 @@ class ClientState(MutableMapping[str, Tensor]):
                 f"Some clients of the group have no {name!r} yet; give clients.state.get a default: a row for all, or "
                 "a function default(new) that gives the rows of the clients at these places."
             )
-        if self._lent:
+        if self._read_only:
             with warnings.catch_warnings(action="ignore"):  # torch warns that it may be read-only, as it is meant to be
-                return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(Lent)
+                return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(ReadOnly)
         # One copy of each row, from where it is mapped into its place: a state may be large.
         one = next(row[name] for row in self._rows if name in row)
         stored = np.empty((len(self._rows), *one.shape), one.dtype)
@@ -106,7 +106,7 @@ class ClientState(MutableMapping[str, Tensor]):
             return default if len(new) == len(self._rows) else per_client(default[new])
         if not isinstance(default, Tensor):
             return per_client(unmarked(default(torch.tensor(new))).to(self._device))
-        if self._lent:
-            return default.to(self._device)[None].as_subclass(Lent)
+        if self._read_only:
+            return default.to(self._device)[None].as_subclass(ReadOnly)
         # A copy: a row that is a view of the initial model could be changed in place, and that model with it.
         return per_client(default.to(self._device).repeat(len(new), *[1] * default.dim()))

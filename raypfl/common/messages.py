@@ -102,10 +102,10 @@ class PerClient(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Lent(PerClient):
-    """A state that is shown where it lies, in memory that may be read-only: what would change it in place is refused.
+class ReadOnly(PerClient):
+    """A state that was not copied: it may lie in read-only memory, so operations that change it in place are refused.
 
-    What is computed from it is one too, since it may be a view.
+    Results computed from it are read-only too, since they may be views.
     """
 
     @classmethod
@@ -113,32 +113,16 @@ class Lent(PerClient):
         name = getattr(func, "__name__", "")
         dunder = name.endswith("__")
         if (name.endswith("_") and not dunder) or (dunder and name in _IN_PLACE) or (kwargs and "out" in kwargs):
-            raise LentChanged
+            raise ReadOnlyChanged
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class LentChanged(Exception):
-    """Something that is :class:`Lent` was about to be changed; it takes a copy to do so."""
+class ReadOnlyChanged(Exception):
+    """An operation would change a :class:`ReadOnly` state in place; it needs a copy."""
 
 
-_IN_PLACE = {"__setitem__", "__set__"} | {
-    f"__i{name}__"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "matmul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ]
-}
+_OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
+_IN_PLACE = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS.split())}
 
 
 def per_client(rows: Tensor) -> PerClient:

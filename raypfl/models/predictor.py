@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from raypfl.common.errors import MethodError
-from raypfl.common.messages import Lent, one_client_at_a_time, per_client, unmarked
+from raypfl.common.messages import ReadOnly, one_client_at_a_time, per_client, unmarked
 from raypfl.common.user_code import where_defined
 from raypfl.models.extras import Other, of_client, of_clients, rows_of, with_rows
 
@@ -96,5 +96,5 @@ class _Module(nn.Module):
 
 
 def _own(extra: Any) -> Any:
-    """A state that is lent is copied, for the function may change it in place."""
-    return per_client(unmarked(extra).clone()) if isinstance(extra, Lent) else extra
+    """A copy of a read-only state, since the function may change it in place."""
+    return per_client(unmarked(extra).clone()) if isinstance(extra, ReadOnly) else extra

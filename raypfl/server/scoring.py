@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.common.messages import Each, LentChanged, Sum, unmarked
+from raypfl.common.messages import Each, ReadOnlyChanged, Sum, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, class_weights, parts
 from raypfl.models.predictor import Predictor
@@ -55,7 +55,7 @@ def score(
 def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[str]) -> dict[str, Tensor]:
     try:
         models = personal(clients)
-    except LentChanged:
+    except ReadOnlyChanged:
         clients = clients.alone(0)
         models = personal(clients)
     if models is None:
