@@ -71,7 +71,7 @@ def test_a_comparison_is_a_parent_with_its_results_and_a_child_for_each_run_with
     client = client_of(folder)
     assert [file.path for file in client.list_artifacts(parent.info.run_id)] == ["picture.png"]
     kept = [{file.path for file in client.list_artifacts(run.info.run_id)} for run in children]
-    assert ["models.safetensors" in files for files in kept] == [False, False, True, True]
+    assert ["models" in files for files in kept] == [False, False, True, True]
 
     fedper, run_id = results[2], children[2].info.run_id
     images = torch.ones(3, 1, 8, 8, dtype=torch.uint8)
@@ -94,7 +94,7 @@ def test_a_method_without_a_global_model_has_personal_ones_alone(folder: Path) -
     (run,) = runs_of(folder)
     client = client_of(folder)
     assert list(client.search_logged_models([run.info.experiment_id])) == []
-    assert "models.safetensors" in {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert "models" in {file.path for file in client.list_artifacts(run.info.run_id)}
 
 
 def test_models_that_are_too_large_stay_where_they_are_and_that_is_said(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_models_that_are_too_large_stay_where_they_are_and_that_is_said(folder: 
     assert f'raypfl.trained_models("{result.run_dir}")' in said[1]
     (run,) = runs_of(folder)
     files = {file.path for file in client_of(folder).list_artifacts(run.info.run_id)}
-    assert run.info.status == "FINISHED" and "models.safetensors" not in files
+    assert run.info.status == "FINISHED" and "models" not in files
 
 
 def test_a_network_that_torch_cannot_export_costs_the_global_model_and_not_the_run(folder: Path) -> None:

@@ -237,10 +237,7 @@ class Result:
 
     def _snapshot(self, whole: bool = True) -> checkpoint.Snapshot:
         location = checkpoints_of(self.experiment, str(self.run_dir))
-        snapshot = checkpoint.load(location, lambda text: None, whole)
-        if snapshot is None:
-            raise CheckpointError(f"There is no checkpoint in {location}.")
-        return snapshot
+        return checkpoint.newest(location, whole)
 
 
 def _logged(folder: Path) -> pa.Table:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from torch import nn
 from raypfl.backends.inline import Inline
 from raypfl.clients.clients import Clients, learning_rate
 from raypfl.clients.worker import Worker
-from raypfl.common.errors import CheckpointError, ConfigError
+from raypfl.common.errors import ConfigError
 from raypfl.common.messages import unmarked
+from raypfl.config import Experiment
 from raypfl.data import load_federated
 from raypfl.federation.central import Place
 from raypfl.federation.cohort import Exchanger, Judged
@@ -25,7 +26,6 @@ from raypfl.federation.method import Method
 from raypfl.federation.task import Task
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
-from raypfl.runs import models_file
 from raypfl.runs.result import description, refuse_stranger
 from raypfl.server.events import Event
 from raypfl.server.judging import Shown, maker, personalize
@@ -38,7 +38,10 @@ from raypfl.storage.states import StateShard, StateTable, merged
 
 if TYPE_CHECKING:
     from raypfl.clients.context import Context
-    from raypfl.config import Experiment
+
+_OUTLINE = ("input_shape", "num_classes", "kind", "discrete", "scale")
+_OUTLINE_ARRAYS = ("mean", "std", "unseen")
+_SPLITS = ("train", "test")
 
 
 class TrainedModels:
@@ -84,11 +87,38 @@ class TrainedModels:
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         return cls(experiment, DataOutline.of(data), snapshot.round, snapshot.server, snapshot.state_of)
 
+    def export(self, folder: str | Path, states: Iterable[StateShard]) -> None:
+        """Write a checkpoint of all that the models are made of: it needs neither the run's folder nor its data.
+
+        `states` : the clients' states, of which one file at a time is in memory.
+        """
+        outline = self.outline
+        values = {name: getattr(outline, name) for name in _OUTLINE}
+        arrays = {name: getattr(outline, name) for name in _OUTLINE_ARRAYS}
+        arrays |= {split: outline.sizes(split) for split in _SPLITS}
+        data = values | {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+        content = {"server": self.server, "data": data}
+        meta = {"experiment": self.experiment.to_yaml()}
+        checkpoint.save(str(folder), Snapshot(self.round, content, states, {}, meta), keep=1)
+
     @classmethod
-    def of_file(cls, path: str | Path) -> TrainedModels:
-        """Those in a file that :func:`raypfl.runs.models_file.write` made."""
-        stored = models_file.ModelsFile(path)
-        return cls(stored.experiment, stored.outline, stored.round, stored.server, stored.state_of)
+    def of_export(cls, folder: str | Path) -> TrainedModels:
+        """Those that :meth:`export` wrote.
+
+        Raises
+        ------
+        CheckpointError : if the folder has none, or they are damaged.
+        """
+        snapshot = checkpoint.newest(str(folder))
+        experiment = Experiment.from_yaml(snapshot.meta["experiment"])
+        data = snapshot.server["data"]
+        outline = DataOutline(
+            **{name: data[name] for name in _OUTLINE},
+            **{name: data[name].numpy() for name in _OUTLINE_ARRAYS},
+            sizes={split: data[split].numpy() for split in _SPLITS},
+            data=partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed),
+        )
+        return cls(experiment, outline, snapshot.round, snapshot.server["server"], snapshot.state_of)
 
     @property
     def num_clients(self) -> int:
@@ -171,10 +201,7 @@ def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapsho
     """A run's description and its newest checkpoint; `whole` as of :func:`raypfl.storage.checkpoint.load`."""
     experiment = description(run_dir)
     location = checkpoints_of(experiment, str(run_dir))
-    snapshot = checkpoint.load(location, lambda text: None, whole)
-    if snapshot is None:
-        raise CheckpointError(f"There is no checkpoint in {location}.")
-    return experiment, snapshot
+    return experiment, checkpoint.newest(location, whole)
 
 
 def makes_personal_models(method: Method) -> bool:

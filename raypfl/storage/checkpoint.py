@@ -166,6 +166,19 @@ def load(location: str, warn: Callable[[str], None], whole: bool = True) -> Snap
     return None
 
 
+def newest(location: str, whole: bool = True) -> Snapshot:
+    """The newest checkpoint that is intact; `whole` as in :func:`load`.
+
+    Raises
+    ------
+    CheckpointError : if there is none, or the location cannot be read.
+    """
+    snapshot = load(location, lambda text: None, whole)
+    if snapshot is None:
+        raise CheckpointError(f"There is no checkpoint in {location}.")
+    return snapshot
+
+
 def history(location: str) -> list[tuple[int, dict[str, Any]]]:
     """The server's state in each intact checkpoint that was kept, by round, in their order; see `Snapshot.server`.
 

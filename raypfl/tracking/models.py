@@ -1,4 +1,4 @@
-"""A run's final models in MLflow: the global one as a model of its own, the personal ones as one file."""
+"""A run's final models in MLflow: the global one as a model of its own, the personal ones as a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 
 from raypfl.common.errors import CheckpointError
 from raypfl.config import Experiment
-from raypfl.runs import models_file
 from raypfl.runs.result import RECIPE
 from raypfl.runs.trained import TrainedModels, makes_personal_models, newest
 from raypfl.tracking.connection import first_line, quiet_mlflow, tracking_uri, without_password
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from raypfl.storage.checkpoint import Snapshot
 
 GLOBAL = "global_model"
-FILE = "models.safetensors"
+FOLDER = "models"
 
 
 def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
@@ -51,7 +50,7 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
     uri = uri or tracking_uri(Experiment())
     client = quiet_mlflow().MlflowClient(uri)
     try:
-        return TrainedModels.of_file(client.download_artifacts(str(run), FILE))
+        return TrainedModels.of_export(client.download_artifacts(str(run), FOLDER))
     except CheckpointError:
         raise
     except Exception as error:  # tracking servers, databases and networks raise errors of all kinds
@@ -96,8 +95,8 @@ def log_models(client: MlflowClient, run_id: str, run_dir: str, warn: Callable[[
 
 def _log_personal_models(client: MlflowClient, run_id: str, models: TrainedModels, snapshot: Snapshot) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        models_file.write(Path(folder, FILE), models.experiment, snapshot, models.outline)
-        client.log_artifact(run_id, f"{folder}/{FILE}")
+        models.export(folder, snapshot.states)
+        client.log_artifacts(run_id, folder, FOLDER)
 
 
 def _log_global_model(client: MlflowClient, run_id: str, models: TrainedModels) -> None:
