@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import platform
-import shutil
 import signal
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any
 
 from benchmarks.circumstances import circumstances
 from benchmarks.peers import report
-from benchmarks.peers.data import prepare, store
+from benchmarks.peers.data import prepare
 from benchmarks.peers.environments import Environment, Unavailable, compile_modules, environment
 from benchmarks.peers.jobs import CONTENDERS, JOBS, Contender, Job
 from benchmarks.peers.measure import ROOT, Patience, Run, measure
@@ -148,7 +147,6 @@ def _environments(given: argparse.Namespace, results: dict[str, Any]) -> dict[st
 
 def _one(job: Job, contender: Contender, found: Environment, folder: Path, scratch: Path, quick: bool) -> Run:
     source, files = prepare(job.noise, folder)
-    forget_trials(folder)
     cohort = min(job.cohort, QUICK_COHORT) if quick and job.method != "evaluation" else job.cohort
     report_file, order = scratch / "report", scratch / "order.json"
     job.order(contender, source, files, report_file, cohort).write(order)
@@ -156,11 +154,6 @@ def _one(job: Job, contender: Contender, found: Environment, folder: Path, scrat
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={contender.processes}"]
     start = [found.python, *(launcher if contender.by_torchrun else []), "-m", "benchmarks.peers.contender"]
     return measure([*start, contender.system, str(order)], report_file, patience)
-
-
-def forget_trials(folder: Path) -> None:
-    """Remove what raypfl found out about executors from its cache, so that start-up includes it as in a first run."""
-    shutil.rmtree(store(folder) / "trials", ignore_errors=True)
 
 
 def _say(repeat: int, job: Job, contender: Contender, run: Run) -> None:

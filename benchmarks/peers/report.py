@@ -24,7 +24,7 @@ from benchmarks.peers.jobs import (
     Contender,
 )
 from benchmarks.peers.measure import Patience
-from raypfl.runs.autotune import Way
+from raypfl.runs.autotune import Candidate
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 FP32 = (INLINE, CHANNELS_LAST, ACTORS)
@@ -41,7 +41,7 @@ class Summary:
     startup : median seconds to the end of the first round. memory : highest, in bytes.
     rounds, runs : how many were counted.
     problem : what went wrong in a run, if in any.
-    chosen : what its trial of executors chose, and in how many runs if they differ; empty if there was none.
+    chosen : the executor that a run of raypfl chose, and in how many runs if they differ; empty for the others.
     """
 
     median: float | None
@@ -81,7 +81,7 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> Summary:
 
 
 def _chosen(runs: Sequence[Mapping[str, Any]]) -> str:
-    ways = Counter(str(Way(**run["notes"])) for run in runs if run.get("notes"))
+    ways = Counter(str(Candidate(**run["notes"])) for run in runs if run.get("notes"))
     if len(ways) == 1:
         return next(iter(ways))
     return "; ".join(f"{way} in {count} of {ways.total()} runs" for way, count in ways.items())

@@ -32,16 +32,16 @@ class EngineSettings:
     Attributes
     ----------
     backend : ``ray``, or ``inline`` (this process, no Ray: for a breakpoint, or a machine with torch alone).
-    executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), or ``auto``:
-        the faster one, which a trial finds out once for a network and group size on a machine. A run's folder says
-        which it was, and why.
+    executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), ``auto`` (one of the
+        two, by a rule on network, batch and group), or ``fastest`` (whichever is faster in a few timed steps as the run
+        starts, so that bits may differ between runs). The run's ``metadata.json`` says which it was, and why.
     group_size : clients a group; None: from the cohort and the model.
     threads : torch threads per client actor, and inline.
     threads_for_server : torch threads of what the server computes itself; None: as many.
     """
 
     backend: Literal["ray", "inline"] = "ray"
-    executor: Literal["auto", "vectorised", "sequential"] = "auto"
+    executor: Literal["auto", "fastest", "vectorised", "sequential"] = "auto"
     group_size: int | None = None
     threads: int = 1
     threads_for_server: int | None = None

@@ -22,14 +22,13 @@ from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
-from raypfl.data.store import cache_folder
 from raypfl.evaluation import Measures, refuse_untestable
 from raypfl.federation.schedule import cohort_size
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import digest
 from raypfl.objectives import KINDS, OBJECTIVES
-from raypfl.runs.autotune import Looks, faster, refuse_channels_last
+from raypfl.runs.autotune import choose, refuse_channels_last
 from raypfl.runs.folders import new_folder
 from raypfl.runs.result import (
     RECIPE,
@@ -187,7 +186,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     model = make_model(experiment, data, _device(experiment.ray.gpus_per_actor))
     experiment.method.check(model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
-        refuse_channels_last(model, experiment.training, Looks.of(data, measures))
+        refuse_channels_last(model, experiment.training, data)
     return model
 
 
@@ -270,29 +269,19 @@ def _write_beginning(folder: Path, event: Event) -> None:
 
 
 def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:
-    """What the server is to do; what the settings left open is settled from here on, and in a resume."""
+    """The server's job. It says what the settings left open, so that a resume does the same."""
     engine, training = experiment.engine, experiment.training
-    model = _fitting_model(experiment, data)
+    _fitting_model(experiment, data)
     experiment = experiment.replace(objective=make_measures(experiment, data).objective)
     why = reason_before(folder, experiment)
-    if engine.executor == "auto" or (engine.executor == "sequential" and training.channels_last is None):
-        emit(Progress("trying executors"))
-        looks = Looks.of(data, make_measures(experiment, data))
-        of = (looks, _largest_group(experiment, data), cache_folder(experiment.data))
+    if engine.executor in ("auto", "fastest") or (engine.executor == "sequential" and training.channels_last is None):
+        emit(Progress("choosing an executor"))
         with threads(engine.threads):
-            trial = faster(model, training, engine.executor, *of)
-        best, why = trial.best, trial.why
-        settled = [f"engine.executor={best.executor}", f"training.channels_last={str(best.channels_last).lower()}"]
-        experiment = experiment.override(settled)
+            chosen, why = choose(experiment, data, _device(experiment.ray.gpus_per_actor))
+        layout = str(chosen.channels_last).lower()
+        experiment = experiment.override([f"engine.executor={chosen.executor}", f"training.channels_last={layout}"])
     weights, attempt = digest(experiment.model.weights), uuid.uuid4().hex
     return Job(folder.name, str(folder), experiment, why, data.fingerprint, weights, attempt)
-
-
-def _largest_group(experiment: Experiment, data: ClientData) -> int:
-    """Clients of the largest group that this run would train together."""
-    trained = data.num_clients - len(data.unseen)
-    cohort = min(cohort_size(experiment.cohort, trained), trained)
-    return max(groups_for(experiment.override(["engine.executor=vectorised"]), cohort))
 
 
 def _device(gpus: float) -> torch.device:
