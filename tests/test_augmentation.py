@@ -291,5 +291,5 @@ def test_what_cannot_be_meant_is_refused_with_a_sentence(given, sentence):
 def test_names_in_a_python_object_and_augmented_pools_are_refused():
     with pytest.raises(ConfigError, match=r"data.augmentation has 'crop'; from Python"):
         DataConfig(augmentation=("crop",))
-    with pytest.raises(ConfigError, match=r"data.pools.auxiliary.augmentation is not an option of a pool"):
+    with pytest.raises(ConfigError, match=r"data.pools.auxiliary.augmentation is not an option of digits"):
         raypfl.Experiment(data={"pools": {"auxiliary": {"name": "digits", "augmentation": ["flip"]}}})

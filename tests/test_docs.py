@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 import raypfl
+from raypfl.config.reference import SETTINGS, markdown
 from raypfl.methods import METHODS, Local
 from tests.mlflow_support import with_database
 from tests.support import Federation
@@ -179,6 +180,18 @@ def test_every_method_has_a_row_and_an_example_that_an_experiment_takes():
 def test_every_relative_link_leads_to_a_file(page):
     targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
     assert not [target for target in targets if target and not (page.parent / target).exists()]
+
+
+def test_the_page_of_settings_is_current():
+    page = (ROOT / "docs/settings.md").read_text()
+    assert page == markdown(), "write it again: python -m raypfl.config.reference > docs/settings.md"
+
+
+def test_every_setting_is_on_the_page():
+    described = raypfl.Experiment().to_dict()
+    sections = {key: value for key, value in described.items() if isinstance(value, dict) and "name" not in value}
+    names = {f"{key}.{name}" for key, value in sections.items() for name in value} | described.keys() - sections.keys()
+    assert names - set(SETTINGS) == {"data", "model"} and {"data.root", "model.frozen"} <= set(SETTINGS)
 
 
 def test_every_test_that_the_documentation_names_exists():

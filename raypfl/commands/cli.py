@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from raypfl.common.errors import ConfigError, RaypflError, Stopped, did_you_mean
+from raypfl.common.registry import Registry
 from raypfl.common.version import __version__
 
 STOPPED, WRONG, FAILED = 130, 2, 1  # exit codes; 130 is what a shell expects after Ctrl-C
@@ -32,6 +34,7 @@ LISTED = {
     "optimizers": "raypfl.optimizers:OPTIMIZERS",
     "objectives": "raypfl.objectives:OBJECTIVES",
     "metrics": "raypfl.objectives:METRICS",
+    "settings": "raypfl.config.reference:SETTINGS",
     "recipes": "raypfl.recipes:RECIPES",
     "studies": "raypfl.studies:STUDIES",
 }
@@ -204,10 +207,10 @@ def list_(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("what it is")
-    table.add_column("options", style="dim")
+    table.add_column("default" if kind == "settings" else "options", style="dim")
+    details = partial(_options, source) if hasattr(source, "get") else getattr(source, "default", lambda name: "")
     for name in source:
-        options = _options(source.get(name), source.name_of) if hasattr(source, "get") else ""
-        table.add_row(*map(Text, (name, source.summary(name), options)))
+        table.add_row(*map(Text, (name, source.summary(name), details(name))))
     Console().print(table)
 
 
@@ -257,16 +260,17 @@ def _source(recipe: str) -> str | dict[str, Any]:
     return {"name": file.stem, **read(file)}
 
 
-def _options(entry: Callable[..., Any], name_of: Callable[[object], str]) -> str:
+def _options(registry: Registry, name: str) -> str:
     """A line for each option; options that are inherited unchanged from a registered method go under its name."""
     from raypfl.config.components import GIVEN_BY_ENGINE, options_of
 
+    entry = registry.get(name)
     known = {key: option.default for key, option in options_of(entry, ("config", *GIVEN_BY_ENGINE)).items()}
-    base = next((base for base in getattr(entry, "__mro__", ())[1:] if ":" not in name_of(base)), None)
+    base = next((base for base in getattr(entry, "__mro__", ())[1:] if ":" not in registry.name_of(base)), None)
     inherited = options_of(base) if base else {}
     same = {key for key, option in inherited.items() if key in known and option.default == known[key]}
     lines = [f"{key} = {default!r}" for key, default in known.items() if key not in same]
-    return "\n".join([*lines, *([f"and those of {name_of(base)}"] if inherited else [])])
+    return "\n".join([*lines, *([f"and those of {registry.name_of(base)}"] if inherited else [])])
 
 
 def _print_error(text: str, colour: str) -> None:

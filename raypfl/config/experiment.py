@@ -124,10 +124,20 @@ class Experiment(BaseModel):
     Every part can be given as a YAML file gives it (``method="ditto"``, ``training={"lr": 0.05}``) or as an object
     (``method=Ditto(lam=1.0)``). An experiment never changes; `override` and `replace` give new ones.
 
+    Attributes
+    ----------
+    name : of the run's folder.
+    seed : of every random draw: partition, first weights, cohorts, batches.
+    rounds : how many there are.
+    partition : which client holds which samples.
+    objective : what is learned: loss and metrics; None: what the data's targets say.
+    method : the federated method.
+    output : folder in which every run gets its own.
+
     Raises
     ------
-    ConfigError : listing, with its dotted path, everything that is unknown, of a wrong type, out of range, or contrary
-        to something else.
+    ConfigError : with a sentence and the dotted path for each setting that is unknown, of the wrong type, out of range
+        or contrary to another one.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Sections of a description that no room below reads: the model, Ray, checkpoints, tracking."""
+"""Sections of a description that no room below reads: model, Ray, checkpoints, tracking."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class ModelSettings:
     Attributes
     ----------
     name : a registered model, or ``module:attribute`` of your own ``nn.Module`` class or function.
-    weights : with which it begins: a file (safetensors, or the state dict of a ``torch.save``), or the name of
-        torchvision's pretrained weights (``IMAGENET1K_V1``); None: they are drawn.
-    frozen : what no client trains: names, modules, globs or words with commas between (``input layer``). It is never
-        sent or kept, and exists once a process; batch norm in it normalises by the statistics it has. Or
-    trained : what alone clients train, all else being frozen (``adapters, output layer``). None: all of it.
-    options : its keyword arguments; in YAML they stand beside the name.
+    weights : initial weights: a file (safetensors, or a state dict from ``torch.save``), or the name of torchvision's
+        pretrained weights (``IMAGENET1K_V1``); None: random.
+    frozen : the parts that no client trains: names, modules, globs or roles (``input layer``), separated by commas.
+        They are never sent, and exist once per process; batch norm in them uses its stored statistics.
+    trained : the only parts that clients train (``adapters, output layer``); all others are frozen. None: all parts.
+    options : keyword arguments of the model; in YAML they are given next to the name.
     """
 
     name: str = "mlp"
@@ -30,21 +30,21 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RaySettings:
-    """The cluster, and what of it a run takes.
+    """The cluster, and the resources that a run takes of it.
 
     Attributes
     ----------
-    address : of a running cluster (``auto``, ``host:port``); None: ``$RAY_ADDRESS`` or, without that, a local one that
-        is started and stopped with the run.
-    actors : client actors; None: as many as the cluster has room for, and the cohort has groups for.
+    address : address of a running cluster (``auto``, ``host:port``); None: ``$RAY_ADDRESS`` or, if that is not set, a
+        local cluster that is started and stopped with the run.
+    actors : number of client actors; None: as many as the cluster has room for and the cohort has groups.
     cpus_per_actor, gpus_per_actor : what each client actor reserves; fractions share a device.
-    cpus_for_server, gpus_for_server : what the server reserves, which computes on a GPU if it has any of one. It needs
-        neither to add up what clients send; a method that trains centrally may be much faster with them.
-    data_share : share of a GPU's memory that the data may take, all actors on it together; an actor's part goes by its
-        `gpus_per_actor`. Data that need more stay in the machine's memory, and each group's samples are copied.
-    clients_per_actor : clients an actor is handed at a time; 1 gives one actor per client of the cohort, for cross-silo
-        studies.
-    dashboard : start Ray's dashboard with a local cluster.
+    cpus_for_server, gpus_for_server : what the server reserves. It computes on a GPU if it reserves any share of one.
+        To add up what clients send it needs neither; a method that trains on the server may be much faster with them.
+    data_share : share of a GPU's memory that the data may take, for all actors on it together; each gets a part by its
+        `gpus_per_actor`. Larger data stay in the machine's memory, and each group's samples are copied.
+    clients_per_actor : number of clients that an actor gets at a time; 1 gives one actor per client of the cohort, for
+        cross-silo studies.
+    dashboard : whether to start Ray's dashboard with a local cluster.
     """
 
     address: str | None = None
@@ -60,13 +60,13 @@ class RaySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """What is kept so that a run can be resumed.
+    """What is saved so that a run can be resumed.
 
     Attributes
     ----------
     every : rounds between checkpoints; 0: only when the run stops or ends.
     keep : newest checkpoints kept.
-    location : any ``pyarrow.fs`` URI (a folder, ``s3://...``, ``gs://...``); None: inside the run's folder.
+    location : a folder, or any URI that ``pyarrow.fs`` knows (``s3://...``, ``gs://...``); None: in the run's folder.
     """
 
     every: int = 10
@@ -80,16 +80,15 @@ class TrackingSettings:
 
     Attributes
     ----------
-    mlflow : whether to track at all.
-    uri : tracking URI; None: $MLFLOW_TRACKING_URI or, without that, a SQLite store in the output folder.
-    experiment : MLflow experiment name.
-    system_metrics : whether MLflow measures the machine that the run is started from: processors, memory, disk, network
-        and, if ``nvidia-ml-py`` is installed, GPUs; every ten seconds, or as $MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
-        says.
-    models_mb : megabytes up to which the final models are put into MLflow: the global one, and in one file what the
-        personal ones are made of. 0: neither.
-    latent : have the command line draw the latent space too: test samples and prototypes at the start, and after rounds
-        of which checkpoints were kept.
+    mlflow : whether to track runs.
+    uri : tracking URI; None: ``$MLFLOW_TRACKING_URI`` or, if that is not set, a SQLite database in the output folder.
+    experiment : name of the MLflow experiment.
+    system_metrics : whether MLflow measures the driver's machine: processors, memory, disk, network and, with
+        ``nvidia-ml-py``, GPUs; every ten seconds, or at ``$MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL``.
+    models_mb : largest size in megabytes at which the final models are saved in MLflow: the global model, and one file
+        for all personal ones. 0: no models.
+    latent : whether the command line also draws the latent space: test samples and prototypes before the first round,
+        and after each round of which a checkpoint was kept.
     """
 
     mlflow: bool = True
