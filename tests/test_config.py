@@ -241,6 +241,9 @@ def test_an_object_that_was_made_in_code_is_checked_as_well():
     [
         ("rounds: 1\nrounds: 2\n", "line 2, column 1 is not valid YAML: the key 'rounds' is given twice."),
         ("rounds: [1\n", "is not valid YAML"),
+        ("seed: 2001-99-99\n", "is not valid YAML: a value is not of the type it looks like"),
+        ("seed: !!int x\n", "is not valid YAML: a value is not of the type it looks like"),
+        ("seed: " + "[" * 3000, "is not valid YAML: it is nested too deeply."),
         ("- rounds\n", "is a list; it must be 'key: value' lines"),
         ("nowhere.yaml", "There is no file 'nowhere.yaml'."),
     ],

@@ -70,7 +70,8 @@ def name_and_options(value: Any, where: str, default: str | None) -> tuple[str, 
     """Name and options of ``"ditto"``, of ``{"name": "ditto", "lam": 0.75}``, or of options without a name."""
     if isinstance(value, str):
         return value, {}
-    if isinstance(value, dict) and isinstance(name := value.get("name", default), str):
+    keys_are_texts = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if keys_are_texts and isinstance(name := value.get("name", default), str):
         return name, {key: option for key, option in value.items() if key != "name"}
     raise ValueError(f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.")
 

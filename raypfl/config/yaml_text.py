@@ -50,6 +50,10 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}{line} is not valid YAML: {error.problem}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not valid YAML: it is nested too deeply.") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:  # as PyYAML does for 2001-99-99 or !!int x
+        raise ConfigError(f"{where} is not valid YAML: a value is not of the type it looks like ({error}).") from None
 
 
 def read(source: str | Path) -> dict[str, Any]:
