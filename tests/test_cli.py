@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,36 @@ def test_a_finished_run_is_made_longer_by_resuming_it():
     assert longer["weights_hash"] == whole["weights_hash"] != short["weights_hash"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--method", "fedprox,ditto", "method.lam=2", "--seeds", "2"],
+        ["my files/mine.yaml", "partition.alpha=0.5"],
+        ["methods=[{name: ditto, settings: {training.lr: 0.05}}, local]"],
+    ],
+)
+def test_every_suggested_command_runs_and_keeps_methods_and_seeds(elsewhere: Path, words):
+    (elsewhere / "my files").mkdir()
+    (elsewhere / "my files" / "mine.yaml").write_text("method: {name: fedavg, server_lr: 0.5}\nseeds: 2\n")
+    suggested = raypfl("run", *words, *SMALL, "rounds=1").stdout.split("Try next")[1]
+    commands = [shlex.split(line) for line in suggested.splitlines() if line.strip()]
+    assert commands and all(command[0] == "raypfl" for command in commands)
+    for command in commands:
+        done = raypfl(*command[1:])
+        assert done.exit_code == 0, (command, done.output)
+        if "seeds=3" in command and "--method" in words:
+            assert done.stdout.count("fedprox, seed") == done.stdout.count("ditto, seed") == 3
+
+
+def test_methods_and_seeds_that_are_given_in_two_ways_are_refused():
+    for words, sentence in (
+        (["--method", "ditto", "method=local"], "Both --method and method=local are given; keep one of them."),
+        (["--seeds", "2", "seeds=3"], "Both --seeds and seeds=3 are given; keep one of them."),
+    ):
+        refused = raypfl("run", *SMALL, *words)
+        assert refused.exit_code == 2 and sentence in refused.stderr
+
+
 def test_suggested_commands_do_what_was_done_but_for_one_thing():
     suggested = raypfl("run", *SMALL, "data.cache=my cache").stdout.split("Try next")[1]
     changed = shlex.join([*SMALL, "data.cache=my cache"])
@@ -101,6 +133,10 @@ def test_suggested_commands_do_what_was_done_but_for_one_thing():
         (["run", "digits", "rounds"], "'rounds' is not an assignment"),
         (["run", "mine.yaml"], "There is no file 'mine.yaml'."),
         (["run", "--method", ","], "methods is []; it must be a list, such as"),
+        (["run", "--rounds", "5"], "There is no option --rounds; write rounds=VALUE."),
+        (["study", "--lr=0.1"], "There is no option --lr; write training.lr=VALUE."),
+        (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),
+        (["list", "method"], "'method' cannot be listed; did you mean 'methods'?"),
     ],
 )
 def test_a_mistake_is_a_sentence_on_stderr_and_exit_code_two(words, sentence):
@@ -189,6 +225,17 @@ def test_what_can_be_named_is_listed_with_its_options(kind, parts):
     result = raypfl("list", kind)
     assert result.exit_code == 0
     assert all(part in result.stdout for part in parts)
+
+
+def test_the_package_is_a_command_and_completes_words():
+    (line,) = subprocess.run(
+        [sys.executable, "-m", "raypfl", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    ).stdout.splitlines()
+    assert line == f"raypfl {__version__}" and "--install-completion" in raypfl("--help").stdout
 
 
 def test_the_version_is_told():

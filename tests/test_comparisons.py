@@ -59,7 +59,10 @@ def test_a_comparison_has_a_folder_with_its_runs_its_picture_and_what_names_them
     outcome = told("run", *QUIETLY, "--method", "fedavg,ditto", "--seeds", "2")
     folder = only_folder()
     runs = ["fedavg-s0", "fedavg-s1", "ditto-s0", "ditto-s1"]
-    assert yaml.safe_load((folder / "comparison.yaml").read_text()) == {"words": ["digits", *QUIETLY], "runs": runs}
+    assert yaml.safe_load((folder / "comparison.yaml").read_text()) == {
+        "words": ["digits", *QUIETLY, "methods=[fedavg,ditto]", "seeds=2"],
+        "runs": runs,
+    }
     assert [Path(run["run_dir"]) for run in outcome["runs"]] == [folder.absolute() / run for run in runs]
     assert Path(outcome["picture"]) == folder.absolute() / "picture.png" and (folder / "picture.png").exists()
 

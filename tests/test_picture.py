@@ -276,7 +276,7 @@ def test_what_is_suggested_keeps_what_was_changed():
     text = printed(lambda console: show(console, comparison(), {}, tried))
     same = "raypfl run mine.yaml 'data.root=/d/my images'"
     assert f"{same} partition.alpha=1 method=ditto method.lam=0.075\n" in text
-    assert f"{same} 'methods=[fedavg,ditto]' method.lam=2 partition.alpha=0.1 --seeds 3\n" in text
+    assert f"{same} 'methods=[fedavg,ditto]' method.lam=2 partition.alpha=0.1 seeds=3\n" in text
 
 
 def test_the_last_words_tell_where_everything_is_and_what_to_try():

@@ -58,13 +58,14 @@ class _Sentences(TyperGroup):
 app = typer.Typer(
     cls=_Sentences,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Personalized federated learning, simulated on Ray.",
 )
 
 data_app = typer.Typer(no_args_is_help=True, help="Look at the data that clients hold.")
 app.add_typer(data_app, name="data")
+
+_KEEP_UNKNOWN = {"ignore_unknown_options": True}  # among the words, where `_refuse_options` finds them
 
 Words = Annotated[
     list[str] | None,
@@ -104,7 +105,7 @@ def options(
     """Options of the command itself."""
 
 
-@app.command()
+@app.command(context_settings=_KEEP_UNKNOWN)
 def run(
     words: Words = None,
     method: Annotated[str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto")] = "",
@@ -120,13 +121,16 @@ def run(
     from raypfl.config import experiments
 
     recipe, given = _named_and_changes(words or [], "digits")
-    changes = [*given, f"methods={json.dumps(_names(method))}"] if method else given
-    changes = [*changes, f"seeds={seeds}"] if seeds else changes
-    planned = experiments(_source(recipe), changes)
-    run_experiments(planned, [recipe, *given], quiet, as_json)
+    for option, value, keys in (("--method", method, ("method", "methods")), ("--seeds", seeds, ("seeds",))):
+        for change in given:
+            if value and change.partition("=")[0].strip() in keys:
+                raise ConfigError(f"Both {option} and {change} are given; keep one of them.")
+    changes = [*given, *([f"methods=[{','.join(_names(method))}]"] if method else [])]
+    changes += [f"seeds={seeds}"] if seeds else []
+    run_experiments(experiments(_source(recipe), changes), [recipe, *changes], quiet, as_json)
 
 
-@app.command()
+@app.command(context_settings=_KEEP_UNKNOWN)
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or comparison.", show_default=False)],
     changes: Changes = None,
@@ -139,6 +143,7 @@ def resume(
     """
     from raypfl.commands.run import resume_folder
 
+    _refuse_options(changes or [])
     resume_folder(folder, changes or [], quiet, as_json)
 
 
@@ -159,7 +164,7 @@ def report(
     print(f"Report: {write(results, out, left_out)}")
 
 
-@app.command()
+@app.command(context_settings=_KEEP_UNKNOWN)
 def study(
     words: StudyWords = None,
     only: Annotated[str, typer.Option(help="Methods and settings to run, by label, as in: --only fednh,cifar10")] = "",
@@ -214,7 +219,7 @@ def list_(
     Console().print(table)
 
 
-@data_app.command()
+@data_app.command(context_settings=_KEEP_UNKNOWN)
 def show(
     words: Words = None,
     picture: Annotated[Path, typer.Option(help="Picture to write.")] = Path("data.png"),
@@ -242,8 +247,20 @@ def show(
 def _named_and_changes(words: Sequence[str], default: str) -> tuple[str, list[str]]:
     from raypfl.config.assignments import last_of_each
 
+    _refuse_options(words)
     first, *rest = words or [default]
     return (default, last_of_each(words)) if "=" in first else (first, last_of_each(rest))
+
+
+def _refuse_options(words: Sequence[str]) -> None:
+    """Settings are no options: say how the setting is written that is given as one."""
+    for option in (word.partition("=")[0] for word in words if word.startswith("-")):
+        from raypfl.config.reference import SETTINGS
+
+        meant = [name for name in SETTINGS if name.rpartition(".")[2] == option.strip("-").replace("-", "_")]
+        hint = f"write {' or '.join(f'{name}=VALUE' for name in meant)}."
+        fallback = "settings are given as KEY=VALUE, such as rounds=5."
+        raise ConfigError(f"There is no option {option}; {hint if meant else fallback}")
 
 
 def _names(text: str) -> list[str]:

@@ -176,7 +176,7 @@ def _suggestions(experiment: Experiment, tried: Sequence[str], folder: Path) -> 
     return [
         shlex.join(["raypfl", "report", str(folder)]),
         *([_again(tried, other)] if other else []),
-        f"{_again(tried, skewed)} --seeds 3",
+        _again(tried, [*skewed, "seeds=3"]),
         shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * experiment.rounds}"]),
         "raypfl list methods",
     ]

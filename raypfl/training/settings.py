@@ -23,6 +23,7 @@ class TrainingSettings:
     clip_norm : gradient norm to which a step is clipped, per client; None: not clipped.
     schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (toward 0
         after the last round); ``step`` (times `gamma` after each round in `milestones`).
+    decay, milestones, gamma : parameters of the schedules ``exponential`` and ``step``.
     warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
     precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
     channels_last : lay image batches out channels last, where clients train one by one; the network must work in that
