@@ -16,6 +16,7 @@ import pytest
 
 from raypfl.common.files import alone
 from raypfl.server.events import RunFinished
+from raypfl.tracking.connection import how_to_look
 from raypfl.tracking.listener import MLflowListener
 from raypfl.tracking.run import RunRecord
 from tests.mlflow_support import client_of, events, record, runs_of, with_database
@@ -41,7 +42,7 @@ def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path)
     assert record(events(folder)) == []
     (run,) = runs_of(folder)
     client = client_of(folder)
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "ditto s0")
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "digits ditto s0")
     assert run.info.start_time <= run.info.end_time  # however long MLflow took to be there
     assert run.data.params["method.lam"] == "0.75"
     assert run.data.metrics["accuracy/local/personal"] == 0.5
@@ -97,6 +98,21 @@ def test_one_listener_records_several_runs_and_attaches_a_file_to_each(folder: P
     (folder / "picture.png").write_bytes(b"png")
     listener.attach(folder / "picture.png")
     assert len(list(folder.rglob("mlartifacts/*/artifacts/picture.png"))) == 2
+
+
+def test_the_link_opens_the_page_of_the_runs_among_experiments_of_models(folder: Path) -> None:
+    listener = MLflowListener()
+    for event in (happened := events(folder)):
+        listener(event)
+    home = client_of(folder).get_experiment_by_name("raypfl")
+    assert home.tags["mlflow.experimentKind"] == "custom_model_development"
+    experiment = happened[0].experiment
+    command = f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db"
+    assert how_to_look(experiment) == command
+    page = f"/#/experiments/{home.experiment_id}/runs"
+    assert how_to_look(experiment, listener.experiment_id) == f"{command}  then http://127.0.0.1:5000{page}"
+    remote = experiment.override(["tracking.uri=https://me:secret@mlflow.example.org/"])
+    assert how_to_look(remote, listener.experiment_id) == f"https://mlflow.example.org{page}"
 
 
 def test_without_tracking_nothing_is_recorded(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
     if as_json:
         print(json.dumps(outcome.as_json(results, pictures), indent=2))
     else:
-        mlflow = how_to_look(results[0].experiment)
+        mlflow = how_to_look(results[0].experiment, tracked.experiment_id)
         outcome.show(Console(), results, pictures, work.tried, work.folder, mlflow)
 
 

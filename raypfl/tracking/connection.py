@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 RUN_ID_FILE = "mlflow_run_id"
+_LOCAL_SERVER = "http://127.0.0.1:5000"
 
 
 def tracking_uri(experiment: Experiment) -> str:
@@ -24,12 +25,18 @@ def tracking_uri(experiment: Experiment) -> str:
     return configured or f"sqlite:///{Path(experiment.output).absolute()}/mlflow.db"
 
 
-def how_to_look(experiment: Experiment) -> str:
-    """Where to see the runs: the server's address, or the command that starts one; empty: they are not tracked."""
+def how_to_look(experiment: Experiment, experiment_id: str = "") -> str:
+    """Where to see the runs, with the command that starts a server if there is none; empty: they are not tracked.
+
+    `experiment_id` : MLflow's; empty: it is not known.
+    """
     uri = tracking_uri(experiment)
     if not experiment.tracking.mlflow:
         return ""
-    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+    page = f"/#/experiments/{experiment_id}/runs" if experiment_id else ""
+    if uri.startswith("http"):
+        return f"{without_password(uri).rstrip('/')}{page}"
+    return f"mlflow ui --backend-store-uri {uri}" + (f"  then {_LOCAL_SERVER}{page}" if page else "")
 
 
 def quiet_mlflow() -> Any:

@@ -92,6 +92,11 @@ class MLflowListener:
         if self._comparison and self._comparison.run_id and record:
             record.attempt(self._finish_parent, self._comparison.run_id, kind)
 
+    @property
+    def experiment_id(self) -> str:
+        """The MLflow experiment in which the runs are; empty: none has been recorded."""
+        return next((record.experiment_id for record in self._records if record.client), "")
+
     def describe(self, description: str) -> None:
         """Set the comparison's description, as Markdown; without it, it is the table of its runs."""
         self._description = description

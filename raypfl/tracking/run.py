@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 PARENT, NOTE, TABLES = "mlflow.parentRunId", "mlflow.note.content", "mlflow.loggedArtifacts"
+KIND, MODELS = "mlflow.experimentKind", "custom_model_development"
+"""MLflow opens experiments of other kinds on a page for language models."""
 _OPENING = threading.Lock()
 """Runs that begin at the same time open MLflow one by one: the first makes their common experiment and parent."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -97,7 +99,7 @@ class RunRecord:
         self.run_dir = started.run_dir
         self.status = ""
         self.client: MlflowClient | None = None
-        self.run_id = ""
+        self.run_id = self.experiment_id = ""
         self._started = started
         self._began = _now()
         self._comparison = comparison
@@ -158,7 +160,8 @@ class RunRecord:
         mlflow = quiet_mlflow()
         client = mlflow.MlflowClient(self._uri)
         known = known_run(client, Path(self.run_dir, RUN_ID_FILE))
-        self.run_id = known.info.run_id if known else self._new_run(client)
+        run = known or self._new_run(client)
+        self.run_id, self.experiment_id = run.info.run_id, run.info.experiment_id
         client.update_run(self.run_id, status="RUNNING")
         params = entries.params_of(self._started.experiment)
         before = known.data.params if known else {}
@@ -174,21 +177,23 @@ class RunRecord:
             self._monitor = _monitor(self.run_id, self._uri, bool(known))
         return client
 
-    def _new_run(self, client: MlflowClient) -> str:
+    def _new_run(self, client: MlflowClient) -> Any:
         from mlflow.entities import Dataset, DatasetInput
 
         experiment = self._started.experiment
         home = self._experiment_id(client)
         tags = {**_mlflow_tags(), **entries.tags_of(self._started), **self._tags, **self._parent_tags(client, home)}
-        name = " ".join(filter(None, [entries.name_of(experiment), self._tags.get("settings")]))
-        run_id: str = client.create_run(home, self._began, tags, name).info.run_id
+        data = "" if self._comparison else experiment.data.name
+        name = " ".join(filter(None, [data, entries.name_of(experiment), self._tags.get("settings")]))
+        run = client.create_run(home, self._began, tags, name)
+        run_id: str = run.info.run_id
         write(Path(self.run_dir, RUN_ID_FILE), run_id)
         client.set_tag(run_id, NOTE, entries.description_of(self._started, run_id, self._uri))
         client.log_text(run_id, without_password(experiment.to_yaml()), "experiment.yaml")
         digest = str(self._started.metadata.get("data", ""))[:36]
-        data = Dataset(experiment.data.name, digest, "local", str(experiment.data.root or ""))
-        client.log_inputs(run_id, datasets=[DatasetInput(data)])
-        return run_id
+        dataset = Dataset(experiment.data.name, digest, "local", str(experiment.data.root or ""))
+        client.log_inputs(run_id, datasets=[DatasetInput(dataset)])
+        return run
 
     def _parent_tags(self, client: MlflowClient, home: str) -> dict[str, str]:
         return self._comparison.parent_tags(client, home, self._began) if self._comparison else {}
@@ -214,7 +219,9 @@ class RunRecord:
         local = self._uri.startswith("sqlite:")
         artifacts = (Path(experiment.output).absolute() / "mlartifacts").as_uri() if local else None
         try:
-            return client.create_experiment(experiment.tracking.experiment, artifact_location=artifacts)
+            return client.create_experiment(
+                experiment.tracking.experiment, artifacts, {KIND: "custom_model_development"}
+            )
         except quiet_mlflow().MlflowException:  # another process has made it meanwhile
             if known := client.get_experiment_by_name(experiment.tracking.experiment):
                 return known.experiment_id
