@@ -76,5 +76,5 @@ def _evaluated(folder: Path) -> list[Result]:
     result = Result.load(folder)
     result.summary()  # computes with metrics
     if not result.evaluations.num_rows:
-        raise ConfigError(f"{folder} is left out: it was stopped before its first evaluation.")
+        raise ConfigError(f"{folder} was stopped before its first evaluation.")
     return [result]
