@@ -1,4 +1,4 @@
-"""Runs as one HTML page that needs nothing beside it: to be shown, printed, sent and kept."""
+"""Runs as one HTML page that needs no other file: to be shown, printed, sent and kept."""
 
 from raypfl.report.page import write
 from raypfl.report.runs import found

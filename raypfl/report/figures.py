@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from raypfl.data.summary import Summary
-from raypfl.report.labels import listed, protocol_name, signed
+from raypfl.report.labels import listed, protocol_name
 from raypfl.report.svg import FAINT, drawn, paint
 from raypfl.results import client_data
 from raypfl.results.compared import RunGroup
@@ -24,9 +24,8 @@ from raypfl.results.numbers import (
     clients_with_both,
     logged_curve,
     loss_curve,
-    metric_curve,
+    metric_curves,
 )
-from raypfl.results.table import MODELS
 
 NARROW, WIDE, SQUARE = (380, 290), (900, 380), (300, 290)
 """CSS pixels: of a figure that shares its row or fills a phone, of one with a row to itself, of one among many."""
@@ -49,8 +48,7 @@ class Drawing:
 
 def curves(compared: Sequence[RunGroup], protocol: str, against: Axis, wide: bool = False) -> Drawing:
     """The primary metric over rounds, megabytes or seconds, with a band from the least to the greatest of the seeds."""
-    keys = [(i, model) for i in range(len(compared)) for model in MODELS]
-    found = {key: curve for key in keys if (curve := metric_curve(compared[key[0]], protocol, key[1], against))}
+    found = metric_curves(compared, protocol, against)
     unsent = {key: curve for key, curve in found.items() if against == "megabytes" and not curve.x.any()}
     unit, tested = compared[0].unit, protocol_name(protocol)
 
@@ -185,7 +183,7 @@ def _plane(i: int, one: RunGroup, both: np.ndarray) -> Drawing:
     if not unit.metric.higher_is_better:
         better, worse = worse, better
     mean = float((own - shared).mean())
-    gain = f"{signed(mean, unit.digits([mean]))}{' points' if percent else ''}"
+    gain = f"{mean:+.{unit.digits([mean])}f}{' points' if percent else ''}".replace("-", "−")
     caption = f"Better for {better:,} of {len(both):,} clients, worse for {worse:,}; on average {gain}."
     alt = f"{one.label}: each client's {unit.words} with its personal model against that with the global one. {caption}"
     return Drawing(one.label, drawn(f"plane-{i}", alt, *SQUARE, draw), caption)

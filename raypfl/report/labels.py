@@ -26,11 +26,6 @@ def protocol_name(protocol: str) -> str:
     return _PROTOCOLS.get(protocol, f"the pool {rest}" if kind == "ood" else protocol)
 
 
-def signed(value: float, digits: int = 1) -> str:
-    """With a true minus."""
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
 def as_yaml(value: Any) -> str:
     """A setting, as YAML has it."""
     if value is None or isinstance(value, bool):

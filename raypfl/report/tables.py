@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 from raypfl.config.assignments import flatten
 from raypfl.report.labels import as_yaml, protocol_name
 from raypfl.results.compared import RunGroup, settings
-from raypfl.results.numbers import Message, messages, metric_curve, seconds
-from raypfl.results.table import MODELS, blocks, columns
+from raypfl.results.numbers import Message, messages, metric_curves, seconds
+from raypfl.results.table import blocks, columns
 from raypfl.results.units import Cell, over_seeds
 
 _CURVE_ROWS = 20
@@ -89,10 +89,8 @@ def costs(compared: Sequence[RunGroup]) -> list[Line]:
 def curve_values(compared: Sequence[RunGroup], protocol: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """Headings, and the values of the curves in about twenty rounds."""
     found = {
-        f"{one.label}, {model}": dict(zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True))
-        for one in compared
-        for model in MODELS
-        if (curve := metric_curve(one, protocol, model))
+        f"{compared[i].label}, {model}": dict(zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True))
+        for (i, model), curve in metric_curves(compared, protocol).items()
     }
     rounds = sorted(set().union(*found.values()))
     digits = compared[0].unit.digits(value for one in found.values() for value in one.values())

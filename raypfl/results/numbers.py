@@ -55,6 +55,12 @@ class Message:
     megabytes: float
 
 
+def metric_curves(compared: Sequence[RunGroup], protocol: str, against: Axis = "round") -> dict[tuple[int, str], Curve]:
+    """`metric_curve` of all that have one, by the index of the group and the model."""
+    keys = [(i, model) for i in range(len(compared)) for model in ("personal", "global")]
+    return {key: curve for key in keys if (curve := metric_curve(compared[key[0]], protocol, key[1], against))}
+
+
 def metric_curve(group: RunGroup, protocol: str, model: str, against: Axis = "round") -> Curve | None:
     """Mean of the primary metric over clients, in its unit, in the rounds in which all seeds were evaluated.
 

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from raypfl.results.compared import RunGroup, colour, group_runs, setting
 from raypfl.results.drawing import GREY, INK, draw_clients, draw_curves, line, png, scale
-from raypfl.results.numbers import metric_curve
+from raypfl.results.numbers import metric_curves
 from raypfl.results.table import MODELS
 from raypfl.results.units import capital
 from raypfl.runs.result import Result
@@ -35,8 +35,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     unit = compared[0].unit
     what, lower = capital(unit.words), not unit.metric.higher_is_better
     tested = "their own test data" if protocol == "local" else f"the {protocol} test data"
-    keys = [(i, model) for i in range(len(compared)) for model in MODELS]
-    found = {key: curve for key in keys if (curve := metric_curve(compared[key[0]], protocol, key[1]))}
+    found = metric_curves(compared, protocol)
     with png(path, 11, 5, padding=0.1) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
         draw_curves(left, compared, found, _paint)

@@ -1,0 +1,1 @@
+"""MLflow: runs are recorded there as they go, or afterwards from their folders."""
