@@ -119,12 +119,11 @@ def test_a_run_whose_checkpoints_are_kept_gives_the_servers_state_of_every_round
 
 def test_the_latent_space_is_shown_from_the_start_with_evenly_spread_prototypes(run):
     latent = latent_picture.latent_of(run)
-    assert [portrait.round for portrait in latent.portraits] == [0, 1, 2, 3, 4, 5]
-    w = latent.portraits[0].prototypes
+    assert latent.rounds == [0, 1, 2, 3, 4, 5]
+    w = latent.prototypes[0]
     np.testing.assert_allclose(np.sort((w @ w.T)[0]), [-1, -0.5, -0.5, 0.5, 0.5, 1], atol=1e-6)
-    for portrait in latent.portraits:
-        assert portrait.features.shape == (600, 2) and portrait.prototypes.shape == (6, 2)
-    at_home = [(p.features @ p.prototypes.T).argmax(1) == latent.labels for p in latent.portraits]
+    assert {z.shape for z in latent.features} == {(600, 2)} and {w.shape for w in latent.prototypes} == {(6, 2)}
+    at_home = [(z @ w.T).argmax(1) == latent.labels for z, w in zip(latent.features, latent.prototypes, strict=True)]
     assert at_home[-1].mean() > at_home[0].mean() + 0.2
 
 
@@ -143,7 +142,7 @@ def test_in_many_dimensions_directions_are_projected_and_fedrods_prototypes_are_
     results = [raypfl.run(experiment(tmp_path, method=method, **changes)) for method in ("fedrod", "fednh")]
     latent = latent_picture.latent_of(results[0])
     generic = results[0].global_model()[-2 * 170 : -170][:160].reshape(10, 16)
-    np.testing.assert_allclose(latent.portraits[-1].prototypes, generic.double())
+    np.testing.assert_allclose(latent.prototypes[-1], generic.double())
     assert latent_picture.draw(results, tmp_path / "latent.png").stat().st_size > 20_000
 
 
@@ -159,8 +158,9 @@ def test_the_picture_has_as_many_panels_as_there_are_states_to_show(run, tmp_pat
 
     monkeypatch.setattr(latent_picture.Figure, "savefig", savefig)
     latent = latent_picture.latent_of(run)
-    few = [replace(latent.portraits[0], round=round) for round in (0, *kept)]
-    monkeypatch.setattr(latent_picture, "latent_of", lambda _: replace(latent, portraits=few))
+    count = 1 + len(kept)
+    few = replace(latent, rounds=[0, *kept], features=latent.features[:count], prototypes=latent.prototypes[:count])
+    monkeypatch.setattr(latent_picture, "latent_of", lambda _: few)
     latent_picture.draw([run], tmp_path / "latent.png")
     (figure,) = shown
     drawn = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
