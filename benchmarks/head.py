@@ -34,7 +34,7 @@ from benchmarks.memory import PARTS, memory
 from benchmarks.noise import ONLY_ROUNDS, SETS
 from raypfl.clients.worker import Group, Reply, Value
 from raypfl.common.messages import Each
-from raypfl.federation.totals import Total
+from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.methods import FedAvg
 from raypfl.server.events import Event, RoundFinished
 
@@ -123,7 +123,7 @@ def per_reply(answerer: Any, numbers: int) -> float:
 
     waiting = [answerer.reply.remote(numbers) for _ in range(WAITING)]
     ray.wait(waiting, num_returns=WAITING)
-    total, group = Total(1, torch.device("cpu")), Group(0, (0,), np.zeros(1, dtype=np.int64), {}, [None])
+    total, group = ReplyAggregator(1, torch.device("cpu")), Group(0, (0,), np.zeros(1, dtype=np.int64), {}, [None])
     begun = time.perf_counter()
     while waiting:
         (there,), waiting = ray.wait(waiting, num_returns=1)

@@ -19,11 +19,12 @@ from raypfl.clients.context import Context
 from raypfl.clients.worker import Worker
 from raypfl.common import rng
 from raypfl.evaluation import Measures
-from raypfl.federation.central import Place
-from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.method import Method
 from raypfl.federation.schedule import even
+from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
 from raypfl.models import FlatModel
@@ -164,14 +165,14 @@ class Federation:
         )
 
     @cached_property
-    def exchanger(self) -> Exchanger:
-        return Exchanger(
+    def runner(self) -> GroupRunner:
+        return GroupRunner(
             task=self.task,
             backend=Inline(Worker(self.context, self.method or Method())),
             states=self.states,
             ledger=self.ledger,
             failures=self.failures,
-            place=Place(self.pools, Precision(), self.events.append),
+            context=ServerContext(self.pools, Precision(), self.events.append),
             costs=np.array(self.sizes, dtype=float),
             cut_for=lambda cohort: (even(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
             warn=self.warnings.append,
@@ -185,7 +186,7 @@ class Federation:
 
     def cohort(self, ids: Iterable[int] | None = None, dropped: tuple[int, ...] = ()) -> Cohort:
         ids = tuple(range(len(self.sizes)) if ids is None else ids)
-        return Cohort(self.exchanger, ids, dropped, self.round, self.training.lr)
+        return Cohort(self.runner, ids, dropped, self.round, self.training.lr)
 
     def play(self, *cohorts: Iterable[int] | None) -> dict[str, Any]:
         """Run the method for a round with each of these cohorts (None: everybody); returns the server's state."""

@@ -49,8 +49,8 @@ class Counting(Inline):
 
 
 def counting(fed: Federation) -> Counting:
-    backend = Counting(fed.exchanger.backend._worker)
-    fed.exchanger.backend = fed.exchanger._broadcasts._backend = backend
+    backend = Counting(fed.runner.backend._worker)
+    fed.runner.backend = fed.runner._broadcasts._backend = backend
     return backend
 
 
@@ -68,7 +68,7 @@ def test_a_ring_of_past_models_costs_one_model_a_round_on_the_server_and_on_the_
         kept = dict(after)
         assert all(kept[value] == where for value, where in before if value in kept)
     assert fed.ledger.entries == []
-    assert len(fed.exchanger.backend._worker._large) <= RING + 1
+    assert len(fed.runner.backend._worker._large) <= RING + 1
 
 
 def sends(fed: Federation, **arguments: Any) -> float:
@@ -99,11 +99,11 @@ def test_what_is_not_sent_for_a_round_or_is_gone_is_forgotten():
     exchange(fed, kept=kept, gone=gone)
     del gone
     exchange(fed)
-    assert [one.tensor() is kept for one in fed.exchanger._broadcasts._known.values()] == [True]
+    assert [one.tensor() is kept for one in fed.runner._broadcasts._known.values()] == [True]
     fed.round = 2
     exchange(fed)
     exchange(fed, small=torch.zeros(2))
-    assert not fed.exchanger._broadcasts._known and not fed.exchanger.backend._worker._large
+    assert not fed.runner._broadcasts._known and not fed.runner.backend._worker._large
 
 
 @pytest.mark.parametrize("size", [3, LARGE])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.common.errors import MethodError
-from raypfl.federation import central
+from raypfl.federation import server_training
 from raypfl.models import FlatModel
 from raypfl.optimizers import SGD, Adam, AdamW
 from raypfl.results.console import LiveView, LogView
@@ -157,7 +157,7 @@ def test_what_diverges_or_cannot_be_trained_is_told():
 @pytest.mark.parametrize(("seconds", "told"), [(0.01, []), (0.2, [3, 6, 9])])
 def test_long_work_is_told_of_now_and_then_and_short_work_never(monkeypatch, seconds, told):
     clock = count(0.0, seconds)
-    monkeypatch.setattr(central.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(server_training.time, "monotonic", lambda: next(clock))
     fed = Federation()
     fed.cohort().descend(lambda x: x.sum(), torch.zeros(2), steps=10, lr=0.1, text="distilling")
     assert fed.events == [ServerAtWork(0, "distilling", done, 10) for done in told]
@@ -204,14 +204,14 @@ def started() -> RunStarted:
 def test_all_that_the_server_trains_with_is_on_its_device(monkeypatch):
     """The meta device has shapes and no values, so an operation with a tensor that stayed on the CPU fails on it."""
     monkeypatch.setattr("raypfl.training.sequential._seed", lambda device, key: None)
-    monkeypatch.setattr(central.Central, "_refuse_divergence", lambda self, *what: None)
+    monkeypatch.setattr(server_training.ServerTraining, "_refuse_divergence", lambda self, *what: None)
     fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
     model = FlatModel(NormalisedConv, dtype=torch.float64, device="meta")
     gain, offset = (part.to("meta") for part in (fed.all_samples.gain, fed.all_samples.offset))
     samples = replace(fed.all_samples, gain=gain, offset=offset)
     cohort = fed.cohort()
     cohort.task = replace(fed.task, model=model)
-    cohort.place = replace(cohort.place, pools=Pools(samples, fed.pools.where))
+    cohort.context = replace(cohort.context, pools=Pools(samples, fed.pools.where))
     batches = cohort.pool("auxiliary").batches(4, steps=3, augment=True)
     batches = batches.with_targets(torch.zeros(POOLED, 3, dtype=torch.float64))  # as they came from the clients
     teacher = cohort.other(model.init(1))

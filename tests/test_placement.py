@@ -17,7 +17,7 @@ def group(index: int, length: float, seconds: float = 0.0, homes: str = "") -> G
     return Group(index, tuple(range(max(1, len(homes)))), np.arange(1), {}, states, length, seconds)
 
 
-def crew(*groups: Group, nodes: str) -> Dispatch:
+def dispatching(*groups: Group, nodes: str) -> Dispatch:
     dispatch = Dispatch(groups)
     for actor, node in enumerate(nodes):
         dispatch.join(actor, node)
@@ -32,13 +32,13 @@ def handed(dispatch: Dispatch, now: float = 0.0) -> list[tuple[object, int]]:
 
 
 def test_the_longest_groups_go_first_and_everybody_gets_one_before_anybody_gets_two():
-    dispatch = crew(*[group(i, length) for i, length in enumerate([1, 5, 3, 4, 2])], nodes="xx")
+    dispatch = dispatching(*[group(i, length) for i, length in enumerate([1, 5, 3, 4, 2])], nodes="xx")
     assert handed(dispatch) == [(0, 1), (1, 3), (0, 2), (1, 4)]
 
 
 def test_a_group_is_not_bound_to_an_actor_long_before_that_has_time_for_it():
     long = [group(i, 10, seconds=10) for i in range(3)]
-    dispatch = crew(*long, nodes="xx")
+    dispatch = dispatching(*long, nodes="xx")
     assert handed(dispatch, 0.0) == [(0, 0), (1, 1)]
     assert dispatch.pause(0.0) == 10 - AHEAD
     assert handed(dispatch, 9.0) == []
@@ -49,7 +49,7 @@ def test_a_group_is_not_bound_to_an_actor_long_before_that_has_time_for_it():
 
 def test_the_next_group_is_there_just_before_an_actor_runs_dry():
     groups = [group(i, 1, seconds=1) for i in range(3)]
-    dispatch = crew(*groups, nodes="x")
+    dispatch = dispatching(*groups, nodes="x")
     assert handed(dispatch, 0.0) == [(0, 0)]
     assert handed(dispatch, 1 - AHEAD) == [(0, 1)]
     assert handed(dispatch, 1 - AHEAD) == []
@@ -57,14 +57,14 @@ def test_the_next_group_is_there_just_before_an_actor_runs_dry():
 
 def test_among_groups_that_take_about_as_long_the_one_whose_states_are_near_goes():
     groups = [group(0, 10, homes="yy"), group(1, 9.5, homes="yx"), group(2, 9.4, homes="xx"), group(3, 5, homes="xx")]
-    assert handed(crew(*groups, nodes="xy"))[:2] == [(0, 1), (1, 0)]  # of as many groups as there are actors
-    assert handed(crew(*groups, nodes="xyy"))[:1] == [(0, 2)]
-    assert handed(crew(*groups, nodes="yy"))[:1] == [(0, 0)]
+    assert handed(dispatching(*groups, nodes="xy"))[:2] == [(0, 1), (1, 0)]  # of as many groups as there are actors
+    assert handed(dispatching(*groups, nodes="xyy"))[:1] == [(0, 2)]
+    assert handed(dispatching(*groups, nodes="yy"))[:1] == [(0, 0)]
 
 
 def test_a_lost_actors_groups_wait_again_before_all_others():
     groups = [group(i, 5 - i) for i in range(4)]
-    dispatch = crew(*groups, nodes="x")
+    dispatch = dispatching(*groups, nodes="x")
     assert handed(dispatch) == [(0, 0), (0, 1)]
     assert [g.index for g in dispatch.lost(0)] == [0, 1]
     dispatch.drop(groups[0])
@@ -80,20 +80,20 @@ def test_a_lost_actors_groups_wait_again_before_all_others():
 
 def test_a_group_that_is_to_be_alone_waits_for_an_idle_actor_and_has_nothing_behind_it():
     groups = [replace(group(i, 9 - i, homes="y"), alone=i < 2) for i in range(4)]
-    dispatch = crew(*groups, nodes="xy")
+    dispatch = dispatching(*groups, nodes="xy")
     assert handed(dispatch) == [(0, 0), (1, 1)]
     assert dispatch.pause(0.0) == math.inf
     dispatch.finished(0, groups[0], 1.0)
     assert handed(dispatch) == [(0, 2), (0, 3)]
 
     busy = [group(0, 9), replace(group(1, 8), alone=True), group(2, 7)]
-    dispatch = crew(*busy, nodes="x")
+    dispatch = dispatching(*busy, nodes="x")
     assert handed(dispatch) == [(0, 0)] and dispatch.pause(0.0) == math.inf
     dispatch.finished(0, busy[0], 1.0)
     assert handed(dispatch) == [(0, 1)]
 
     near = replace(group(3, 9, homes="y"), alone=True)
-    dispatch = crew(group(0, 10, homes="y"), group(1, 10, homes="x"), group(2, 9, homes="x"), near, nodes="yx")
+    dispatch = dispatching(group(0, 10, homes="y"), group(1, 10, homes="x"), group(2, 9, homes="x"), near, nodes="yx")
     assert handed(dispatch) == [(0, 0), (1, 1), (0, 2)]
 
 

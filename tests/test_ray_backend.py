@@ -11,7 +11,7 @@ import pytest
 
 from raypfl.backends import ray_backend
 from raypfl.backends.ray_backend import APART, INSIDE, RayBackend
-from raypfl.backends.restarts import PATIENCE, STILLBORN
+from raypfl.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import RaypflError
 from raypfl.storage.states import Kept
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 class Stand:
-    """Stands for a client actor: its clients keep much when they train, and nothing when they are judged.
+    """Stands for a client actor: its clients keep much when they train, and nothing when they are evaluated.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class Stand:
 
         self.put = ray.put
         self.objects: list[int] = []
-        self.prepare = SimpleNamespace(remote=lambda order: self.put("node"))
+        self.prepare = SimpleNamespace(remote=lambda job: self.put("node"))
         self.work = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._returning(num_returns)))
 
     def _returning(self, count: int) -> Any:
@@ -51,13 +51,13 @@ def stand() -> Stand:
 
 @pytest.fixture
 def backend(stand: Stand) -> Iterator[RayBackend]:
-    told: list[str] = []
-    yield RayBackend([stand], lambda: stand, b"", lambda: False, told.append)
-    assert not told
+    warnings: list[str] = []
+    yield RayBackend([stand], lambda: stand, b"", lambda: False, warnings.append)
+    assert not warnings
 
 
 def test_only_a_function_whose_states_are_large_returns_an_object_for_each_client(backend, stand):
-    for number, function in enumerate(["train", "judge", "train", "judge"]):
+    for number, function in enumerate(["train", "evaluate", "train", "evaluate"]):
         group = Group(0, (4, 5, 6), np.arange(3), {}, [None] * 3)
         list(backend.run(Call(number, function, 1, 0.1, {}, {}), [group]))
     assert stand.objects == [1 + 1, 1 + 1, 1 + 3, 1 + 1]  # the first time, nobody knows yet
@@ -73,7 +73,7 @@ def test_a_small_broadcast_travels_with_the_call_and_a_large_one_is_an_object(ba
     assert isinstance(large, ray.ObjectRef) and np.array_equal(ray.get(large)["control"], half)
 
 
-class Stillborn:
+class DiesInSetup:
     """Stands for a client actor that dies while it is set up."""
 
     def __init__(self, failed: bool = False) -> None:
@@ -82,7 +82,7 @@ class Stillborn:
         error = ray.exceptions.ActorDiedError()
         error._actor_init_failed = failed
         died = ray.put(error)
-        self.prepare = SimpleNamespace(remote=lambda order: died)
+        self.prepare = SimpleNamespace(remote=lambda job: died)
 
 
 class Clock:
@@ -112,42 +112,42 @@ def groups(count: int) -> list[Group]:
 
 
 def test_actors_that_die_while_they_are_set_up_end_no_run_in_which_another_works(stand, clock):
-    hired: list[Stillborn] = []
+    started: list[DiesInSetup] = []
 
-    def hire() -> Stillborn:
-        hired.append(Stillborn())
-        return hired[-1]
+    def start() -> DiesInSetup:
+        started.append(DiesInSetup())
+        return started[-1]
 
-    backend = RayBackend([stand, hire()], hire, b"", lambda: False, lambda text: None)
+    backend = RayBackend([stand, start()], start, b"", lambda: False, lambda text: None)
     for number in range(1500):
-        assert len(list(backend.run(Call(number, "judge", 1, 0.1, {}, {}), groups(3)))) == 3
-    assert clock.now > PATIENCE and len(hired) > STILLBORN
+        assert len(list(backend.run(Call(number, "evaluate", 1, 0.1, {}, {}), groups(3)))) == 3
+    assert clock.now > PATIENCE and len(started) > MAX_SETUP_FAILURES
 
 
 def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_fewer_tries(clock):
     moments: list[float] = []
 
-    def hire() -> Stillborn:
+    def start() -> DiesInSetup:
         moments.append(clock.now)
-        return Stillborn()
+        return DiesInSetup()
 
-    told: list[str] = []
-    backend = RayBackend([hire()], hire, b"", lambda: False, told.append)
+    warnings: list[str] = []
+    backend = RayBackend([start()], start, b"", lambda: False, warnings.append)
     with pytest.raises(RaypflError, match=r"die while they are set up: \d+ since the last group was finished"):
-        list(backend.run(Call(0, "judge", 1, 0.1, {}, {}), groups(1)))
+        list(backend.run(Call(0, "evaluate", 1, 0.1, {}, {}), groups(1)))
     pauses = np.diff(moments)
     assert clock.now > PATIENCE and len(pauses) < 50 and pauses[-1] > 5 * pauses[0]
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 def test_where_setting_actors_up_fails_nobody_waits_for_better_times(clock):
-    backend = RayBackend([Stillborn(True)], lambda: Stillborn(True), b"", lambda: False, lambda text: None)
-    with pytest.raises(RaypflError, match=f"{STILLBORN} since the last group"):
-        list(backend.run(Call(0, "judge", 1, 0.1, {}, {}), groups(1)))
+    backend = RayBackend([DiesInSetup(True)], lambda: DiesInSetup(True), b"", lambda: False, lambda text: None)
+    with pytest.raises(RaypflError, match=f"{MAX_SETUP_FAILURES} since the last group"):
+        list(backend.run(Call(0, "evaluate", 1, 0.1, {}, {}), groups(1)))
     assert clock.now < PATIENCE / 10
 
 
 def test_an_actor_that_comes_up_after_others_have_died_does_the_work(stand, clock):
-    later = iter([Stillborn() for _ in range(5)])
-    backend = RayBackend([Stillborn()], lambda: next(later, stand), b"", lambda: False, lambda text: None)
-    assert len(list(backend.run(Call(0, "judge", 1, 0.1, {}, {}), groups(3)))) == 3
+    later = iter([DiesInSetup() for _ in range(5)])
+    backend = RayBackend([DiesInSetup()], lambda: next(later, stand), b"", lambda: False, lambda text: None)
+    assert len(list(backend.run(Call(0, "evaluate", 1, 0.1, {}, {}), groups(3)))) == 3

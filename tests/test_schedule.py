@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypfl.federation.schedule import cut, draw, even, group_sizes, judged_group_sizes
+from raypfl.federation.schedule import cut, draw, evaluation_group_sizes, even, group_sizes
 from raypfl.federation.settings import CohortSettings
 
 
@@ -104,9 +104,13 @@ def test_a_draw_from_a_billion_clients_takes_memory_for_the_cohort_only():
 
 
 def test_vectorised_groups_are_larger_when_they_are_judged_as_long_as_there_are_enough():
-    assert judged_group_sizes(1000, "vectorised") == [100] * 10
-    assert judged_group_sizes(100, "vectorised") == group_sizes(100, "vectorised")
-    assert len(judged_group_sizes(400, "vectorised")) == 8
+    assert evaluation_group_sizes(1000, "vectorised") == [100] * 10
+    assert evaluation_group_sizes(100, "vectorised") == group_sizes(100, "vectorised")
+    assert len(evaluation_group_sizes(400, "vectorised")) == 8
     for count in (1, 7, 950, 2345):
-        assert sum(judged_group_sizes(count, "vectorised")) == sum(judged_group_sizes(count, "sequential")) == count
-    assert judged_group_sizes(300, "sequential") == group_sizes(300, "sequential")
+        assert (
+            sum(evaluation_group_sizes(count, "vectorised"))
+            == sum(evaluation_group_sizes(count, "sequential"))
+            == count
+        )
+    assert evaluation_group_sizes(300, "sequential") == group_sizes(300, "sequential")

@@ -14,7 +14,7 @@ from raypfl.backends.imports import importing
 
 ROOT = Path(__file__).parents[1]
 
-HIRING = """
+START = """
 import sys
 import ray
 
@@ -49,7 +49,7 @@ def _collector() -> Iterator[None]:
 
 
 def test_a_server_asks_for_its_client_actors_before_it_imports_torch_itself() -> None:
-    done = subprocess.run([sys.executable, "-c", HIRING], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", START], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == "[False, False] True\n", done.stderr
 
 

@@ -78,7 +78,7 @@ def test_stacks_that_few_rows_keep_alive_are_rewritten_and_nobodys_state_changes
     draws, counts = np.random.default_rng(0), np.zeros(60)
     for round in range(80):
         cohort = np.sort(draws.choice(60, 12, replace=False))
-        fed.exchanger.gather(round)
+        fed.runner.compact_states(round)
         held = sum(len(lot.clients) for lot in fed.states.lots())
         assert held <= 1.6 * len(fed.states)  # three to four times as many, if nothing is rewritten
         fed.cohort(cohort.tolist()).run(fed.method.reply)
@@ -103,9 +103,9 @@ def test_a_rewrite_that_is_stopped_halfway_changes_nothing():
     assert len(fed.states.scattered()) > 1
     before = {c: fed.state_of(c)["rounds"] for c in range(24)}
     lots = fed.states.lots()
-    fed.exchanger.backend = StopsHalfway(fed.exchanger.backend._worker)
+    fed.runner.backend = StopsHalfway(fed.runner.backend._worker)
     with pytest.raises(Stopped):
-        fed.exchanger.gather(3)
+        fed.runner.compact_states(3)
     fed.states.commit()  # as the next round does
     assert fed.states.lots() == lots and all(fed.state_of(c)["rounds"] == before[c] for c in before)
 
@@ -245,7 +245,7 @@ def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_wit
         patch.setattr(checkpoint, "_fsync", lambda path: None)
         fed, expected = Federation(sizes=(3,) * 6, method=Probe(answer=changes_one_name), group_size=2), {}
         for value, (what, cohort) in enumerate(changes):
-            fed.exchanger.gather(value)
+            fed.runner.compact_states(value)
             fed.cohort(sorted(cohort)).run(fed.method.reply, what=what, value=value)
             fed.states.commit()
             for client in cohort:
@@ -269,7 +269,7 @@ def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_wit
                 for client in range(6):
                     stored = {name: row.tolist() for name, row in loaded.state_of(client).items()}
                     assert stored == expected.get(client, {})
-                fed.states = fed.exchanger.states = restored(Path(folder))
+                fed.states = fed.runner.states = restored(Path(folder))
                 assert everything(fed) == {client: expected.get(client, {}) for client in range(6)}
 
 
@@ -282,7 +282,7 @@ def test_what_a_client_does_not_set_is_not_written_again():
     fed.states.commit()
     large = [fed.state_of(client)["large"] for client in range(4)]
     for _ in range(5):
-        fed.exchanger.gather(0)
+        fed.runner.compact_states(0)
         fed.cohort().run(fed.method.reply, name="small", width=1)
         fed.states.commit()
         assert all(np.shares_memory(fed.state_of(client)["large"], large[client]) for client in range(4))
@@ -316,7 +316,7 @@ def test_memory_is_bounded_where_one_large_name_changes_and_a_small_one_does_not
     fed = Federation(sizes=(3,) * 12, method=Probe(answer=answer), group_size=4)
     draws = np.random.default_rng(0)
     for round in range(30):
-        fed.exchanger.gather(round)
+        fed.runner.compact_states(round)
         fed.cohort(np.sort(draws.choice(12, 12 if round == 0 else 5, replace=False))).run(fed.method.reply, round=round)
         fed.states.commit()
         held = sum(lot.stack.rows[name].nbytes for lot in fed.states.lots() for name in lot.stack.rows)

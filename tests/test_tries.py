@@ -38,7 +38,7 @@ class Mortal(Inline):
 @pytest.mark.parametrize("own_tries", [1, 2, 9])
 def test_a_group_is_tried_as_often_as_the_settings_say_whoever_tries_again(own_tries):
     fed = federation(failing(), failures=THREE_TRIES)
-    fed.exchanger.backend = mortal = Mortal(fed.exchanger.backend, own_tries)
+    fed.runner.backend = mortal = Mortal(fed.runner.backend, own_tries)
     with pytest.raises(ClientError, match=r"^Client 3 failed 3 times in a row in round 0:\nIts process died\.$"):
         exchange(fed)
     assert mortal.deaths == [(0, 1, 2, 3, 4)] * 3 + [(3,)]

@@ -1,6 +1,7 @@
 """The actor in which virtual clients work.
 
-Its process begins with importing this module, so it imports nothing that takes long; the rest comes when it is made.
+Its process begins by importing this module, so the module imports nothing slow. The rest is imported when the actor is
+made.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class ClientActor:
             pass
         self._worker: Worker | None = None
 
-    def prepare(self, order: bytes) -> str:
-        """Build the network and open the data of an order, a pickled (job, data); what comes next is work on it.
+    def prepare(self, pickled: bytes) -> str:
+        """Build the network and open the data of a pickled ``(job, data)``, which later groups belong to.
 
-        Returns the node that this process is on.
+        Returns the id of the node that this process is on.
         """
         import torch
 
@@ -42,47 +43,47 @@ class ClientActor:
         from raypfl.server.setup import make_context, make_task
 
         keep_freed_memory()
-        job, data = ray.cloudpickle.loads(order)
+        job, data = ray.cloudpickle.loads(pickled)
         torch.set_num_threads(job.experiment.engine.threads)
         task = make_task(job.experiment, data, reserved_device())
         self._worker = Worker(make_context(job.experiment, data, task), job.experiment.method)
         return ray.get_runtime_context().get_node_id()
 
     def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:
-        """Run a group. The new states are objects of their own, returned and so owned by the server.
+        """Run a group. Returns its reply and its clients' new states: one stack or, if `apart`, one a client.
 
-        They are one stack or, if they are to lie `apart`, one for each client.
+        Each returned stack is a Ray object that the caller, the server, owns.
         """
-        reply, stack = self._worked(call, group)
+        reply, stack = self._run(call, group)
         if not apart:
             return reply, stack
         return reply, *(None if stack is None else stack.alone(k) for k in range(len(group.clients)))
 
-    def _worked(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
+    def _run(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
         from raypfl.federation.backend import failure, states_of
 
         assert self._worker is not None
         try:
-            return self._worker.work(call, opened, group, states_of(group.states, fetched))
+            return self._worker.work(call, get_broadcasts, group, states_of(group.states, get_states))
         except Exception as error:
             return failure(error), None
 
 
 def reserved_device() -> torch.device:
-    """Where this process computes: on a GPU, if Ray has reserved any of one for it."""
+    """The device of this process: the GPU, if Ray has reserved any share of one for it."""
     import torch
 
     return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
 
 
-def opened(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:
-    """The arrays of broadcasts, each a reference or, if they are few, the arrays themselves."""
+def get_broadcasts(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:
+    """The arrays of broadcasts, each given as a reference or, if they are small, as the arrays themselves."""
     references = [handle for handle in handles if isinstance(handle, ray.ObjectRef)]
     found = iter(ray.get(references) if references else [])
     return [next(found) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
 
 
-def fetched(handles: list[Any]) -> list[Stack]:
+def get_states(handles: list[Any]) -> list[Stack]:
     """The states behind references, in shared memory.
 
     Raises

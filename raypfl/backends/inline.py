@@ -32,7 +32,7 @@ class Inline:
     def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
         return {name: np.array(array) for name, array in arrays.items()}
 
-    def opened(self, handle: Any) -> Mapping[str, np.ndarray]:
+    def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:
         return handle
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
@@ -48,8 +48,8 @@ class Inline:
             else:
                 yield group, Done(reply, [] if reply.kept is None else [(group.clients, stack, reply.kept)])
 
-    def keep(self, stack: Stack) -> Any:
+    def put_states(self, stack: Stack) -> Any:
         return stack
 
-    def fetch(self, handle: Any) -> Stack:
+    def get_states(self, handle: Any) -> Stack:
         return handle

@@ -1,45 +1,45 @@
-"""When another client actor is started in place of one that died: the policy alone, without actors or a clock."""
+"""When a client actor that died is replaced: the policy alone, without actors or a clock."""
 
 from __future__ import annotations
 
 PAUSE = 0.5
-"""Seconds until another actor is started after one has died while it was set up; each further one doubles them."""
+"""Seconds before a replacement is started after an actor died in its set-up; doubled for each further death."""
 
-LONGEST = 8.0
+MAX_PAUSE = 8.0
 """Seconds that such a pause takes at most."""
 
-STILLBORN = 3
-"""Actors whose setting up must have failed before there is no hope: the next one's would fail too."""
+MAX_SETUP_FAILURES = 3
+"""Actors whose set-up must have raised an error before the backend gives up: the next one's would raise it too."""
 
 PATIENCE = 300.0
-"""Seconds for which those that are set up must have been killed before there is no hope: memory may be free again."""
+"""Seconds for which actors must have been killed in their set-up before the backend gives up: memory may be freed."""
 
 
-class Hiring:
-    """Counts actors that died while they were set up, as for lack of memory, since the last finished group."""
+class RestartPolicy:
+    """Counts the actors that died in their set-up, for example for lack of memory, since the last finished group."""
 
     def __init__(self) -> None:
-        self.stillborn = 0
-        self._failed = 0
+        self.setup_deaths = 0
+        self._setup_failures = 0
         self._since = 0.0
-        self._next = 0.0
+        self._next_start = 0.0
 
-    def lost(self, now: float, failed: bool) -> None:
-        """An actor has died while it was set up, because that `failed` or because its process was killed."""
-        if not self.stillborn:
+    def died_in_setup(self, now: float, failed: bool) -> None:
+        """An actor died in its set-up: because that `failed`, or because its process was killed."""
+        if not self.setup_deaths:
             self._since = now
-        self._next = now + min(PAUSE * 2**self.stillborn, LONGEST)
-        self.stillborn += 1
-        self._failed += failed
+        self._next_start = now + min(PAUSE * 2**self.setup_deaths, MAX_PAUSE)
+        self.setup_deaths += 1
+        self._setup_failures += failed
 
-    def worked(self) -> None:
-        """A group was finished."""
-        self.stillborn, self._failed, self._next = 0, 0, 0.0
+    def group_finished(self) -> None:
+        """A group was finished, so actors do work."""
+        self.setup_deaths, self._setup_failures, self._next_start = 0, 0, 0.0
 
-    def may(self, now: float) -> bool:
-        """Whether another one may be started."""
-        return now >= self._next
+    def may_start(self, now: float) -> bool:
+        """Whether a replacement may be started."""
+        return now >= self._next_start
 
     def is_hopeless(self, now: float) -> bool:
-        """Whether to give up, if no other actor is there that can work."""
-        return self._failed >= STILLBORN or now - self._since >= PATIENCE
+        """Whether to give up if no other actor is left."""
+        return self._setup_failures >= MAX_SETUP_FAILURES or now - self._since >= PATIENCE

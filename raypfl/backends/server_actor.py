@@ -1,7 +1,7 @@
 """The actor that runs the server and drives the client actors.
 
-Its process begins by importing this module, so the module imports nothing that takes long. The rest is imported after
-the client actors were requested, so that all processes import torch at the same time.
+Its process begins by importing this module, so the module imports nothing slow. The rest is imported after the client
+actors were requested, so that all processes import torch at the same time.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from raypfl.backends.imports import importing
 if TYPE_CHECKING:
     from raypfl.server.events import Event, RunFinished
 
-ASSEMBLY = 20.0
-"""Seconds that a run waits for all of its client actors, before it begins with those that are there."""
+START_UP = 20.0
+"""Seconds that a run waits for all of its client actors before it begins with those that are ready."""
 
 
 @dataclass
-class _News:
-    """What happened in a run that nobody has asked for yet; `told` events before that are forgotten."""
+class _EventStream:
+    """Events of a run that the driver has not received; `first` is the number of the oldest one kept."""
 
     run: str = ""
-    incarnation: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
     events: list[Event] = field(default_factory=list)
-    told: int = 0
+    first: int = 0
 
-    def after(self, seen: int) -> list[Event]:
-        """The events after the first `seen`, which whoever asks has had."""
-        del self.events[: max(seen - self.told, 0)]
-        self.told = max(seen, self.told)
+    def after(self, received: int) -> list[Event]:
+        """The events after the first `received`, which are forgotten."""
+        del self.events[: max(received - self.first, 0)]
+        self.first = max(received, self.first)
         return list(self.events)
 
 
 class ServerActor:
     """Runs jobs, one after the other, in a process of the cluster, with client actors of its own.
 
-    If it dies, Ray starts it again and the same `run`, which goes on from the job's checkpoint.
+    If it dies, Ray starts it again and repeats `run`, which goes on from the job's checkpoint.
 
     Parameters
     ----------
@@ -53,16 +53,17 @@ class ServerActor:
     def __init__(self, actors: int, options: Mapping[str, Any]):
         self._remote = ray.remote(ClientActor).options(max_restarts=0, **options)
         self._count = actors
-        self._actors = self._hired([])
+        self._actors: list[Any] = []
+        self._start_actors()
         with importing():
             import raypfl.backends.ray_backend
             import raypfl.server.server
             import raypfl.server.setup  # noqa: F401
         self._stopping = ""
-        self._news = _News()
+        self._stream = _EventStream()
 
-    def run(self, run: str, order: bytes) -> RunFinished:
-        """The whole run of an order, a pickled (job, data); `run` is its name for :meth:`events`."""
+    def run(self, run: str, pickled: bytes) -> RunFinished:
+        """Run a pickled ``(job, data)`` to its end; `run` identifies it for :meth:`events` and :meth:`stop`."""
         import torch
 
         from raypfl.backends.allocator import keep_freed_memory
@@ -70,13 +71,11 @@ class ServerActor:
         from raypfl.server.server import Server
         from raypfl.server.setup import make_task, pools_of_server, threads_of_server
 
-        self._news = _News(run, uuid.uuid4().hex)
-        self._actors = self._hired(self._actors)
-        backend = RayBackend(
-            self._actors, lambda: self._remote.remote(), order, lambda: self._stopping == run, self._warn
-        )
+        self._stream = _EventStream(run)
+        self._start_actors()
+        backend = RayBackend(self._actors, self._remote.remote, pickled, lambda: self._stopping == run, self._warn)
         keep_freed_memory()
-        job, data = ray.cloudpickle.loads(order)
+        job, data = ray.cloudpickle.loads(pickled)
         torch.set_num_threads(threads_of_server(job.experiment))
         task = make_task(job.experiment, data, reserved_device())
         pools = pools_of_server(job.experiment, data, task)
@@ -86,30 +85,33 @@ class ServerActor:
             "device": "cuda" if job.experiment.ray.gpus_per_actor else "cpu",
             "ray": ray.__version__,
         }
-        backend.assemble(ASSEMBLY)
+        backend.wait_for_actors(START_UP)
         try:
-            return Server(job, task, pools, backend, self._news.events.append, metadata).run()
+            return Server(job, task, pools, backend, self._stream.events.append, metadata).run()
         finally:
-            self._actors = backend.survivors
-            gc.collect()  # a server is full of cycles, and its clients' states fill the object store until it is gone
+            self._actors = backend.actors
+            gc.collect()  # a server is full of cycles, and keeps clients' states in the object store until it is freed
 
-    def _hired(self, actors: list[Any]) -> list[Any]:
-        return actors + [self._remote.remote() for _ in range(self._count - len(actors))]
+    def _start_actors(self) -> None:
+        self._actors += [self._remote.remote() for _ in range(self._count - len(self._actors))]
 
     def _warn(self, text: str) -> None:
         from raypfl.server.events import Warned
 
-        self._news.events.append(Warned(text))
+        self._stream.events.append(Warned(text))
 
     @ray.method(concurrency_group="control")
-    def events(self, run: str, incarnation: str, seen: int) -> tuple[str, list[Event]]:
-        """Events of a run after the first `seen` that this incarnation of it has had."""
-        news = self._news
-        if news.run != run:
-            return incarnation, []
-        return news.incarnation, news.after(seen if incarnation == news.incarnation else 0)
+    def events(self, run: str, stream: str, received: int) -> tuple[str, list[Event]]:
+        """The id of a run's event stream, and its events after the first `received`.
+
+        A server that was started again begins a new stream, from which nothing was received yet.
+        """
+        now = self._stream
+        if now.run != run:
+            return stream, []
+        return now.id, now.after(received if stream == now.id else 0)
 
     @ray.method(concurrency_group="control")
     def stop(self, run: str) -> None:
-        """Ask a run to stop; it then returns after a checkpoint."""
+        """Ask a run to stop. It saves a checkpoint and returns."""
         self._stopping = run

@@ -1,4 +1,4 @@
-"""What is said when a process is ended without being able to say it."""
+"""A message for the user when the process is killed and cannot print one itself."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ _WATCH = 'read -r over || printf "%s\\n" "$0" >&2'
 
 
 @contextlib.contextmanager
-def last_words(text: str) -> Iterator[None]:
-    """Within: if this process is killed, or ended by a library's C++ code as Ray's may, another one says why on stderr.
+def last_words(how_to_go_on: str) -> Iterator[None]:
+    """While active, another process prints a message on stderr if this one is killed or exits in a library's C++ code.
 
     Parameters
     ----------
-    text : how to go on.
+    how_to_go_on : the end of the message.
     """
-    told = f"raypfl was ended from outside: killed, or out of memory, or by Ray, a process of which died. {text}"
+    reason = "killed, out of memory, or by Ray after one of its processes died"
+    message = f"raypfl was ended from outside: {reason}. {how_to_go_on}"
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # no room for one more process is no reason not to begin
-            # In a session of its own, so that what is sent to our process group does not reach it.
-            watcher = subprocess.Popen(["/bin/sh", "-c", _WATCH, told], stdin=subprocess.PIPE, start_new_session=True)
+        with contextlib.suppress(OSError):  # the run is worth starting even if there is no room for one more process
+            # A session of its own keeps signals to our process group away from it.
+            watcher = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCH, message], stdin=subprocess.PIPE, start_new_session=True
+            )
             stack.callback(watcher.communicate, b"over\n")
         yield

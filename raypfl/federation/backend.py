@@ -63,7 +63,7 @@ class Backend(Protocol):
         """Put what all groups need where they can get at it, as it is now."""
         ...
 
-    def opened(self, handle: Any) -> Mapping[str, np.ndarray]:
+    def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:
         """What :meth:`broadcast` was given."""
         ...
 
@@ -75,11 +75,11 @@ class Backend(Protocol):
         """
         ...
 
-    def keep(self, stack: Stack) -> Any:
+    def put_states(self, stack: Stack) -> Any:
         """Put states where groups can get at them; returns the handle that a :class:`Place` holds."""
         ...
 
-    def fetch(self, handle: Any) -> Stack:
+    def get_states(self, handle: Any) -> Stack:
         """The states behind a handle."""
         ...
 

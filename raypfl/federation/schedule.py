@@ -18,10 +18,10 @@ VECTORISED_GROUP = 50
 """Clients a vectorised group wants: in groups of 25 each takes 1.4 times as long, for what every operation costs; in
 groups of 100, 0.9 times."""
 
-JUDGED_GROUP = 100
+EVALUATION_GROUP = 100
 """Clients a vectorised group has when models are judged, where there are enough: a forward pass is soon done."""
 
-JUDGED_GROUPS = 8
+EVALUATION_GROUPS = 8
 """Groups that are not made larger than in training for that, so that actors have something to share."""
 
 SEQUENTIAL_GROUP = 5
@@ -100,12 +100,12 @@ def shrinking(cohort: int, largest: int) -> list[int]:
     return np.diff(ends, prepend=0).tolist()
 
 
-def judged_group_sizes(clients: int, executor: str) -> list[int]:
+def evaluation_group_sizes(clients: int, executor: str) -> list[int]:
     """Sizes of the groups that clients are cut into to be judged."""
     sizes = group_sizes(clients, executor)
     if executor != "vectorised":
         return sizes
-    return even(clients, max(-(-clients // JUDGED_GROUP), min(len(sizes), JUDGED_GROUPS)))
+    return even(clients, max(-(-clients // EVALUATION_GROUP), min(len(sizes), EVALUATION_GROUPS)))
 
 
 def cut(costs: np.ndarray, sizes: list[int], executor: str) -> list[np.ndarray]:

@@ -353,7 +353,7 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
     """Have a server actor run a job, and pass its events on until that is over."""
     run = uuid.uuid4().hex
     finished = server.run.remote(run, ray.cloudpickle.dumps(job))
-    incarnation, seen = "", 0
+    stream, received = "", 0
     silent = ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError
     done: list[Any] = []
     while not done:
@@ -366,10 +366,10 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
         if stop.made:  # again and again: the server may not have begun, or have been started again since
             server.stop.remote(run)
         with contextlib.suppress(*silent):
-            now, events = ray.get(server.events.remote(run, incarnation, seen), timeout=PATIENCE)
-            if now != incarnation:
-                incarnation, seen = now, 0
-            seen += len(events)
+            now, events = ray.get(server.events.remote(run, stream, received), timeout=PATIENCE)
+            if now != stream:
+                stream, received = now, 0
+            received += len(events)
             for event in events:
                 emit(event)
     try:

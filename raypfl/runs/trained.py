@@ -19,16 +19,16 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.messages import unmarked
 from raypfl.config import Experiment
 from raypfl.data import load_federated
-from raypfl.federation.central import Place
-from raypfl.federation.cohort import Exchanger, Judged
+from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.method import Method
+from raypfl.federation.server_training import ServerContext
 from raypfl.federation.task import Task
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
 from raypfl.runs.result import description, refuse_stranger
+from raypfl.server.evaluator import EvaluationCohort, Shown, maker, personalize
 from raypfl.server.events import Event
-from raypfl.server.judging import Shown, maker, personalize
 from raypfl.server.outline import DataOutline
 from raypfl.server.server import checkpoints_of
 from raypfl.server.setup import client_costs, make_context, make_task, normalisation, precision_of
@@ -166,18 +166,18 @@ class TrainedModels:
         if state:
             own = {name: np.asarray(value)[None] for name, value in state.items()}
             states.stage((client,), StateShard(np.array([client]), own).stack())
-        exchanger = Exchanger(
+        runner = GroupRunner(
             task=self._task,
             backend=Inline(Worker(self._context, method)),
             states=states,
-            place=Place(self._context.pools, precision_of(self.experiment), _nobody_watches),
+            context=ServerContext(self._context.pools, precision_of(self.experiment), _nobody_watches),
             ledger=Ledger(),
             failures=self.experiment.failures,
             costs=client_costs(self.experiment, self._task.num_samples),
             cut_for=lambda clients: ([clients], self.experiment.engine.executor),
             warn=warnings.warn,
         )
-        personalize(method, self.server, Judged(exchanger, [client], self.round, self._lr, unseen))
+        personalize(method, self.server, EvaluationCohort(runner, [client], self.round, self._lr, unseen))
         return merged(place.stack.of(place.k) for place in states.places(client))
 
     @property

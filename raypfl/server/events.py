@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from raypfl.federation.central import ServerAtWork
 from raypfl.federation.logged import Logged
+from raypfl.federation.server_training import ServerAtWork
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment

@@ -22,15 +22,16 @@ from raypfl.common.user_code import traceback_text, with_location
 from raypfl.common.version import __version__
 from raypfl.evaluation import Measures, Selection, deciding, select, summarise
 from raypfl.federation.backend import Backend
-from raypfl.federation.central import Place
-from raypfl.federation.cohort import Cohort, Exchanger
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.schedule import Draw, cohort_size, draw
+from raypfl.federation.server_training import ServerContext
 from raypfl.federation.task import Task
 from raypfl.models.weights import origin
+from raypfl.server.evaluator import Evaluator
 from raypfl.server.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
-from raypfl.server.judging import Judge
 from raypfl.server.setup import client_costs, groups_for, precision_of
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
@@ -109,19 +110,19 @@ class Server:
         self._sent = dict.fromkeys(("up", "down"), 0)  # bytes of all finished rounds
         self._warned: set[str] = set()
         self._saved: int | None = None
-        self._exchanger = Exchanger(
+        self._runner = GroupRunner(
             task=task,
             backend=backend,
             states=self.states,
             ledger=self.ledger,
             failures=job.experiment.failures,
-            place=Place(pools, precision_of(job.experiment), self.emit),
+            context=ServerContext(pools, precision_of(job.experiment), self.emit),
             costs=client_costs(job.experiment, task.num_samples),
             cut_for=lambda cohort: (groups_for(job.experiment, cohort), job.experiment.engine.executor),
             warn=self._warn,
         )
-        self._judge = Judge(job.experiment, self._exchanger)
-        self.measures = self._judge.measures
+        self._evaluator = Evaluator(job.experiment, self._runner)
+        self.measures = self._evaluator.measures
 
     def run(self) -> RunFinished:
         """All rounds that are left; a stop or a failure leaves a checkpoint of the last finished round behind.
@@ -151,7 +152,7 @@ class Server:
         except Exception as error:
             judged = self._owes_evaluation()
             when = f"when clients were judged after round {self.round}" if judged else f"in round {self.round + 1}"
-            who, said = type(self.method).__name__, self._exchanger.said
+            who, said = type(self.method).__name__, self._runner.last_exchange
             text = f"{who} failed on the server {when}:\n{traceback_text(error)}\n{said}"
             return self._end("failed", text.rstrip())
 
@@ -188,7 +189,7 @@ class Server:
         self._warn(f"{error} Going on from round {self.round} again, {reached - self.round} rounds back.")
 
     def _restore_or_start(self) -> None:
-        self.states = self._exchanger.states = StateTable()
+        self.states = self._runner.states = StateTable()
         if not self._restore():
             self.round, self.state = 0, self._begun()
             self._evaluated = -1 if self.experiment.evaluation.at_start else 0
@@ -236,11 +237,11 @@ class Server:
 
     def _one_round(self) -> None:
         begun = time.perf_counter()
-        self._exchanger.gather(self.round + 1)
+        self._runner.compact_states(self.round + 1)
         number = self.round + 1
         drawn = self._drawn(number)
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
-        cohort = Cohort(self._exchanger, drawn.clients, drawn.dropped, number, lr, self._analysis())
+        cohort = Cohort(self._runner, drawn.clients, drawn.dropped, number, lr, self._analysis())
         try:
             self._undisturbed(lambda: self._played(cohort))
         except EmptyCohort as error:
@@ -308,7 +309,7 @@ class Server:
         }
 
     def _evaluate(self) -> None:
-        columns = self._judge.columns(self.state, self.round)
+        columns = self._evaluator.columns(self.state, self.round)
         self._tables["evaluations"].waiting.extend(columns)
         self._evaluated = self.round
         summary = summarise(self.measures, columns)
@@ -343,7 +344,7 @@ class Server:
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
         clients: dict[int, bytes] = {}
         for lots, places in self.states.together():  # a few stacks at a time: all of them may be more than memory
-            stacks = [self.backend.fetch(lot.stack) for lot in lots]
+            stacks = [self.backend.get_states(lot.stack) for lot in lots]
             of = {c: [stack.of(k) for stack, k in zip(stacks, ks, strict=True)] for c, ks in places.items()}
             clients |= digests((client, merged(parts)) for client, parts in of.items())
         for client in sorted(clients):
@@ -384,7 +385,7 @@ class Server:
         for lot in self.states.lots():
             if lot in packed:
                 continue
-            yield from shards_of(lot, self.states.seen(lot), self.backend.fetch(lot.stack))
+            yield from shards_of(lot, self.states.seen(lot), self.backend.get_states(lot.stack))
 
     def _restore(self) -> bool:
         snapshot = checkpoint.load(self.job.checkpoints, self._warn)
@@ -405,7 +406,7 @@ class Server:
         self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
         for shard in snapshot.states:
             clients, stack = shard.clients.tolist(), shard.stack()
-            self.states.stage(clients, self.backend.keep(stack), kept=stack.kept(len(clients)), shard=shard)
+            self.states.stage(clients, self.backend.put_states(stack), kept=stack.kept(len(clients)), shard=shard)
         self.states.commit()
         self._tables = _empty_tables(self.measures) | snapshot.tables
         if (known := set(self._tables["evaluations"].waiting.kinds)) != set(self.measures.kinds):

@@ -17,7 +17,7 @@ from raypfl.data import ClientData, FederatedData
 from raypfl.datasets import DescribedData
 from raypfl.evaluation import Measures
 from raypfl.federation.method import Method
-from raypfl.federation.schedule import even, group_sizes, judged_group_sizes
+from raypfl.federation.schedule import evaluation_group_sizes, even, group_sizes
 from raypfl.federation.task import Task
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.weights import Pretrained
@@ -142,13 +142,13 @@ def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
     return np.ceil(sizes / training.batch_size) * training.epochs
 
 
-def groups_for(experiment: Experiment, cohort: int, judged: bool = False) -> list[int]:
+def groups_for(experiment: Experiment, cohort: int, evaluation: bool = False) -> list[int]:
     """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest.
 
-    `judged` : it is to be judged, not trained.
+    `evaluation` : it is to be evaluated, not trained.
     """
     size = experiment.engine.group_size or experiment.ray.clients_per_actor
-    suggest = judged_group_sizes if judged else group_sizes
+    suggest = evaluation_group_sizes if evaluation else group_sizes
     return even(cohort, -(-cohort // size)) if size else suggest(cohort, experiment.engine.executor)
 
 

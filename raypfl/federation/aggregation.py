@@ -1,4 +1,4 @@
-"""A cohort's reply, put together group by group."""
+"""Aggregation of a cohort's reply, group by group."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from raypfl.clients.worker import Group, Value
 from raypfl.common.errors import MethodError
 
 
-class Means:
-    """The means over the cohort of what clients logged, put together group by group."""
+class LogMeans:
+    """Means over the cohort of the numbers that clients logged."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def add(self, logged: Mapping[str, tuple[float, int]]) -> None:
-        for name, (some, count) in logged.items():
-            before, counted = self._sums.get(name, (0.0, 0))
-            self._sums[name] = before + some, counted + count
+        """Add a group's ``(sum, count)`` of each number."""
+        for name, (added, count) in logged.items():
+            total, counted = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + added, counted + count
 
     def result(self) -> dict[str, float]:
         return {name: total / count for name, (total, count) in self._sums.items()}
 
 
-class Total:
-    """The cohort's reply, put together group by group.
+class ReplyAggregator:
+    """Sums and means over the cohort, and the rows of ``Each``.
 
     Attributes
     ----------
-    senders : name -> how many clients sent so many numbers.
+    sample : name -> a group's value of this name.
+    senders : name -> ``{numbers: clients}``, how many clients sent so many numbers.
     """
 
     def __init__(self, clients: int, device: torch.device):
@@ -59,6 +61,12 @@ class Total:
                 self._weights[name] = value.weight
 
     def result(self) -> dict[str, Tensor]:
+        """The cohort's reply by name.
+
+        Raises
+        ------
+        MethodError : if the weights of a ``Mean`` sum to zero.
+        """
         result = {}
         for name, array in self._sums.items():
             tensor = torch.from_numpy(array).to(self._device)

@@ -43,27 +43,27 @@ class ServerAtWork:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the server computes, and with what.
+class ServerContext:
+    """What the server computes with.
 
     Attributes
     ----------
     pools : as the server reads them.
     precision : in which the clients' network is trained.
-    tell : is told how far long work is.
+    emit : called with the progress of long work.
     """
 
     pools: Pools
     precision: Precision
-    tell: Callable[[ServerAtWork], None]
+    emit: Callable[[ServerAtWork], None]
 
 
-class Central(ABC):
+class ServerTraining(ABC):
     """The server in one round, beside its clients."""
 
     task: Task
     round: int
-    place: Place
+    context: ServerContext
 
     @abstractmethod
     def log(self, **values: float | Tensor) -> None:
@@ -76,7 +76,7 @@ class Central(ABC):
         ------
         ConfigError : if there is no such pool.
         """
-        return self.place.pools.pool(name, self.round)
+        return self.context.pools.pool(name, self.round)
 
     def other(self, theta: Tensor, model: FlatModel | None = None) -> Other:
         """A model ``[P+B]`` as it is, for a loss beside the one that is trained: a teacher; see `clients.other`."""
@@ -132,7 +132,7 @@ class Central(ABC):
         trained = None if moving is None else model.parameters(moving)
         update = Update(optimizer or SGD(), lr, weight_decay, clip_norm, trained)
         rate = _scheduled(schedule, lr, _length(batches))
-        executor = Sequential(model, self.place.precision if model is self.task.model else AS_IT_IS)
+        executor = Sequential(model, self.context.precision if model is self.task.model else AS_IT_IS)
         local_loss, key = LocalLoss(model, loss), self._key("central" + stream, theta.device)
         losses = executor.train(local_loss, theta, batches, update, rate, key, extras, mode == "train")
         total, done = theta.new_zeros(()), 0
@@ -180,7 +180,7 @@ class Central(ABC):
         for done, item in enumerate(items, start=1):
             yield item
             if (now := time.monotonic()) - told >= OFTEN:
-                self.place.tell(ServerAtWork(self.round, text, done, total))
+                self.context.emit(ServerAtWork(self.round, text, done, total))
                 told = now
 
     def _refuse_divergence(self, text: str, loss: Tensor, at: Tensor) -> None:

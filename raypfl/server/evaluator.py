@@ -1,8 +1,8 @@
-"""How clients are judged: they are given their models, which may take exchanges of its own, and those are tested."""
+"""Evaluation of all clients of a run: their models are made, by exchanges where a method needs some, and tested."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +13,11 @@ from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each, Scatter, Sum
 from raypfl.common.user_code import where_defined
 from raypfl.evaluation import Measures, tabulate
-from raypfl.federation.cohort import Exchanger, Judged
+from raypfl.federation.aggregation import ReplyAggregator
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.method import Method
 from raypfl.federation.schedule import cohort_size, even
-from raypfl.federation.totals import Total
 from raypfl.models.predictor import Predictor
 from raypfl.server.scoring import score
 from raypfl.server.setup import groups_for
@@ -27,56 +28,73 @@ if TYPE_CHECKING:
     from raypfl.config import Experiment
 
 
-class Judge:
-    """Judges all clients of a run. What they and the server know is afterwards as it was before.
+class EvaluationCohort(Cohort):
+    """Clients that are about to be evaluated, which :meth:`raypfl.Method.personalize` is given.
+
+    Nobody drops out. A client that fails ends the run, since the mean over the others would be another quantity.
+    """
+
+    phase = "prediction"
+
+    def __init__(self, runner: GroupRunner, ids: Sequence[int], round: int, lr: float, unseen: bool):
+        super().__init__(runner, tuple(ids), (), round, lr)
+        self.unseen = unseen
+
+    def _lose(self, client: int, why: str) -> None:
+        raise RaypflError(f"Client {client} could not be given its model. {why}")
+
+
+class Evaluator:
+    """Evaluates all clients of a run, and leaves their states and the server's unchanged.
 
     Parameters
     ----------
-    exchanger : of the run, whose clients' states are looked at.
+    runner : of the run, with the clients' states.
     """
 
-    def __init__(self, experiment: Experiment, exchanger: Exchanger):
+    def __init__(self, experiment: Experiment, runner: GroupRunner):
         self.experiment = experiment
         self.method = experiment.method
-        self.exchanger = exchanger
-        self.task = exchanger.task
+        self.runner = runner
+        self.task = runner.task
         self.measures = Measures(self.task.objective, experiment.evaluation.metrics, self.task.num_classes)
 
     def columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
         """Columns of the evaluations table, given the server's state after a round."""
         protocols = self.experiment.evaluation.protocols
-        known = self._judged(state, round, self._tested(), [p for p in protocols if p != "unseen"], unseen=False)
+        known = self._evaluated(state, round, self._tested(), [p for p in protocols if p != "unseen"], unseen=False)
         new = self.task.unseen.tolist()
-        unseen = self._judged(state, round, new, [p for p in protocols if p == "unseen"], unseen=True)
+        unseen = self._evaluated(state, round, new, [p for p in protocols if p == "unseen"], unseen=True)
         return {name: values + unseen[name] for name, values in known.items()}
 
-    def _judged(
+    def _evaluated(
         self, state: dict[str, Any], round: int, clients: list[int], protocols: list[str], unseen: bool
     ) -> dict[str, list[Any]]:
         if not clients or not protocols:
             return tabulate(self.measures, round, {}, [], [])
-        # Methods that fine-tune what is judged do so at the rate of the round before.
+        # Methods that fine-tune models for evaluation use the learning rate of the round before.
         lr = learning_rate(self.experiment.training, max(round - 1, 0), self.experiment.rounds)
         arguments = self._arguments(state, clients) | {"protocols": protocols, "maker": maker(unseen)}
-        total = Total(len(clients), torch.device("cpu"))
+        replies = ReplyAggregator(len(clients), torch.device("cpu"))
         for pairs in self._portions(clients):
-            personalize(self.method, state, Judged(self.exchanger, [c for _, c in pairs], round, lr, unseen))
-            call, groups = self.exchanger.call(_score, pairs, round, lr, arguments, self._groups)
-            for group, reply in self.exchanger.run(call, groups, _unjudged):
-                total.add(group, reply.values)
-            self.exchanger.states.abandon()
-        return tabulate(self.measures, round, total.result(), clients, protocols)
+            cohort = EvaluationCohort(self.runner, [c for _, c in pairs], round, lr, unseen)
+            personalize(self.method, state, cohort)
+            call, groups = self.runner.prepare(_score, pairs, round, lr, arguments, self._groups)
+            for group, reply in self.runner.run(call, groups, _refuse_failure):
+                replies.add(group, reply.values)
+            self.runner.states.abandon()
+        return tabulate(self.measures, round, replies.result(), clients, protocols)
 
     def _arguments(self, state: dict[str, Any], clients: list[int]) -> dict[str, Any]:
         arguments: dict[str, Any] = {"server": self.method.judged_with(state)}
         if (shared := self.method.global_model(state)) is not None:
-            said = self.exchanger.said
-            arguments["shared"] = _fitting(shared, [self.task.model.size], self.method.global_model, said)
+            last = self.runner.last_exchange
+            arguments["shared"] = _checked(shared, [self.task.model.size], self.method.global_model, last)
         position = Scatter(torch.arange(len(clients)))
         return arguments | {"position": position, "total": len(clients)}
 
     def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
-        """``(position, client)``: all at once, or as many as a round has, where they are a cohort of the method's."""
+        """``(position, client)`` of all clients, in cohorts no larger than a round's if the method personalizes."""
         pairs = list(enumerate(clients))
         if not self.method.has("personalize"):
             return [pairs]
@@ -85,10 +103,10 @@ class Judge:
         return [pairs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _groups(self, clients: int) -> tuple[list[int], str]:
-        return groups_for(self.experiment, clients, judged=True), self.experiment.engine.executor
+        return groups_for(self.experiment, clients, evaluation=True), self.experiment.engine.executor
 
     def _tested(self) -> list[int]:
-        """The clients to evaluate: on their own test data alone, those who have any."""
+        """The trained clients to evaluate; if only their own test data are used, those that have any."""
         trained = np.ones(self.task.num_clients, dtype=bool)
         trained[self.task.unseen] = False
         if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
@@ -96,8 +114,8 @@ class Judge:
         return np.flatnonzero(trained).tolist()
 
 
-def personalize(method: Method, state: dict[str, Any], cohort: Judged) -> None:
-    """Let a method give clients their models, if that takes exchanges; what it changes on the server is forgotten."""
+def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort) -> None:
+    """Let a method give clients their models, if that takes exchanges, on a copy of the server's state."""
     if method.has("personalize"):
         with refuse_unkeyed(method.personalize, cohort.task.model.device, ON_SERVER):
             method.personalize(cloned(state), cohort)
@@ -136,25 +154,25 @@ def _score(
         with refuse_unkeyed(make, group.device, ON_CLIENTS):
             made = make(group, known)
         if isinstance(made, Predictor):
-            return _for_all(made, len(group), make)
-        return None if made is None else _fitting(made, [len(group), group.model.size], make)
+            return _checked_predictor(made, len(group), make)
+        return None if made is None else _checked(made, [len(group), group.model.size], make)
 
     return score(clients, models, shared, protocols, shares)
 
 
-def _fitting(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], said: str = "") -> torch.Tensor:
-    """The models that a method's function made, if they are of the shape that it must return; else `said` is told."""
+def _checked(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], hint: str = "") -> torch.Tensor:
+    """The models that a method's function made; a MethodError that ends in `hint` if their shape is wrong."""
     if list(made.shape) != shape:
         meant = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
         text = (
             f"{where_defined(maker)} returned {list(made.shape)}, which is no model of this network; it must "
-            f"return {shape}: all parameters and buffer entries, {meant}. {said}"
+            f"return {shape}: all parameters and buffer entries, {meant}. {hint}"
         )
         raise MethodError(text.rstrip())
     return made
 
 
-def _for_all(made: Predictor, clients: int, maker: Callable[..., Any]) -> Predictor:
+def _checked_predictor(made: Predictor, clients: int, maker: Callable[..., Any]) -> Predictor:
     if len(made) != clients:
         raise MethodError(
             f"{where_defined(maker)} returned a Predictor of {len(made)} clients, but the group has {clients}: a "
@@ -163,5 +181,5 @@ def _for_all(made: Predictor, clients: int, maker: Callable[..., Any]) -> Predic
     return made
 
 
-def _unjudged(client: int, why: str) -> None:
+def _refuse_failure(client: int, why: str) -> None:
     raise RaypflError(f"Client {client} could not be evaluated. {why}")
