@@ -43,9 +43,9 @@ class Counting(Inline):
 
     large = 0
 
-    def broadcast(self, arrays):
+    def broadcast(self, arrays, inside=True):
         self.large += sum(array.nbytes > INSIDE for array in arrays.values())
-        return super().broadcast(arrays)
+        return super().broadcast(arrays, inside)
 
 
 def counting(fed: Federation) -> Counting:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import raypfl
+from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.evaluation import Measures, summarise
-from raypfl.methods import METHODS, Ditto, FedAvg, Local
+from raypfl.methods import METHODS, Ditto, FedAvg, FedAvgFT, Local
 from raypfl.results import numbers
 from raypfl.results.compared import group_runs
 from raypfl.runs.replay import events_of
@@ -125,12 +126,22 @@ class LadenDitto(Ditto):
         return super().start(task) | {"hypernetwork": torch.zeros(100_000)}
 
 
-@pytest.mark.parametrize("method", [Laden(), LadenDitto(), Local()])
-def test_to_be_judged_only_the_models_travel(tmp_path, monkeypatch, method):
-    sent = []
-    monkeypatch.setattr("raypfl.backends.inline.Inline.broadcast", lambda self, arrays: sent.append(arrays) or arrays)
+class LadenFT(FedAvgFT):
+    """The same, whose clients train the server's model on in each evaluation."""
+
+    finetune_epochs: int = 0
+
+    def start(self, task):
+        return super().start(task) | {"hypernetwork": torch.zeros(100_000)}
+
+
+@pytest.mark.parametrize(("method", "sent"), [(Laden(), 1), (LadenDitto(), 1), (LadenFT(), 2), (Local(), 0)])
+def test_an_entry_of_the_server_that_no_client_asks_for_is_not_transferred(tmp_path, monkeypatch, method, sent):
+    taken, take = [], Worker._own
+    monkeypatch.setattr(Worker, "_own", lambda self, array: taken.append(array.size) or take(self, array))
     raypfl.run(experiment(tmp_path, rounds=1).replace(method=method))
-    assert set(sent[-1]) == (set() if isinstance(method, Local) else {"shared"})
+    trained_on = 0 if isinstance(method, Local) else 1
+    assert len(taken) == trained_on + sent and 100_000 not in taken
 
 
 # -------------------------------------------------------------------------------------------- choosing and stopping

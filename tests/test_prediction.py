@@ -10,6 +10,7 @@ from rich.console import Console
 
 import raypfl
 from raypfl import report
+from raypfl.clients.worker import Worker
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Mean, Scatter, per_client
 from raypfl.methods import FedAvg
@@ -85,12 +86,11 @@ def test_nobody_is_left_out_and_no_cohort_is_larger_than_in_training(tmp_path):
 
 
 def test_the_ledger_keeps_prediction_apart_and_a_hypernetwork_stays_at_home(tmp_path, monkeypatch):
-    sent = []
-    monkeypatch.setattr("raypfl.backends.inline.Inline.broadcast", lambda self, arrays: sent.append(arrays) or arrays)
+    taken, take = set(), Worker._own
+    monkeypatch.setattr(Worker, "_own", lambda self, array: taken.add(array.size) or take(self, array))
     base = experiment(tmp_path, rounds=2, evaluation__every=2, cohort__size=6, **NEWCOMERS)
     result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
-    embed, model = sum(a["embed"].size for a in sent[:1]), result.metadata["parameters"]
-    assert {name for arrays in sent for name in arrays} == {"embed"}
+    (embed,), model = taken, result.metadata["parameters"]
     rows = result.ledger.to_pylist()
     messages = [("down", "embed", embed), ("up", "v", 7), ("down", "theta", model)]
     predicted = [(r["direction"], r["name"], r["numbers"]) for r in rows if r["phase"] == "prediction"]
@@ -112,8 +112,20 @@ def test_a_run_that_goes_on_is_judged_as_if_it_had_never_stopped(tmp_path):
 
 
 class LooksAtTheServer(Shifted):
+    """What it is given takes an exchange, and it sees the server's state too, as it is without that exchange."""
+
     def personal_model(self, clients, server):
-        return server["theta"].expand(len(clients), -1)
+        assert "theta" in server and "more" not in server
+        return server["theta"] + clients.state["theta"] - clients.state["theta"]
+
+
+def test_a_model_that_takes_exchanges_may_need_the_servers_state_too(tmp_path):
+    base = experiment(tmp_path, rounds=2)
+    rows = raypfl.run(base.replace(method=LooksAtTheServer())).evaluations.to_pylist()
+    of = {
+        m: [r["accuracy"] for r in rows if (r["model"], r["protocol"]) == (m, "local")] for m in ("global", "personal")
+    }
+    assert of["global"] == of["personal"] != []
 
 
 class Diverges(Shifted):
@@ -136,7 +148,6 @@ class Adrift(Diverges):
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        (LooksAtTheServer(), r"(?s)The server's 'theta' is not there when clients are judged.*send it in personalize"),
         (Diverges(), r"Training diverged on client \d+ in round 1: .* Lower training.lr"),
         (MistakenOnTheServer(), r"(?s)failed on the server when clients were judged after round 1:.*'speed'.*keep"),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raypfl import methods
 from raypfl.common.messages import Mean, per_client
-from raypfl.federation.method import Server
+from raypfl.federation.method import ServerView
 from raypfl.methods import FedAvg
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class APFL(methods.APFL):
         clients.state["personal"] = self.alpha * personal + (1 - self.alpha) * local
         return {"theta": Mean(local, weight=self.weights(clients))}
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
 
 
@@ -56,11 +56,8 @@ class FedBN(FedAvg):
         clients.state["norm"] = trained[:, clients.model.mask("batch norm")]
         return {"theta": Mean(trained, weight=self.weights(clients))}
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return self._with_own_norm(clients, server["theta"])
-
-    def judged_with(self, server: Server) -> Server:
-        return server
 
     def _with_own_norm(self, clients: Clients, theta: Tensor) -> Tensor:
         norm = clients.model.mask("batch norm")

@@ -29,7 +29,7 @@ class Inline:
         self._stop = stop or StopRequest()
         self._threads = threads
 
-    def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
+    def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
         return {name: np.array(array) for name, array in arrays.items()}
 
     def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:

@@ -75,10 +75,10 @@ class RayBackend:
         self._wanted = len(actors)
         self._actors = [_Actor(actor, actor.prepare.remote(job)) for actor in actors]
 
-    def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
+    def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
         contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        small = sum(array.nbytes for array in contiguous.values()) <= INSIDE
-        return contiguous if small else ray.put(contiguous)
+        inside = inside and sum(array.nbytes for array in contiguous.values()) <= INSIDE
+        return contiguous if inside else ray.put(contiguous)
 
     def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:
         return get_broadcasts([handle])[0]

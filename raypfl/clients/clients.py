@@ -404,8 +404,8 @@ class Clients:
         return Clients(self._context, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], read_only)
 
     def received(self, arguments: Mapping[str, Any]) -> None:
-        """Note the round's broadcasts, which an extra may be without a doubt about its first axis."""
-        self._shared = {id(a) for a in taken_apart(dict(arguments))[1].values() if not isinstance(a, PerClient)}
+        """Note tensors from the server: as extras, their first axis does not run over clients."""
+        self._shared |= {id(a) for a in taken_apart(dict(arguments))[1].values() if not isinstance(a, PerClient)}
 
     def _samples(self, split: str) -> GroupSamples:
         if split not in self._gathered:

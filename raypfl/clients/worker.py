@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
 from raypfl.storage.states import Kept, Place, Stack
-from raypfl.storage.tree import put_together
+from raypfl.storage.tree import leaves, put_together
 from raypfl.training.unkeyed import ON_CLIENTS, refuse_unkeyed
 
 
@@ -39,6 +39,19 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class OfferedState:
+    """The server's state as a call offers it: its tensors are fetched when a client function asks for them.
+
+    Attributes
+    ----------
+    entries : name -> anything, with a :class:`raypfl.storage.tree.Leaf` for each tensor.
+    """
+
+    entries: Mapping[str, Any]
+    tensors: Sent
+
+
+@dataclass(frozen=True)
 class Call:
     """What every group of an exchange is sent.
 
@@ -49,6 +62,7 @@ class Call:
     round, lr : of the round; rounds are numbered from 1.
     broadcast : the tensors among the arguments.
     arguments : name -> number or string, or a :class:`raypfl.storage.tree.Leaf` for each tensor, in dicts and lists.
+    server : the server's state, for a function that may look at it.
     """
 
     number: int
@@ -57,6 +71,7 @@ class Call:
     lr: float
     broadcast: Sent
     arguments: Mapping[str, Any]
+    server: OfferedState | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +144,7 @@ class Worker:
         self.context = context
         self.method = method
         self._unpacked: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._offered: tuple[int, Mapping[str, Tensor]] = (-1, {})
         self._large: dict[int, Tensor] = {}
 
     def work(
@@ -148,11 +164,20 @@ class Worker:
         rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
         arguments = {**put_together(dict(call.arguments), shared), **rows}
         clients.received(arguments)
-        versions = {name: tensor._version for name, tensor in shared.items()}
+        versions = {name: (tensor, tensor._version) for name, tensor in shared.items()}
+        if call.server is not None:
+
+            def fetch(entry: Any) -> Any:
+                tensors = self._asked_for(call, entry, opened)
+                versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
+                clients.received(tensors)
+                return put_together(entry, tensors)
+
+            arguments["server"] = _ServerState(call.server.entries, fetch)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             returned = self._run(call, clients, arguments)
-        self._refuse_changed(shared, versions)
+        self._refuse_changed(versions)
         values = self._values(call, returned, len(clients))
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
@@ -187,6 +212,24 @@ class Worker:
             self._unpacked = (call.number, known | {name: self._own(array) for name, array in small.items()})
         return self._unpacked[1]
 
+    def _asked_for(
+        self, call: Call, entry: Any, opened: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
+    ) -> dict[str, Tensor]:
+        """The tensors of an entry of the offered state."""
+        assert call.server is not None
+        sent, tensors = call.server.tensors, {}
+        for name in leaves(entry):
+            if name in sent.large:
+                number, handle = sent.large[name]
+                if number not in self._large:
+                    self._large[number] = self._own(opened([handle])[0][""])
+                tensors[name] = self._large[number]
+            else:
+                if self._offered[0] != call.number:
+                    self._offered = call.number, {n: self._own(a) for n, a in opened([sent.small])[0].items()}
+                tensors[name] = self._offered[1][name]
+        return tensors
+
     def _own(self, array: np.ndarray) -> Tensor:
         # What Ray hands out is read-only shared memory, to which a tensor must never write, and which is not free for
         # the next round's as long as somebody looks at it. The other backend makes copies.
@@ -196,14 +239,33 @@ class Worker:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self.context.model.device)
 
-    def _refuse_changed(self, shared: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
-        for name, tensor in shared.items():
-            if tensor._version != versions[name]:
-                self._unpacked, self._large = (-1, {}), {}
+    def _refuse_changed(self, versions: Mapping[str, tuple[Tensor, int]]) -> None:
+        for name, (tensor, version) in versions.items():
+            if tensor._version != version:
+                self._unpacked, self._offered, self._large = (-1, {}), (-1, {}), {}
                 raise MethodError(
                     f"A client function changed its argument {name!r} in place, but all clients share it; work on "
                     f"{name}.clone()."
                 )
+
+
+class _ServerState(Mapping[str, Any]):
+    """The server's state, of which an entry is fetched when it is asked for."""
+
+    def __init__(self, entries: Mapping[str, Any], fetch: Callable[[Any], Any]):
+        self._entries, self._fetch = entries, fetch
+        self._fetched: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._fetched:
+            self._fetched[name] = self._fetch(self._entries[name])
+        return self._fetched[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def _reduced(who: str, name: str, value: object, clients: int) -> Value:

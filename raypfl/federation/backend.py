@@ -59,8 +59,8 @@ def failure(error: Exception) -> Failed:
 class Backend(Protocol):
     """Runs the groups of an exchange somewhere."""
 
-    def broadcast(self, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Put what all groups need where they can get at it, as it is now."""
+    def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
+        """Make a copy of arrays available to all groups; small ones may travel `inside` each group's call."""
         ...
 
     def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:

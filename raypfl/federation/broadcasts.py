@@ -41,8 +41,8 @@ class Broadcasts:
         self._known: dict[int, _Known] = {}  # by the tensor's id, as long as it lives
         self._numbers = count()
 
-    def sent(self, tensors: Mapping[str, Tensor], round: int) -> Sent:
-        """The tensors of a call in a round."""
+    def sent(self, tensors: Mapping[str, Tensor], round: int, on_demand: bool = False) -> Sent:
+        """The tensors of a call in a round; of those that are fetched `on_demand`, none is part of the call itself."""
         arrays = {name: unmarked(tensor).detach().cpu().numpy() for name, tensor in tensors.items()}
         large = [name for name, array in arrays.items() if array.nbytes > INSIDE]
         known = {name: self._sent(tensors[name], arrays.pop(name), round) for name in large}
@@ -50,7 +50,8 @@ class Broadcasts:
             key: one for key, one in self._known.items() if one.round >= round - 1 and one.tensor() is not None
         }
         kept = frozenset(one.number for one in self._known.values())
-        return Sent(self._backend.broadcast(arrays), {name: (o.number, o.handle) for name, o in known.items()}, kept)
+        small = self._backend.broadcast(arrays, inside=not on_demand)
+        return Sent(small, {name: (o.number, o.handle) for name, o in known.items()}, kept)
 
     def _sent(self, tensor: Tensor, array: np.ndarray, round: int) -> _Known:
         before = self._known.get(id(tensor))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raypfl.clients.clients import Clients
-from raypfl.clients.worker import Call, Group, Reply
+from raypfl.clients.worker import Call, Group, OfferedState, Reply
 from raypfl.common.errors import ClientError, RaypflError
 from raypfl.common.messages import Scatter
 from raypfl.federation.backend import Backend, Failed
@@ -78,6 +78,7 @@ class GroupRunner:
         lr: float,
         arguments: Mapping[str, Any],
         cut_for: CutFor | None = None,
+        server: Mapping[str, Any] | None = None,
     ) -> tuple[Call, list[Group]]:
         """The call and the groups of an exchange.
 
@@ -85,6 +86,7 @@ class GroupRunner:
         ----------
         clients : ``(position in the cohort, client)`` pairs.
         cut_for : instead of the run's own.
+        server : the server's state, which the function gets as `server` and fetches entry by entry. It is not charged.
         """
         to_all, tensors = taken_apart({n: a for n, a in arguments.items() if not isinstance(a, Scatter)})
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
@@ -103,7 +105,12 @@ class GroupRunner:
             )
             for index, members in enumerate(cut(self.costs[ids], sizes, executor))
         ]
-        return Call(next(self._numbers), function, round, lr, self._broadcasts.sent(tensors, round), to_all), groups
+        offered = None
+        if server is not None:
+            entries, kept = taken_apart(dict(server), "server")
+            offered = OfferedState(entries, self._broadcasts.sent(kept, round, on_demand=True))
+        sent = self._broadcasts.sent(tensors, round)
+        return Call(next(self._numbers), function, round, lr, sent, to_all, offered), groups
 
     def run(self, call: Call, groups: list[Group], lose: Lose) -> Iterator[tuple[Group, Reply]]:
         """Run groups until each has succeeded or lost its failing clients, which `lose` is called with.

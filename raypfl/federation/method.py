@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
@@ -22,6 +23,9 @@ METHODS = Registry("method")
 
 Server = dict[str, Any]
 """A method's server state: tensors, numbers, strings, dicts and lists of them. Assign to it, never to the method."""
+
+ServerView = Mapping[str, Any]
+"""The server's state as clients see it in an evaluation. An entry is fetched when it is asked for."""
 
 
 def _refused(method: Method, name: str, value: Any) -> None:
@@ -77,39 +81,30 @@ class Method:
         return None
 
     def personalize(self, server: Server, cohort: Cohort) -> None:
-        """How clients come by their models, where that takes exchanges with work of the server's between.
+        """Exchanges by which clients get their models, for methods in which the server takes part in that.
 
-        Runs on the server when clients are judged, with everybody who is, in cohorts no larger than those of a round;
-        ``cohort.unseen`` says whether they are clients that are never trained. What clients put into ``clients.state``
-        is there for `personal_model` and `unseen_model`, and then forgotten, as are changes to `server` and what is
-        logged. The ledger counts what is sent apart from training. By default there is nothing to do.
+        Runs on the server in each evaluation, for all clients, in cohorts no larger than a round's. ``cohort.unseen``
+        says whether they are clients that are never trained. What clients put into ``clients.state`` is there for
+        `personal_model` and `unseen_model` and is then discarded, as are changes to `server` and what is logged. The
+        ledger counts what is sent, apart from training. By default there is nothing to do.
         """
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor | Predictor | None:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor | Predictor | None:
         """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients.
 
-        What is not the network at a vector (a memory of samples, a mixture of models) is a :class:`raypfl.Predictor`.
+        A model that is not the network at a vector (a memory of samples, a mixture of models) is a
+        :class:`raypfl.Predictor`. An entry of `server` is sent to the clients when it is asked for; it is not charged.
         """
         return None
 
-    def unseen_model(self, clients: Clients, server: Server) -> Tensor | Predictor | None:
-        """What clients get that never took part, as `personal_model`, or None: the global model as it is.
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor | Predictor | None:
+        """The models of clients that are never trained, as in `personal_model`, or None for the global model.
 
         Runs on the clients. It may use their training samples, as in ``clients.sgd(clients.loss, server["theta"])``;
-        what it leaves in ``clients.state`` is forgotten. By default None or, of a method that has `personalize`, what
-        `personal_model` makes of them.
+        what it leaves in ``clients.state`` is discarded. By default None or, for a method that has `personalize`, the
+        result of `personal_model`.
         """
         return self.personal_model(clients, server) if self.has("personalize") else None
-
-    def judged_with(self, server: Server) -> Server:
-        """The part of the server's state that `personal_model` and `unseen_model` look at, sent to the clients.
-
-        By default all of it, if there is either; nothing, if the method has `personalize`, which sends what clients
-        need. It is no part of a round, and not charged. A method that changes what these two look at changes this too.
-        """
-        if self.has("personalize"):
-            return {}
-        return server if self.has("personal_model") or self.has("unseen_model") else {}
 
     def has(self, function: str) -> bool:
         """Whether the method has a function of this name of its own, in place of the one that does nothing."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, per_client
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -59,12 +59,9 @@ class APFL(FedAvg):
         clients.state["personal"], clients.state["local"], clients.state["alpha"] = personal, local, alpha
         return {"theta": Mean(local, weight=self.weights(clients))}
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         personal, local = (clients.state.get(name, default=clients.initial) for name in ("personal", "local"))
         return self._mixture(clients, self._alpha(clients), personal, local)
-
-    def judged_with(self, server: Server) -> Server:
-        return {}
 
     def _alpha(self, clients: Clients) -> Tensor:
         return clients.state.get("alpha", default=torch.tensor(self.alpha, dtype=clients.model.dtype))

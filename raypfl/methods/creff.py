@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, Sum
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.objectives import Classification, Objective
 
@@ -116,11 +116,8 @@ class CReFF(Method):
     def global_model(self, server: Server) -> Tensor:
         return server["global"]
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("model", default=server["theta"])
-
-    def judged_with(self, server: Server) -> Server:
-        return {"theta": server["theta"]}
 
 
 def _inputs(z: Tensor, head: Tensor) -> Tensor:

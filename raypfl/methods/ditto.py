@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from raypfl.common.messages import Mean
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -42,8 +42,5 @@ class Ditto(FedAvg):
         )
         return super().train(clients, theta)
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
-
-    def judged_with(self, server: Server) -> Server:
-        return {}

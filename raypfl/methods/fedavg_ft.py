@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.finetuning import finetuned, refuse_negative
 
@@ -33,11 +33,8 @@ class FedAvgFT(FedAvg):
     def __post_init__(self) -> None:
         refuse_negative(finetune_epochs=self.finetune_epochs)
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return finetuned(clients, server["theta"], self.finetune_epochs, self.finetune_lr)
 
-    def unseen_model(self, clients: Clients, server: Server) -> Tensor:
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
         return self.personal_model(clients, server)
-
-    def judged_with(self, server: Server) -> Server:
-        return {"theta": server["theta"]}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
@@ -124,7 +124,7 @@ class FedNH(Method):
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("model", default=server["theta"])
 
     def _averaged(self, model: FlatModel) -> Tensor:

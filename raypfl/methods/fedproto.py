@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.common.messages import Sum
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.objectives import Classification, Objective
 
@@ -66,8 +66,5 @@ class FedProto(Method):
         sent = owned.sum(1) * own.shape[2]
         return {"means": Sum(own, charged=sent), "owners": Sum(owned.to(own.dtype), charged=False)}
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("model", default=clients.initial)
-
-    def judged_with(self, server: Server) -> Server:
-        return {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor, nn
 
 from raypfl.common.messages import Mean, per_client, unmarked
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.finetuning import refuse_negative
 from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
@@ -79,7 +79,7 @@ class FedROD(Method):
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("model", default=server["theta"])
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from raypfl.common.messages import Mean
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 
 if TYPE_CHECKING:
@@ -30,8 +30,5 @@ class Local(Method):
         clients.state["personal"] = clients.sgd(clients.loss, personal)
         return {}
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
-
-    def judged_with(self, server: Server) -> Server:
-        return {}

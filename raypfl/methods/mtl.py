@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from raypfl.common.messages import Mean
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 
 if TYPE_CHECKING:
@@ -49,8 +49,5 @@ class MTL(Method):
         weight = clients.num_samples if self.weighting == "samples" else None
         return {"personal": Mean(clients.state["personal"], weight)}
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
-
-    def judged_with(self, server: Server) -> Server:
-        return {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, per_client, unmarked
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.finetuning import finetuned, refuse_negative
 
@@ -127,14 +127,14 @@ class PartialPersonalization(Method):
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         theta = self._with_personal(clients, server["theta"])
         if self.body == "last":
             shared = self.parts(clients.model).shared
             theta[:, shared] = clients.state.get("shared", default=server["theta"][shared])
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
-    def unseen_model(self, clients: Clients, server: Server) -> Tensor:
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
         """A client that never took part trains the personal part from its start, with the shared one held fixed."""
         personal, theta = self.parts(clients.model).personal, server["theta"]
         if bool(personal.any()):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, per_client
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -54,8 +54,5 @@ class PFedMe(FedAvg):
         clients.state["personal"] = personal
         return {"theta": Mean(center, weight=self.weights(clients))}
 
-    def personal_model(self, clients: Clients, server: Server) -> Tensor:
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
-
-    def judged_with(self, server: Server) -> Server:
-        return {}

@@ -27,7 +27,7 @@ from raypfl.federation.task import Task
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
 from raypfl.runs.result import description, refuse_stranger
-from raypfl.server.evaluator import EvaluationCohort, Shown, maker, personalize
+from raypfl.server.evaluator import EvaluationCohort, maker, personalize
 from raypfl.server.events import Event
 from raypfl.server.outline import DataOutline
 from raypfl.server.server import checkpoints_of
@@ -148,7 +148,7 @@ class TrainedModels:
         refuse_stranger(client, self.num_clients)
         method, unseen = self.experiment.method, client in self.outline.unseen
         clients = Clients(self._context, (client,), self.round, self._lr, [self._state_to_judge(client, unseen)])
-        made = getattr(method, maker(unseen))(clients, Shown(method.judged_with(self.server)))
+        made = getattr(method, maker(unseen))(clients, self.server)
         if made is None and unseen:
             return self.global_model()
         if made is None:

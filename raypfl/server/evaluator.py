@@ -75,18 +75,19 @@ class Evaluator:
         # Methods that fine-tune models for evaluation use the learning rate of the round before.
         lr = learning_rate(self.experiment.training, max(round - 1, 0), self.experiment.rounds)
         arguments = self._arguments(state, clients) | {"protocols": protocols, "maker": maker(unseen)}
+        seen = state if self.method.has("personal_model") or self.method.has("unseen_model") else {}
         replies = ReplyAggregator(len(clients), torch.device("cpu"))
         for pairs in self._portions(clients):
             cohort = EvaluationCohort(self.runner, [c for _, c in pairs], round, lr, unseen)
             personalize(self.method, state, cohort)
-            call, groups = self.runner.prepare(_score, pairs, round, lr, arguments, self._groups)
+            call, groups = self.runner.prepare(_score, pairs, round, lr, arguments, self._groups, seen)
             for group, reply in self.runner.run(call, groups, _refuse_failure):
                 replies.add(group, reply.values)
             self.runner.states.abandon()
         return tabulate(self.measures, round, replies.result(), clients, protocols)
 
     def _arguments(self, state: dict[str, Any], clients: list[int]) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"server": self.method.judged_with(state)}
+        arguments: dict[str, Any] = {}
         if (shared := self.method.global_model(state)) is not None:
             last = self.runner.last_exchange
             arguments["shared"] = _checked(shared, [self.task.model.size], self.method.global_model, last)
@@ -126,33 +127,22 @@ def maker(unseen: bool) -> str:
     return "unseen_model" if unseen else "personal_model"
 
 
-class Shown(dict[str, Any]):
-    """The part of the server's state that clients see when they are judged."""
-
-    def __missing__(self, name: str) -> Any:
-        raise MethodError(
-            f"The server's {name!r} is not there when clients are judged: judged_with(server) leaves it out. Name it "
-            "there, or send it in personalize(server, cohort) and keep it in clients.state."
-        )
-
-
 def _score(
     clients: Clients,
     method: Method,
-    server: dict[str, Any],
+    server: Mapping[str, Any],
     protocols: list[str],
     maker: str,
     position: torch.Tensor,
     total: int,
     shared: torch.Tensor | None = None,
 ) -> Mapping[str, Each | Sum]:
-    known = Shown(server)
     shares = [(i, total) for i in position.tolist()]
     make = getattr(method, maker)
 
     def models(group: Clients) -> torch.Tensor | Predictor | None:
         with refuse_unkeyed(make, group.device, ON_CLIENTS):
-            made = make(group, known)
+            made = make(group, server)
         if isinstance(made, Predictor):
             return _checked_predictor(made, len(group), make)
         return None if made is None else _checked(made, [len(group), group.model.size], make)

@@ -35,6 +35,17 @@ def taken_apart(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     return dict(parts) if isinstance(tree, dict) else type(tree)(part for _, part in parts), tensors
 
 
+def leaves(skeleton: Any) -> list[str]:
+    """The names of the tensors in a tree that was taken apart."""
+    if isinstance(skeleton, Leaf):
+        return [skeleton.name]
+    if isinstance(skeleton, dict):
+        skeleton = skeleton.values()
+    elif not isinstance(skeleton, list | tuple):
+        return []
+    return [name for part in skeleton for name in leaves(part)]
+
+
 def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of :func:`taken_apart`."""
     if isinstance(skeleton, Leaf):
