@@ -17,7 +17,7 @@ from raypfl.clients.fallback import executor_for, run_or_fall_back
 from raypfl.clients.state import ClientState
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, MethodError
-from raypfl.common.messages import PerClient, inside_a_loss, per_client, unmarked
+from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
@@ -99,6 +99,10 @@ class Clients:
     def num_samples(self) -> PerClient:
         """``[K]`` training samples of each client, in floating point."""
         return per_client(torch.from_numpy(self._samples("train").sizes).to(self.device, self.model.dtype))
+
+    def weights(self, weighting: Weighting) -> PerClient | None:
+        """Weights for :class:`raypfl.Mean`: ``[K]`` training samples, or None, which is the same for all."""
+        return self.num_samples if weighting == "samples" else None
 
     def num_steps(
         self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raypfl.common.errors import MethodError
+
+Weighting = Literal["samples", "uniform"]
+"""How clients count in a :class:`Mean`: by their training samples, or all the same."""
 
 
 @dataclass(frozen=True)

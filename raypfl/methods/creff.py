@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.messages import Mean, Sum
+from raypfl.common.messages import Mean, Sum, Weighting
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.objectives import Classification, Objective
@@ -47,7 +47,7 @@ class CReFF(Method):
     feature_lr: float = 0.01
     head_steps: int = 300
     head_lr: float = 0.01
-    weighting: Literal["samples", "uniform"] = "samples"
+    weighting: Weighting = "samples"
 
     def __post_init__(self) -> None:
         for name, least in (("features", 1), ("feature_steps", 0), ("head_steps", 0)):
@@ -90,11 +90,14 @@ class CReFF(Method):
 
         own = clients.map(gradients, theta, head=head)
         clients.state["model"] = trained = clients.sgd(clients.loss, theta)
-        weight = clients.num_samples if self.weighting == "samples" else None
         owned = clients.label_counts() > 0
         sent = owned.sum(1) * own[0, 0].numel()
         owners = Sum(owned.to(own.dtype), charged=False)
-        return {"theta": Mean(trained, weight), "gradients": Sum(own, charged=sent), "owners": owners}
+        return {
+            "theta": Mean(trained, clients.weights(self.weighting)),
+            "gradients": Sum(own, charged=sent),
+            "owners": owners,
+        }
 
     def matched(self, cohort: Cohort, head: Tensor, start: Tensor, gradients: Tensor, owned: Tensor) -> Tensor:
         """Features ``[C, n, d]``, from `start` on, whose gradients at the head match ``gradients[C, C, d+1]``."""

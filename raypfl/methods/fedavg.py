@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from raypfl.common.messages import Mean
+from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task
 from raypfl.methods.server_optimizers import ServerOptimizer
@@ -29,7 +29,7 @@ class FedAvg(Method):
     server_beta1, server_beta2, server_tau : momentum, second-moment decay, adaptivity.
     """
 
-    weighting: Literal["samples", "uniform"] = "samples"
+    weighting: Weighting = "samples"
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "sgd"
     server_lr: float = 1.0
     server_beta1: float = 0.9
@@ -60,7 +60,7 @@ class FedAvg(Method):
 
     def weights(self, clients: Clients) -> Tensor | None:
         """How much each client counts, ``[K]``; None: all the same."""
-        return clients.num_samples if self.weighting == "samples" else None
+        return clients.weights(self.weighting)
 
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from raypfl.common.messages import Mean, per_client, unmarked
+from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.finetuning import refuse_negative
@@ -42,7 +42,7 @@ class FedROD(Method):
     head: Literal["linear", "hypernetwork"] = "linear"
     hidden: int = 64
     personal_epochs: int | None = None
-    weighting: Literal["samples", "uniform"] = "samples"
+    weighting: Weighting = "samples"
 
     def __post_init__(self) -> None:
         refuse_negative(personal_epochs=self.personal_epochs)
@@ -74,7 +74,7 @@ class FedROD(Method):
         moving = personal if self.head == "linear" else personal & ~kept
         trained = clients.sgd(clients.loss, per_client(theta), train=moving, epochs=self.personal_epochs)
         clients.state["model"] = trained
-        return {"shared": Mean(trained[:, ~kept], clients.num_samples if self.weighting == "samples" else None)}
+        return {"shared": Mean(trained[:, ~kept], clients.weights(self.weighting))}
 
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]

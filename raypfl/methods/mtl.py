@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raypfl.common.messages import Mean
+from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 
@@ -32,7 +32,7 @@ class MTL(Method):
     """
 
     lam: float = 0.1
-    weighting: Literal["uniform", "samples"] = "uniform"
+    weighting: Weighting = "uniform"
 
     def start(self, task: Task) -> Server:
         return {"mean": task.model.init(task.seed)}
@@ -46,8 +46,7 @@ class MTL(Method):
 
         personal = clients.state.get("personal", default=clients.initial)
         clients.state["personal"] = clients.sgd(clients.loss, personal, penalty=pull, anchor=mean)
-        weight = clients.num_samples if self.weighting == "samples" else None
-        return {"personal": Mean(clients.state["personal"], weight)}
+        return {"personal": Mean(clients.state["personal"], clients.weights(self.weighting))}
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)

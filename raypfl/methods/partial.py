@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.messages import Mean, per_client, unmarked
+from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.finetuning import finetuned, refuse_negative
@@ -68,7 +68,7 @@ class PartialPersonalization(Method):
     body: Literal["average", "last"] = "average"
     finetune_epochs: int = 0
     finetune_lr: float | None = None
-    weighting: Literal["samples", "uniform"] = "samples"
+    weighting: Weighting = "samples"
 
     def __post_init__(self) -> None:
         own = {"personal_epochs": self.personal_epochs, "shared_epochs": self.shared_epochs}
@@ -122,7 +122,7 @@ class PartialPersonalization(Method):
             clients.state["shared"] = theta[:, parts.shared]
         if shared is None:
             return {}
-        return {"shared": Mean(theta[:, parts.shared], clients.num_samples if self.weighting == "samples" else None)}
+        return {"shared": Mean(theta[:, parts.shared], clients.weights(self.weighting))}
 
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]
