@@ -266,7 +266,7 @@ def test_a_metric_of_ones_own_is_named_once_and_decides(tmp_path):
 
 def test_a_run_is_not_resumed_with_other_metrics(tmp_path):
     result = raypfl.run(of_lines(tmp_path, rounds=3))
-    with pytest.raises(CheckpointError, match=r"was judged by other metrics than it would be now \(within\)"):
+    with pytest.raises(CheckpointError, match=r"was evaluated by other metrics than it would be now \(within\)"):
         raypfl.resume(result.run_dir, overrides=["rounds=6", f"evaluation.metrics=['{__name__}:Within']"])
 
 

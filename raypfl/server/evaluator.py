@@ -12,7 +12,7 @@ from raypfl.clients.clients import Clients, learning_rate
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each, Scatter, Sum
 from raypfl.common.user_code import where_defined
-from raypfl.evaluation import Measures, tabulate
+from raypfl.evaluation import Measures, Selection, deciding, select, summarise, tabulate
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
@@ -45,7 +45,7 @@ class EvaluationCohort(Cohort):
 
 
 class Evaluator:
-    """Evaluates all clients of a run, and leaves their states and the server's unchanged.
+    """Evaluates all clients of a run, and leaves their states and the server's unchanged. Knows the best round so far.
 
     Parameters
     ----------
@@ -53,14 +53,55 @@ class Evaluator:
     """
 
     def __init__(self, experiment: Experiment, runner: GroupRunner):
+        self._last = 0
+        self._validated: dict[int, dict[str, Any]] = {}
         self.experiment = experiment
         self.method = experiment.method
         self.runner = runner
         self.task = runner.task
         self.measures = Measures(self.task.objective, experiment.evaluation.metrics, self.task.num_classes)
 
-    def columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
-        """Columns of the evaluations table, given the server's state after a round."""
+    @property
+    def best_round(self) -> int | None:
+        """The best round by validation data; None: no round was validated."""
+        return self._selection().round
+
+    def is_due(self, round: int) -> bool:
+        """Whether clients are to be evaluated after this round and were not yet."""
+        settings = self.experiment.evaluation
+        return round > self._last and (round == 0 or is_due(round, settings.every, self.experiment.rounds))
+
+    def reason_to_stop(self) -> str | None:
+        """Why the run ends before its last round, as a sentence; None: it goes on."""
+        selection, settings = self._selection(), self.experiment.evaluation
+        if not selection.is_over(settings):
+            return None
+        best = "none had a value" if selection.round is None else f"round {selection.round} was the best"
+        return f"{selection.waited} evaluations in a row were no better on validation data; {best}."
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, for :meth:`restore`."""
+        return {"evaluated": self._last, "validated": [[round, row] for round, row in self._validated.items()]}
+
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Go back to what a checkpoint has `saved`; None: to the beginning of the run."""
+        if saved is None:
+            saved = {"evaluated": -1 if self.experiment.evaluation.at_start else 0, "validated": []}
+        self._last, self._validated = saved["evaluated"], dict(saved["validated"])
+
+    def evaluate(self, state: dict[str, Any], round: int) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
+        """Columns of the evaluations table and their summary, given the server's state after a round."""
+        columns = self._columns(state, round)
+        self._last = round
+        summary = summarise(self.measures, columns)
+        if (row := deciding(summary)) is not None:
+            self._validated[round] = row
+        return columns, summary
+
+    def _selection(self) -> Selection:
+        return select(self.measures, self._validated, self.experiment.evaluation)
+
+    def _columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
         protocols = self.experiment.evaluation.protocols
         known = self._evaluated(state, round, self._tested(), [p for p in protocols if p != "unseen"], unseen=False)
         new = self.task.unseen.tolist()
@@ -113,6 +154,11 @@ class Evaluator:
         if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
             trained &= self.task.num_test_samples > 0
         return np.flatnonzero(trained).tolist()
+
+
+def is_due(round: int, every: int, rounds: int) -> bool:
+    """Whether what happens every `every` rounds, and after the last one, happens after this round."""
+    return round == rounds or (every > 0 and round % every == 0)
 
 
 def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort) -> None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from raypfl.clients.clients import learning_rate
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.user_code import traceback_text, with_location
 from raypfl.common.version import __version__
-from raypfl.evaluation import Measures, Selection, deciding, select, summarise
+from raypfl.evaluation import Measures
 from raypfl.federation.backend import Backend
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
@@ -30,7 +30,7 @@ from raypfl.federation.schedule import Draw, cohort_size, draw
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.task import Task
 from raypfl.models.weights import origin
-from raypfl.server.evaluator import Evaluator
+from raypfl.server.evaluator import Evaluator, is_due
 from raypfl.server.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.server.setup import client_costs, groups_for, precision_of
 from raypfl.storage import checkpoint
@@ -61,12 +61,13 @@ ROUNDS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a server is asked to do, as it travels to a server actor; `why` it is the executor that it is.
+    """A run as it travels to a server actor.
 
     Attributes
     ----------
-    fingerprint, weights : of the data and partition, and of the file of weights to begin with, if there is one.
-    attempt : a name for this try at the run, in the lease that it holds.
+    why : the reason for the choice of executor.
+    fingerprint, weights : of the data and partition, and of the file of initial weights, if there is one.
+    attempt : a name for this try at the run, which its lease on the checkpoints has.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Server:
     Parameters
     ----------
     pools : as the server reads them.
-    emit : is told of every event, in order.
+    emit : called with every event, in order.
     metadata : about the backend, for the run's record.
     """
 
@@ -105,9 +106,7 @@ class Server:
         self.states = StateTable()
         self.ledger = Ledger()
         self._tables: dict[str, Table] = {}
-        self._validated: dict[int, dict[str, Any]] = {}
-        self._evaluated = 0
-        self._sent = dict.fromkeys(("up", "down"), 0)  # bytes of all finished rounds
+        self._sent = {"up": 0, "down": 0}  # bytes of all finished rounds
         self._warned: set[str] = set()
         self._saved: int | None = None
         self._runner = GroupRunner(
@@ -122,84 +121,25 @@ class Server:
             warn=self._warn,
         )
         self._evaluator = Evaluator(job.experiment, self._runner)
-        self.measures = self._evaluator.measures
 
     def run(self) -> RunFinished:
-        """All rounds that are left; a stop or a failure leaves a checkpoint of the last finished round behind.
+        """Run all rounds that are left. A stop or a failure leaves a checkpoint of the last finished round.
 
         Raises
         ------
-        RaypflError : if the run cannot begin: there is nothing to keep then.
+        RaypflError : if the run cannot begin, so that there is nothing to save.
         """
-        self._begin()
+        self._restore_or_start()
+        self._announce()
         while True:
             try:
-                return self._go_on()
-            except LostState as error:
-                self._rewind(error)
+                return self._finish_rounds()
+            except LostState as error:  # running the rounds since the checkpoint again gives the same bits
+                reached = self.round
+                self._restore_or_start()
+                self._warn(f"{error} Going on from round {self.round} again, {reached - self.round} rounds back.")
 
-    def _go_on(self) -> RunFinished:
-        try:
-            while self._owes_evaluation() or (self.round < self.experiment.rounds and not self._is_over()):
-                self._step()
-            return self._end("finished")
-        except (Stopped, KeyboardInterrupt):
-            return self._end("stopped")
-        except LostState:
-            raise
-        except RaypflError as error:
-            return self._end("failed", with_location(error) if isinstance(error, MethodError) else str(error))
-        except Exception as error:
-            judged = self._owes_evaluation()
-            when = f"when clients were judged after round {self.round}" if judged else f"in round {self.round + 1}"
-            who, said = type(self.method).__name__, self._runner.last_exchange
-            text = f"{who} failed on the server {when}:\n{traceback_text(error)}\n{said}"
-            return self._end("failed", text.rstrip())
-
-    def _step(self) -> None:
-        # A run stopped between a round and its evaluation begins with the evaluation when it is resumed.
-        if not self._owes_evaluation():
-            self._one_round()
-        if self._owes_evaluation():
-            self._undisturbed(self._evaluate)
-        if self.round and self._due(self.experiment.checkpoint.every):
-            self._save()
-
-    def _owes_evaluation(self) -> bool:
-        return self.round > self._evaluated and (self.round == 0 or self._due(self.experiment.evaluation.every))
-
-    def _chosen(self) -> Selection:
-        return select(self.measures, self._validated, self.experiment.evaluation)
-
-    def _is_over(self) -> bool:
-        chosen = self._chosen()
-        over = chosen.is_over(self.experiment.evaluation)
-        if over:
-            best = "none had a value" if chosen.round is None else f"round {chosen.round} was the best"
-            self._warn(
-                f"The run ends after round {self.round}: {chosen.waited} evaluations in a row were no better on "
-                f"validation data; {best}."
-            )
-        return over
-
-    def _rewind(self, error: LostState) -> None:
-        """Go back to the last checkpoint; running its rounds again gives the same bits."""
-        reached = self.round
-        self._restore_or_start()
-        self._warn(f"{error} Going on from round {self.round} again, {reached - self.round} rounds back.")
-
-    def _restore_or_start(self) -> None:
-        self.states = self._runner.states = StateTable()
-        if not self._restore():
-            self.round, self.state = 0, self._begun()
-            self._evaluated = -1 if self.experiment.evaluation.at_start else 0
-            self._sent = dict.fromkeys(("up", "down"), 0)
-            self._tables = _empty_tables(self.measures)
-            self._validated = {}
-        self.ledger.rows = self._tables["ledger"].waiting
-
-    def _begin(self) -> None:
-        self._restore_or_start()
+    def _announce(self) -> None:
         cohort = cohort_size(self.experiment.cohort, self.task.num_clients)
         metadata = {
             "num_clients": self.task.num_clients,
@@ -220,14 +160,42 @@ class Server:
         }
         self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, metadata | self.metadata, self.round))
 
-    def _due(self, every: int) -> bool:
-        return self.round == self.experiment.rounds or (every > 0 and self.round % every == 0)
+    def _finish_rounds(self) -> RunFinished:
+        evaluator = self._evaluator
+        try:
+            # A run that was stopped between a round and its evaluation begins with the evaluation when it is resumed.
+            while evaluator.is_due(self.round) or (self.round < self.experiment.rounds and not self._stops_early()):
+                if not evaluator.is_due(self.round):
+                    self._run_round()
+                if evaluator.is_due(self.round):
+                    self._evaluate()
+                if self.round and is_due(self.round, self.experiment.checkpoint.every, self.experiment.rounds):
+                    self._save()
+            return self._end("finished")
+        except (Stopped, KeyboardInterrupt):
+            return self._end("stopped")
+        except LostState:
+            raise
+        except RaypflError as error:
+            return self._end("failed", with_location(error) if isinstance(error, MethodError) else str(error))
+        except Exception as error:
+            due = evaluator.is_due(self.round)
+            when = f"in the evaluation after round {self.round}" if due else f"in round {self.round + 1}"
+            name, last = type(self.method).__name__, self._runner.last_exchange
+            return self._end("failed", f"{name} failed on the server {when}:\n{traceback_text(error)}\n{last}".rstrip())
 
-    def _undisturbed(self, work: Callable[[], None]) -> None:
-        """Do all of the work or, if it is stopped or fails, leave everything as it was before."""
+    def _stops_early(self) -> bool:
+        if (reason := self._evaluator.reason_to_stop()) is None:
+            return False
+        self._warn(f"The run ends after round {self.round}: {reason}")
+        return True
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """If the work within is stopped or fails, everything is as it was before."""
         before, entries = cloned(self.state), len(self.ledger)
         try:
-            work()
+            yield
         except BaseException as error:
             self.state = before
             self.states.abandon()
@@ -235,29 +203,21 @@ class Server:
                 self.ledger.cut(entries)
             raise
 
-    def _one_round(self) -> None:
-        begun = time.perf_counter()
-        self._runner.compact_states(self.round + 1)
-        number = self.round + 1
-        drawn = self._drawn(number)
+    def _run_round(self) -> None:
+        start, number = time.perf_counter(), self.round + 1
+        self._runner.compact_states(number)
+        drawn = self._draw(number)
         lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
         cohort = Cohort(self._runner, drawn.clients, drawn.dropped, number, lr, self._analysis())
         try:
-            self._undisturbed(lambda: self._played(cohort))
+            with self._all_or_nothing(), refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
+                self.method.round(self.state, cohort)
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
         self.states.commit()
-        self._record(cohort, len(drawn.dropped), time.perf_counter() - begun)
+        self._record(cohort, len(drawn.dropped), time.perf_counter() - start)
 
-    def _begun(self) -> dict[str, Any]:
-        with refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
-            return self.method.start(self.task)
-
-    def _played(self, cohort: Cohort) -> None:
-        with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
-            self.method.round(self.state, cohort)
-
-    def _drawn(self, number: int) -> Draw:
+    def _draw(self, number: int) -> Draw:
         unseen = self.task.unseen
         drawn = draw(self.experiment.cohort, self.task.num_clients - len(unseen), self.experiment.seed, number)
         if not len(unseen):
@@ -285,11 +245,10 @@ class Server:
         )
         row = {**vars(finished), "cohort": cohort.ids}
         self._tables["rounds"].waiting.append(**{name: row[name] for name in ROUNDS})
-        self._keep(cohort.logged)
+        self._record_logged(cohort.logged)
         self.emit(finished)
 
-    def _keep(self, logged: Logged) -> None:
-        """Put what a method logged in this round into the run's tables."""
+    def _record_logged(self, logged: Logged) -> None:
         for name, value in logged.values.items():
             self._tables["logged"].waiting.append(round=self.round, name=name, value=value)
         for name, png in logged.images.items():
@@ -301,20 +260,17 @@ class Server:
             table.waiting.extend({"round": [self.round] * rows, **columns})
 
     def _analysis(self) -> dict[str, dict[str, str]]:
-        """Of each table that a method logged so far, its columns and their kinds."""
-        mine = {name.removeprefix(ANALYSIS): t for name, t in self._tables.items() if name.startswith(ANALYSIS)}
+        """The columns and their kinds of each table that the method has logged."""
         return {
-            name: {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
-            for name, table in mine.items()
+            name.removeprefix(ANALYSIS): {c: kind for c, kind in table.waiting.kinds.items() if c != "round"}
+            for name, table in self._tables.items()
+            if name.startswith(ANALYSIS)
         }
 
     def _evaluate(self) -> None:
-        columns = self._evaluator.columns(self.state, self.round)
+        with self._all_or_nothing():
+            columns, summary = self._evaluator.evaluate(self.state, self.round)
         self._tables["evaluations"].waiting.extend(columns)
-        self._evaluated = self.round
-        summary = summarise(self.measures, columns)
-        if (row := deciding(summary)) is not None:
-            self._validated[self.round] = row
         self.emit(Evaluated(self.round, summary))
 
     def _warn(self, text: str) -> None:
@@ -323,17 +279,20 @@ class Server:
             self.emit(Warned(text))
 
     def _end(self, status: Literal["finished", "stopped", "failed"], error: str | None = None) -> RunFinished:
-        problems = [error] if error else []
-        tables = {name: arrow(table.waiting) for name, table in self._tables.items()}
-        for attempt in (self._save_what_is_new, lambda: tables.update(self._whole_tables())):
-            try:
-                attempt()
-            except CheckpointError as problem:
-                problems.append(str(problem))
-        problems = list(dict.fromkeys(problems))
+        problems = dict.fromkeys([error] if error else [])
+        try:
+            if self._saved != self.round:
+                self._save()
+        except CheckpointError as problem:
+            problems[str(problem)] = None
+        try:
+            tables = {name: checkpoint.whole(self.job.checkpoints, table) for name, table in self._tables.items()}
+        except CheckpointError as problem:
+            problems[str(problem)] = None
+            tables = {name: arrow(table.waiting) for name, table in self._tables.items()}
         status, error = ("failed", "\n".join(problems)) if problems else (status, None)
-        images = tables.pop("images")
-        finished = RunFinished(status, self.round, self._hash(), error, tables, self._chosen().round, images)
+        images, best = tables.pop("images"), self._evaluator.best_round
+        finished = RunFinished(status, self.round, self._hash(), error, tables, best, images)
         self.emit(finished)
         return finished
 
@@ -351,13 +310,6 @@ class Server:
             digest.update(clients[client])
         return digest.hexdigest()
 
-    def _whole_tables(self) -> dict[str, pa.Table]:
-        return {name: checkpoint.whole(self.job.checkpoints, table) for name, table in self._tables.items()}
-
-    def _save_what_is_new(self) -> None:
-        if self._saved != self.round:
-            self._save()
-
     def _save(self) -> None:
         packs = [(p, lots) for p, lots in self.states.packs() if checkpoint.holds(self.job.checkpoints, p)]
         snapshot = Snapshot(
@@ -368,12 +320,11 @@ class Server:
             tables=self._tables,
             meta={
                 "experiment": self.experiment.to_yaml(),
-                "evaluated": self._evaluated,
-                "validated": [[round, row] for round, row in self._validated.items()],
                 "data": self.job.fingerprint,
                 "weights": self.job.weights,
                 "versions": {"raypfl": __version__, "torch": torch.__version__},
-            },
+            }
+            | self._evaluator.saved(),
         )
         permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt)
         path = checkpoint.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
@@ -383,24 +334,24 @@ class Server:
     def _shards(self, packs: list[tuple[Pack, list[Lot]]]) -> Iterator[StateShard]:
         packed = {lot for _, lots in packs for lot in lots}
         for lot in self.states.lots():
-            if lot in packed:
-                continue
-            yield from shards_of(lot, self.states.seen(lot), self.backend.get_states(lot.stack))
+            if lot not in packed:
+                yield from shards_of(lot, self.states.seen(lot), self.backend.get_states(lot.stack))
 
-    def _restore(self) -> bool:
-        snapshot = checkpoint.load(self.job.checkpoints, self._warn)
-        if snapshot is None:
-            return False
-        if snapshot.meta["data"] != self.job.fingerprint:
-            raise CheckpointError(
-                f"The checkpoint in {self.job.checkpoints} was made with other data or another partition than "
-                f"{self.experiment.data.name} is now; bring back the data it was made with, or start a new run."
-            )
-        if snapshot.meta.get("weights", self.job.weights) != self.job.weights:
-            raise CheckpointError(
-                f"The run in {self.job.run_dir} began with other weights than {self.experiment.model.weights} holds "
-                "now, with which new clients would begin; bring the file back as it was, or start a new run."
-            )
+    def _restore_or_start(self) -> None:
+        self.states = self._runner.states = StateTable()
+        if (snapshot := checkpoint.load(self.job.checkpoints, self._warn)) is not None:
+            self._restore(snapshot)
+        else:
+            with refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
+                self.round, self.state = 0, self.method.start(self.task)
+            self._tables = _empty_tables(self._evaluator.measures)
+            self._sent = {"up": 0, "down": 0}
+            self._evaluator.restore(None)
+        self.ledger.rows = self._tables["ledger"].waiting
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        self._tables = _empty_tables(self._evaluator.measures) | snapshot.tables
+        self._refuse_other_run(snapshot.meta)
         device = self.task.model.device
         skeleton, tensors = taken_apart(snapshot.server)
         self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
@@ -408,19 +359,27 @@ class Server:
             clients, stack = shard.clients.tolist(), shard.stack()
             self.states.stage(clients, self.backend.put_states(stack), kept=stack.kept(len(clients)), shard=shard)
         self.states.commit()
-        self._tables = _empty_tables(self.measures) | snapshot.tables
-        if (known := set(self._tables["evaluations"].waiting.kinds)) != set(self.measures.kinds):
-            raise CheckpointError(
-                f"The run in {self.job.run_dir} was judged by other metrics than it would be now "
-                f"({', '.join(sorted(known ^ set(self.measures.kinds)))}); bring back its objective and "
-                "evaluation.metrics, or start a new run."
-            )
         rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])
         self._sent = {way: sum(rounds[f"bytes_{way}"].to_pylist()) for way in self._sent}
         self.round = self._saved = snapshot.round
-        self._evaluated = snapshot.meta["evaluated"]
-        self._validated = dict(snapshot.meta["validated"])
-        return True
+        self._evaluator.restore(snapshot.meta)
+
+    def _refuse_other_run(self, meta: Mapping[str, Any]) -> None:
+        if meta["data"] != self.job.fingerprint:
+            raise CheckpointError(
+                f"The checkpoint in {self.job.checkpoints} was made with other data or another partition than "
+                f"{self.experiment.data.name} is now. Restore the data it was made with, or start a new run."
+            )
+        if meta["weights"] != self.job.weights:
+            raise CheckpointError(
+                f"The run in {self.job.run_dir} began with other weights than {self.experiment.model.weights} holds "
+                "now, with which new clients would begin. Restore the file, or start a new run."
+            )
+        if different := set(self._tables["evaluations"].waiting.kinds) ^ set(self._evaluator.measures.kinds):
+            raise CheckpointError(
+                f"The run in {self.job.run_dir} was evaluated by other metrics than it would be now "
+                f"({', '.join(sorted(different))}). Restore its objective and evaluation.metrics, or start a new run."
+            )
 
 
 def _empty_tables(measures: Measures) -> dict[str, Table]:
@@ -429,6 +388,6 @@ def _empty_tables(measures: Measures) -> dict[str, Table]:
 
 
 def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
-    """Where a run's checkpoints are: in its folder, or in one of its own in the location that the settings name."""
+    """The folder of a run's checkpoints: in the run's folder, or in the location that the settings name."""
     location = experiment.checkpoint.location
     return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"
