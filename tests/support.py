@@ -21,7 +21,7 @@ from raypfl.common import rng
 from raypfl.evaluation import Measures
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
-from raypfl.federation.ledger import Ledger
+from raypfl.federation.ledger import Entry, Ledger
 from raypfl.federation.method import Method
 from raypfl.federation.schedule import even
 from raypfl.federation.server_training import ServerContext
@@ -225,6 +225,18 @@ class Federation:
         return [
             (augmented(x, self.augmentation, u[: len(x)], black), y) for (x, y), u in zip(batches, draws, strict=True)
         ]
+
+
+def sent_per_client(ledger: Ledger, round: int) -> dict[tuple[str, str], float]:
+    """Numbers that a client sent or received in training in a round, by direction and name: the mean over those."""
+    sent: dict[tuple[str, str], dict[int, list[Entry]]] = {}
+    for e in ledger.entries:
+        if (e.round, e.phase) == (round, "training"):
+            sent.setdefault((e.direction, e.name), {}).setdefault(e.exchange, []).append(e)
+    return {
+        message: sum(sum(e.clients * e.numbers for e in es) / sum(e.clients for e in es) for es in exchanges.values())
+        for message, exchanges in sent.items()
+    }
 
 
 def as_module(factory: Callable[[], nn.Module], theta: Tensor) -> nn.Module:

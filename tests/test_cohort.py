@@ -18,7 +18,7 @@ from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Su
 from raypfl.federation.ledger import Entry
 from raypfl.federation.settings import FailureSettings
 from raypfl.methods import Method
-from tests.support import Federation
+from tests.support import Federation, sent_per_client
 
 SIZES = (7, 4, 11, 7, 2)
 GROUPS = [None, 1, 2, 3]
@@ -154,7 +154,7 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
     assert fed.ledger.total("down", round=0) == 7 * (80 + 48)
     assert fed.ledger.total("up", round=0) == 6 * (12 + 56 + 32)
     assert fed.ledger.total("up", round=1) == 0
-    assert fed.ledger.per_client(0) == {
+    assert sent_per_client(fed.ledger, 0) == {
         ("down", "theta"): 40, ("down", "mine"): 12, ("up", "mean"): 6, ("up", "total"): 14, ("up", "rows"): 8
     }  # fmt: skip
     fed.ledger.cut(3)
@@ -175,7 +175,7 @@ def test_what_clients_send_of_their_rows_is_counted_by_size():
         Entry(0, 0, "up", "rows", 1, 4, 4 * size),
         Entry(0, 0, "up", "rows", 2, 2, 2 * size),
     ]
-    assert fed.ledger.per_client(0) == {("up", "rows"): 8 / 3}
+    assert sent_per_client(fed.ledger, 0) == {("up", "rows"): 8 / 3}
     assert fed.ledger.total("up", 0) == 8 * size
 
 

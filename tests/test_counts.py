@@ -13,7 +13,7 @@ from raypfl.methods import METHODS, Method, PartialPersonalization
 from raypfl.models import MODELS
 from raypfl.training.sequential import Sequential
 from raypfl.training.settings import TrainingSettings
-from tests.support import Federation
+from tests.support import Federation, sent_per_client
 
 ONE_STEP = TrainingSettings(steps=1, batch_size=4)
 
@@ -95,7 +95,7 @@ def test_parameters_trained_and_sent_are_the_published_counts(name, options, ada
     shared = torch.ones(model.size, dtype=torch.bool)
     if isinstance(method, PartialPersonalization):
         shared = method.parts(model).shared
-    counted = {d: n for (d, _), n in fed.ledger.per_client(0).items()} or {"down": 0, "up": 0}
+    counted = {d: n for (d, _), n in sent_per_client(fed.ledger, 0).items()} or {"down": 0, "up": 0}
     statistics = int(model.buffers(shared).sum()) if name != "local" else 0  # the table counts parameters alone
     assert counted["up"] == counted["down"]
     assert trained in millions(trained_by_client_0(fed)) and sent in millions(counted["up"] - statistics)

@@ -28,6 +28,7 @@ from tests.support import (
     any_net,
     both,
     close,
+    sent_per_client,
     small_mlp,
     without_bias,
 )
@@ -368,7 +369,7 @@ def test_a_client_may_keep_its_own_scale(executor):
     assert fed.server["theta"][place] == 30
     first = {c: fed.state_of(c)["model"][place] for c in (0, 1)}
     assert first[0] != first[1] and 30 not in first.values()
-    assert fed.ledger.per_client(0)["up", "body"] == fed.model.size - CLASSES * 5 - 1
+    assert sent_per_client(fed.ledger, 0)["up", "body"] == fed.model.size - CLASSES * 5 - 1
     fed.training = replace(fed.training, steps=0)
     fed.context.training = fed.training  # a round without a step
     fed.play([0])

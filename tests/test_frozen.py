@@ -14,7 +14,17 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.messages import per_client
 from raypfl.methods import FedAvg, PartialPersonalization
 from raypfl.models import MODELS, FlatModel
-from tests.support import CLASSES, EXECUTORS, FP64, Federation, NormalisedConv, bare_loop, close, small_mlp
+from tests.support import (
+    CLASSES,
+    EXECUTORS,
+    FP64,
+    Federation,
+    NormalisedConv,
+    bare_loop,
+    close,
+    sent_per_client,
+    small_mlp,
+)
 
 
 class HalfFrozenConv(NormalisedConv):
@@ -62,7 +72,7 @@ def test_frozen_batch_norm_neither_moves_nor_sends_its_statistics_and_normalises
             optimizer.step()
         close(trained[k], torch.cat([p.detach().reshape(-1) for p in net.head.parameters()]))
     fed.play(None)
-    assert set(fed.ledger.per_client(0).values()) == {model.size}
+    assert set(sent_per_client(fed.ledger, 0).values()) == {model.size}
     after = model.module.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
@@ -117,7 +127,7 @@ def test_what_a_method_keeps_fixed_in_its_rounds_is_what_the_network_freezes(exe
     by_network = with_model(model, executor=executor, method=FedAvg())
     learned = by_method.model.mask("3")
     assert torch.equal(by_method.play(None)["theta"][learned], by_network.play(None)["theta"])
-    sent = [list(fed.ledger.per_client(0).values()) for fed in (by_method, by_network)]
+    sent = [list(sent_per_client(fed.ledger, 0).values()) for fed in (by_method, by_network)]
     assert sent[0] == sent[1] == [by_network.model.size] * 2
 
 

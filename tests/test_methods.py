@@ -41,6 +41,7 @@ from tests.support import (
     gradient,
     kept,
     played,
+    sent_per_client,
     torch_sgd,
 )
 
@@ -279,7 +280,7 @@ def test_a_client_that_never_took_part_has_the_initial_model(method):
 def test_methods_send_one_model_down_and_one_up(method):
     fed = played(method, factory=NormalisedConv)
     sent = {} if isinstance(method, Local) else dict.fromkeys(("down", "up"), 108)
-    assert {way: count for (way, _), count in fed.ledger.per_client(1).items()} == sent
+    assert {way: count for (way, _), count in sent_per_client(fed.ledger, 1).items()} == sent
     assert fed.ledger.total("up", 0) == fed.ledger.total("down", 0) == (3 * 108 * 4 if sent else 0)
 
 

@@ -26,7 +26,18 @@ from raypfl.methods import (
 )
 from tests import support
 from tests.runs import experiment, same_tables
-from tests.support import FP64, Federation, NormalisedConv, any_net, as_module, as_vector, both, small_mlp, torch_sgd
+from tests.support import (
+    FP64,
+    Federation,
+    NormalisedConv,
+    any_net,
+    as_module,
+    as_vector,
+    both,
+    sent_per_client,
+    small_mlp,
+    torch_sgd,
+)
 
 ORDERS = ["together", "personal first", "shared first"]
 PRESETS = [FedPer(), FedRep(personal_epochs=1), FedBABU(), LGFedAvg(), FedBN(), FedAlt(), FedSim(personal="conv")]
@@ -42,7 +53,7 @@ def models(fed: Federation, **state: Tensor) -> Tensor:
 
 
 def charged(fed: Federation) -> dict:
-    return fed.ledger.per_client(1)
+    return sent_per_client(fed.ledger, 1)
 
 
 @both

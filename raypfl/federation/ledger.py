@@ -1,4 +1,4 @@
-"""The byte count of a run: what crossed the wire, by round, exchange, direction and tensor."""
+"""The messages of a run, counted by round, exchange, direction and tensor."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ Phase = Literal["training", "prediction"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One named message of one exchange, the same size for each of the clients that it went to or came from.
-
-    Where clients sent different amounts, there is an entry for each size.
+    """A message of an exchange that a number of clients sent or received. There is an entry for each size of it.
 
     Attributes
     ----------
@@ -35,7 +33,7 @@ class Entry:
     name : of the argument or reply.
     clients : how many clients.
     numbers, bytes : per client.
-    phase : ``training``: of the round itself; ``prediction``: of what clients were given to be judged after it.
+    phase : ``training``, or ``prediction`` for what :meth:`raypfl.Method.personalize` sends in an evaluation.
     """
 
     round: int
@@ -49,11 +47,11 @@ class Entry:
 
 
 class Ledger:
-    """The entries of a run that are not in a file yet, in the order of rounds; those of the round at hand always are.
+    """The entries of a run since its last checkpoint, and of the current round.
 
     Attributes
     ----------
-    rows : the entries, column by column.
+    rows : the entries by column, in the order of rounds.
     """
 
     def __init__(self) -> None:
@@ -66,7 +64,7 @@ class Ledger:
         self.rows.append(**vars(entry))
 
     def cut(self, length: int) -> None:
-        """Forget all entries after the first `length`."""
+        """Remove all entries after the first `length`."""
         self.rows.cut(length)
 
     @property
@@ -74,24 +72,6 @@ class Ledger:
         return [Entry(*row) for row in self.rows.rows()]
 
     def total(self, direction: str, round: int) -> int:
-        """Bytes over all clients in one direction in a round; of training alone."""
-        return sum(e.clients * e.bytes for e in self._of(round, "training") if e.direction == direction)
-
-    def per_client(self, round: int, phase: Phase = "training") -> dict[tuple[str, str], float]:
-        """Numbers (not bytes) per client in a round: ``{(direction, name): numbers}``, summed over a phase's exchanges.
-
-        Where clients sent different amounts: the mean over those that sent any.
-        """
-        sent: dict[tuple[str, str], dict[int, list[Entry]]] = {}
-        for e in self._of(round, phase):
-            sent.setdefault((e.direction, e.name), {}).setdefault(e.exchange, []).append(e)
-        return {message: sum(_mean(entries) for entries in of.values()) for message, of in sent.items()}
-
-    def _of(self, round: int, phase: Phase) -> list[Entry]:
+        """Bytes of training in one direction (``up`` or ``down``) in a round, over all clients."""
         entries = (Entry(*row) for row in self.rows.rows(*self.rows.span("round", round)))
-        return [e for e in entries if e.phase == phase]
-
-
-def _mean(entries: list[Entry]) -> float:
-    """Numbers a client of one message."""
-    return sum(e.clients * e.numbers for e in entries) / sum(e.clients for e in entries)
+        return sum(e.clients * e.bytes for e in entries if (e.phase, e.direction) == ("training", direction))
