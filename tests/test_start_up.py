@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raypfl.backends.imports import importing
+from raypfl.backends.processes import importing
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raypfl.backends.imports import importing
+from raypfl.backends.processes import importing
 from raypfl.common.errors import LostState
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ClientActor:
         """
         import torch
 
-        from raypfl.backends.allocator import keep_freed_memory
+        from raypfl.backends.processes import keep_freed_memory
         from raypfl.clients.worker import Worker
         from raypfl.server.setup import make_context, make_task
 

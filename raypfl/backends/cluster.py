@@ -20,25 +20,26 @@ from raypfl.server.events import Listener, Progress
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-AT_ONCE = {"free_objects_period_milliseconds": 0}
-"""Ray frees objects once a second otherwise: meanwhile rounds fill fresh memory, whose page faults cost more than what
-is written there."""
-UNRECORDED = {"task_events_report_interval_ms": 0}
-"""Ray records up to 100,000 tasks for its dashboard otherwise: 8 MB in 1,000 rounds of ten clients."""
+FREE_AT_ONCE = {"free_objects_period_milliseconds": 0}
+"""By default Ray frees objects once a second. Until then rounds fill fresh memory, whose page faults cost more than the
+writing."""
+NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
+"""By default Ray records up to 100,000 tasks for its dashboard: 8 MB in 1,000 rounds of ten clients."""
 
 QUIET = {"log_to_driver": False, "logging_level": "error"}
 
 
 @contextlib.contextmanager
 def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Iterator[Any]:
-    """Within: Ray is there. A local cluster is started and stopped; one that was there before is left as it was.
+    """While active, this process is connected to Ray: to a cluster that runs already, or to a local one of its own.
 
-    That is the cluster at ``ray.address``, or at ``$RAY_ADDRESS``, which Ray sets in its jobs. A signal that asks to
-    stop waits until a local cluster is up, or is gone: in the middle, its processes would be left behind.
+    The first is at ``ray.address``, or at ``$RAY_ADDRESS``, which Ray sets in its jobs. A signal that asks to stop is
+    held back while a local cluster starts or shuts down, so that none of its processes is left behind.
 
     Raises
     ------
-    ConfigError : if ``ray.address`` names a cluster that cannot be reached.
+    ConfigError : if no cluster can be reached at the address.
+    RaypflError : if a local cluster cannot be started.
     """
     address = settings.address or os.environ.get("RAY_ADDRESS")
     if "ray" not in sys.modules:  # Ray reads its authentication settings when it is imported
@@ -50,18 +51,24 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
         return
     emit(Progress("connecting to Ray" if address else "starting Ray"))
     with interrupting(), _local(ray, settings.dashboard) if address is None else _attached(ray, address):
-        _without_chatter(ray)
+        _silence_deaths(ray)
         yield ray
 
 
 @contextlib.contextmanager
 def _local(ray: Any, dashboard: bool) -> Iterator[None]:
-    system = AT_ONCE if dashboard else AT_ONCE | UNRECORDED
+    system = FREE_AT_ONCE if dashboard else FREE_AT_ONCE | NO_TASK_EVENTS
     folder = ""
     try:
-        with undisturbed(), hangups_ignored(), _without_its_handler(ray):
+        with undisturbed(), hangups_ignored(), _without_sigterm_handler(ray):
             folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
-            _start(ray, {"include_dashboard": dashboard, "_temp_dir": folder, "_system_config": system, **QUIET})
+            try:
+                ray.init(include_dashboard=dashboard, _temp_dir=folder, _system_config=system, **QUIET)
+            except Exception as error:
+                raise RaypflError(
+                    f"Ray could not be started on this machine: {str(error).splitlines()[0]} Try again when it is less "
+                    "busy, or run without Ray: engine.backend=inline."
+                ) from error
         yield
     finally:
         with undisturbed():
@@ -72,8 +79,15 @@ def _local(ray: Any, dashboard: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _attached(ray: Any, address: str) -> Iterator[None]:
     try:
-        with handlers_kept(), _without_its_handler(ray):
-            _attach(ray, address)
+        with handlers_kept(), _without_sigterm_handler(ray):
+            try:
+                ray.init(address=address, **QUIET)
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise ConfigError(
+                    f"No Ray cluster can be reached at {address!r}: {str(error).splitlines()[0]} Is it running, and "
+                    "has this machine its token (RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH)? Without ray.address, a local "
+                    "one is started."
+                ) from error
         yield
     finally:
         with undisturbed():
@@ -81,7 +95,7 @@ def _attached(ray: Any, address: str) -> Iterator[None]:
 
 
 def has_died(ray: Any) -> bool:
-    """Whether a cluster that this process has started is gone. Ray would end the process a minute later, or wait."""
+    """Whether a cluster that this process started is gone. Ray would end the process a minute later, or hang."""
     processes = ray._private.worker._global_node.all_processes
     return any(one.process.poll() is not None for kind in ("gcs_server", "raylet") for one in processes.get(kind, ()))
 
@@ -97,7 +111,7 @@ def for_server(settings: RaySettings) -> dict[str, float]:
 
 
 def in_one_process(settings: RaySettings) -> RaySettings:
-    """For a process in which a run's server and clients take turns: it reserves the larger of what either would."""
+    """Settings for one process in which server and clients take turns: it reserves the larger share of each."""
     client, server = for_client(settings), for_server(settings)
     return replace(
         settings,
@@ -109,61 +123,40 @@ def in_one_process(settings: RaySettings) -> RaySettings:
 
 
 def client_actors(ray: Any, settings: RaySettings, groups: int) -> int:
-    """How many client actors a run gets: what is asked for, or what the cluster has room for and there is work for.
+    """The number of client actors of a run: ``ray.actors``, or as many as fit the cluster and have a group to run.
 
     Raises
     ------
-    ConfigError : if the cluster has no room for as many as are asked for beside the server.
+    ConfigError : if the cluster cannot hold the server and ``ray.actors`` client actors.
     """
     total, server, wanted = ray.cluster_resources(), for_server(settings), settings.actors or 1
-    room = _room(total, for_client(settings), beside=server)
+    room = _room(total, for_client(settings), server)
     if room < wanted:
-        beside = f"beside a server with {_said(server)} " if any(server.values()) else ""
+        beside = f"beside a server with {_text(server)} " if any(server.values()) else ""
         raise ConfigError(
-            f"{wanted} client actors with {_said(for_client(settings))} each {beside}need more than this cluster has: "
+            f"{wanted} client actors with {_text(for_client(settings))} each {beside}need more than this cluster has: "
             f"{total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs. Lower ray.actors, ray.cpus_per_actor or "
             f"ray.gpus_per_actor{', or what ray.cpus_for_server and ray.gpus_for_server reserve' * bool(beside)}."
         )
     return settings.actors or max(1, int(min(room, groups)))
 
 
-def _room(total: Mapping[str, float], each: Mapping[str, float], beside: Mapping[str, float]) -> float:
-    """How many actors the resources have room for, if another one is `beside` them; less than 0: not even for that."""
+def _room(total: Mapping[str, float], each: Mapping[str, float], server: Mapping[str, float]) -> float:
+    """How many actors fit beside the server; negative if the server alone does not fit."""
     room = math.inf
     for resource, option in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-        left = total.get(resource, 0.0) - beside[option]
+        left = total.get(resource, 0.0) - server[option]
         if each[option] or left < 0:
             room = min(room, left / (each[option] or 1.0) + 1e-9)
     return room
 
 
-def _said(options: Mapping[str, float]) -> str:
+def _text(options: Mapping[str, float]) -> str:
     return f"{options['num_cpus']:g} CPUs and {options['num_gpus']:g} GPUs"
 
 
-def _start(ray: Any, options: dict[str, Any]) -> None:
-    try:
-        ray.init(**options)
-    except Exception as error:  # whatever kept one of its processes from coming up
-        raise RaypflError(
-            f"Ray could not be started on this machine: {str(error).splitlines()[0]} Try again when it is less busy, "
-            "or run without Ray: engine.backend=inline."
-        ) from error
-
-
-def _attach(ray: Any, address: str) -> None:
-    try:
-        ray.init(address=address, **QUIET)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise ConfigError(
-            f"No Ray cluster can be reached at {address!r}: {str(error).splitlines()[0]} Is it running, "
-            "and has this machine its token (RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH)? Without ray.address, a local "
-            "one is started."
-        ) from error
-
-
 def _authenticate(local: bool) -> None:
-    """Ray's token authentication, on: with a token of our own for a local cluster, the user's for another."""
+    """Switch Ray's token authentication on, with a token of our own for a local cluster."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
     if local and not given and os.environ["RAY_AUTH_MODE"] == "token":
@@ -171,8 +164,8 @@ def _authenticate(local: bool) -> None:
 
 
 @contextlib.contextmanager
-def _without_its_handler(ray: Any) -> Iterator[None]:
-    """Within: `ray.init` does not have SIGTERM end this process. What it installs below Python remains to be undone."""
+def _without_sigterm_handler(ray: Any) -> Iterator[None]:
+    """While active, `ray.init` installs no Python handler by which SIGTERM ends this process."""
     utils = ray._private.utils
     theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
@@ -181,8 +174,8 @@ def _without_its_handler(ray: Any) -> Iterator[None]:
         utils.set_sigterm_handler = theirs
 
 
-def _without_chatter(ray: Any) -> None:
-    # Ray prints a paragraph for every process that dies, whatever its log settings; the run says it in a sentence.
+def _silence_deaths(ray: Any) -> None:
+    # Whatever its log settings, Ray prints a paragraph for every process that dies. The run says it in a sentence.
     worker = ray._private.worker
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda *args, **kwargs: None

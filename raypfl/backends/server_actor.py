@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raypfl.backends.client_actor import ClientActor, reserved_device
-from raypfl.backends.imports import importing
+from raypfl.backends.processes import importing
 
 if TYPE_CHECKING:
     from raypfl.server.events import Event, RunFinished
@@ -66,7 +66,7 @@ class ServerActor:
         """Run a pickled ``(job, data)`` to its end; `run` identifies it for :meth:`events` and :meth:`stop`."""
         import torch
 
-        from raypfl.backends.allocator import keep_freed_memory
+        from raypfl.backends.processes import keep_freed_memory
         from raypfl.backends.ray_backend import RayBackend
         from raypfl.server.server import Server
         from raypfl.server.setup import make_task, pools_of_server, threads_of_server

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from raypfl.backends.allocator import keep_freed_memory
 from raypfl.backends.cluster import client_actors, connected, for_client, for_server, has_died
 from raypfl.backends.inline import Inline
+from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Unwritable, did_you_mean
 from raypfl.common.stopping import StopRequest

@@ -115,8 +115,8 @@ class TrainedModels:
         outline = DataOutline(
             **{name: data[name] for name in _OUTLINE},
             **{name: data[name].numpy() for name in _OUTLINE_ARRAYS},
-            sizes={split: data[split].numpy() for split in _SPLITS},
-            data=partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed),
+            counts={split: data[split].numpy() for split in _SPLITS},
+            load=partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed),
         )
         return cls(experiment, outline, snapshot.round, snapshot.server["server"], snapshot.state_of)
 
