@@ -170,8 +170,8 @@ def test_the_table_and_the_report_say_what_a_model_takes_beside_training(tmp_pat
     down = 4 * (embed + result.metadata["parameters"]) / 1e3
     console = Console(record=True, width=100)
     outcome.show(console, [result, plain], {}, ["digits"], tmp_path)
-    said = [line for line in console.export_text().splitlines() if "takes" in line]
-    assert len(said) == 1 and said[0].endswith(f"takes 0.03 kB up and {down:,.2f} kB down beside.")
+    text = " ".join(console.export_text().split())
+    assert text.count("takes another") == 1 and f"takes another 0.03 kB up and {down:,.2f} kB down" in text
     sent = [message for one in group_runs([result]) for message in messages(one)]
     assert [message.phase for message in sent] == ["training"] * 6 + ["prediction"] * 3
     trained = sum(message.megabytes for message in sent if message.phase == "training")

@@ -1,4 +1,4 @@
-"""Where groups are run. `inline` is this process; Ray's is in :mod:`raypfl.backends.ray_backend`."""
+"""What a backend is: it runs groups of clients, in this process or in Ray's actors (:mod:`raypfl.backends`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Done:
 
     Attributes
     ----------
-    stacks : what is new of its clients' states, in one or more stacks (a :class:`Stack` or a reference), each with
-        those whose it is and what it holds; none if they did not change.
-    home : the node that made them.
+    stacks : changes of the clients' states as ``(clients, stack, contents)``; a stack is a :class:`Stack` or a
+        reference to one. Empty if no state changed.
+    home : the node that holds them.
     """
 
     reply: Reply
@@ -37,7 +37,7 @@ class Failed:
 
     Attributes
     ----------
-    trace : what to show of it, as :func:`raypfl.common.user_code.traceback_text` does.
+    trace : of :func:`raypfl.common.user_code.traceback_text`.
     """
 
     error: BaseException
@@ -45,7 +45,7 @@ class Failed:
 
 
 def failure(error: Exception) -> Failed:
-    """What to tell of an error that is being handled; one that cannot travel between processes goes as its text."""
+    """The failure of an error that is being handled; an error that cannot be pickled is replaced by its text."""
     trace = traceback_text(error)
     if isinstance(error, MethodError):
         error = MethodError(with_location(error))
@@ -64,19 +64,19 @@ class Backend(Protocol):
         ...
 
     def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:
-        """What :meth:`broadcast` was given."""
+        """The arrays of a :meth:`broadcast`."""
         ...
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
-        """Run the groups, the longest first; results in the order in which they come.
+        """Run the groups, the longest first; yields results as they arrive.
 
-        A group whose actor dies begins again at once if it has tries left. One that fails comes back with what it had
-        left at its last try.
+        A group whose actor dies is tried again at once if it has tries left. A failed group is yielded with the tries
+        that it had left.
         """
         ...
 
     def put_states(self, stack: Stack) -> Any:
-        """Put states where groups can get at them; returns the handle that a :class:`Place` holds."""
+        """Make states available to groups; returns the handle that a :class:`Place` holds."""
         ...
 
     def get_states(self, handle: Any) -> Stack:
@@ -87,7 +87,7 @@ class Backend(Protocol):
 def states_of(
     clients: Sequence[tuple[Place, ...]], fetch: Callable[[list[Any]], list[Stack]]
 ) -> list[Mapping[str, np.ndarray]]:
-    """Each client's state, of its places; `fetch` gets every handle once, all at a time."""
+    """Each client's state; `fetch` is called once, with every handle that occurs in the clients' places."""
     handles = {id(place.stack): place.stack for places in clients for place in places}
     stacks = dict(zip(handles, fetch(list(handles.values())), strict=True))
     return [merged(stacks[id(place.stack)].of(place.k) for place in places) for places in clients]

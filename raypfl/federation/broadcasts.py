@@ -1,4 +1,4 @@
-"""What goes down to everybody: a large tensor is sent once, as long as it stays the same."""
+"""Tensors that go to all clients: a large one is sent once as long as it does not change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from raypfl.common.messages import unmarked
 from raypfl.federation.backend import Backend
 
 INSIDE = 64_000
-"""Bytes up to which tensors are part of every call, which costs less than to make them objects and fetch those."""
+"""Bytes up to which tensors are part of each group's call, which is faster than putting and fetching an object."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor that was sent: `round` is the last one in which it was."""
+    """A tensor that was sent, the last time in `round`."""
 
     number: int
     handle: Any
@@ -30,10 +30,10 @@ class _Known:
 
 
 class Broadcasts:
-    """Puts tensors where all groups can get at them.
+    """Makes tensors available to all groups.
 
-    A tensor of the server's state that was sent in this round or the one before is not put there again, unless it has
-    changed. So a ring of past models costs one model a round.
+    A tensor that was already sent in this round or the one before is sent again only if it has changed. So a ring of
+    past models costs one model a round.
     """
 
     def __init__(self, backend: Backend):
@@ -64,7 +64,7 @@ class Broadcasts:
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    # Compared, not taken on trust: what is changed through tensor.data or a NumPy view has the version that it had.
+    # The version of a tensor does not tell: a change through tensor.data or a NumPy view leaves it as it is.
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     bits = f"u{min(a.itemsize, 8)}"

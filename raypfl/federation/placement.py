@@ -15,24 +15,24 @@ import numpy as np
 from raypfl.clients.worker import Group
 
 IN_FLIGHT = 2
-"""Groups pushed to an actor at most: while it computes one, the next is already there."""
+"""Groups that an actor has at most: while it computes one, the next is already there."""
 
 AHEAD = 0.025
-"""Seconds before an actor is expected to run dry at which it gets its next group: time for a group to get there. One
-that is handed out earlier may wait behind a slow one while another actor idles."""
+"""Seconds before an actor is expected to be idle at which it gets its next group, so that the group arrives in time.
+Earlier, it could get stuck behind a slow group while another actor is idle."""
 
 AS_LONG = 0.9
-"""Waiting groups that take this share of the longest one's time are as good a choice, if their states are near."""
+"""A waiting group that takes this share of the longest one's time may be chosen instead, if its states are nearer."""
 
 
 class Timings:
-    """What groups took so far, as an expectation of what they will take.
+    """Expected durations of groups, from their durations so far.
 
     A client that took twice as long as its cost suggests is expected to do so again.
 
     Parameters
     ----------
-    costs : ``float[num_clients]`` what each client's turn is expected to take, in any unit.
+    costs : ``float[num_clients]`` expected duration of each client's turn, in any unit.
     """
 
     def __init__(self, costs: np.ndarray):
@@ -41,7 +41,7 @@ class Timings:
         self._rates: dict[Hashable, float] = {}
 
     def length(self, clients: Sequence[int] | np.ndarray) -> float:
-        """What a group of these clients is expected to take, in any unit."""
+        """Expected duration of a group of these clients, in any unit."""
         members = np.asarray(clients)
         return max(float((self._slowness[members] * self._costs[members]).sum()), 1e-9)
 
@@ -50,99 +50,103 @@ class Timings:
         return self._rates.get(function, 0.0) * self.length(clients)
 
     def note(self, function: Hashable, clients: Sequence[int], seconds: float) -> None:
-        """A group of these clients took so long."""
+        """Learn from a group of these clients that took `seconds`."""
         length = self.length(clients)
         rate = self._rates.setdefault(function, seconds / length)
-        # Half of the way each time, for one slow group may have met a busy machine.
+        # Half of the way each time, since one slow group may have met a busy machine.
         self._slowness[list(clients)] *= np.clip((seconds / (rate * length)) ** 0.5, 0.25, 4.0)
         self._rates[function] = 0.9 * rate + 0.1 * seconds / length
 
 
 @dataclass
-class _Lane:
-    """What an actor has been handed: `groups` in order, the first one running since `since`."""
+class _Queue:
+    """The groups of an actor, in order; the first one runs since `since`."""
 
     node: str
     groups: list[Group] = field(default_factory=list)
     since: float = 0.0
 
-    def dry(self) -> float:
-        """When it is expected to run out of work."""
+    def idle_at(self) -> float:
+        """When the actor is expected to be idle."""
         return self.since + sum(group.seconds for group in self.groups) if self.groups else 0.0
 
 
 class Dispatch:
-    """Hands groups out, the longest first, each where its clients' states are if that costs no time.
+    """Assigns groups to actors, the longest first, to the node that has its clients' states if that costs no time.
 
-    Actors are known by any hashable name.
+    An actor is any hashable value.
     """
 
     def __init__(self, groups: Iterable[Group]):
         self._waiting = sorted(groups, key=lambda group: (-group.length, group.index))
-        self._lanes: dict[Any, _Lane] = {}
+        self._queues: dict[Any, _Queue] = {}
 
     def join(self, actor: Any, node: str) -> None:
         """An actor is ready for groups; `node` is where it runs."""
-        self._lanes.setdefault(actor, _Lane(node))
+        self._queues.setdefault(actor, _Queue(node))
 
     @property
     def done(self) -> bool:
         """Whether nothing waits and nothing is out."""
-        return not self._waiting and not any(lane.groups for lane in self._lanes.values())
+        return not self._waiting and not any(queue.groups for queue in self._queues.values())
 
     def next(self, now: float) -> tuple[Any, Group] | None:
-        """Who is to be handed what now; None for nothing. To be asked until there is nothing."""
+        """The next ``(actor, group)`` to push now; None if there is none. To be called until it returns None."""
         if not self._waiting:
             return None
-        free = [(len(lane.groups), lane.dry(), actor) for actor, lane in self._lanes.items() if self._takes(lane, now)]
+        free = [
+            (len(queue.groups), queue.idle_at(), actor)
+            for actor, queue in self._queues.items()
+            if self._may_get_one(queue, now)
+        ]
         if not free:
             return None
         actor = min(free, key=lambda entry: entry[:2])[2]
-        lane = self._lanes[actor]
-        group = self._waiting.pop(self._nearest(lane.node))
-        if not lane.groups:
-            lane.since = now
-        lane.groups.append(group)
+        queue = self._queues[actor]
+        group = self._waiting.pop(self._choice(queue.node))
+        if not queue.groups:
+            queue.since = now
+        queue.groups.append(group)
         return actor, group
 
     def pause(self, now: float) -> float:
-        """Seconds until :meth:`next` may have an answer, if nothing happens meanwhile; infinite if it will not."""
+        """Seconds until :meth:`next` may return a group if nothing else happens; infinite if it will not."""
         if not self._waiting:
             return float("inf")
-        moments = [lane.dry() - AHEAD - now for lane in self._lanes.values() if self._shares(lane)]
+        moments = [queue.idle_at() - AHEAD - now for queue in self._queues.values() if self._may_prefetch(queue)]
         return max(0.0, min(moments, default=float("inf")))
 
     def finished(self, actor: Hashable, group: Group, now: float) -> None:
         """An actor is done with a group."""
-        lane = self._lanes[actor]
-        lane.groups.remove(group)
-        lane.since = now
+        queue = self._queues[actor]
+        queue.groups.remove(group)
+        queue.since = now
 
     def lost(self, actor: Hashable) -> list[Group]:
-        """An actor is gone; returns its groups, which wait again."""
-        lane = self._lanes.pop(actor, None)
-        groups = lane.groups if lane else []
+        """An actor died; returns its groups, which wait again."""
+        queue = self._queues.pop(actor, None)
+        groups = queue.groups if queue else []
         self._waiting[:0] = groups
         return groups
 
     def drop(self, group: Group, instead: Group | None = None) -> None:
-        """Hand a waiting group out no more, or another one in its place."""
+        """Remove a waiting group, or put another one in its place."""
         place = self._waiting.index(group)
         self._waiting[place : place + 1] = [] if instead is None else [instead]
 
-    def _takes(self, lane: _Lane, now: float) -> bool:
-        return not lane.groups or (self._shares(lane) and lane.dry() - AHEAD <= now)
+    def _may_get_one(self, queue: _Queue, now: float) -> bool:
+        return not queue.groups or (self._may_prefetch(queue) and queue.idle_at() - AHEAD <= now)
 
-    def _shares(self, lane: _Lane) -> bool:
-        """Whether an actor may be handed the next group while it has others."""
-        return len(lane.groups) < IN_FLIGHT and not any(group.alone for group in (self._waiting[0], *lane.groups))
+    def _may_prefetch(self, queue: _Queue) -> bool:
+        """Whether an actor may get the next group while it has others."""
+        return len(queue.groups) < IN_FLIGHT and not any(group.alone for group in (self._waiting[0], *queue.groups))
 
-    def _nearest(self, node: str) -> int:
-        """Place in the queue of the group to give to an actor on this node."""
-        if len({lane.node for lane in self._lanes.values()}) < 2:
+    def _choice(self, node: str) -> int:
+        """Index of the waiting group to push to an actor on this node."""
+        if len({queue.node for queue in self._queues.values()}) < 2:
             return 0
         enough = AS_LONG * self._waiting[0].length
-        front = enumerate(self._waiting[: len(self._lanes)])
+        front = enumerate(self._waiting[: len(self._queues)])
         candidates = [i for i, group in front if i == 0 or (group.length >= enough and not group.alone)]
         return max(candidates, key=lambda i: (_held(self._waiting[i], node), -i))
 
