@@ -1,4 +1,4 @@
-"""Errors that are sentences: what is wrong, where, and how to mend it."""
+"""Errors: each message says what is wrong, where, and how to fix it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterable
 
 
 class RaypflError(Exception):
-    """Base of everything that raypfl raises on purpose; its text is written for the person who can mend it."""
+    """Base of the errors that raypfl raises; the message is written for the person who can fix it."""
 
 
 class ConfigError(RaypflError):
-    """An experiment description asks for something that does not exist or does not fit together."""
+    """An experiment asks for something that does not exist, or contradicts itself."""
 
 
 class DataError(RaypflError):
-    """A data set or a partition of it cannot be had as described."""
+    """A data set cannot be read, or cannot be partitioned, as described."""
 
 
 class MethodError(RaypflError, ValueError):
-    """A method's own code uses the engine in a way that cannot be right."""
+    """A method's code uses raypfl in a wrong way."""
 
 
 class CheckpointError(RaypflError):
@@ -27,17 +27,17 @@ class CheckpointError(RaypflError):
 
 
 class Unwritable(RaypflError):
-    """A file of a run's folder cannot be written: the disk is full, or the folder another's."""
+    """A file of a run's folder cannot be written: the disk is full, or permissions are missing."""
 
 
 class ClientError(RaypflError):
-    """A client's own work went wrong.
+    """A client's work failed.
 
     Parameters
     ----------
     message : what happened, as a sentence.
-    clients : ids of the clients it happened to.
-    repeatable : whether trying again must give the same (a NaN loss), so that no retry is made.
+    clients : ids of the clients that failed.
+    repeatable : whether another try would fail too (a NaN loss), so that there is none.
     """
 
     def __init__(self, message: str, clients: Iterable[int] = (), repeatable: bool = False):
@@ -51,7 +51,7 @@ class ClientError(RaypflError):
 
 
 class EmptyCohort(RaypflError):
-    """Nobody is left to take part in a round."""
+    """No client is left in a round."""
 
 
 class LostState(RaypflError):
@@ -59,7 +59,7 @@ class LostState(RaypflError):
 
 
 class Stopped(RaypflError):
-    """The run was asked to stop (Ctrl-C, SIGTERM) and did so between two rounds' results."""
+    """The run was asked to stop (Ctrl-C, SIGTERM), and stops before the next result."""
 
 
 _ABBREVIATED = {"learning_rate": "lr"}
@@ -74,11 +74,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def known_pool(name: str, pools: Collection[str]) -> str:
-    """The name of a pool, if there is one that is called so.
+    """Returns `name`.
 
     Raises
     ------
-    ConfigError : if there is none.
+    ConfigError : if there is no such pool.
     """
     if name not in pools:
         hint = did_you_mean(name, pools) if pools else "data.pools has none."

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and locks between processes of a machine."""
+"""Atomic writes, and locks between the processes of a machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def draft(path: Path) -> Iterator[Path]:
-    """Within: where to write the file; it gets its name once it is on the disk, also if the power fails then.
+    """While active, where to write the file. At the end it is flushed to the disk, then renamed to `path`.
 
     Raises
     ------
-    Unwritable : if it cannot be written. What was there before is then as it was.
+    Unwritable : if it cannot be written; a file that existed before is unchanged.
     """
     unfinished = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
     try:
@@ -49,21 +49,21 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Be the only process that works on `path`, as long as all who do say so; others wait.
+    """Hold a lock on `path`, which other processes that call this wait for.
 
-    The lock is a file beside it, which is removed afterwards. Where the file system knows no locks, nobody waits.
+    The lock is a file beside `path`, removed afterwards. On a file system without locks nobody waits.
 
     Raises
     ------
-    OSError : if there can be no such file.
+    OSError : if the lock file cannot be created.
     """
     lock = path.with_name(f".{path.name}.lock")
     while True:
         with lock.open("w") as file:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if not _lies_at(file.fileno(), lock):
-                continue  # whoever held it has removed it, so that it locks nobody out any more
+            if not _is_at(file.fileno(), lock):
+                continue  # its last holder removed the file, so other processes would not see this lock
             try:
                 yield
             finally:
@@ -71,7 +71,7 @@ def alone(path: Path) -> Iterator[None]:
             return
 
 
-def _lies_at(descriptor: int, path: Path) -> bool:
+def _is_at(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Names for the things an experiment is put together from: methods, models, data sets, partitions."""
+"""Names of the components of an experiment: methods, models, data sets, partitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Registry:
         self._entries: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make a class or function known as `name`."""
+        """Decorator: register a class or function as `name`."""
 
         def add(entry: T) -> T:
             self._entries[name] = entry  # type: ignore[assignment]
@@ -75,7 +75,8 @@ class Registry:
                     f"Is the module's folder on PYTHONPATH, or the current folder?"
                 ) from error
             raise ConfigError(
-                f"The {self.kind} {path!r} cannot be imported, for its module fails:\n{traceback_text(error)}"
+                f"The {self.kind} {path!r} cannot be imported, because its module raises an error:\n"
+                f"{traceback_text(error)}"
             ) from error
         try:
             return getattr(imported, attribute)

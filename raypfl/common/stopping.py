@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a request that the run answers at a safe point."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request to stop, which a run obeys at a safe point."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import FrameType
 from typing import Any
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to stop: from a person, from a scheduler, from a terminal that is closed."""
+"""Signals that ask a run to stop: by a person, a scheduler, a terminal that is closed."""
 
 
 class StopRequest:
-    """Whether the run was asked to stop. A second signal insists: it raises KeyboardInterrupt wherever it finds us."""
+    """Whether the run was asked to stop. A second signal raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.made = False
@@ -26,7 +26,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within: nothing is at stake, so a signal ends the work at once, with KeyboardInterrupt."""
+        """While active, the first signal raises KeyboardInterrupt too, since no work would be lost."""
         self._interruptible = True
         try:
             yield
@@ -35,7 +35,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def acknowledged(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Within: `tell` is called as soon as the request is made, from another thread, since this one may be busy."""
+        """While active, `tell` is called in another thread as soon as the request is made: this one may be busy."""
         over = threading.Event()
 
         def wait() -> None:
@@ -54,14 +54,14 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Within: SIGINT, SIGTERM and SIGHUP make the request."""
+        """While active, SIGINT, SIGTERM and SIGHUP make the request."""
         with _handled(self._receive):
             yield self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         insists = self.made
         self.made = True
-        if not insists:  # the lock in it is not one to enter twice
+        if not insists:  # the event's lock is not reentrant
             self._noticed.set()
         if insists or self._interruptible:
             raise KeyboardInterrupt
@@ -69,7 +69,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within: signals that ask to stop wait, so that what is begun comes to its end; they are raised afterwards."""
+    """While active, signals that ask to stop are held back; they are raised at the end."""
     came: list[int] = []
     with _handled(lambda number, frame: came.append(number)):
         yield
@@ -79,16 +79,16 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupting() -> Iterator[None]:
-    """Within: what would end this process without a word raises KeyboardInterrupt, as Ctrl-C does."""
+    """While active, signals whose default would end this process silently raise KeyboardInterrupt, as Ctrl-C does."""
     with _handled(signal.default_int_handler, where=signal.SIG_DFL):
         yield
 
 
 @contextlib.contextmanager
 def hangups_ignored() -> Iterator[None]:
-    """Within: SIGHUP is ignored, also by processes that are started here, for good.
+    """While active, SIGHUP is ignored; processes that are started meanwhile ignore it for good.
 
-    A terminal that is closed tells them all, and those that are Ray's would end before the run is saved.
+    A terminal that is closed sends it to all of them, and Ray's would end before the run is saved.
     """
     with _handled(signal.SIG_IGN, (signal.SIGHUP,)):
         yield
@@ -96,16 +96,16 @@ def hangups_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Afterwards, signals that ask to stop are handled as before, whatever a library has done to that."""
+    """At the end, restore the handlers of signals that ask to stop, which a library may have changed."""
     with _handled():
         yield
 
 
 @contextlib.contextmanager
 def _handled(by: Any = None, numbers: Iterable[int] = ASKING, where: Any = None) -> Iterator[None]:
-    """Within: signals go to `by`, except for SIGHUP where it is ignored, as under nohup.
+    """While active, signals go to `by`, except for SIGHUP if it is ignored, as under nohup.
 
-    With `where`, only those that went there before. Outside the main thread, signals are not ours to take.
+    With `where`, only signals whose handler is `where`. Outside the main thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

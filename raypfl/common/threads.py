@@ -1,4 +1,4 @@
-"""How many threads torch computes with."""
+"""The number of threads of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within: torch computes with so many threads."""
+    """While active, torch computes with `count` threads."""
     before = torch.get_num_threads()
     if count == before:
         yield

@@ -1,4 +1,4 @@
-"""What a method logs in a round beside its models: numbers, tables, images."""
+"""What a method logs in a round: numbers, tables, images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raypfl.common.messages import unmarked
 LOGGED = {"round": "int32", "name": "text", "value": "float64"}
 IMAGES = {"round": "int32", "name": "text", "png": "bytes"}
 ANALYSIS = "analysis-"
-"""What the names of the files begin with that hold a method's own tables."""
+"""The beginning of the file names of a method's own tables."""
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _KINDS = {"i": "int64", "u": "int64", "b": "int64", "f": "float64", "U": "text"}
@@ -49,7 +49,7 @@ def refuse_bad_name(name: str) -> None:
 
 
 def number(name: str, value: Any) -> float:
-    """The one number that is to be logged."""
+    """A value that is logged, as a float."""
     refuse_bad_name(name)
     array = _array(value)
     if array.size != 1 or array.dtype.kind not in "iubf":
@@ -61,7 +61,7 @@ def number(name: str, value: Any) -> float:
 
 
 def columns(name: str, given: Mapping[str, Any], known: Mapping[str, str] | None) -> dict[str, np.ndarray]:
-    """The columns of a table that is to be logged, each ``[n]``; those of earlier rounds were of the `known` kinds."""
+    """The columns of a table that is logged, each ``[n]``; `known` are the kinds of its columns in earlier rounds."""
     refuse_bad_name(name)
     arrays = {str(column): _array(values) for column, values in given.items()}
     for column, array in arrays.items():
@@ -81,7 +81,7 @@ def columns(name: str, given: Mapping[str, Any], known: Mapping[str, str] | None
 
 
 def kinds(table: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Of a table's columns, as :class:`raypfl.storage.columns.Columns` has them."""
+    """The kinds of a table's columns, for :class:`raypfl.storage.columns.Columns`."""
     return {column: _KINDS[array.dtype.kind] for column, array in table.items()}
 
 

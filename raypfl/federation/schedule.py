@@ -1,6 +1,6 @@
-"""How a cohort is drawn, and cut into groups.
+"""How a cohort is drawn and cut into groups.
 
-The cut depends on the cohort, the model and the clients' sizes, never on the actors, so that results do not either.
+The cut depends on the cohort, the model and the clients' sizes, never on the actors, so neither do results.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from raypfl.common import rng
 from raypfl.federation.settings import CohortSettings
 
 VECTORISED_GROUP = 50
-"""Clients a vectorised group wants: in groups of 25 each takes 1.4 times as long, for what every operation costs; in
-groups of 100, 0.9 times."""
+"""Clients of a vectorised group. In groups of 25 a client takes 1.4 times as long, because of the fixed cost of every
+operation; in groups of 100, 0.9 times."""
 
 EVALUATION_GROUP = 100
-"""Clients a vectorised group has when models are judged, where there are enough: a forward pass is soon done."""
+"""Clients of a vectorised group in an evaluation, if there are enough: a forward pass is short."""
 
 EVALUATION_GROUPS = 8
-"""Groups that are not made larger than in training for that, so that actors have something to share."""
+"""Groups that an evaluation keeps at least (or as many as training has), so that actors can share the work."""
 
 SEQUENTIAL_GROUP = 5
-"""Clients that the largest sequential group of a cohort has, unless the cohort is small. Fewer would cost a model's way
-to the server more often; more would let actors wait for the last group longer."""
+"""Clients of the largest sequential group of a cohort. With fewer, more models travel to the server; with more, actors
+wait longer for the last group."""
 
 SEQUENTIAL_SHARE = 8
-"""The largest sequential group has at most this part of a cohort: eight actors still have something to do."""
+"""The largest sequential group has at most one of this many parts of a cohort, so that eight actors have work."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Who takes part in a round: `clients` do, `dropped` vanish after its first message."""
+    """Who takes part in a round: `clients`; `dropped` clients receive its first message and then vanish."""
 
     clients: tuple[int, ...]
     dropped: tuple[int, ...] = ()
@@ -49,20 +49,20 @@ def cohort_size(settings: CohortSettings, num_clients: int) -> int:
 
 
 def draw(settings: CohortSettings, num_clients: int, seed: int, round: int) -> Draw:
-    """The cohort of a round: uniform without replacement among the clients that are reachable, in ascending order.
+    """The cohort of a round: uniform without replacement among the reachable clients, in ascending order.
 
-    Takes time by the size of the cohort, not of the population, as long as enough clients are reachable.
+    As long as enough clients are reachable, this takes time in proportion to the cohort, not to the population.
     """
     size = min(cohort_size(settings, num_clients), num_clients)
-    looked_at, tries = 2 * size if settings.availability else size, 0
+    candidates, tries = 2 * size if settings.availability else size, 0
     while True:
-        looked_at = min(looked_at, num_clients)
-        drawn = rng.generator(seed, "cohort", round, *range(tries)).choice(num_clients, looked_at, replace=False)
+        candidates = min(candidates, num_clients)
+        drawn = rng.generator(seed, "cohort", round, *range(tries)).choice(num_clients, candidates, replace=False)
         reachable = drawn[_is_reachable(settings, seed, round, drawn)]
-        if len(reachable) >= size or looked_at == num_clients:
+        if len(reachable) >= size or candidates == num_clients:
             break
-        # A draw of its own, not more of this one: so every reachable client is as likely as any other.
-        looked_at, tries = 4 * looked_at, tries + 1
+        # A new draw, not more of this one, so that every reachable client is as likely as any other.
+        candidates, tries = 4 * candidates, tries + 1
     cohort = np.sort(reachable[:size])
     gone = rng.uniform(rng.keys(seed, "dropout", round, cohort)) < settings.dropout
     return Draw(tuple(cohort[~gone].tolist()), tuple(cohort[gone].tolist()))
@@ -77,16 +77,15 @@ def _is_reachable(settings: CohortSettings, seed: int, round: int, clients: np.n
 
 
 def even(cohort: int, groups: int) -> list[int]:
-    """Sizes of so many groups, as equal as can be; fewer if there are not as many clients."""
+    """Sizes of `groups` groups, as equal as possible; fewer groups if there are fewer clients."""
     return [len(part) for part in np.array_split(np.arange(cohort), max(1, min(groups, cohort)))]
 
 
 def group_sizes(cohort: int, executor: str) -> list[int]:
     """Sizes of the groups that a cohort is cut into.
 
-    Vectorised ones are equal. Sequential ones shrink to single clients: the large ones cost little to hand out, and
-    with the small ones the actors, however many there are, finish together (trapezoid self-scheduling, Tzen and Ni
-    1993).
+    Vectorised ones are equal. Sequential ones shrink to single clients: large ones keep messages few, and with small
+    ones at the end any number of actors finish together (trapezoid self-scheduling, Tzen and Ni 1993).
     """
     if executor == "vectorised":
         return even(cohort, max(1, round(cohort / VECTORISED_GROUP)))
@@ -101,7 +100,7 @@ def shrinking(cohort: int, largest: int) -> list[int]:
 
 
 def evaluation_group_sizes(clients: int, executor: str) -> list[int]:
-    """Sizes of the groups that clients are cut into to be judged."""
+    """Sizes of the groups that clients are cut into for an evaluation."""
     sizes = group_sizes(clients, executor)
     if executor != "vectorised":
         return sizes
@@ -111,16 +110,16 @@ def evaluation_group_sizes(clients: int, executor: str) -> list[int]:
 def cut(costs: np.ndarray, sizes: list[int], executor: str) -> list[np.ndarray]:
     """Positions ``0..C-1`` of a cohort in groups of these sizes, the costliest first.
 
-    Vectorised groups get clients of similar cost, since a group takes as long as its longest member; sequential ones
-    cost as much as they have clients, as nearly as can be.
+    Vectorised groups get clients of similar cost, since a group takes as long as its longest member. The cost of a
+    sequential group is as nearly in proportion to its clients as possible.
     """
     ranked = np.argsort(-costs, kind="stable")
-    groups = np.split(ranked, np.cumsum(sizes)[:-1]) if executor == "vectorised" else _dealt(costs, ranked, sizes)
+    groups = np.split(ranked, np.cumsum(sizes)[:-1]) if executor == "vectorised" else _balanced(costs, ranked, sizes)
     return sorted((np.sort(g) for g in groups), key=lambda g: (-costs[g].sum(), g[0]))
 
 
-def _dealt(costs: np.ndarray, ranked: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
-    """The costliest client goes to the group that is farthest from its share of the cohort's cost, then the next."""
+def _balanced(costs: np.ndarray, ranked: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """Assign clients, the costliest first, to the group that is farthest from its share of the cohort's cost."""
     share = float(costs.sum()) / len(costs)
     open_groups = [(-share * size, i) for i, size in enumerate(sizes)]
     heapq.heapify(open_groups)

@@ -1,4 +1,4 @@
-"""What a method trains on the server, by the optimizers that clients have."""
+"""Training on the server, with the optimizers that clients have."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from raypfl.training.sequential import Sequential
 Schedule = Literal["constant", "cosine"]
 Item = TypeVar("Item")
 
-OFTEN = 0.5
-"""Seconds between two events about the same work; what takes less is not told of."""
+INTERVAL = 0.5
+"""Seconds between two events about the same work. Shorter work has no event."""
 
 
 @dataclass(frozen=True)
 class ServerAtWork:
-    """What takes the server long is so far: `done` steps of `total`, or of nobody knows how many."""
+    """The progress of long work on the server: `done` steps of `total`, or of an unknown number."""
 
     round: int
     text: str
@@ -59,7 +59,7 @@ class ServerContext:
 
 
 class ServerTraining(ABC):
-    """The server in one round, beside its clients."""
+    """What a method can compute on the server in one round."""
 
     task: Task
     round: int
@@ -79,7 +79,7 @@ class ServerTraining(ABC):
         return self.context.pools.pool(name, self.round)
 
     def other(self, theta: Tensor, model: FlatModel | None = None) -> Other:
-        """A model ``[P+B]`` as it is, for a loss beside the one that is trained: a teacher; see `clients.other`."""
+        """A model ``[P+B]`` that is not trained, for use in a loss: a teacher; see `clients.other`."""
         return Other(model or self.task.model, theta.detach())
 
     def sgd(
@@ -108,16 +108,16 @@ class ServerTraining(ABC):
         loss : ``loss(p, batch, **extras) -> scalar`` of the parameters ``p[P]``, as for :meth:`Clients.sgd`.
         start : ``[P+B]``.
         batches : what :meth:`Pool.batches` gives, or any batches.
-        lr, optimizer, weight_decay, clip_norm : of the steps; None: plain SGD. Its memory begins anew.
+        lr, optimizer, weight_decay, clip_norm : of the steps; None: plain SGD. Its state starts empty.
         schedule : of the learning rate over the steps: ``constant``; or ``cosine``, which falls from `lr` toward 0.
         train : the segments that move (see :meth:`FlatModel.names`), or ``bool[P+B]``.
         model : the network; None: the clients'.
         mode : in ``train``, batch norm normalises by the batch and moves its statistics, and dropout is at work; in
             ``eval``, neither is.
         stream : another name, other draws of the network's own.
-        text : what is going on, for who watches.
+        text : what is going on, for the display.
         log : the name under which the mean of the loss over the steps is logged.
-        extras : passed to the loss by name: tensors, or models as they are (:meth:`other`).
+        extras : passed to the loss by name: tensors, or models that are not trained (:meth:`other`).
 
         Returns
         -------
@@ -154,7 +154,7 @@ class ServerTraining(ABC):
         schedule: Schedule = "constant",
         text: str = "training on the server",
     ) -> Tensor:
-        """Move any tensor down the gradient of ``loss(tensor)``: a synthetic set, say. The steps are as for `sgd`."""
+        """Move any tensor, such as a synthetic set, down the gradient of ``loss(tensor)``, as :meth:`sgd` does."""
         at = start.detach().clone(memory_format=torch.contiguous_format)
         flat, value = at.view(-1), at.new_zeros(())
         update = Update(optimizer or SGD(), lr)
@@ -169,19 +169,19 @@ class ServerTraining(ABC):
         return at
 
     def progress(self, text: str, items: Iterable[Item], *, total: int | None = None) -> Iterator[Item]:
-        """The items, one by one; who watches the run is told how many are done, if it takes long.
+        """Yield the items; if that takes long, listeners are told how many are done.
 
         Parameters
         ----------
-        text : what is going on, as ``"distilling"``.
+        text : what is going on, such as ``"distilling"``.
         total : how many there are; None: as many as the items have a length.
         """
-        total, told = _length(items) if total is None else total, time.monotonic()
+        total, last = _length(items) if total is None else total, time.monotonic()
         for done, item in enumerate(items, start=1):
             yield item
-            if (now := time.monotonic()) - told >= OFTEN:
+            if (now := time.monotonic()) - last >= INTERVAL:
                 self.context.emit(ServerAtWork(self.round, text, done, total))
-                told = now
+                last = now
 
     def _refuse_divergence(self, text: str, loss: Tensor, at: Tensor) -> None:
         if not bool(torch.isfinite(loss) & torch.isfinite(at.sum())):

@@ -20,7 +20,7 @@ class Task:
     model : the clients' network.
     seed : of the run.
     rounds, num_clients : of the experiment.
-    num_classes : how many classes, labels, numbers or tokens a sample's target is one of, or has.
+    num_classes : number of classes or tokens that a target is one of, or of labels or numbers that a target has.
     input_shape : of a sample, such as ``(C, H, W)``.
     objective : what is learned.
     num_samples : ``int64[num_clients]`` training samples of each client.

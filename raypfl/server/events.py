@@ -1,4 +1,4 @@
-"""What a run tells those who listen: the console, MLflow, a user's own function. The engine knows no more of them."""
+"""Events of a run, for its listeners: the console, MLflow, a user's own function."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of the start-up, in a few words (``"starting Ray"``)."""
+    """A step of the start-up, such as ``"starting Ray"``."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run begins, or goes on at `first_round`.
+    """A run begins, or goes on after `first_round` rounds.
 
     Attributes
     ----------
     run : its name. run_dir : its folder.
-    metadata : what was found out: num_clients, parameters, weights (where the first ones are from), executor,
-        channels_last, why (these two were chosen; empty if the settings say so), group_size, actors, data, device (of
-        the clients), server_device, system, versions.
+    metadata : num_clients, parameters, weights (where the initial ones are from), executor, channels_last, why (the
+        reason for these two; empty if the settings name them), group_size, actors, data, device (of the clients),
+        server_device, system, versions.
     """
 
     run: str
@@ -41,14 +41,14 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class RoundFinished:
-    """A round is done; `round` counts finished rounds, from 1.
+    """A round is finished; `round` counts from 1.
 
     Attributes
     ----------
-    loss : mean training loss over the cohort; NaN if nobody trained.
+    loss : mean training loss over the cohort; NaN if no client trained.
     bytes_up, bytes_down : of this round, all clients together.
     bytes_up_total, bytes_down_total : of this round and all before it, in a resumed run too.
-    clients, dropped, failed : how many took part to the end, vanished by simulation, failed and were skipped.
+    clients, dropped, failed : how many finished, dropped out by simulation, failed and were skipped.
     logged : what the method logged: numbers, tables, images.
     """
 
@@ -67,7 +67,7 @@ class RoundFinished:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """All clients were evaluated after `round`, which is 0 before the first one.
+    """All clients were evaluated after `round`; 0 is before the first one.
 
     `summary` has a dict for each protocol and model, see ``evaluation.summarise``.
     """
@@ -86,7 +86,7 @@ class Checkpointed:
 
 @dataclass(frozen=True)
 class Warned:
-    """Something that a person should know; each text comes once a run."""
+    """A warning for the user; each text comes once a run."""
 
     text: str
 
@@ -95,8 +95,8 @@ class Warned:
 class RunFinished:
     """The run is over. `weights_hash` is the SHA-256 of the server's and all clients' final state.
 
-    `best_round` is the best one by validation data; None: nothing was validated. `tables` : by name, those that are
-    kept in the run's folder; `images` : what a method logged, a row each of round, name and PNG file.
+    `best_round` is the best one by validation data; None: no round was validated. `tables` : by name, the tables of the
+    run's folder. `images` : what the method logged, with the columns round, name and png.
     """
 
     status: Literal["finished", "stopped", "failed"]

@@ -1,4 +1,4 @@
-"""What a group of clients does when models are judged."""
+"""What a group of clients computes in an evaluation."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def score(
     protocols: Collection[str],
     shares: list[tuple[int, int]],
 ) -> dict[str, Each | Sum]:
-    """What comes up from a group, by ``model/protocol``; nothing of it is charged.
+    """The reply of a group by ``model/protocol``; it is not charged.
 
     Parameters
     ----------
     personal : gives a group's personal models, ``[K, P+B]``, ``[P+B]`` or a predictor, or None.
     shared : the global model ``[P+B]``, or None.
-    shares : for each client ``(i, n)``: the i-th of n shares of a common test set is tested here with the global model.
+    shares : for each client ``(i, n)``: the group tests the global model on the i-th of n shares of a common test set.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def _personal(clients: Clients, personal: PersonalModel, protocols: Collection[s
 
 
 def _everywhere(clients: Clients, models: Tensor | Predictor, protocols: Collection[str]) -> dict[str, Tensor]:
-    """Metrics of personal models on everybody's test samples, which all protocols have from one pass."""
+    """Metrics of personal models on all clients' test samples, in one pass for all protocols."""
     weighted = [protocol for protocol in WEIGHTED if protocol in protocols]
     if "global" not in protocols and not weighted:
         return {}
@@ -99,7 +99,7 @@ def _shared(
             if protocol in protocols:
                 values[protocol] = Each(metric_sums.values(sums))
             if protocol == "local" and everywhere:
-                # The union of the clients' tests; an area under a curve is not the sum of its parts'.
+                # The union of the clients' tests. An area under a curve is not the sum of its parts' areas.
                 union = [Part(_everyone(clients))]
                 values["global"] = Sum(_share(clients, model, union, shares) if metric_sums.whole else sums)
     for protocol in protocols:
@@ -145,7 +145,7 @@ def _change(clients: Clients, part: Part, again: bool) -> Change | None:
 
 
 def _kept(clients: Clients, part: Part) -> Tensor | None:
-    """All images of a part, corrupted once in this process, if there is room for them."""
+    """The corrupted images of a part, computed once in this process; None if there is no room for them."""
     context, name = clients.context, part.corruption
     assert name is not None
     if name not in context.corrupted and len(part.where):

@@ -1,4 +1,4 @@
-"""From an experiment's description to what works on it: the same in the server and in every actor."""
+"""From an experiment to its model, task and context: the same in the server and in every actor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def make_measures(experiment: Experiment, data: ClientData | DataOutline) -> Measures:
-    """What is learned of this data, and by which metrics models are judged."""
+    """The objective and the metrics of an experiment on this data."""
     objective = experiment.objective or fitting(data.kind)
     return Measures(objective, experiment.evaluation.metrics, data.num_classes)
 
@@ -61,7 +61,7 @@ def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) ->
 
 
 def make_task(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> Task:
-    """What the method may know, its own networks built."""
+    """The method's task, with its own networks built."""
     model, measures = make_model(experiment, data, device), make_measures(experiment, data)
     task = Task(
         model=model,
@@ -80,7 +80,7 @@ def make_task(experiment: Experiment, data: ClientData | DataOutline, device: to
 
 
 def precision_of(experiment: Experiment) -> Precision:
-    """How forward and backward passes of the clients' network are computed."""
+    """The precision and layout of the clients' network."""
     return Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
 
 
@@ -112,7 +112,7 @@ def make_context(experiment: Experiment, data: ClientData | DataOutline, task: T
 
 
 def pools_of_server(experiment: Experiment, data: ClientData, task: Task) -> Pools:
-    """The pools as the server reads them: from where they are mapped, batch by batch."""
+    """The pools as the server reads them: mapped into memory, batch by batch."""
     return _read(experiment, data, samples_for(data, task.model, experiment.data.augmentation, room=0.0))
 
 
@@ -130,12 +130,12 @@ def _pools(data: ClientData | DataOutline) -> dict[str, np.ndarray]:
 
 
 def threads_of_server(experiment: Experiment) -> int:
-    """Threads that torch has for what the server computes itself."""
+    """Torch threads for what the server computes itself."""
     return experiment.engine.threads_for_server or experiment.engine.threads
 
 
 def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
-    """``float[num_clients]``: SGD steps of each client's round, the measure by which groups are cut and ordered."""
+    """``float[num_clients]``: SGD steps of each client in a round, by which groups are cut and ordered."""
     training = experiment.training
     if training.steps is not None:
         return np.full(len(sizes), float(training.steps))
@@ -143,9 +143,9 @@ def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
 
 
 def groups_for(experiment: Experiment, cohort: int, evaluation: bool = False) -> list[int]:
-    """Sizes of the groups that a cohort is cut into, as the settings say or as model and cohort suggest.
+    """Sizes of the groups of a cohort: as the settings say, or by the executor and the cohort's size.
 
-    `evaluation` : it is to be evaluated, not trained.
+    `evaluation` : whether the cohort is evaluated, not trained.
     """
     size = experiment.engine.group_size or experiment.ray.clients_per_actor
     suggest = evaluation_group_sizes if evaluation else group_sizes
@@ -169,7 +169,7 @@ def _affine(
 def samples_for(
     data: ClientData | DataOutline, model: FlatModel, augmentation: Sequence[Augmentation], room: float
 ) -> Samples:
-    """The samples as the model's device sees them: they lie there if they take no more than `room` bytes."""
+    """The samples for the model's device, on which they are kept if they take at most `room` bytes."""
     gain, offset = normalisation(data, model)
     if not isinstance(data, FederatedData):
         nothing = np.zeros(0)
@@ -183,7 +183,7 @@ def samples_for(
 
 @dataclass(frozen=True)
 class _Fetched(Samples):
-    """Samples that are fetched client by client; none are resident."""
+    """Samples that are fetched client by client; none are kept on the device."""
 
     data: DescribedData | DataOutline = field(kw_only=True)
 
