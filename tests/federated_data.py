@@ -70,6 +70,16 @@ class Mislabelled(Described):
         return inputs, labels + 3
 
 
+class Overflowing(Described):
+    """Has two labels a sample, one of them 257, which is 1 in eight bits."""
+
+    kind, num_classes = "labels", 2
+
+    def samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        inputs, labels = super().samples(client, split)
+        return inputs, np.full((len(labels), 2), [0, 257])
+
+
 class Miscounted(Described):
     """Says how many samples it has of one client only."""
 

@@ -200,7 +200,7 @@ def test_whatever_is_no_step_of_training_sees_images_and_labels_as_they_are(exec
 
 def test_an_augmentation_that_changes_the_shape_of_images_is_told_so():
     clients = Federation(augmentation=(Smaller(),)).clients()
-    with pytest.raises(RaypflError, match=r"tests.federated_images:Smaller.*leave their shape"):
+    with pytest.raises(RaypflError, match=r"tests.federated_images:Smaller.*not change their shape"):
         clients.sgd(clients.loss, clients.initial)
 
 

@@ -23,7 +23,7 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.config import Experiment
 from raypfl.data import IID, Dirichlet, FederatedData, Traits, load_federated
 from raypfl.data.splits import allocate
-from raypfl.datasets import DATASETS, DataConfig, RawData
+from raypfl.datasets import DataConfig, RawData
 from raypfl.datasets.base import SPLITS
 
 SMALL = IID(clients=2)
@@ -458,6 +458,11 @@ def test_a_reader_of_ones_own_is_named_by_its_module(tmp_path):
     ],
 )
 def test_a_reader_whose_parts_do_not_fit_is_refused(tmp_path, monkeypatch, inputs, labels, sentence):
-    monkeypatch.setitem(DATASETS._entries, "odd", lambda config: RawData(inputs, np.array(labels), ["a", "b"]))
+    monkeypatch.setattr(odd, "parts", (inputs, np.array(labels), ["a", "b"]), raising=False)
     with pytest.raises(DataError, match=sentence):
-        load_federated(DataConfig(name="odd"), SMALL, seed=0, cache=tmp_path)
+        load_federated(DataConfig(name=f"{__name__}:odd"), SMALL, seed=0, cache=tmp_path)
+
+
+def odd(config: DataConfig) -> RawData:
+    """Whatever a test sets as its parts."""
+    return RawData(*odd.parts)

@@ -159,13 +159,14 @@ class DescribedData:
                 f"input_shape they must be {types} {expected}."
             )
         if labels.dtype.kind in "iu" and self.kind != "numbers":
-            labels = labels.astype(np.int64 if labels.ndim == 1 or self.kind == "tokens" else np.int8)
+            stored = labels.astype(_STORED[self.kind])
+            labels = stored if np.array_equal(stored, labels) else labels
         self._check(labels, count, f"{split} split of client {client}")
         return inputs, labels
 
     def _check(self, targets: np.ndarray, count: int, where: str) -> None:
         kind = f"targets of kind {self.kind!r}"
-        if len(targets) != count or kind_of(targets) != self.kind:
+        if targets.shape[:1] != (count,) or kind_of(targets) != self.kind:
             found = f"{targets.dtype}{list(targets.shape)}"
             raise DataError(f"{self.name} returns {found} for the {where}; it must return {count} {kind}.")
         try:

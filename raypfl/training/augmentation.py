@@ -1,7 +1,7 @@
-"""Training images changed at random: whole batches at once, where the clients compute, from random numbers given in.
+"""Random changes of training images: of whole batches, on the training device, from given random numbers.
 
-In the order of ``data.augmentation``, each sees what the one before it gave. Images are normalised by then, as networks
-see them, so that black is a number of each channel's own, and the mean colour is 0.
+Augmentations follow each other in the order of ``data.augmentation``. Images are normalised before, so that black has
+another value in each channel, and the mean colour is 0.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ Colour = Literal["black", "mean"]
 class Augmentation(ABC):
     """A random change of images.
 
-    One of your own overrides `draws` and `__call__` (or, of :class:`ByChance`, `changed`), and is named as
-    ``my_module:MyAugmentation``; its fields are its options.
+    A subclass overrides `draws` and `__call__` (or, of :class:`ByChance`, `changed`); its fields are its options. A
+    description names it as ``my_module:MyAugmentation``.
 
     Attributes
     ----------
-    draws : random numbers that it takes for an image.
+    draws : number of random numbers that it needs for an image.
     """
 
     draws: ClassVar[int]
 
     @abstractmethod
     def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
-        """The changed images, of the same shape; those given stay as they are.
+        """The changed images, of the same shape; `images` itself is not modified.
 
         Parameters
         ----------
         images : ``[n, C, H, W]``, normalised.
-        u : ``float64[n, draws]``, uniform in [0, 1); whatever is drawn must follow from these.
+        u : ``float64[n, draws]``, uniform in [0, 1), the only source of randomness.
         black : ``[C, 1, 1]``, a black pixel, normalised.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByChance(Augmentation):
-    """A change that an image's first draw decides on.
+    """A change of some images, chosen by their first draw.
 
     Attributes
     ----------
-    p : chance that an image is changed.
+    p : probability that an image is changed.
     """
 
     p: float = 1.0
@@ -68,20 +68,20 @@ class ByChance(Augmentation):
 
     @abstractmethod
     def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
-        """All images as they are when changed, by the draws that are left: ``u[n, draws - 1]``."""
+        """All images, changed, by the remaining draws ``u[n, draws - 1]``."""
 
 
 @AUGMENTATIONS.register("crop")
 @dataclass(frozen=True, kw_only=True)
 class Crop(ByChance):
-    """A window of the image's own size, anywhere in the image with a border around it.
+    """A random window of the image's own size in the image with a border.
 
     As torchvision's ``RandomCrop(size, padding=4)``: all (2 padding + 1)² windows are equally likely.
 
     Attributes
     ----------
     padding : pixels on each side.
-    fill : the border's colour: ``black``, as where ``RandomCrop`` comes before ``Normalize``, or ``mean`` (after it).
+    fill : the border's colour: ``black``, as with ``RandomCrop`` before ``Normalize``, or ``mean``, as after it.
     """
 
     padding: int = 4
@@ -122,7 +122,7 @@ class Cutout(ByChance):
     Attributes
     ----------
     size : pixels of a side.
-    fill : the square's colour: ``mean``, as where it is cut out of normalised images, or ``black``.
+    fill : the square's colour: ``mean``, as if cut out of normalised images, or ``black``.
     """
 
     size: int = 16
@@ -146,15 +146,15 @@ class Cutout(ByChance):
 
 
 def augmented(images: Tensor, augmentations: Sequence[Augmentation], u: Tensor, black: Tensor) -> Tensor:
-    """Images ``[..., C, H, W]`` after all augmentations, by the draws ``u[..., D]`` that these take together."""
+    """Images ``[..., C, H, W]`` after all augmentations, by their draws ``u[..., D]``."""
     flat, rest = images.flatten(0, -4), u.flatten(0, -2)
     for augmentation in augmentations:
         mine, rest = rest[:, : augmentation.draws], rest[:, augmentation.draws :]
         changed = augmentation(flat, mine, black)
         if changed.shape != flat.shape:
             raise MethodError(
-                f"The augmentation {AUGMENTATIONS.name_of(type(augmentation))!r} made {list(changed.shape)} of images "
-                f"{list(flat.shape)}; it must leave their shape as it is."
+                f"The augmentation {AUGMENTATIONS.name_of(type(augmentation))!r} returned {list(changed.shape)} for "
+                f"images {list(flat.shape)}; it must not change their shape."
             )
         flat = changed
     return flat.reshape(images.shape)
