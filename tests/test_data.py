@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import pickle
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.config import Experiment
 from raypfl.data import IID, Dirichlet, FederatedData, Traits, load_federated
 from raypfl.data.splits import allocate
 from raypfl.datasets import DataConfig, RawData
@@ -295,19 +293,10 @@ def write_table(path: Path, images: list, labels: list, names: list[str] | None 
     return path
 
 
-@pytest.fixture
-def opened(tmp_path: Path) -> Callable[..., FederatedData]:
-    def open_folder(partition=SMALL, **options) -> FederatedData:
-        config = Experiment(data={"name": "parquet", "root": str(tmp_path / "data"), **options}).data
-        return load_federated(config, partition, seed=0, cache=tmp_path / "cache")
-
-    return open_folder
-
-
 def test_parquet_images_come_out_to_the_pixel_with_their_class_names(tmp_path, opened):
     pixels = colours(8)
     write_table(tmp_path / "data/train.parquet", [encoded(p) for p in pixels], [0, 1] * 4, names=["cat", "dog"])
-    data = opened()
+    data = opened("parquet")
     assert np.array_equal(data.inputs, np.stack(pixels).transpose(0, 3, 1, 2))
     assert (data.labels.tolist(), data.class_names, data.scale) == ([0, 1] * 4, ["cat", "dog"], 255.0)
 
@@ -316,7 +305,7 @@ def test_parquet_images_come_out_to_the_pixel_with_their_class_names(tmp_path, o
 def test_grey_images_have_one_channel(tmp_path, opened, form):
     pixels = [p[..., 0] for p in colours(4)]
     write_table(tmp_path / "data/train.parquet", [encoded(p, form) for p in pixels], [0, 1, 2, 0])
-    data = opened()
+    data = opened("parquet")
     assert np.array_equal(data.inputs, np.stack(pixels)[:, None])
     assert data.class_names == ["0", "1", "2"]
 
@@ -324,22 +313,22 @@ def test_grey_images_have_one_channel(tmp_path, opened, form):
 def test_grey_images_encoded_in_colour_have_one_channel_unless_one_of_them_is_coloured(tmp_path, opened):
     grey = [np.repeat(p[..., :1], 3, axis=2) for p in colours(4)]
     path = write_table(tmp_path / "data/train.parquet", [encoded(p) for p in grey], [0, 1, 0, 1])
-    assert np.array_equal(opened().inputs[:, 0], [p[..., 0] for p in grey])
+    assert np.array_equal(opened("parquet").inputs[:, 0], [p[..., 0] for p in grey])
     write_table(path, [encoded(p) for p in [*grey[:3], colours(1)[0]]], [0, 1, 0, 1])
-    assert opened().input_shape == (3, 6, 5)
+    assert opened("parquet").input_shape == (3, 6, 5)
 
 
 def test_images_may_be_plain_binary_values_under_names_of_ones_own(tmp_path, opened):
     (tmp_path / "data").mkdir()
     table = pa.table({"picture": [encoded(p) for p in colours(4)], "kind": pa.array([0, 1, 1, 0], pa.uint8())})
     pq.write_table(table, tmp_path / "data/all.parquet")
-    assert opened(image="picture", label="kind").labels.tolist() == [0, 1, 1, 0]
+    assert opened("parquet", image="picture", label="kind").labels.tolist() == [0, 1, 1, 0]
 
 
 def test_files_named_test_are_the_published_test_split_and_latest_is_not(tmp_path, opened):
     for name, seed in (("latest", 0), ("plain/test/part-0", 1), ("validation-00000-of-00001", 2)):
         write_table(tmp_path / f"data/{name}.parquet", [encoded(p) for p in colours(4, seed)], [0, 1, 0, 1])
-    data = opened()
+    data = opened("parquet")
     assert data.sizes("train").sum() == 4
     assert data.sizes("test").sum() == 8
 
@@ -347,25 +336,25 @@ def test_files_named_test_are_the_published_test_split_and_latest_is_not(tmp_pat
 def test_more_images_than_a_block_keep_their_order(tmp_path, opened):
     pixels = np.arange(2500, dtype=np.uint16).view(np.uint8).reshape(2500, 1, 2)
     write_table(tmp_path / "data/train.parquet", [encoded(p) for p in pixels], [0, 1] * 1250)
-    assert np.array_equal(opened().inputs[:, 0], pixels)
+    assert np.array_equal(opened("parquet").inputs[:, 0], pixels)
 
 
 def test_a_changed_file_is_read_again(tmp_path, opened):
     for seed in (0, 1):
         pixels = colours(4, seed)
         write_table(tmp_path / "data/train.parquet", [encoded(p) for p in pixels], [0, 1, 0, 1])
-        assert np.array_equal(opened().inputs[0], pixels[0].transpose(2, 0, 1))
+        assert np.array_equal(opened("parquet").inputs[0], pixels[0].transpose(2, 0, 1))
 
 
 def test_a_constant_channel_does_not_divide_by_zero(tmp_path, opened):
     write_table(tmp_path / "data/train.parquet", [encoded(np.full((2, 2), 51, np.uint8))] * 4, [0, 1, 0, 1])
-    data = opened()
+    data = opened("parquet")
     np.testing.assert_allclose((data.mean, data.std), ([0.2], [1.0]), rtol=1e-6)
 
 
 def test_a_machine_without_the_cache_prepares_it_when_it_unpickles(tmp_path, opened):
     path = write_table(tmp_path / "data/train.parquet", [encoded(p) for p in colours(4)], [0, 1, 0, 1])
-    pickled = pickle.dumps(opened())
+    pickled = pickle.dumps(opened("parquet"))
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     assert np.array_equal(pickle.loads(pickled).labels, [0, 1, 0, 1])
 
@@ -401,36 +390,36 @@ def test_a_bad_row_is_named(tmp_path, opened, images, labels, sentence):
     table = pa.table({"image": column, "label": labels}).replace_schema_metadata(pq.read_schema(path).metadata)
     pq.write_table(table, path)
     with pytest.raises(DataError, match=sentence):
-        opened()
+        opened("parquet")
 
 
 def test_a_missing_column_is_refused_with_the_nearest_name(tmp_path, opened):
     write_table(tmp_path / "data/train.parquet", GOOD, [0, 1, 0])
     with pytest.raises(ConfigError, match=r"data.label is 'labels', but train\.parquet .*did you mean 'label'"):
-        opened(label="labels")
+        opened("parquet", label="labels")
 
 
 def test_a_column_that_holds_no_images_is_refused(tmp_path, opened):
     write_table(tmp_path / "data/train.parquet", GOOD, [0, 1, 0])
     with pytest.raises(DataError, match=r"Column 'label' of train\.parquet is of type int64, not encoded images"):
-        opened(image="label")
+        opened("parquet", image="label")
 
 
 def test_a_folder_that_is_missing_or_empty_is_refused_with_a_sentence(tmp_path, opened):
     with pytest.raises(ConfigError, match=r"data\.root is missing"):
         load_federated(DataConfig(name="parquet"), SMALL, seed=0, cache=tmp_path)
     with pytest.raises(ConfigError, match="there is no such folder"):
-        opened()
+        opened("parquet")
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match=r"no \*\.parquet in the folder"):
-        opened()
+        opened("parquet")
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path, opened):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/train.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(DataError, match=r"train\.parquet is not a readable Parquet file"):
-        opened()
+        opened("parquet")
 
 
 # --- a reader of one's own --------------------------------------------------------------------------------------------
