@@ -161,6 +161,12 @@ def test_what_does_not_fit_a_later_method_is_told_before_an_earlier_one_is_run(w
     assert "round 1/2" not in result.stderr and not list(Path(".").glob("runs/*"))
 
 
+@pytest.mark.parametrize("output", ["/dev/null/x", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_refused_in_a_sentence(output):
+    refused = raypfl("run", *SMALL, f"output={output}")
+    assert refused.exit_code == 2 and "cannot be made" in refused.stderr
+
+
 def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
     result = raypfl("resume", "nowhere")
     assert result.exit_code == 1

@@ -216,6 +216,13 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
             {"evaluation": {"protocols": ["mine"]}},
             "evaluation.protocols has 'mine', which is no protocol; known are: ",
         ),
+        ({"model": "math:pi"}, "model is 'math:pi', which is not a class or function with options."),
+        ({"seed": 10**20}, "seed is 100000000000000000000; it must be below 2^63."),
+        ({"rounds": 2**31}, "rounds is 2147483648; it must be below 2^31."),
+        ({"engine": {"threads": 100_000}}, "engine.threads is 100000; it must be at least 1 and at most 1024."),
+        ({"checkpoint": {"location": "s3://"}}, "checkpoint.location is 's3://'; it must be a folder, or a URI"),
+        ({"output": "a\0"}, "it must be a folder."),
+        ({"name": "x" * 101}, "at most 100 bytes"),
         ({"name": "a/b"}, "name is 'a/b'; it must be letters, digits"),
     ],
 )
@@ -330,7 +337,7 @@ def test_naming_one_method_replaces_a_comparison_by_it():
         ("methods: ditto\n", "methods is 'ditto'; it must be a list, such as"),
         ("methods: []\n", "methods is []; it must be a list, such as"),
         ("method: [fedavg, ditto]\n", "method is ['fedavg', 'ditto']; give several as methods"),
-        ("seeds: 0\n", "seeds is 0; it must be a whole number, at least 1"),
+        ("seeds: 0\n", "seeds is 0; it must be from 1 to 10000"),
         ("method: ditto\nmethods: [fedavg]\n", "Both method and methods are given"),
     ],
 )

@@ -19,6 +19,7 @@ NAMES = [*METHODS, *MODELS, *PARTITIONS, *OBJECTIVES, *METRICS, *OPTIMIZERS]
 KEYS = [
     *SETTINGS,
     *("data", "model", "cohort", "training", "evaluation", "engine", "ray", "checkpoint", "tracking", "failures"),
+    *4 * ("data.name", "model.name", "partition.name", "objective", "method"),
     *("method.lam", "method.server_lr", "method.name", "partition.alpha", "partition.clients", "model.hidden"),
     *("training.optimizer.name", "training.optimizer.beta1", "cohort.availability.low", "data.pools.auxiliary"),
     *("methods", "seeds", "nonsense", "training.nonsense", "rounds.x", "a.b.c"),

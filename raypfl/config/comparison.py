@@ -59,8 +59,8 @@ def _methods(values: dict[str, Any]) -> list[Any]:
 
 def _seeds(values: dict[str, Any]) -> int:
     seeds = values.pop("seeds", 1)
-    if not isinstance(seeds, int) or seeds < 1:
-        raise ConfigError(f"seeds is {seeds!r}; it must be a whole number, at least 1: how often each method is run.")
+    if not isinstance(seeds, int) or not 1 <= seeds <= 10_000:
+        raise ConfigError(f"seeds is {seeds!r}; it must be from 1 to 10000: how often each method is run.")
     return seeds
 
 

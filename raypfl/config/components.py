@@ -116,7 +116,10 @@ def checked_options(
     ------
     ValueError : with a sentence a line for every option that is unknown, missing or of the wrong type.
     """
-    known, hints = options_of(entry, hidden), _hints(entry)
+    try:
+        known, hints = options_of(entry, hidden), _hints(entry)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} is {name!r}, which is not a class or function with options.") from None
     if shared:
         known, hints = {**known, **options_of(shared, ("name", "options"))}, {**hints, **_hints(shared)}
     fields: dict[str, Any] = {

@@ -30,15 +30,20 @@ POSITIVE_OR_INFINITE = Limit("above 0 (.inf for none)", lambda v: v > 0)
 SHARE = Limit("above 0 and at most 1", lambda v: 0 < v <= 1)
 CHANCE = Limit("between 0 and 1", lambda v: 0 <= v <= 1)
 BELOW_ONE = Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
+THREADS = Limit("at least 1 and at most 1024", lambda v: 1 <= v <= 1024)
 FILE_NAME = Limit(
-    "letters, digits, '.', '_' or '-', since the run's folder is named after it",
-    lambda v: re.fullmatch(r"\w[\w.-]*", v) is not None,
+    "letters, digits, '.', '_' or '-', at most 100 bytes, since the run's folder is named after it",
+    lambda v: re.fullmatch(r"\w[\w.-]*", v) is not None and len(v.encode()) <= 100,
 )
-PATH = Limit("a folder", bool)
+PATH = Limit("a folder", lambda v: bool(v) and "\0" not in v)
+LOCATION = Limit(
+    "a folder, or a URI with a path such as s3://bucket/folder",
+    lambda v: "\0" not in v and v.strip("/:") != "" and not v.endswith("://"),
+)
 
 _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
-    "evaluation.batch_size evaluation.patience engine.group_size engine.threads engine.threads_for_server ray.actors "
+    "evaluation.batch_size evaluation.patience engine.group_size ray.actors "
     "ray.clients_per_actor checkpoint.keep",
     FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every ray.gpus_per_actor "
     "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb",
@@ -49,6 +54,8 @@ _SETTINGS = {
     BELOW_ONE: "cohort.dropout training.momentum",
     FILE_NAME: "name",
     PATH: "output",
+    LOCATION: "checkpoint.location",
+    THREADS: "engine.threads engine.threads_for_server",
 }
 LIMITS = {path: limit for limit, paths in _SETTINGS.items() for path in paths.split()}
 
@@ -62,6 +69,9 @@ def outside_limits(field: str, value: Any) -> list[str]:
             setting = getattr(value, key) if key else value
             numbers = setting if isinstance(setting, tuple) else () if setting is None else (setting,)
             lines += [f"{path} is {one!r}; it must be {limit.text}." for one in numbers if not limit.holds(one)]
+            bound = 63 if path == "seed" else 31  # bits that tables and random draws have for it
+            too_large = (one for one in numbers if isinstance(one, int) and one >= 2**bound)
+            lines += [f"{path} is {one}; it must be below 2^{bound}." for one in too_large]
     return lines
 
 

@@ -121,3 +121,5 @@ def _made(parent: str | Path, name: str) -> Path:
         except FileExistsError:
             number += 1
             folder = folder.with_name(f"{name}-{number}")
+        except OSError as error:
+            raise ConfigError(f"The folder {str(folder)!r} cannot be made: {error.strerror}; change output.") from None
