@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from raypfl.backends.inline import Inline
 from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context
+from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Worker
 from raypfl.common import rng
 from raypfl.evaluation import Measures
@@ -180,9 +181,13 @@ class Federation:
 
     def clients(self, ids: Iterable[int] | None = None, round: int = 0, **state: Tensor) -> Clients:
         """A group; ``state[k]`` is what its k-th client remembers."""
+        return Clients(self.group(ids, round, **state))
+
+    def group(self, ids: Iterable[int] | None = None, round: int = 0, **state: Tensor) -> ClientGroup:
+        """The same, as the engine sees it."""
         ids = tuple(range(len(self.sizes)) if ids is None else ids)
         states: list[Mapping[str, np.ndarray]] = [{n: v[k].numpy() for n, v in state.items()} for k in range(len(ids))]
-        return Clients(self.context, ids, round, self.training.lr, states)
+        return ClientGroup(self.context, ids, round, self.training.lr, states)
 
     def cohort(self, ids: Iterable[int] | None = None, dropped: tuple[int, ...] = ()) -> Cohort:
         ids = tuple(range(len(self.sizes)) if ids is None else ids)

@@ -73,6 +73,14 @@ def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_metho
     assert alone.evaluations.equals(two_rounds(method=Local()).evaluations)
 
 
+def test_clients_have_exactly_the_members_that_the_guide_documents():
+    page = Path("docs/write_a_method.md").read_text()
+    listed = page[page.index("`clients` ([`raypfl.Clients`]") : page.index("Each is documented there")]
+    listed = re.sub(r"; `cohort`.*?\n\n", "\n", listed, flags=re.DOTALL)
+    named = {*re.findall(r"`(\w+)[(`]", listed), *re.findall(r"\bclients\.(\w+)", page)} - {"clients", "py"}
+    assert named == {name for name in dir(Federation().clients()) if not name.startswith("_")}
+
+
 def test_the_rules_of_the_guide_to_optimizers_train(tmp_path, monkeypatch):
     (source,) = blocks("docs/optimizers.md", "python")
     (tmp_path / "my_rules.py").write_text(source)

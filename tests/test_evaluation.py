@@ -61,9 +61,11 @@ def scored(fed, personal=None, shared=None, protocols=("local", "global"), group
     """A table, put together as the server does."""
     total: dict[str, torch.Tensor] = {}
     for ids in groups:
-        clients = fed.clients(ids)
-        mine = (lambda group: per_client(personal[list(group.ids)])) if personal is not None else lambda group: None
-        for name, value in score(clients, mine, shared, protocols, [(i, 4) for i in ids]).items():
+        group = fed.group(ids)
+        mine = (
+            (lambda clients: per_client(personal[list(clients.ids)])) if personal is not None else lambda clients: None
+        )
+        for name, value in score(group, mine, shared, protocols, [(i, 4) for i in ids]).items():
             rows = value.rows
             if isinstance(value, raypfl.Each):
                 total.setdefault(name, torch.zeros(4, rows.shape[1], dtype=torch.float64))[list(ids)] = rows
@@ -219,9 +221,9 @@ def test_a_method_may_change_what_it_reads_when_it_is_judged_and_the_state_stays
     fed = judged_federation(executor)
     kept = models_of(fed).numpy().copy()
     kept.flags.writeable = False
-    clients = fed.clients(personal=torch.from_numpy(kept.copy()))
-    clients.state._rows = [{"personal": row} for row in kept]
-    values = score(clients, lambda group: Meddling().personal_model(group, {}), None, ("local",), [])
+    group = fed.group(personal=torch.from_numpy(kept.copy()))
+    group.state._rows = [{"personal": row} for row in kept]
+    values = score(group, lambda clients: Meddling().personal_model(clients, {}), None, ("local",), [])
     changed = torch.from_numpy(kept) + 1.0
     changed[:, :3] = 0.0
     for k in (0, 1, 3):
@@ -232,12 +234,12 @@ def test_a_method_may_change_what_it_reads_when_it_is_judged_and_the_state_stays
 def test_a_model_that_is_judged_alone_is_read_where_its_state_lies():
     fed = judged_federation("sequential")
     kept = models_of(fed).numpy()
-    clients = fed.clients(range(4))
-    clients.state._rows = [{"personal": row} for row in kept]
+    group = fed.group(range(4))
+    group.state._rows = [{"personal": row} for row in kept]
     places = []
     score(
-        clients,
-        lambda group: places.append(group.state["personal"].data_ptr()) or group.state["personal"],
+        group,
+        lambda clients: places.append(clients.state["personal"].data_ptr()) or clients.state["personal"],
         None,
         ("local",),
         [],

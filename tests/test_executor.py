@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.clients.clients import learning_rate
 from raypfl.common.errors import ClientError
 from raypfl.common.messages import per_client
 from raypfl.evaluation.metric_sums import MetricSums
@@ -465,7 +464,7 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
     judged = clients.evaluate(per_client(models), split="train")
     samples, correct, loss = (judged[name] for name in ("samples", "accuracy", "loss"))
     everywhere = np.concatenate(fed.split)
-    union = MetricSums(fed.context.measures).of(clients.answers(models, everywhere), 4)
+    union = MetricSums(fed.context.measures).of(fed.context.answers(models, everywhere), 4)
     union_correct, union_loss = union[:, 1], union[:, 2]
     logits = clients.logits(models, fed.samples(1)[0])
     assert samples.tolist() == list(fed.sizes)
@@ -499,7 +498,7 @@ def test_a_method_may_change_what_a_state_defaults_to_without_changing_the_initi
 
 def test_the_learning_rate_follows_its_schedule():
     def rates(rounds=4, **options):
-        return [learning_rate(TrainingSettings(lr=0.8, **options), r, rounds) for r in range(rounds)]
+        return [TrainingSettings(lr=0.8, **options).learning_rate(r, rounds) for r in range(rounds)]
 
     net = nn.Linear(1, 1)
     torchs = {

@@ -178,6 +178,18 @@ def test_what_reports_nothing_has_no_training_loss_but_still_diverges_in_a_sente
         clients.sgd(clients.loss, clients.initial, report=None, lr=float("inf"))
 
 
+@pytest.mark.parametrize("reporting", [0, 1], ids=["the first", "the second"])
+def test_the_training_loss_is_the_mean_over_those_steps_that_report_one(reporting):
+    fed = Federation(training=replace(FP64, steps=2))
+    clients, theta = fed.clients(), fed.context.initial
+    for s, batch in enumerate(clients.minibatches()):
+        if s == reporting:
+            (x, y), k = fed.visits(1)[s], 1
+            expected = F.cross_entropy(as_module(fed.factory, unmarked(theta).expand(4, -1)[k]).train()(x), y)
+        theta = batch.step(clients.loss, theta, report="loss" if s == reporting else None)
+    close(clients.losses[k], expected.detach())
+
+
 def test_an_extra_that_no_function_takes_is_named():
     clients = Federation().clients()
     with pytest.raises(MethodError, match="Neither the loss nor its penalty or report takes 'ancor'"):
@@ -309,7 +321,7 @@ def test_what_stands_still_gets_no_noise():
 
 def test_batch_norm_is_refused_where_single_samples_are_asked_for():
     clients = Federation(NormalisedConv, training=replace(FP64, optimizer=Clipped())).clients()
-    with pytest.raises(MethodError, match="Clipped asks for the gradient of each sample, but batch norm"):
+    with pytest.raises(MethodError, match="Clipped needs the gradient of each sample, but batch norm"):
         clients.sgd(clients.loss, clients.initial)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raypfl.clients.clients import Clients
 from raypfl.common.errors import ClientError, RaypflError
 from raypfl.common.messages import per_client
 from tests.federated_methods import PerFedAvg
@@ -177,7 +178,8 @@ def test_what_is_computed_from_rows_of_all_clients_may_not_be_closed_over_either
 
 def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
     fed = Federation()
-    clients = fed.clients()
+    group = fed.group()
+    clients = Clients(group)
     rows = torch.zeros(4, fed.model.size, dtype=torch.float64)
 
     def loss(p, batch, table):
@@ -186,7 +188,7 @@ def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
     for work in (clients.sgd, clients.grad, clients.map):
         with pytest.raises(ValueError, match=re.escape("pass raypfl.per_client(table)")):
             work(loss, clients.initial, table=rows)
-    clients.received({"sent": rows})
+    group.received({"sent": rows})
     clients.sgd(loss, clients.initial, table=rows)
     clients.sgd(loss, clients.initial, table=per_client(rows))
     clients.sgd(loss, clients.initial, table=torch.zeros(5, 4))
@@ -307,7 +309,7 @@ def test_all_that_a_client_has_is_asked_for_by_any_large_number(executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.filterwarnings("ignore::raypfl.clients.fallback.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
 def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
     fed = Federation(sizes=(9,), executor=executor, method=PerFedAvg(alpha=0.5))
     p = fed.model.init(fed.seed)
@@ -319,7 +321,7 @@ def test_per_fedavg_goes_down_the_slope_after_a_step(executor):
     close(fed.play(None)["theta"], p)
 
 
-@pytest.mark.filterwarnings("ignore::raypfl.clients.fallback.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
 def test_a_loss_that_differentiates_is_trained_on_unequal_batches_too():
     theta = [Federation(executor=e, method=PerFedAvg()).play(None)["theta"] for e in EXECUTORS]
     close(*theta)

@@ -263,8 +263,9 @@ def test_a_predictor_is_a_network_like_any_other_once_it_is_trained(tmp_path):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_a_predictor_gets_wrong_is_said_in_a_sentence(executor):
-    clients = Federation(executor=executor, method=FedAvg()).clients()
-    clients.context.split = lambda client, name: np.arange(4)
+    fed = Federation(executor=executor, method=FedAvg())
+    clients = fed.clients()
+    fed.context.split = lambda client, name: np.arange(4)
     theta, rows = clients.initial, per_client(torch.zeros(len(clients), 1, dtype=torch.float64))
 
     def predict(x, theta, rows):

@@ -124,7 +124,7 @@ def dropping() -> nn.Module:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.filterwarnings("ignore::raypfl.clients.fallback.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
 def test_layers_that_draw_and_keyed_draws_are_no_offence(executor):
     fed = Federation(dropping, executor=executor, method=DrawsKeyed())
     first = fed.play(None)["theta"]

@@ -1,44 +1,59 @@
-"""What the clients of one process share."""
+"""What the clients of one process share, and how it runs a function of one client for a group."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from raypfl.common.messages import unmarked
 from raypfl.evaluation.measures import Measures
+from raypfl.models.extras import Extras
 from raypfl.models.flat import FlatModel
+from raypfl.models.predictor import Predictor
 from raypfl.objectives import Objective
+from raypfl.objectives.batch import Batch
 from raypfl.training.batches import Samples
 from raypfl.training.executor import Executor
+from raypfl.training.inference import Answers, Change, on_common, on_own
+from raypfl.training.loss import Loss
 from raypfl.training.pool import Pools
 from raypfl.training.sequential import Sequential
 from raypfl.training.settings import TrainingSettings
+from raypfl.training.vectorised import Vectorised
 
 ROOM = 512 * 2**20
 
 
+class FallbackWarning(UserWarning):
+    """PyTorch cannot run a function on the chosen executor, so a simpler one takes over."""
+
+    BECAUSE = " torch says: "
+
+
 @dataclass(eq=False)
 class Context:
-    """What the clients of one process share: the network, the samples, the settings. Built once, used by every group.
+    """The network, the samples and the settings of one process, built once and used by all of its groups.
 
     Attributes
     ----------
-    split : ``split(client, name) -> int64[n]`` sample numbers of one client's split.
-    measures : what is learned, and by which metrics models are judged.
+    split : ``split(client, name) -> int64[n]``, the sample numbers of one client's split.
+    measures : the objective and the metrics that models are evaluated by.
     pools : samples that belong to no client.
     networks : further networks of the method (:meth:`raypfl.Method.networks`).
     loss_limit : a training loss above it is a failure.
-    evaluation_batch : samples a model and forward pass, where nothing is trained.
+    evaluation_batch : samples per model and forward pass in evaluation.
     scale : the value of a full pixel.
     unseen : clients that are never trained.
-    room : bytes on the device for test images that were made worse, since every personal model is tested on the same.
-    corrupted : those images, by how.
+    room : bytes on the device for corrupted test images, which all personal models share.
+    corrupted : those images, by corruption.
     """
 
     model: FlatModel
@@ -85,13 +100,78 @@ class Context:
                 modes.enter_context(network.mode(train=False))
             yield
 
+    def answers(
+        self, models: Tensor | Predictor, where: np.ndarray | Sequence[np.ndarray], change: Change | None = None
+    ) -> Iterator[Answers]:
+        """The outputs of M models, ``[M, P+B]`` or a predictor's, on the samples of these numbers, batch by batch.
+
+        Parameters
+        ----------
+        where : ``int64[n]``, the same for all models, or a list of one such array per model.
+        change : of the inputs, where samples are the same for all.
+        """
+        models = models if isinstance(models, Predictor) else unmarked(models)
+
+        def begun(executor: Executor) -> tuple[Answers | None, Iterator[Answers]]:
+            if isinstance(where, np.ndarray):
+                parts = on_common(executor, self.samples, models, where, self.evaluation_batch, change)
+            else:
+                parts = on_own(executor, self.samples, models, where, self.evaluation_batch)
+            return next(parts, None), parts
+
+        with self.evaluating():
+            (first, rest), _ = self.run(self.executor, begun)
+            if first is not None:
+                yield first
+                yield from rest
+
+    def run(self, executor: Executor, work: Callable[[Executor], Any]) -> tuple[Any, Executor]:
+        """The result of ``work(executor)`` and the executor that gave it: a simpler one, with a warning, if need be.
+
+        Raises
+        ------
+        RuntimeError : of the simplest executor, if all fail.
+        """
+        try:
+            return work(executor), executor
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if isinstance(executor, Vectorised):
+                simpler, what = self.one_by_one, "cannot be vectorised, so clients run one by one"
+            elif executor.precision.channels_last:
+                simpler, what = self._unlaid, "does not work on images channels last, so they stay as they are"
+            else:
+                raise
+            reason = str(error).partition("\n")[0]
+        result = self.run(simpler, work)
+        warnings.warn(
+            f"A function of this method {what}.{FallbackWarning.BECAUSE}{reason}", FallbackWarning, stacklevel=2
+        )
+        return result
+
+    def executor_for_padding(
+        self, function: Loss, at: Tensor, some: Callable[[int], Batch], extras: Extras, train: bool
+    ) -> Executor:
+        """The executor, or one that pads no batches if `function` gives other results on padded ones.
+
+        ``some(n)`` gives at most n samples of the first client, whose model is `at`.
+        """
+        if not isinstance(self.executor, Vectorised):
+            return self.executor
+        problem = self.executor.unfit_for_padding(function, at, some(self.training.batch_size), extras, train)
+        if problem is None:
+            return self.executor
+        loss = getattr(function, "loss", function)
+        warnings.warn(f"The function {getattr(loss, '__qualname__', loss)} {problem}", stacklevel=2)
+        return self.one_by_one
+
     @cached_property
     def one_by_one(self) -> Sequential:
         """The executor for what cannot be vectorised."""
         executor = self.executor
-        return executor if isinstance(executor, Sequential) else Sequential(self.model, executor.precision)  # type: ignore[attr-defined]
+        return executor if isinstance(executor, Sequential) else Sequential(self.model, executor.precision)
 
     @cached_property
-    def unlaid(self) -> Sequential:
-        """The executor for what does not work on images channels last."""
-        return Sequential(self.model, replace(self.one_by_one.precision, channels_last=False))
+    def _unlaid(self) -> Sequential:
+        return Sequential(self.model, replace(self.executor.precision, channels_last=False))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context
+from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
@@ -58,7 +59,7 @@ class Call:
     Attributes
     ----------
     number : of the call, counted over the run, so that an actor unpacks what is sent to all once.
-    function : name of the method's client function, or a function ``f(clients, method, **arguments)`` of the engine's.
+    function : name of the method's client function, or a function ``f(group, method, **arguments)`` of the engine's.
     round, lr : of the round; rounds are numbered from 1.
     broadcast : the tensors among the arguments.
     arguments : name -> number or string, or a :class:`raypfl.storage.tree.Leaf` for each tensor, in dicts and lists.
@@ -160,7 +161,7 @@ class Worker:
         """
         begun = time.perf_counter()
         shared = self._shared(call, opened)
-        clients = Clients(self.context, group.clients, call.round, call.lr, states)
+        clients = ClientGroup(self.context, group.clients, call.round, call.lr, states)
         rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
         arguments = {**put_together(dict(call.arguments), shared), **rows}
         clients.received(arguments)
@@ -185,12 +186,12 @@ class Worker:
         logged = {name: (float(rows.double().sum()), len(rows)) for name, rows in clients.logged.items()}
         return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged), stack
 
-    def _run(self, call: Call, clients: Clients, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _run(self, call: Call, clients: ClientGroup, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(call.function, str):
             return call.function(clients, self.method, **arguments)
         function = getattr(self.method, call.function)
-        with refuse_unkeyed(function, clients.device, ON_CLIENTS):
-            return function(clients, **arguments)
+        with refuse_unkeyed(function, self.context.model.device, ON_CLIENTS):
+            return function(Clients(clients), **arguments)
 
     def _values(self, call: Call, returned: Mapping[str, Any] | None, clients: int) -> dict[str, Value]:
         who = where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.clients.clients import Clients
+from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Call, Group, OfferedState, Reply
 from raypfl.common.errors import ClientError, RaypflError
 from raypfl.common.messages import Scatter
@@ -203,7 +203,7 @@ class GroupRunner:
         return failing
 
 
-def _copy_state(clients: Clients, method: object) -> dict[str, Any]:
+def _copy_state(clients: ClientGroup, method: object) -> dict[str, Any]:
     clients.state.changed = True
     return {}
 

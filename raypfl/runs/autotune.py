@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from raypfl.clients.clients import Clients
-from raypfl.clients.context import Context
-from raypfl.clients.fallback import FallbackWarning
+from raypfl.clients.context import Context, FallbackWarning
+from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment
 from raypfl.data import ClientData
@@ -194,7 +194,7 @@ class _Trial:
         executor = kind(self.model, precision)
         context = replace(self._context, executor=executor, training=training, loss_limit=float("inf"))
         largest = np.argsort(-self._sizes, kind="stable")[:count]
-        clients = Clients(context, tuple(largest.tolist()), 0, lr=1e-6)
+        clients = Clients(ClientGroup(context, tuple(largest.tolist()), 0, lr=1e-6))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the run's own steps repeat them
             warnings.simplefilter("error", FallbackWarning)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from raypfl.backends.inline import Inline
-from raypfl.clients.clients import Clients, learning_rate
+from raypfl.clients.clients import Clients
+from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import unmarked
@@ -147,7 +148,8 @@ class TrainedModels:
         """
         refuse_stranger(client, self.num_clients)
         method, unseen = self.experiment.method, client in self.outline.unseen
-        clients = Clients(self._context, (client,), self.round, self._lr, [self._state_to_judge(client, unseen)])
+        state = self._state_to_judge(client, unseen)
+        clients = Clients(ClientGroup(self._context, (client,), self.round, self._lr, [state]))
         made = getattr(method, maker(unseen))(clients, self.server)
         if made is None and unseen:
             return self.global_model()
@@ -182,7 +184,7 @@ class TrainedModels:
 
     @property
     def _lr(self) -> float:
-        return learning_rate(self.experiment.training, max(self.round - 1, 0), self.experiment.rounds)
+        return self.experiment.training.learning_rate(max(self.round - 1, 0), self.experiment.rounds)
 
     @cached_property
     def _task(self) -> Task:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from raypfl.clients.clients import Clients, learning_rate
+from raypfl.clients.clients import Clients
+from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each, Scatter, Sum
 from raypfl.common.user_code import where_defined
@@ -114,7 +115,7 @@ class Evaluator:
         if not clients or not protocols:
             return tabulate(self.measures, round, {}, [], [])
         # Methods that fine-tune models for evaluation use the learning rate of the round before.
-        lr = learning_rate(self.experiment.training, max(round - 1, 0), self.experiment.rounds)
+        lr = self.experiment.training.learning_rate(max(round - 1, 0), self.experiment.rounds)
         arguments = self._arguments(state, clients) | {"protocols": protocols, "maker": maker(unseen)}
         seen = state if self.method.has("personal_model") or self.method.has("unseen_model") else {}
         replies = ReplyAggregator(len(clients), torch.device("cpu"))
@@ -174,7 +175,7 @@ def maker(unseen: bool) -> str:
 
 
 def _score(
-    clients: Clients,
+    group: ClientGroup,
     method: Method,
     server: Mapping[str, Any],
     protocols: list[str],
@@ -186,14 +187,14 @@ def _score(
     shares = [(i, total) for i in position.tolist()]
     make = getattr(method, maker)
 
-    def models(group: Clients) -> torch.Tensor | Predictor | None:
-        with refuse_unkeyed(make, group.device, ON_CLIENTS):
-            made = make(group, server)
+    def models(clients: Clients) -> torch.Tensor | Predictor | None:
+        with refuse_unkeyed(make, clients.device, ON_CLIENTS):
+            made = make(clients, server)
         if isinstance(made, Predictor):
-            return _checked_predictor(made, len(group), make)
-        return None if made is None else _checked(made, [len(group), group.model.size], make)
+            return _checked_predictor(made, len(clients), make)
+        return None if made is None else _checked(made, [len(clients), clients.model.size], make)
 
-    return score(clients, models, shared, protocols, shares)
+    return score(group, models, shared, protocols, shares)
 
 
 def _checked(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], hint: str = "") -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from raypfl.clients.clients import learning_rate
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.user_code import traceback_text, with_location
 from raypfl.common.version import __version__
@@ -207,7 +206,7 @@ class Server:
         start, number = time.perf_counter(), self.round + 1
         self._runner.compact_states(number)
         drawn = self._draw(number)
-        lr = learning_rate(self.experiment.training, self.round, self.experiment.rounds)
+        lr = self.experiment.training.learning_rate(self.round, self.experiment.rounds)
         cohort = Cohort(self._runner, drawn.clients, drawn.dropped, number, lr, self._analysis())
         try:
             with self._all_or_nothing(), refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):

@@ -18,6 +18,9 @@ from raypfl.training.residence import moved
 READY = 2**21
 """Numbers that are normalised once for all batches that they come in; more would not stay in a cache."""
 
+StackedBatches = Callable[..., Batch]
+"""See :meth:`GroupSamples.stacked`."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -110,7 +113,7 @@ class GroupSamples:
         ready = None if few else self.client(k)
         return lambda s: self.step(k, visits, s, ready)
 
-    def stacked(self, clients: np.ndarray, visits: Order) -> Callable[..., Batch]:
+    def stacked(self, clients: np.ndarray, visits: Order) -> StackedBatches:
         """``batch(which, s)``: the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
 
         `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)``: no

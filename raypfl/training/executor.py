@@ -8,64 +8,21 @@ for each client.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raypfl.models.extras import Extras
+from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Update
 from raypfl.training.batches import Batches, GroupSamples, Order
 from raypfl.training.loss import LocalLoss, Loss
-
-
-class Executor(Protocol):
-    """What a group at work needs; both implementations give the same up to floating-point rounding."""
-
-    def sgd(
-        self,
-        loss: LocalLoss,
-        start: Tensor,
-        samples: GroupSamples,
-        visits: Order,
-        update: Update,
-        keys: Tensor,
-        extras: Extras,
-        correction: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean of what is reported[K])``.
-
-        ``correction[K, P]`` is added to all gradients.
-        """
-        ...
-
-    def grad(
-        self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient of each client's loss on its batch: ``(gradients[K, P], reported[K], statistics[K, B] after it)``.
-
-        With an `update` that asks for the gradients of single samples, it is what its optimizer makes of those.
-        """
-        ...
-
-    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
-        """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it.
-
-        Where it gives a row for each sample, rows of zeros stand behind those of clients with fewer than the largest.
-        """
-        ...
-
-    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
-        """Outputs ``[K, b, ...]`` of K models, ``[K, P+B]`` or a predictor's, without gradients; the caller sets
-        evaluation mode.
-
-        `x` has each model's own inputs, ``[K, b, C, H, W]``, or the same for all, ``[b, C, H, W]``.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +43,55 @@ class Precision:
 
 AS_IT_IS = Precision()
 """No autocast, and images in the layout that they have."""
+
+
+class Executor(ABC):
+    """Runs functions of one client for a group. All executors agree up to floating-point rounding."""
+
+    def __init__(self, model: FlatModel, precision: Precision = AS_IT_IS):
+        self.model = model
+        self.precision = precision
+
+    @abstractmethod
+    def sgd(
+        self,
+        loss: LocalLoss,
+        start: Tensor,
+        samples: GroupSamples,
+        visits: Order,
+        update: Update,
+        keys: Tensor,
+        extras: Extras,
+        correction: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean of what is reported[K])``.
+
+        ``correction[K, P]`` is added to all gradients.
+        """
+
+    @abstractmethod
+    def grad(
+        self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of each client's loss on its batch: ``(gradients[K, P], reported[K], statistics[K, B] after it)``.
+
+        With an `update` that asks for the gradients of single samples, it is what its optimizer makes of those.
+        """
+
+    @abstractmethod
+    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+        """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it.
+
+        Where it gives a row for each sample, rows of zeros stand behind those of clients with fewer than the largest.
+        """
+
+    @abstractmethod
+    def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
+        """Outputs ``[K, b, ...]`` of K models, ``[K, P+B]`` or a predictor's, without gradients; the caller sets
+        evaluation mode.
+
+        `x` has each model's own inputs, ``[K, b, C, H, W]``, or the same for all, ``[b, C, H, W]``.
+        """
 
 
 def copied(rows: Tensor, order: Tensor | None = None) -> Tensor:

@@ -71,15 +71,6 @@ def on_common(
         yield Answers(slice(0, len(models)), executor.predict(models, x, own=False), y[None], None)
 
 
-def for_owners(answers: Iterator[Answers], sizes: Sequence[int]) -> Iterator[Answers]:
-    """One model's answers on the samples of several clients, one after the other, `sizes` of each."""
-    owners = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
-    for part in answers:
-        count = part.outputs.shape[1]
-        yield part._replace(models=slice(None), owners=owners[:count].to(part.outputs.device))
-        owners = owners[count:]
-
-
 def _together(
     executor: Executor, samples: Samples, models: Tensor | Predictor, where: Sequence[np.ndarray], size: int
 ) -> Iterator[Answers]:

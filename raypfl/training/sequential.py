@@ -14,23 +14,19 @@ from torch import Tensor, nn
 
 from raypfl.common.messages import one_client_at_a_time
 from raypfl.models.extras import Extras, of_client, without_buffers
-from raypfl.models.flat import BoundModel, FlatModel, FunctionalCall, LossCall
+from raypfl.models.flat import BoundModel, FunctionalCall, LossCall
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Update
 from raypfl.training.batches import Batches, GroupSamples, Order
 from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
-from raypfl.training.executor import AS_IT_IS, Precision, copied, forked
+from raypfl.training.executor import Executor, copied, forked
 from raypfl.training.loss import LocalLoss, Loss
 
 
-class Sequential:
+class Sequential(Executor):
     """Client by client over one flat buffer to which an ordinary module is bound."""
-
-    def __init__(self, model: FlatModel, precision: Precision = AS_IT_IS):
-        self.model = model
-        self.precision = precision
 
     def sgd(
         self,

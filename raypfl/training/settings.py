@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from raypfl.optimizers import SGD, LocalOptimizer
 
 
@@ -54,3 +56,16 @@ class TrainingSettings:
         if isinstance(self.optimizer, LocalOptimizer):
             return self.optimizer
         return SGD(momentum=self.momentum, nesterov=self.nesterov)
+
+    def learning_rate(self, round: int, rounds: int) -> float:
+        """The learning rate under the schedule after `round` of `rounds` rounds."""
+        lr = self.lr
+        if self.schedule == "exponential":
+            lr *= self.decay**round
+        elif self.schedule == "cosine":
+            lr *= 0.5 * (1 + float(np.cos(np.pi * round / rounds)))
+        elif self.schedule == "step":
+            lr *= self.gamma ** sum(round >= milestone for milestone in self.milestones)
+        if round < self.warmup_rounds:
+            lr *= (round + 1) / self.warmup_rounds
+        return lr

@@ -12,24 +12,20 @@ from torch import Tensor, vmap
 
 from raypfl.common.messages import one_client_at_a_time
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
-from raypfl.models.flat import FlatModel, FunctionalCall
+from raypfl.models.flat import FunctionalCall
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Memory, Update
 from raypfl.training.batches import Batches, GroupSamples, Order, StepBatches
 from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
-from raypfl.training.executor import AS_IT_IS, Precision, copied, forked
+from raypfl.training.executor import Executor, copied, forked
 from raypfl.training.loss import LocalLoss, Loss
 from raypfl.training.unkeyed import torch_streams
 
 
-class Vectorised:
+class Vectorised(Executor):
     """All clients of the group at once with ``vmap``; unequal batches are padded and masked."""
-
-    def __init__(self, model: FlatModel, precision: Precision = AS_IT_IS):
-        self.model = model
-        self.precision = precision
 
     def sgd(
         self,

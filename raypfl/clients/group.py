@@ -1,0 +1,256 @@
+"""A group of clients in one round: samples, keyed draws, steps, and the checks of what a method passes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypfl.clients.context import Context
+from raypfl.clients.state import ClientState
+from raypfl.common import rng
+from raypfl.common.errors import ClientError, MethodError
+from raypfl.common.messages import PerClient, unmarked
+from raypfl.objectives.batch import Batch
+from raypfl.optimizers import LocalOptimizer, Update
+from raypfl.storage.tree import taken_apart
+from raypfl.training.batches import GroupSamples, Order, order
+from raypfl.training.executor import Executor
+from raypfl.training.loss import LocalLoss, Loss
+from raypfl.training.vectorised import Vectorised
+
+
+class ClientGroup:
+    """K clients in one round, as the engine sees them; :class:`Clients` is what a method's function gets.
+
+    Attributes
+    ----------
+    ids : the clients' numbers.
+    round, lr : the round's number, from 1, and its learning rate.
+    state : what stays on the clients between rounds.
+    losses : ``[K]``, reported by the last training; None before any.
+    logged : name -> ``[K]`` numbers that the clients logged.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        ids: tuple[int, ...],
+        round: int,
+        lr: float,
+        states: list[Mapping[str, np.ndarray]] | None = None,
+        read_only: bool = False,
+    ):
+        self.context = context
+        self.model = context.model
+        self.ids = ids
+        self.round = round
+        self.lr = lr
+        self.state = ClientState(states or [{} for _ in ids], context.model.device, read_only)
+        self.losses: Tensor | None = None
+        self.logged: dict[str, Tensor] = {}
+        self._samples: dict[str, GroupSamples] = {}
+        self._shared: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def portions(self) -> Iterator[ClientGroup]:
+        """The group whole, if its clients are taken together; else groups of one, whose states are read-only."""
+        if isinstance(self.context.executor, Vectorised) and len(self) > 1:
+            yield self
+        else:
+            for k in range(len(self)):
+                yield self.alone(k, read_only=True)
+
+    def alone(self, k: int, read_only: bool = False) -> ClientGroup:
+        """The k-th client as a group of one; see :class:`ClientState` for `read_only`."""
+        return ClientGroup(self.context, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], read_only)
+
+    def received(self, arguments: Mapping[str, Any]) -> None:
+        """Note tensors from the server: as extras, their first axis does not run over clients."""
+        self._shared |= {id(a) for a in taken_apart(dict(arguments))[1].values() if not isinstance(a, PerClient)}
+
+    def loss(self, p: Tensor, batch: Batch) -> Tensor:
+        """One client's objective on a batch, at parameters `p`."""
+        return self.context.objective.loss(self.model(p, batch.x), batch)
+
+    def split(self, name: str) -> list[np.ndarray]:
+        """Numbers of the samples in each client's split, ``int64[n]`` per client."""
+        return [self.context.split(client, name) for client in self.ids]
+
+    def samples(self, split: str) -> GroupSamples:
+        """The samples of a split, read once.
+
+        Raises
+        ------
+        ClientError : if a client has nothing to train on.
+        """
+        if split not in self._samples:
+            indices = self.split(split)
+            empty = [c for c, where in zip(self.ids, indices, strict=True) if not len(where)]
+            if empty and split == "train":
+                raise ClientError(
+                    f"There is nothing to train on: client {empty[0]} has no samples in its train split. Give every "
+                    "client some, by another partition or fewer clients.",
+                    clients=empty,
+                    repeatable=True,
+                )
+            self._samples[split] = GroupSamples(self.context.samples, indices)
+        return self._samples[split]
+
+    def whole(self, split: str) -> list[Batch]:
+        """All samples of each client's split as one batch."""
+        samples = self.samples(split)
+        return [samples.client(k) for k in range(len(self))]
+
+    def keys(self, purpose: str) -> np.ndarray:
+        """``uint64[K]``, of draws for this purpose in this round."""
+        return rng.keys(self.context.seed, purpose, self.round, self.ids)
+
+    def draws(self, stream: str = "") -> Tensor:
+        """``int64[K]`` on the device: keys of what networks and losses draw."""
+        return torch.from_numpy(self.keys("draws" + stream).astype(np.int64)).to(self.model.device)
+
+    def pace(self, epochs: int | None, steps: int | None, batch_size: int | None) -> tuple[int, int, int | None]:
+        """Batch size, epochs and steps: the experiment's where a call gives none."""
+        training = self.context.training
+        if epochs is None and steps is None:
+            epochs, steps = training.epochs, training.steps
+        return batch_size or training.batch_size, 1 if epochs is None else epochs, steps
+
+    def visits(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> Order:
+        """The mini-batches of local training.
+
+        Raises
+        ------
+        ClientError : if batch norm would see a batch of one sample.
+        """
+        samples, (size, epochs, steps) = self.samples("train"), self.pace(epochs, steps, batch_size)
+        visits = order(self.keys("batches" + stream), samples.sizes, min(size, samples.width), epochs, steps)
+        lone = np.flatnonzero((visits.counts == 1).any(1))
+        if len(lone) and self.model.normalises_vectors:
+            raise ClientError(
+                f"Client {self.ids[lone[0]]} has a batch of one sample, over which the network's batch norm is "
+                "undefined. Choose another training.batch_size, or a network with group norm.",
+                clients=[self.ids[k] for k in lone],
+                repeatable=True,
+            )
+        if augmentation := self.context.samples.augmentation:
+            visits = visits.drawn(self.keys("augmentation" + stream), sum(one.draws for one in augmentation))
+        return visits
+
+    def update(
+        self,
+        optimizer: LocalOptimizer | None = None,
+        lr: float | None = None,
+        moving: Tensor | None = None,
+        decayed: Tensor | None = None,
+    ) -> Update:
+        """A local step; None stands for the experiment's optimizer, the round's rate, and all entries ``bool[P+B]``."""
+        training, optimizer = self.context.training, optimizer or self.context.training.local_optimizer
+        if optimizer.per_sample and self.model.mixes_rows:
+            raise MethodError(
+                f"{type(optimizer).__name__} needs the gradient of each sample, but batch norm mixes the samples of "
+                "a batch; choose a network with group norm."
+            )
+        if moving is not None and decayed is not None:
+            decayed = decayed & moving
+        masks = [mask if mask is None else self.model.parameters(mask) for mask in (moving, decayed)]
+        return Update(optimizer, self.lr if lr is None else lr, training.weight_decay, training.clip_norm, *masks)
+
+    def rows(self, vector: Tensor) -> Tensor:
+        """A vector for all clients, or one per client, as ``[K, ...]``."""
+        vector = unmarked(vector)
+        return vector.expand(len(self), -1) if vector.dim() == 1 else vector
+
+    def models(self, theta: Tensor) -> Tensor:
+        """``[K, P+B]``, of a model vector for all clients or one per client."""
+        return self._vectors("A model to train", theta, self.model.size)
+
+    def corrections(self, correction: Tensor | None) -> Tensor | None:
+        """``[K, P]``, of what is added to gradients."""
+        if correction is None:
+            return None
+        return self.model.parameters(
+            self._vectors("A correction", correction, self.model.num_parameters, self.model.size)
+        )
+
+    def _vectors(self, what: str, given: Tensor, *lengths: int) -> Tensor:
+        rows = unmarked(given)
+        if rows.shape[-1:] and rows.shape[-1] in lengths and rows.shape[:-1] in ((), (len(self),)):
+            return self.rows(rows)
+        of = " or ".join(map(str, sorted(set(lengths))))
+        raise MethodError(
+            f"{what} has the shape {list(rows.shape)}; it must be a vector of {of} numbers for all clients, or "
+            f"[{len(self)}, {of}], a row for each client of the group."
+        )
+
+    def extras(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """The extras of a call.
+
+        Raises
+        ------
+        MethodError : if it is unclear whether an extra has a row for each client.
+        """
+        for name, extra in extras.items():
+            unclear = isinstance(extra, Tensor) and not isinstance(extra, PerClient) and id(extra) not in self._shared
+            if unclear and len(self) > 1 and extra.dim() and len(extra) == len(self):
+                raise MethodError(
+                    f"{name!r} has {len(extra)} rows, as many as the group has clients: one for each? Then "
+                    f"pass raypfl.per_client({name}); if all clients share it, send it with cohort.run."
+                )
+        return dict(extras)
+
+    def trainer(self, loss: LocalLoss, rows: Tensor, visits: Order, extras: Mapping[str, Any]) -> Executor:
+        """The executor that trains models ``rows[K, P+B]`` on these mini-batches."""
+        loss.refuse_unknown(extras)
+        some = partial(self.samples("train").some, 0)
+        return self.executor_for(loss, rows[0], some, visits.unequal, extras, train=True)
+
+    def executor_for(
+        self,
+        function: Loss,
+        at: Tensor,
+        some: Callable[[int], Batch],
+        unequal: bool,
+        extras: Mapping[str, Any],
+        train: bool,
+    ) -> Executor:
+        """The group's executor, unless batches are `unequal` and `function` gives other results on padded ones."""
+        weighs = self.context.objective.weighs and function in (self.loss, LocalLoss(self.model, self.loss))
+        if weighs or not unequal:
+            return self.context.executor
+        return self.context.executor_for_padding(function, at, some, extras, train)
+
+    def run(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:
+        """See :meth:`Context.run`."""
+        return self.context.run(executor, work)[0]
+
+    def report(self, trained: Tensor, losses: Tensor | None) -> None:
+        """Take ``losses[K]``, if any, as the round's.
+
+        Raises
+        ------
+        ClientError : for clients whose loss or trained model is not finite, or whose loss is above the limit.
+        """
+        # A sum is finite only if all its terms are, and takes a fraction of the time that looking at each would.
+        good, limit = torch.isfinite(trained.sum(1)), self.context.loss_limit
+        if losses is not None:
+            good &= torch.isfinite(losses) & (losses <= limit)
+            self.losses = losses
+        if bool(good.all()):
+            return
+        bad = (~good).nonzero().flatten().tolist()
+        k = bad[0]
+        how = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
+        raise ClientError(
+            f"Training diverged on client {self.ids[k]} in round {self.round}: {how}. "
+            f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
+            clients=[self.ids[i] for i in bad],
+            repeatable=True,
+        )
