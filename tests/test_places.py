@@ -19,7 +19,7 @@ from raypfl.config.settings import RaySettings
 from raypfl.data import load_federated
 from raypfl.runs import driver
 from raypfl.server.setup import samples_for
-from raypfl.training.residence import part_of_card, room_on
+from raypfl.training.batches import room_on
 from tests.runs import experiment
 from tests.support import Federation
 
@@ -142,10 +142,11 @@ def test_what_clients_send_arrives_on_the_servers_device():
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_actors_on_one_card_divide_the_share_of_it_that_data_may_take():
-    assert part_of_card(80 * GIB, share=0.25, gpus=1) == 20 * GIB
-    assert part_of_card(80 * GIB, share=0.25, gpus=0.1) == 2 * GIB
-    assert part_of_card(80 * GIB, share=0.25, gpus=4) == 20 * GIB  # of four cards it computes on one
+def test_actors_on_one_card_divide_the_share_of_it_that_data_may_take(monkeypatch):
+    card = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    rooms = [room_on(torch.device("cuda"), 0.25, gpus) for gpus in (1, 0.1, 4)]
+    assert rooms == [20 * GIB, 2 * GIB, 20 * GIB]  # of four cards it computes on one
     assert room_on(torch.device("cpu"), 0.25, 0) == math.inf
 
 

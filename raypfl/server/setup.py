@@ -24,10 +24,9 @@ from raypfl.models.weights import Pretrained
 from raypfl.objectives import fitting
 from raypfl.server.outline import DataOutline
 from raypfl.training.augmentation import Augmentation
-from raypfl.training.batches import Samples
+from raypfl.training.batches import Samples, moved, room_on
 from raypfl.training.executor import Executor, Precision
 from raypfl.training.pool import Pools
-from raypfl.training.residence import moved, room_on
 from raypfl.training.sequential import Sequential
 from raypfl.training.vectorised import Vectorised
 

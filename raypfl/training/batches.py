@@ -1,7 +1,8 @@
-"""A group's samples, and the order in which its clients visit them."""
+"""The samples of a group, and the order in which its clients visit them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,13 +14,33 @@ from torch import Tensor
 from raypfl.common import rng
 from raypfl.objectives.batch import Batch, spread_over_labels
 from raypfl.training.augmentation import Augmentation, augmented
-from raypfl.training.residence import moved
 
 READY = 2**21
-"""Numbers that are normalised once for all batches that they come in; more would not stay in a cache."""
+"""Numbers that are normalised once for all batches; more would not fit into a CPU cache."""
 
 StackedBatches = Callable[..., Batch]
 """See :meth:`GroupSamples.stacked`."""
+
+
+def room_on(device: torch.device, share: float, gpus: float) -> float:
+    """Bytes of data that may stay on an actor's device; on the CPU data are memory-mapped, so there is no limit.
+
+    Parameters
+    ----------
+    share : of a GPU's memory, for the data of all actors on it.
+    gpus : that the actor reserves; of several it uses one.
+    """
+    if device.type == "cpu":
+        return math.inf
+    return torch.cuda.get_device_properties(device).total_memory * share * min(gpus, 1.0)
+
+
+def moved(rows: np.ndarray, device: torch.device) -> Tensor:
+    """Rows as a tensor on a device; copies to a GPU are asynchronous, from pinned memory."""
+    tensor = torch.from_numpy(rows)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @dataclass(frozen=True)
@@ -28,11 +49,11 @@ class Samples:
 
     Attributes
     ----------
-    inputs : ``uint8[N, C, H, W]``, read-only NumPy (memory-mapped), of which groups and batches are copied to the
-        device; or a tensor that lies there.
+    inputs : ``uint8[N, C, H, W]``: a read-only, memory-mapped NumPy array, from which groups and batches are copied to
+        the device; or a tensor on the device.
     labels : ``int64[N]``, or ``int8[N, L]``.
     gain, offset : ``[C, 1, 1]``: the normalised input is ``uint8 * gain + offset``.
-    augmentation : how images are changed where SGD steps on them, and nowhere else.
+    augmentation : of the images that SGD steps on, and of no others.
     """
 
     inputs: np.ndarray | Tensor
@@ -43,22 +64,22 @@ class Samples:
 
     @property
     def resident(self) -> int:
-        """Bytes of the samples that lie on the device."""
+        """Bytes of the samples that are tensors on the device."""
         return sum(part.nbytes for part in (self.inputs, self.labels) if isinstance(part, Tensor))
 
     def take(self, where: np.ndarray) -> tuple[Tensor, Tensor]:
         """``(uint8[n, C, H, W], int64[n])`` of the samples at ``where[n]``, on the device."""
-        if isinstance(self.inputs, np.ndarray) and isinstance(self.labels, np.ndarray):
-            device = self.gain.device
-            return moved(self.inputs[where], device), moved(np.asarray(self.labels[where]), device)
-        index = torch.from_numpy(where).to(self.gain.device)
-        return self.inputs[index], self.labels[index]
+        return self._rows(self.inputs, where), self._rows(self.labels, where)
 
     def labels_of(self, where: np.ndarray) -> Tensor:
         """``int64[n]`` labels of the samples at ``where[n]``, on the device; inputs are not read."""
-        if isinstance(self.labels, np.ndarray):
-            return moved(np.asarray(self.labels[where]), self.gain.device)
-        return self.labels[torch.from_numpy(where).to(self.gain.device)]
+        return self._rows(self.labels, where)
+
+    def _rows(self, part: np.ndarray | Tensor, where: np.ndarray) -> Tensor:
+        device = self.gain.device
+        if isinstance(part, np.ndarray):
+            return moved(np.asarray(part[where]), device)
+        return part[torch.from_numpy(where).to(device)]
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -66,13 +87,13 @@ class Samples:
         return tuple(self.inputs.shape[1:])
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Inputs to the floating point that networks see; tokens stay as they are."""
+        """Inputs in floating point, as networks see them; tokens are returned unchanged."""
         if x.dtype == torch.int64:
             return x
         return torch.addcmul(self.offset, x.to(self.gain.dtype), self.gain)
 
     def augmented(self, batch: Batch, draws: Tensor | None) -> Batch:
-        """A batch with its images changed by ``draws[..., b, D]``; None: as it is."""
+        """A batch with its images augmented by ``draws[..., b, D]``; None: unchanged."""
         return batch if draws is None else batch._replace(x=augmented(batch.x, self.augmentation, draws, self.offset))
 
 
@@ -96,11 +117,11 @@ class GroupSamples:
         return Batch(self._source.normalise(x), y, torch.ones(len(y), dtype=self._source.gain.dtype, device=y.device))
 
     def some(self, k: int, count: int) -> Batch:
-        """At most `count` of client k's samples, spread over its labels and with the largest of them."""
+        """At most `count` of client k's samples, spread over its labels, the largest label included."""
         return self.client(k, spread_over_labels(self.y[self._rows(k)], count))
 
     def step(self, k: int, visits: Order, s: int, ready: Batch | None = None) -> Batch:
-        """Client k's batch in step s, without padding; `ready` are all its samples, if they are normalised already."""
+        """Client k's batch in step s, without padding; `ready` are all its samples, if already normalised."""
         count = visits.counts[k, s]
         index = torch.from_numpy(visits.index[k, s, :count]).to(self.y.device)
         draws = None if visits.draws is None else torch.from_numpy(visits.draws[k, s, :count]).to(self.y.device)
@@ -108,7 +129,7 @@ class GroupSamples:
         return self._source.augmented(batch, draws)
 
     def steps(self, k: int, visits: Order) -> Callable[[int], Batch]:
-        """:meth:`step` of client k, s to be given: if it pays, samples are normalised but once."""
+        """``batch(s)``: :meth:`step` of client k, with samples normalised only once where that is cheaper."""
         few = visits.counts[k].sum() < self.sizes[k] or self.sizes[k] * self.x[0].numel() > READY
         ready = None if few else self.client(k)
         return lambda s: self.step(k, visits, s, ready)
@@ -116,8 +137,8 @@ class GroupSamples:
     def stacked(self, clients: np.ndarray, visits: Order) -> StackedBatches:
         """``batch(which, s)``: the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
 
-        `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)``: no
-        more than the first `width` places of each batch.
+        `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)`` has
+        at most the first `width` samples of each batch.
         """
         device = self.y.device
         real = np.arange(visits.index.shape[-1]) < visits.counts[clients][:, :, None]
@@ -140,7 +161,7 @@ class GroupSamples:
 
 
 class StepBatches:
-    """The batches of some clients in one step, made when they are needed: each alone, or padded and stacked."""
+    """The batches of some clients in one step, made on first use: one by one, or padded and stacked."""
 
     def __init__(self, alone: Callable[[], list[Batch]], padded: Callable[[], Batch]):
         self._make_alone = alone
@@ -151,12 +172,12 @@ class StepBatches:
 
     @cached_property
     def alone(self) -> list[Batch]:
-        """Of each client, without padding."""
+        """A batch for each client, without padding."""
         return self._make_alone()
 
     @cached_property
     def padded(self) -> Batch:
-        """Of all, ``[k, b, ...]``, with rows of weight 0 where one has less than the largest."""
+        """One batch ``[k, b, ...]``; clients with fewer samples than the largest have rows of weight 0."""
         return self._make_padded()
 
 
@@ -171,7 +192,7 @@ class Order:
     ----------
     index : ``int64[K, S, b]`` positions in each client's own list; padding repeats position 0.
     counts : ``int64[K, S]`` real samples in each batch; 0 once a client has done its steps.
-    draws : ``float64[K, S, b, D]`` in [0, 1), by which the images of each visit are changed; None: they are not.
+    draws : ``float64[K, S, b, D]`` in [0, 1), for the augmentation of each visited image; None: no augmentation.
     """
 
     index: np.ndarray
@@ -185,12 +206,12 @@ class Order:
 
     @property
     def unequal(self) -> bool:
-        """Whether batches differ in their number of samples, so that some are padded where they are stacked."""
+        """Whether batches differ in size, so that stacking them takes padding."""
         return bool(((self.counts > 0) & (self.counts != self.counts.max(initial=0))).any())
 
     def drawn(self, keys: np.ndarray, each: int) -> Order:
-        """With `each` random numbers a visit, which depend on ``keys[k]``, ``uint64[K]``, the step and the place in the
-        batch alone."""
+        """With `each` random numbers per visit; they depend on ``keys[k]``, ``uint64[K]``, the step and the place in
+        the batch only."""
         _, steps, size = self.index.shape
         with np.errstate(over="ignore"):
             of_step = rng.mix(keys[:, None] + np.arange(steps, dtype=np.uint64))
@@ -205,14 +226,14 @@ def draws(keys: np.ndarray, size: int, each: int) -> np.ndarray:
 
 
 def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> Order:
-    """Batches of ``batch_size`` from freshly shuffled epochs; the last batch of an epoch takes what is left.
+    """Batches of ``batch_size``, reshuffled every epoch; the last batch of an epoch may be smaller.
 
-    Row k depends on ``keys[k]`` and ``sizes[k]`` alone, so a client's batches are the same in every group.
+    Row k depends only on ``keys[k]`` and ``sizes[k]``, so a client's batches are the same in every group.
 
     Parameters
     ----------
     keys : ``uint64[K]``. sizes : ``int64[K]``, at least 1.
-    epochs, steps : `epochs` passes, or exactly `steps` batches if that is given.
+    epochs, steps : `epochs` passes, or exactly `steps` batches if given.
     """
     per_epoch = -(-sizes // batch_size)
     totals = num_steps(sizes, batch_size, epochs, steps)
@@ -234,9 +255,9 @@ def num_steps(sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | 
 
 
 def _shuffled(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each client's samples in the order of its ``epochs[k]``, one after the other, and where each client begins.
+    """Each client's samples, shuffled for each of its ``epochs[k]``, one after the other; and where each client begins.
 
-    Rows of one draw are as long as its largest client's, so only clients within a factor of two are drawn together.
+    All rows of a draw are as long as its largest client, so only clients within a factor of two are drawn together.
     """
     parts, begins, done = [], np.zeros_like(sizes), 0
     doublings = np.frexp(sizes)[1]
@@ -250,7 +271,7 @@ def _shuffled(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> tuple[
 
 
 def _drawn(keys: np.ndarray, epochs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """``int64[sum of epochs * sizes]``: clients' samples in the order of their epochs, drawn in rows of one length."""
+    """``int64[sum of epochs * sizes]``: the clients' shuffled samples, drawn in rows of equal length."""
     client = np.repeat(np.arange(len(keys)), epochs)
     epoch = np.arange(len(client)) - np.repeat(np.cumsum(epochs) - epochs, epochs)
     width, mine = int(sizes.max()), sizes[client]

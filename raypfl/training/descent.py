@@ -1,4 +1,4 @@
-"""Steps down gradients that come tensor by tensor, or sample by sample."""
+"""Steps down gradients that come segment by segment, or sample by sample."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from raypfl.models.flat import FlatModel
 from raypfl.optimizers import Draws, Memory, Update
 
 ROOM = 2**24
-"""Numbers of single samples' gradients that a group holds at a time; of one sample a client at least."""
+"""Numbers in the per-sample gradients that a group holds at a time, of one sample per client at least."""
 
 
 class Descent:
-    """Steps of ``theta[..., P]``, which gradients reach tensor by tensor.
+    """Steps of ``theta[..., P]`` in place, down gradients that come segment by segment.
 
     Parameters
     ----------
-    tensors : views of `theta`, leaves by segment.
-    gradient : of `theta`'s shape, or None where none is needed; :meth:`buffer` makes it.
+    tensors : views of `theta`, a leaf per segment.
     memory : of the optimizer.
-    correction : of `theta`'s shape, or None; added to every gradient.
+    correction : of `theta`'s shape, added to every gradient; or None.
     """
 
     def __init__(
@@ -31,36 +30,30 @@ class Descent:
         update: Update,
         theta: Tensor,
         tensors: Sequence[Tensor],
-        gradient: Tensor | None,
         memory: Memory,
         correction: Tensor | None = None,
     ):
         self.update = update
         self.theta = theta
         self.tensors = tensors
-        self.gradient = gradient
         self.memory = memory
         self.correction = correction
-        self.views = [] if gradient is None else segments(model, gradient)
-
-    @staticmethod
-    def buffer(update: Update, like: Tensor) -> Tensor | None:
-        """A gradient for vectors `like` these, where `update` needs one."""
-        return None if update.plain else torch.zeros_like(like)
+        self._gradient = None if update.plain else torch.empty_like(theta)
+        self._views = [] if self._gradient is None else segments(model, self._gradient)
 
     def step(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
-        """Step down the gradients of `tensors`, and the `direct` one of `theta`; None stands for zero."""
+        """Step down the gradients of `tensors` plus the `direct` one of `theta`; None is zero."""
         with torch.no_grad():
             if self.correction is not None:
                 direct = self.correction if direct is None else direct + self.correction
-            if self.gradient is None:
+            if self._gradient is None:
                 self._descend(grads, direct)
             else:
-                assemble(self.views, grads, direct, into=self.gradient)
-                self.update.step_(self.theta, self.gradient, self.memory)
+                assemble(self._views, grads, direct, into=self._gradient)
+                self.update.step_(self.theta, self._gradient, self.memory)
 
     def step_whole(self, gradient: Tensor) -> None:
-        """Step down a gradient of `theta`'s shape, which is overwritten."""
+        """Step down a gradient of `theta`'s shape; it is overwritten."""
         with torch.no_grad():
             if self.correction is not None:
                 gradient.add_(self.correction)
@@ -80,7 +73,7 @@ def segments(model: FlatModel, flat: Tensor) -> list[Tensor]:
 
 
 def assemble(views: Sequence[Tensor], grads: Sequence[Tensor | None], direct: Tensor | None, *, into: Tensor) -> None:
-    """Put the gradients of a vector's segments into `views` of a flat one, and add the vector's own."""
+    """Write the gradients of segments into the `views` of a flat gradient, and add the `direct` one."""
     for view, g in zip(views, grads, strict=True):
         view.zero_() if g is None else view.copy_(g)
     if direct is not None:
@@ -90,12 +83,12 @@ def assemble(views: Sequence[Tensor], grads: Sequence[Tensor | None], direct: Te
 def by_samples(
     update: Update, at: Tensor, weight: Tensor, keys: Tensor, rows: Callable[[int, int], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """The gradient ``[..., P]`` that an optimizer makes of those of single samples, and the mean of what is reported.
+    """The gradient ``[..., P]`` that an optimizer makes of per-sample gradients, and the mean of what is reported.
 
     Parameters
     ----------
     at : ``[..., P]``. weight : ``[..., b]`` of the samples. keys : ``int64[...]``, of the step's draws.
-    rows : ``rows(start, stop)`` gives gradients ``[..., n, P]`` and what is reported ``[..., n]`` of these samples.
+    rows : ``rows(start, stop)`` gives gradients ``[..., n, P]`` and reported losses ``[..., n]`` of these samples.
     """
     optimizer, count = update.optimizer, weight.sum(-1, keepdim=True)
     total, reported = torch.zeros_like(at), torch.zeros_like(weight[..., 0])
@@ -113,12 +106,12 @@ def by_samples(
 
 
 def sample_keys(keys: Tensor, start: int, stop: int) -> Tensor:
-    """``int64[..., n]``: of the draws of single samples in a step whose keys are ``int64[...]``."""
+    """``int64[..., n]``: keys of single samples, from the step's keys ``int64[...]``."""
     return (keys * 6364136223846793005)[..., None] + torch.arange(start, stop, device=keys.device)
 
 
 def still_segments(model: FlatModel, update: Update) -> frozenset[str]:
-    """Segments of which no entry moves. No gradient of theirs is computed, nor of what only they need."""
+    """Segments in which no entry moves, so that their gradients need not be computed."""
     if update.trained is None:
         return frozenset()
     parts = model.unflatten(update.trained)
@@ -128,7 +121,7 @@ def still_segments(model: FlatModel, update: Update) -> frozenset[str]:
 def gradients_of(
     value: Tensor, tensors: Sequence[Tensor], theta: Tensor
 ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """Gradients of `value` for its leaves `tensors` and `theta`: None for what it does not use or what stands still."""
+    """Gradients of `value` for `tensors` and `theta`; None for what it does not use and what does not move."""
     if not value.requires_grad:
         return [None] * len(tensors), None
     moving = [t for t in tensors if t.requires_grad]

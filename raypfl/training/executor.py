@@ -1,8 +1,7 @@
-"""Running a function of one client for a whole group: all clients at once, or one by one.
+"""What runs a function of one client for a whole group: all clients at once, or one by one.
 
-A *loss* here is a :class:`LocalLoss` function of one client's trainable parameters ``p[P]``, a batch and extras; a
-*function* is the same with any output. Extras come as ``{name: tensor}``; those that are :class:`PerClient` have a row
-for each client.
+A *loss* here is a :class:`LocalLoss` of one client's trainable parameters ``p[P]``, a batch and extras; a *function* is
+the same with any output. Extras are ``{name: tensor}``; those that are :class:`PerClient` have a row for each client.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Executor(ABC):
         extras: Extras,
         correction: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean of what is reported[K])``.
+        """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean reported loss[K])``.
 
         ``correction[K, P]`` is added to all gradients.
         """
@@ -75,30 +74,28 @@ class Executor(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of each client's loss on its batch: ``(gradients[K, P], reported[K], statistics[K, B] after it)``.
 
-        With an `update` that asks for the gradients of single samples, it is what its optimizer makes of those.
+        If the optimizer of `update` needs per-sample gradients, the gradient is what it makes of them.
         """
 
     @abstractmethod
     def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
         """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it.
 
-        Where it gives a row for each sample, rows of zeros stand behind those of clients with fewer than the largest.
+        If it gives a row for each sample, clients with fewer samples than the largest are padded with rows of zeros.
         """
 
     @abstractmethod
     def predict(self, at: Tensor | Predictor, x: Tensor, own: bool) -> Tensor:
-        """Outputs ``[K, b, ...]`` of K models, ``[K, P+B]`` or a predictor's, without gradients; the caller sets
-        evaluation mode.
+        """Outputs ``[K, b, ...]`` of K models, ``[K, P+B]`` or a predictor's, without gradients.
 
-        `x` has each model's own inputs, ``[K, b, C, H, W]``, or the same for all, ``[b, C, H, W]``.
+        The caller sets evaluation mode. `x` is ``[K, b, ...]``, inputs for each model, or ``[b, ...]``, for all models.
         """
 
 
 def copied(rows: Tensor, order: Tensor | None = None) -> Tensor:
-    """A contiguous copy with rows in this order. NumPy asks for larger pages for a large array: to get those takes a
-    tenth of the time."""
+    """A contiguous copy with rows in this order, in memory from NumPy: its huge pages take a tenth of the time."""
     if rows.stride(0) == 0:
-        order = None  # one row for all, which need not be gathered first
+        order = None  # one row for all clients
     if rows.device.type != "cpu":
         return rows.clone(memory_format=torch.contiguous_format) if order is None else rows[order]
     copy = torch.from_numpy(np.empty(rows.shape, rows.new_empty(0).numpy().dtype))
@@ -106,5 +103,5 @@ def copied(rows: Tensor, order: Tensor | None = None) -> Tensor:
 
 
 def forked(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Within: torch's global streams may be seeded; whatever a network draws from them is then keyed, too."""
+    """Restores torch's global random streams on exit, so that they may be seeded by key within."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

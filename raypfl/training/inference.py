@@ -15,15 +15,15 @@ from raypfl.training.executor import Executor
 from raypfl.training.vectorised import Vectorised
 
 Change = Callable[[Tensor, np.ndarray, int], Tensor]
-"""``change(x, where, first)``: inputs ``uint8[n, C, H, W]``, as they are to be tested on, of the samples ``where[n]``,
-which begin at the test set's `first`."""
+"""``change(x, where, first)``: the inputs ``uint8[n, C, H, W]`` to test on, of the samples ``where[n]``, which begin at
+position `first` of the test set."""
 
 TOGETHER = 25
-"""Models that get whole batches in one forward pass; more of them get smaller ones, so that memory is bounded."""
+"""Models that get full batches in one forward pass; more models get smaller batches, which bounds memory."""
 
 
 class Answers(NamedTuple):
-    """What some models of a group say of a batch.
+    """The outputs of some of a group's models on a batch.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Answers(NamedTuple):
     outputs : ``[k, b, ...]``.
     y : classes ``int64[k, b]``, or L labels a sample, ``[k, b, L]`` zeros and ones; k is 1 if all models see the same.
     weight : ``[k, b]``, 0 for padding; None: there is none.
-    owners : ``int64[b]``, for whom one model's answers count; None: each model's answers count for itself.
+    owners : ``int64[b]``, the clients whose samples one model was tested on; None: each model's answers are its own.
     """
 
     models: slice
@@ -44,7 +44,7 @@ class Answers(NamedTuple):
 def on_own(
     executor: Executor, samples: Samples, models: Tensor | Predictor, where: Sequence[np.ndarray], size: int
 ) -> Iterator[Answers]:
-    """Each of K models, ``[K, P+B]`` or a predictor's, on its samples ``where[k]``, at most `size` a forward pass."""
+    """Each of K models, ``[K, P+B]`` or a predictor's, on its samples ``where[k]``, at most `size` per forward pass."""
     if isinstance(executor, Vectorised) and len(models) > 1:
         yield from _together(executor, samples, models, where, size)
         return
@@ -63,7 +63,7 @@ def on_common(
     size: int,
     change: Change | None = None,
 ) -> Iterator[Answers]:
-    """Every one of K models, ``[K, P+B]`` or a predictor's, on the samples ``where[n]``."""
+    """All of K models, ``[K, P+B]`` or a predictor's, on the samples ``where[n]``."""
     for first in range(0, len(where), size):
         part = where[first : first + size]
         x, y = samples.take(part)

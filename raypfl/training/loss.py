@@ -1,4 +1,4 @@
-"""What a client minimises, and what of it is reported as its training loss."""
+"""The loss that a client trains on, and the part of it that is reported."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Report = Loss | Literal["loss"] | None
 
 @dataclass(frozen=True)
 class LocalLoss:
-    """A function of one client's parameters and batch: the value to descend, and the one to report.
+    """A function of one client's parameters and batch, with two values: the loss to descend and the loss to report.
 
     Attributes
     ----------
-    model : the network, whose statistics a report of its own leaves alone.
-    loss : ``loss(p, batch, **extras) -> scalar``; or a pair of scalars, the loss and what is added to it, where both
-        come from one forward pass.
-    penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss that is descended and not reported.
-    report : what is reported: the ``loss``, another function of the same form, or None: nothing.
+    model : the network; a separate `report` does not move its statistics.
+    loss : ``loss(p, batch, **extras) -> scalar``; or a pair of scalars from one forward pass, the loss and a penalty
+        that is not reported.
+    penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss and not reported.
+    report : what is reported: ``"loss"``, another function of the same form, or None for nothing.
     """
 
     model: FlatModel
@@ -38,7 +38,7 @@ class LocalLoss:
     report: Report = "loss"
 
     def __call__(self, p: Tensor, batch: Batch, **extras: Any) -> tuple[Tensor, Tensor]:
-        """The value to descend, and the one to report, NaN if nothing is."""
+        """The value to descend and the value to report, which is NaN if nothing is reported."""
         value, reported = self._parted(self.loss(p, batch, **self._for(self.loss, extras)))
         if self.penalty is not None:
             value = value + self.penalty(p, batch, **self._for(self.penalty, extras))
@@ -60,7 +60,7 @@ class LocalLoss:
 
     @cached_property
     def _names(self) -> dict[Loss, frozenset[str] | None]:
-        """The extras that each function takes, None for all; empty if there is but the loss, which gets what comes."""
+        """The extras that each function takes, None for all; empty if there is only the loss, which gets all extras."""
         functions = [f for f in (self.loss, self.penalty, self.report) if callable(f)]
         return {f: _extras_of(f) for f in functions} if len(functions) > 1 else {}
 
@@ -77,7 +77,7 @@ class LocalLoss:
 
 
 def _extras_of(function: Loss) -> frozenset[str] | None:
-    """Names of the parameters behind ``p`` and ``batch``; None if it takes any."""
+    """Names of the parameters after ``p`` and ``batch``; None if the function takes any."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return None

@@ -23,7 +23,7 @@ class Pools:
     ----------
     samples : of which pools are a part.
     where : name -> ``int64[M]``, the numbers of a pool's samples.
-    apart : name -> the same samples, normalised by the pool's own mean and deviation.
+    apart : name -> the same samples, normalised by the pool's own mean and standard deviation.
     """
 
     samples: Samples
@@ -32,7 +32,7 @@ class Pools:
     seed: int = 0
 
     def pool(self, name: str, round: int) -> Pool:
-        """A pool, as its mini-batches are drawn in a round.
+        """A pool, whose mini-batches are drawn for this round.
 
         Raises
         ------
@@ -42,19 +42,19 @@ class Pools:
         return Pool(name, self.apart.get(name, self.samples), where, self.seed, round)
 
 
+@dataclass(frozen=True, eq=False)
 class Pool:
     """Samples that belong to no client.
 
-    What is drawn is keyed by the run's seed, the pool's name, the round and a stream, so that a mini-batch on a client
-    is the same as on the server.
+    Draws are keyed by the run's seed, the pool's name, the round and a stream, so that a mini-batch on a client is the
+    same as on the server.
     """
 
-    def __init__(self, name: str, samples: Samples, where: np.ndarray, seed: int, round: int):
-        self.name = name
-        self._samples = samples
-        self._where = where
-        self._seed = seed
-        self._round = round
+    name: str
+    _samples: Samples
+    _where: np.ndarray
+    _seed: int
+    _round: int
 
     def __len__(self) -> int:
         return len(self._where)
@@ -73,46 +73,42 @@ class Pool:
 
         Parameters
         ----------
-        size : samples a batch.
-        epochs, steps : so many passes, or exactly so many batches; neither: one pass.
-        fraction : share of the samples that is used, rounded down: the same ones in all rounds, and a larger share has
-            those of a smaller one.
-        augment : whether images are changed as the experiment's ``data.augmentation`` says.
-        stream : another name, other batches.
+        size : samples per batch.
+        epochs, steps : number of passes, or exact number of batches; neither: one pass.
+        fraction : share of the samples that is used, rounded down. It has the same samples in all rounds, and a larger
+            share contains a smaller one.
+        augment : whether images are augmented by the experiment's ``data.augmentation``.
+        stream : other names give other batches.
         """
         if size < 1 or not 0 < fraction <= 1 or (epochs is not None and steps is not None):
             raise MethodError(
                 f"Batches of the pool {self.name!r} need a size of at least 1, a fraction above 0 and at most 1, and "
                 f"epochs or steps, not both; they are {size}, {fraction}, {epochs} and {steps}."
             )
-        chosen = self._chosen(fraction)
-        if steps is None:
-            steps = -(-len(chosen) // size) * (1 if epochs is None else epochs)
-        augmentation = self._samples.augmentation if augment else ()
-        samples = replace(self._samples, augmentation=augmentation)
-        keys = [rng.key(self._seed, f"pool {what}/{self.name}/{stream}", self._round) for what in _DRAWN]
-        return PoolBatches(samples, self._where[chosen], size, steps, np.array(keys, dtype=np.uint64))
-
-    def _chosen(self, fraction: float) -> np.ndarray:
         count = int(fraction * len(self) + 1e-9)
         if count == 0:
             raise MethodError(f"A fraction of {fraction} of the pool {self.name!r}, {len(self)} samples, has none.")
         key = rng.key(self._seed, f"pool fraction/{self.name}")
-        return np.sort(rng.permutations(np.array([key], dtype=np.uint64), len(self))[0, :count])
-
-
-_DRAWN = ("batches", "augmentation")
+        chosen = np.sort(rng.permutations(np.array([key], dtype=np.uint64), len(self))[0, :count])
+        if steps is None:
+            steps = -(-count // size) * (1 if epochs is None else epochs)
+        samples = self._samples if augment else replace(self._samples, augmentation=())
+        keys = [
+            rng.key(self._seed, f"pool {what}/{self.name}/{stream}", self._round)
+            for what in ("batches", "augmentation")
+        ]
+        return PoolBatches(samples, self._where[chosen], size, steps, np.array(keys, dtype=np.uint64))
 
 
 @dataclass(frozen=True, eq=False)
 class PoolBatches:
-    """Mini-batches of a pool, made one by one; to go through them again gives the same. ``len`` says how many.
+    """Mini-batches of a pool, made one by one, and the same in every iteration; ``len`` is their number.
 
     Attributes
     ----------
     where : ``int64[m]``, the samples that they are drawn from.
-    keys : ``uint64[2]``, of the order of samples, and of how images are changed.
-    targets : ``[v, ...]``, in place of labels: a row for each sample that is visited, as :meth:`once` gives them.
+    keys : ``uint64[2]``, of the order of samples, and of augmentation.
+    targets : ``[v, ...]``, in place of labels: a row for each visited sample, in the order of :meth:`once`.
     """
 
     samples: Samples
@@ -133,10 +129,13 @@ class PoolBatches:
                 shuffled = self._shuffled(epoch)
             index = shuffled[place * self.size : (place + 1) * self.size]
             batch = self.samples.augmented(self._batch(index), self._draws(step, len(index)))
-            yield batch if self.targets is None else batch._replace(y=self._rows(visited, index))
+            if self.targets is not None:
+                rows = torch.from_numpy(np.searchsorted(visited, index)).to(self.targets.device)
+                batch = batch._replace(y=self.targets[rows].to(batch.weight.device))
+            yield batch
 
     def once(self, size: int) -> Iterator[Batch]:
-        """Every sample that is visited, once and unchanged, in an order of their own, at most `size` a batch."""
+        """Every visited sample once and not augmented, in ascending order, at most `size` per batch."""
         visited = self._visited()
         for first in range(0, len(visited), size):
             yield self._batch(visited[first : first + size])
@@ -144,12 +143,12 @@ class PoolBatches:
     def with_targets(self, rows: Tensor) -> PoolBatches:
         """The same batches with rows ``[v, ...]`` in place of labels, where :meth:`once` gives v samples.
 
-        So a teacher answers each sample once, however often the student sees it.
+        A teacher then runs once on each sample, however often the student sees it.
         """
         if len(rows) != len(self._visited()):
             raise MethodError(
-                f"Targets have {len(rows)} rows, but {len(self._visited())} samples are visited: a row for each sample "
-                "that once() gives, in that order."
+                f"Targets have {len(rows)} rows, but {len(self._visited())} samples are visited. Give a row for each "
+                "sample of once(), in that order."
             )
         return replace(self, targets=rows)
 
@@ -158,7 +157,7 @@ class PoolBatches:
         return -(-len(self.where) // self.size)
 
     def _visited(self) -> np.ndarray:
-        """Positions in `where` of the samples that are visited, ascending."""
+        """Positions in `where` of the visited samples, ascending."""
         if self.steps >= self._per_epoch:
             return np.arange(len(self.where))
         return np.sort(self._shuffled(0)[: self.steps * self.size])
@@ -180,8 +179,3 @@ class PoolBatches:
             key = rng.mix(self.keys[1:] + np.uint64(step))
         drawn = draws(key, count, sum(one.draws for one in self.samples.augmentation))[0]
         return torch.from_numpy(drawn).to(self.samples.gain.device)
-
-    def _rows(self, visited: np.ndarray, index: np.ndarray) -> Tensor:
-        assert self.targets is not None
-        rows = torch.from_numpy(np.searchsorted(visited, index)).to(self.targets.device)
-        return self.targets[rows].to(self.samples.gain.device)

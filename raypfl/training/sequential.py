@@ -1,4 +1,4 @@
-"""Clients one by one."""
+"""The executor that runs clients one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raypfl.training.loss import LocalLoss, Loss
 
 
 class Sequential(Executor):
-    """Client by client over one flat buffer to which an ordinary module is bound."""
+    """One client after the other, each on an ordinary module whose parameters are views of a flat vector."""
 
     def sgd(
         self,
@@ -42,13 +42,10 @@ class Sequential(Executor):
         trained = copied(start)
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
         with self.model.bound() as bound, self.model.mode(train=True), forked(start.device):
-            gradient, still = (
-                Descent.buffer(update, self.model.parameters(trained[0])),
-                still_segments(self.model, update),
-            )
+            still = still_segments(self.model, update)
             for k, steps in enumerate(visits.steps):
                 added = None if correction is None else correction[k]
-                descent = self._begun(bound, trained[k], still, update, gradient, keys[k], added)
+                descent = self._begun(bound, trained[k], still, update, keys[k], added)
                 mine = without_buffers(self.model, of_client(extras, k))
                 own = samples.steps(k, visits)
                 for s in range(steps):
@@ -67,17 +64,16 @@ class Sequential(Executor):
         extras: Extras,
         training: bool = True,
     ) -> Iterator[Tensor]:
-        """Train one model ``theta[P+B]`` in place, a step for each batch; yields what each reports.
+        """Train one model ``theta[P+B]`` in place, a step per batch; yields what each step reports.
 
         Parameters
         ----------
         rate : the learning rate of each step, in place of the update's.
-        training : whether the network is in training mode. Batches are drawn while it is not.
+        training : whether the network is in training mode in steps; it never is while batches are made.
         """
         mine, still = without_buffers(self.model, dict(extras)), still_segments(self.model, update)
-        gradient = Descent.buffer(update, self.model.parameters(theta))
         with self.model.bound() as bound, forked(theta.device):
-            descent = self._begun(bound, theta, still, update, gradient, key)
+            descent = self._begun(bound, theta, still, update, key)
             for s, batch in enumerate(self._drawn(batches)):
                 descent.update = replace(update, lr=rate(s))
                 with self.model.mode(training):
@@ -99,15 +95,14 @@ class Sequential(Executor):
         vector: Tensor,
         still: Set[str],
         update: Update,
-        gradient: Tensor | None,
         key: Tensor,
         correction: Tensor | None = None,
     ) -> Descent:
-        """Steps of a model vector ``[P+B]``, which is trained in place from its first one on."""
+        """The steps of a model vector ``[P+B]``, which is trained in place."""
         bound.bind(vector, still)
         _seed(vector.device, key)
         memory = update.init(self.model.parameters(vector))
-        return Descent(self.model, update, bound.parameters, bound.tensors, gradient, memory, correction)
+        return Descent(self.model, update, bound.parameters, bound.tensors, memory, correction)
 
     def _step(
         self, loss: LocalLoss, bound: BoundModel, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]
@@ -118,19 +113,23 @@ class Sequential(Executor):
             gradient, reported = self._by_samples(descent.update, descent.theta, batch, key, slope)
             descent.step_whole(gradient)
             return reported
-        with bound, self._inside(key):
-            value, reported = loss(bound.parameters, batch, **extras)
+        value, reported = self._value(loss, bound, bound.parameters, extras, batch, key)
         descent.step(*gradients_of(value, bound.tensors, bound.parameters))
         return reported.detach()
 
     def _slope(
         self, loss: LocalLoss, bound: BoundModel, extras: dict[str, Any], batch: Batch, key: Tensor
     ) -> tuple[Tensor, Tensor]:
-        with bound, self._inside(key):
-            value, reported = loss(bound.parameters, batch, **extras)
+        value, reported = self._value(loss, bound, bound.parameters, extras, batch, key)
         slope = torch.empty_like(bound.parameters)
         assemble(segments(self.model, slope), *gradients_of(value, bound.tensors, bound.parameters), into=slope)
         return slope, reported.detach()
+
+    def _value(
+        self, loss: LocalLoss, call: LossCall, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with call, self._inside(key):
+            return loss(p, batch, **extras)
 
     def _by_samples(
         self,
@@ -172,8 +171,7 @@ class Sequential(Executor):
     def _slope_at(
         self, loss: LocalLoss, call: LossCall, p: Tensor, extras: dict[str, Any], batch: Batch, key: Tensor
     ) -> tuple[Tensor, Tensor]:
-        with call, self._inside(key):
-            value, reported = loss(p, batch, **extras)
+        value, reported = self._value(loss, call, p, extras, batch, key)
         return torch.autograd.grad(value, p)[0], reported.detach()
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:

@@ -12,24 +12,24 @@ from raypfl.optimizers import SGD, LocalOptimizer
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """A client's local training, unless its method says otherwise.
+    """A client's local training, unless its method chooses otherwise.
 
     Attributes
     ----------
-    epochs, steps : passes over the client's data, or SGD steps if `steps` is given (batches go on over epochs).
-    batch_size : samples a step; the last batch of an epoch may be smaller.
-    optimizer : ``sgd``; or another registered one, or one of your own: ``adam``, ``{name: adamw, beta2: 0.99}``,
-        ``module:Name``. What it remembers starts afresh every round.
+    epochs, steps : passes over the client's data, or SGD steps if `steps` is given (batches continue over epochs).
+    batch_size : samples per step; the last batch of an epoch may be smaller.
+    optimizer : ``sgd``, another registered one, or your own: ``adam``, ``{name: adamw, beta2: 0.99}``,
+        ``module:Name``. Its memory (momentum, moments) starts at zero in every round.
     momentum, nesterov : of SGD, as in ``torch.optim.SGD``.
     lr, weight_decay : of any optimizer, as ``torch.optim`` has them.
-    clip_norm : gradient norm to which a step is clipped, per client; None: not clipped.
+    clip_norm : norm to which each client's gradients are clipped; None: no clipping.
     schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (toward 0
         after the last round); ``step`` (times `gamma` after each round in `milestones`).
     decay, milestones, gamma : parameters of the schedules ``exponential`` and ``step``.
     warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
     precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
-    channels_last : lay image batches out channels last, where clients train one by one; the network must work in that
-        layout (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: if it does and is faster, as for
+    channels_last : memory format of image batches where clients train one by one. The network must support it
+        (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: channels last if that works and is faster, as measured for
         ``engine.executor``.
     """
 

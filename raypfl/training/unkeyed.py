@@ -1,4 +1,4 @@
-"""Draws from global random streams: they depend on what was drawn before, so a method's own code must make none."""
+"""A method's code must not draw from global random streams, whose numbers depend on what was drawn before."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _HIDDEN: dict[str, tuple[Any, ...]] = {
     "NumPy's": (np, np.random, np.random.mtrand._rand),
     "Python's": (random, random._inst),
 }
-"""What a module that may draw from a stream refers to: the module, or the object whose methods draw."""
+"""What a module must refer to in order to draw from a stream: a module, or the object whose methods draw."""
 
 
 @contextmanager
 def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterator[None]:
-    """Within: a method's own function runs; raises a MethodError if it draws from a global stream, or seeds one.
+    """Raise a MethodError if the method's function that runs within draws from a global stream, or seeds one.
 
-    NumPy's and Python's streams are looked at only where the method's module refers to them: threads of other
+    NumPy's and Python's streams are checked only if the method's module refers to them, since threads of other
     libraries may draw from them at any time.
     """
     mentioned = _mentioned(tuple(one.__module__ for one in type(function.__self__).__mro__))
     before = _states(device, mentioned)
     yield
     for whose, state in _states(device, mentioned).items():
-        if not _same(state, before[whose]):
+        if state != before[whose]:
             raise MethodError(
                 f"{where_defined(function)} draws from {whose} global random stream (or seeds it), so that two runs of "
                 f"one experiment would differ. Draw from {instead}."
@@ -53,7 +53,7 @@ def torch_streams(device: torch.device) -> Tensor:
 
 
 def _states(device: torch.device, mentioned: frozenset[str]) -> dict[str, Any]:
-    states: dict[str, Any] = {"torch's": torch_streams(device)}
+    states: dict[str, Any] = {"torch's": torch_streams(device).numpy().tobytes()}
     if "NumPy's" in mentioned:
         state = np.random.get_state(legacy=False)["state"]
         states["NumPy's"] = (state["key"].tobytes(), state["pos"])
@@ -62,13 +62,9 @@ def _states(device: torch.device, mentioned: frozenset[str]) -> dict[str, Any]:
     return states
 
 
-def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
-
-
 @lru_cache
 def _mentioned(modules: tuple[str, ...]) -> frozenset[str]:
-    """Whose streams these modules refer to, raypfl's own aside."""
+    """Whose streams these modules refer to, except modules of raypfl."""
     names = {name for name in modules if name.partition(".")[0] != "raypfl"} & sys.modules.keys()
     values = [value for name in names for value in vars(sys.modules[name]).values()]
     values += [value.__self__ for value in values if isinstance(value, BuiltinMethodType | MethodType)]

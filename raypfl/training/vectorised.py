@@ -1,4 +1,4 @@
-"""All clients of a group at once."""
+"""The executor that runs all clients of a group at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypfl.models.flat import FunctionalCall
 from raypfl.models.predictor import Predictor
 from raypfl.models.rowwise import RowWise
 from raypfl.objectives.batch import Batch
-from raypfl.optimizers import Memory, Update
+from raypfl.optimizers import Update
 from raypfl.training.batches import Batches, GroupSamples, Order, StepBatches
 from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
 from raypfl.training.executor import Executor, copied, forked
@@ -25,7 +25,7 @@ from raypfl.training.unkeyed import torch_streams
 
 
 class Vectorised(Executor):
-    """All clients of the group at once with ``vmap``; unequal batches are padded and masked."""
+    """All clients of a group at once with ``vmap``; unequal batches are padded, and padding has weight 0."""
 
     def sgd(
         self,
@@ -38,35 +38,15 @@ class Vectorised(Executor):
         extras: Extras,
         correction: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        # Clients with most steps come first, so that those that still have some are always the first rows.
         rank = np.argsort(-visits.steps, kind="stable")
         batches, steps = samples.stacked(rank, visits), visits.steps[rank]
-        parts = (self.model.parameters(start), self.model.buffers(start))
-        if bool((rank[1:] > rank[:-1]).all()):
-            theta, statistics = (copied(rows) for rows in parts)
-            return self._longest_first(loss, theta, statistics, batches, steps, update, keys, extras, correction)
-        ranked = torch.from_numpy(rank).to(start.device)
-        theta, statistics = (copied(rows, ranked) for rows in parts)
-        added = None if correction is None else correction[ranked]
-        of = (theta, statistics, batches, steps, update, keys[ranked], of_clients(extras, ranked), added)
-        trained, losses = self._longest_first(loss, *of)
-        back = ranked.argsort()
-        return trained[back], losses[back]
-
-    def _longest_first(
-        self,
-        loss: LocalLoss,
-        theta: Tensor,
-        statistics: Tensor,
-        batches: Callable[..., Batch],
-        steps: np.ndarray,
-        update: Update,
-        keys: Tensor,
-        extras: Extras,
-        correction: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Train in place, in the order of clients' steps: those still at it are always the first rows."""
-        gradient, memory = Descent.buffer(update, theta), update.init(theta)
-        losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
+        ranked = None if bool((rank[1:] > rank[:-1]).all()) else torch.from_numpy(rank).to(start.device)
+        theta, statistics = (copied(part, ranked) for part in (self.model.parameters(start), self.model.buffers(start)))
+        if ranked is not None:
+            keys, extras = keys[ranked], of_clients(extras, ranked)
+            correction = None if correction is None else correction[ranked]
+        memory, losses = update.init(theta), torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
         mine = list(rows_of(extras).values())
         step, still = self._step(loss, extras), still_segments(self.model, update)
         descent: Descent | None = None
@@ -74,8 +54,9 @@ class Vectorised(Executor):
             for s in range(steps.max(initial=0)):
                 k = int((steps > s).sum())
                 if descent is None or len(descent.theta) > k:
-                    buffers = (None if rows is None else rows[:k] for rows in (gradient, correction))
-                    descent = self._descent(update, theta[:k], still, memory, *buffers)
+                    own = {name: rows[:k] for name, rows in memory.items()}
+                    added, leaves = None if correction is None else correction[:k], self._leaves(theta[:k], still)
+                    descent = Descent(self.model, update, theta[:k], leaves, own, added)
                 batch, active = batches(slice(k), s), [rows[:k] for rows in mine]
                 if update.optimizer.per_sample:
                     whole, value = self._by_samples(step, update, descent.theta, keys[:k] + s, batch, active)
@@ -89,20 +70,11 @@ class Vectorised(Executor):
                         statistics[:k] = moved
                 losses[:k] += value
         losses /= torch.from_numpy(steps).to(losses).clamp_min(1)
-        return torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta, losses
-
-    def _descent(
-        self,
-        update: Update,
-        theta: Tensor,
-        still: Set[str],
-        memory: Memory,
-        gradient: Tensor | None,
-        correction: Tensor | None,
-    ) -> Descent:
-        """Of the clients whose models `theta` are, the first of all."""
-        mine = {name: rows[: len(theta)] for name, rows in memory.items()}
-        return Descent(self.model, update, theta, self._leaves(theta, still), gradient, mine, correction)
+        trained = torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta
+        if ranked is None:
+            return trained, losses
+        back = ranked.argsort()
+        return trained[back], losses[back]
 
     def _by_samples(
         self,
@@ -113,7 +85,7 @@ class Vectorised(Executor):
         batch: Batch,
         mine: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Gradients ``[K, P]`` and reports ``[K]`` of batches, from those of single samples, each as if a client's."""
+        """Gradients ``[K, P]`` and reported losses ``[K]``, with every sample vectorised as a client of its own."""
 
         def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
             shape = (len(theta), stop - start)
@@ -150,7 +122,7 @@ class Vectorised(Executor):
         return values.masked_fill(padded.weight.reshape(*padded.weight.shape, *[1] * (values.dim() - 2)) == 0, 0)
 
     def _gives_rows(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
-        """Whether a function gives a row for each sample: seen at the client with fewest, if others have more."""
+        """Whether a function gives a row for each sample, tried on the client with fewest, if others have more."""
         sizes = [len(batch.y) for batch in batches]
         k = int(np.argmin(sizes))
         return sizes[k] < max(sizes) and len(function(at[k], batches[k], **of_client(extras, k))) == sizes[k]
@@ -164,10 +136,10 @@ class Vectorised(Executor):
             return vmap(self.model, in_dims=(0, 0 if own else None))(at, x)
 
     def unfit_for_padding(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> str | None:
-        """What keeps `function` from running on padded batches, if anything: tried on the first client of a group.
+        """Why `function` would give other results on padded batches, or None; tried on samples of the first client.
 
-        `at` is that client's model vector, `batch` some samples of it; a loss is tried in training mode. Nothing is
-        remembered: the answer may change over rounds, and must not depend on which groups this process saw before.
+        `at` is that client's model vector; a loss is tried in training mode. The answer is not remembered: it may
+        change over rounds, and must not depend on which groups this process ran before.
         """
         twice, none = torch.cat([batch.x, batch.x]), torch.zeros_like(batch.weight)
         other = batch.x.flip(0)
@@ -182,9 +154,9 @@ class Vectorised(Executor):
             alone, *values = [self._value(function, at, b, extras, train) for b in (batch, *padded)]
             if not torch.equal(before, torch_streams(at.device)):
                 return "draws random numbers, so its clients run one by one, each with a stream of its own."
-        if alone.shape[:1] == batch.y.shape[:1]:  # perhaps a row for each sample, and more for padding
+        if alone.shape[:1] == batch.y.shape[:1]:  # perhaps a row for each sample, padding included
             values = [value[: len(alone)] for value in values]
-        # In bf16 a matrix product of more rows may round otherwise.
+        # In bf16 a matrix product with more rows may round differently.
         rtol = 2e-2 if self.precision.autocast else 1e-4
         if all(v.shape == alone.shape and torch.allclose(alone, v, rtol, 1e-6, equal_nan=True) for v in values):
             return None
@@ -210,7 +182,7 @@ class Vectorised(Executor):
     def _step(self, loss: LocalLoss, extras: Extras) -> Callable[..., Any]:
         names, segments = list(rows_of(extras)), len(self.model.parameter_names)
 
-        # Tensors one by one, not in a Batch and a dict: vmap takes a tenth of a small step to take those apart.
+        # Separate tensors, not a Batch and a dict: flattening those takes vmap a tenth of a small step.
         def one(
             p: Tensor, statistics: Tensor, key: Tensor, x: Tensor, y: Tensor, weight: Tensor, *rest: Tensor
         ) -> tuple[Tensor, ...]:
@@ -223,9 +195,8 @@ class Vectorised(Executor):
 
         rows = vmap(one)
 
-        # One backward pass through all rows, not torch.func.grad: the same gradients, but that imports the compiler,
-        # which takes longer than a small run. A gradient for each segment: putting them together into one for `p` takes
-        # a fifth of a small step.
+        # One backward pass through all rows gives the gradients of torch.func.grad, which imports the compiler: longer
+        # than a small run. Gradients stay per segment: assembling one for `p` takes a fifth of a small step.
         def step(
             theta: Tensor,
             tensors: Sequence[Tensor],
@@ -236,7 +207,7 @@ class Vectorised(Executor):
         ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor, Tensor]:
             p = theta.detach().requires_grad_()
             values, moved, *reported = rows(p, statistics, keys, *batch, *tensors, *mine)
-            # The sum, and not values with a gradient of ones: PyTorch imports sympy to check that one's shape.
+            # The sum, not values with a gradient of ones, whose shape PyTorch checks with sympy: a slow import.
             grads, direct = gradients_of(values.sum(), tensors, p)
             return grads, direct, (reported[0] if reported else values).detach(), moved.detach()
 
