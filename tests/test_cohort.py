@@ -317,8 +317,8 @@ def test_a_reply_that_does_not_say_how_it_comes_up_is_refused(answer, sentence):
     ("weight", "sentence"),
     [
         (torch.zeros(5), "weights of Mean 'x' sum to 0.0"),
-        (torch.tensor([1.0, 1, -1, 1, 1]), "must be one number, not negative, for each of the group's 5 clients"),
-        (torch.ones(4), "must be one number, not negative, for each of the group's 5 clients"),
+        (torch.tensor([1.0, 1, -1, 1, 1]), "must be a non-negative number for each of the group's 5 clients"),
+        (torch.ones(4), "must be a non-negative number for each of the group's 5 clients"),
     ],
 )
 def test_weights_of_a_mean_must_make_one(weight, sentence):

@@ -78,7 +78,7 @@ class Clients:
 
     @property
     def num_samples(self) -> PerClient:
-        """``[K]`` training samples of each client, in floating point."""
+        """``[K]``: each client's number of training samples, in floating point."""
         return self._numbers(self._group.samples("train").sizes)
 
     def weights(self, weighting: Weighting) -> PerClient | None:
@@ -88,12 +88,12 @@ class Clients:
     def num_steps(
         self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None
     ) -> PerClient:
-        """``[K]`` steps that :meth:`sgd` takes on each client, in floating point; given what it is given."""
+        """``[K]``: steps that :meth:`sgd` takes on each client with the same arguments, in floating point."""
         sizes = self._group.samples("train").sizes
         return self._numbers(num_steps(sizes, *self._group.pace(epochs, steps, batch_size)))
 
     def label_counts(self, split: str = "train") -> PerClient:
-        """``[K, num_classes]`` samples of each class; of several labels a sample: how often each is 1.
+        """``[K, num_classes]``: number of samples of each class; with several labels per sample, how often each is 1.
 
         Raises
         ------
@@ -105,22 +105,22 @@ class Clients:
         return per_client(torch.stack(rows).to(self.model.dtype))
 
     def other(self, theta: Tensor, model: FlatModel | None = None) -> Other:
-        """Another model as it is, for a loss beside the one that is trained: a teacher, an earlier model.
+        """A frozen model for use in a loss: a teacher, an earlier model.
 
-        ``clients.sgd(loss, start, teacher=clients.other(theta))`` with ``loss(p, batch, teacher)``: there
-        ``teacher(batch.x)`` gives outputs and ``teacher.features(batch.x)`` what goes into the output layer, in
-        evaluation mode, with the model's own statistics. Nothing of it moves.
+        With ``clients.sgd(loss, start, teacher=clients.other(theta))`` and ``loss(p, batch, teacher)``,
+        ``teacher(batch.x)`` gives outputs and ``teacher.features(batch.x)`` the input of the output layer, in
+        evaluation mode, with the model's own statistics.
 
         Parameters
         ----------
-        theta : ``[P+B]``, the same for all, or ``[K, P+B]``.
+        theta : ``[P+B]`` for all clients, or ``[K, P+B]``.
         model : the network; None: the clients'.
         """
         model = model or self.model
         if inside_a_loss():
             raise MethodError(
-                "clients.other was called inside a loss, where no gradient would reach what it is given. Call it "
-                "before, and pass what it gives by name: clients.sgd(loss, start, teacher=clients.other(theta)). "
+                "clients.other was called inside a loss, where no gradient would reach its argument. Call it "
+                "before, and pass the result by name: clients.sgd(loss, start, teacher=clients.other(theta)). "
                 "Outputs and features of the model that is trained are clients.model(p, batch.x) and "
                 "clients.model.features(p, batch.x)."
             )
@@ -133,14 +133,14 @@ class Clients:
         return Other(model, vector if vector.dim() == 1 else per_client(vector))
 
     def generators(self, stream: str = "") -> list[torch.Generator]:
-        """A generator of each client's own draws, the same for the same stream in a round, whatever the group.
+        """A random generator for each client, which depends on seed, round, client and stream, not on the group.
 
-        They draw on the CPU, so that any device has the same numbers: ``torch.randn(3, generator=g).to(device)``.
+        They draw on the CPU, so that all devices get the same numbers: ``torch.randn(3, generator=g).to(device)``.
         """
         return [torch.Generator().manual_seed(int(key)) for key in self._group.keys("generator" + stream)]
 
     def randn(self, *shape: int, stream: str = "") -> PerClient:
-        """``[K, *shape]`` standard normal draws, the same for the same stream in a round, whatever the group."""
+        """``[K, *shape]`` standard normal draws from :meth:`generators`."""
         rows = [torch.randn(shape, generator=g, dtype=self.model.dtype) for g in self.generators(stream)]
         return per_client(torch.stack(rows).to(self.device))
 
@@ -162,32 +162,29 @@ class Clients:
         report: Report = "loss",
         **extras: Any,
     ) -> PerClient:
-        """Train each client from its start by steps down the gradient on its own training samples.
+        """Train each client from its start by gradient steps on its own training samples.
 
-        Reported as the round's training loss is the mean of `loss` over the mini-batches of all local steps, each at
-        the model as it is by then.
-
-        Two calls in one round visit the same batches, so that their results can be compared, unless they name different
-        streams.
+        The round's training loss is the mean of `loss` over the mini-batches of all local steps, each at the model
+        before the step. Two calls in one round visit the same batches unless they name different streams.
 
         Parameters
         ----------
         loss : ``loss(p, batch, **extras) -> scalar`` of one client's parameters ``p[P]``. It may return a pair, the
-            loss and what is added to it as by `penalty`, where both come from one forward pass.
-        start : ``[P+B]``, the same for all, or ``[K, P+B]``.
+            loss and a penalty, if both come from one forward pass.
+        start : ``[P+B]`` for all clients, or ``[K, P+B]``.
         epochs, steps, batch_size, lr, optimizer : instead of the experiment's.
-        train : the segments that move (see :meth:`FlatModel.names`), or ``bool[P+B]``; the rest stays bit for bit.
-            Batch norm that stays still normalises by the batch.
-        decay : the segments, or ``bool[P+B]``, that the experiment's weight decay acts on, if they move; None: all.
-        stream : another name, other batches.
-        penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss that is descended, but not reported.
-        correction : ``[P]`` or ``[P+B]`` for all, or such a row a client: added to the gradient of every step, before
-            clipping and weight decay.
-        report : another function of the same form to report, where `loss` is but a surrogate; None: nothing, and the
-            round has no training loss.
-        extras : passed by name to the loss; with a penalty or a report, to those of them that name it. What came up
-            per client (a state, a scattered row, a result) is passed row by row; a model vector among them is cut to
-            its parameters, another model (:meth:`other`) stays whole.
+        train : the segments to train (see :meth:`FlatModel.names`), or ``bool[P+B]``; the rest keeps its
+            bits. Batch norm that is not trained still normalises by the batch.
+        decay : the trained segments, or ``bool[P+B]``, that the experiment's weight decay acts on; None: all.
+        stream : other names give other batches.
+        penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss and not reported.
+        correction : ``[P]`` or ``[P+B]`` for all clients, or a row per client: added to the gradient of every step,
+            before clipping and weight decay.
+        report : another function of the same form to report instead of `loss`; None: nothing, and the round has no
+            training loss.
+        extras : passed by name to the loss; with a penalty or a report, to each function that names them. Tensors with
+            a row per client (a state, a scattered row, a result) are passed row by row. A model vector is cut to its
+            parameters; a frozen model (:meth:`other`) is not.
 
         Returns
         -------
@@ -195,7 +192,7 @@ class Clients:
 
         Raises
         ------
-        ClientError : for clients whose reported loss or model is not finite, or whose loss is above the limit.
+        ClientError : if a client's reported loss or model is not finite, or its loss is above the limit.
         """
         group = self._group
         visits, keys = group.visits(epochs, steps, batch_size, stream), group.draws(stream)
@@ -213,7 +210,7 @@ class Clients:
     def minibatches(
         self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None, stream: str = ""
     ) -> Iterator[MiniBatch]:
-        """The mini-batches that :meth:`sgd` would visit, for a local step that is more than one of SGD on one model.
+        """The mini-batches that :meth:`sgd` would visit, for local steps other than SGD on one model.
 
         ``for batch in clients.minibatches(): theta = batch.step(loss, theta)`` is ``sgd``; see :meth:`MiniBatch.step`.
         """
@@ -236,9 +233,8 @@ class Clients:
     def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
 
-        `at` is any flat vector, one for all or one a client: the clients' network's, or another's. A function with a
-        row for each sample, ``[b, ...]``, gives ``[K, b, ...]`` with the b of the client that has most; zeros stand
-        behind the rows of the others.
+        `at` is any flat vector, for all clients or one per client, of any network. If the function returns a row for
+        each sample, ``[b, ...]``, the result is ``[K, b, ...]`` for the largest b, padded with zeros.
         """
         group = self._group
         keys, chosen, rows = group.draws(), batches or group.whole("train"), group.rows(at)
@@ -260,7 +256,7 @@ class Clients:
         return per_client(torch.autograd.grad(unmarked(rows), p, unmarked(cotangent))[0])
 
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
-        """A batch of `size` samples of each client (all it has, if fewer), the same for the same stream in a round."""
+        """A random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream."""
         samples = self._group.samples(split)
         visits = order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
         positions = [torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]]) for k in range(len(self))]
@@ -269,7 +265,7 @@ class Clients:
     def class_means(
         self, features: Callable[[Tensor, Tensor], Tensor], at: Tensor, split: str = "train"
     ) -> tuple[PerClient, PerClient]:
-        """Mean feature of each class on each client; of several labels a sample: of the samples where each is 1.
+        """Mean feature of each class on each client; with several labels per sample, of the samples where each is 1.
 
         Parameters
         ----------
@@ -277,7 +273,7 @@ class Clients:
 
         Returns
         -------
-        ``[K, num_classes, d]``, zero for a class that a client lacks, and counts ``[K, num_classes]``.
+        ``[K, num_classes, d]``, zero for classes that a client lacks, and counts ``[K, num_classes]``.
         """
         self._refuse_without_classes("class_means")
         classes = self.num_classes
@@ -301,11 +297,11 @@ class Clients:
         return per_client(torch.cat(outputs, dim=1).to(self.model.dtype))
 
     def pool(self, name: str) -> Pool:
-        """Samples that belong to no client (``data.pools``): its mini-batches are those of ``cohort.pool(name)``."""
+        """Samples that belong to no client (``data.pools``), in the same mini-batches as ``cohort.pool(name)``."""
         return self._context.pools.pool(name, self.round)
 
     def evaluate(self, theta: Tensor | Predictor, split: str = "test") -> dict[str, PerClient]:
-        """Each client's model on its own split: ``samples`` and every metric by name, ``[K]`` each; NaN without any."""
+        """``samples`` and metrics of each client's model on its own split, by name, ``[K]``; NaN without samples."""
         context, models = self._context, theta if isinstance(theta, Predictor) else self._group.rows(theta)
         metric_sums = MetricSums(context.measures)
         sums = metric_sums.of(context.answers(models, self._group.split(split)), len(self))
@@ -314,9 +310,9 @@ class Clients:
         return {name: per_client(columns[name]) for name in ("samples", *context.measures.metrics)}
 
     def log(self, **rows: Tensor) -> None:
-        """Log numbers ``[K]``, one a client; the run keeps their mean over the cohort, by round.
+        """Log numbers ``[K]``, one per client; the run keeps their mean over the cohort, by round.
 
-        They are reduced on the way up, and not charged. What is logged while models are judged is not kept.
+        They are reduced on the actors and not charged. Numbers logged during evaluation are not kept.
         """
         for name, values in rows.items():
             if values.shape != (len(self),):

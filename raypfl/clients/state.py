@@ -20,7 +20,7 @@ Default = Tensor | Callable[[Tensor], Tensor]
 class ClientState(MutableMapping[str, Tensor]):
     """What stays with the group's clients between rounds: name -> ``Tensor[K, ...]``.
 
-    Loaded with the group and stored when its function returns. A client that was never given a value has none.
+    It is loaded with the group and stored when its function returns.
 
     Parameters
     ----------
@@ -36,10 +36,10 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = False
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The clients' values of `name` ``[K, ...]``; those without get `default`.
+        """The clients' values of `name` ``[K, ...]``; clients without one get `default`.
 
-        That is a row for all, rows ``[K, ...]``, or a function ``default(new)`` of their places in the group,
-        ``int64[n]``, which gives their rows ``[n, ...]`` and is called if there are any.
+        A default is one row, rows ``[K, ...]``, or a function ``default(new)`` that gives rows ``[n, ...]`` for the
+        positions ``int64[n]`` of these clients in the group, if there are any.
         """
         if name in self._new:
             return self._new[name]
@@ -49,12 +49,12 @@ class ClientState(MutableMapping[str, Tensor]):
         if default is None and new:
             raise KeyError(
                 f"Some clients of the group have no {name!r} yet; give clients.state.get a default: a row for all, or "
-                "a function default(new) that gives the rows of the clients at these places."
+                "a function default(new) that gives the rows of the clients at these positions."
             )
         if self._read_only:
-            with warnings.catch_warnings(action="ignore"):  # torch warns that it may be read-only, as it is meant to be
+            with warnings.catch_warnings(action="ignore"):  # that the array is read-only
                 return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(ReadOnly)
-        # One copy of each row, from where it is mapped into its place: a state may be large.
+        # One copy of each row, since a state may be large.
         one = next(row[name] for row in self._rows if name in row)
         stored = np.empty((len(self._rows), *one.shape), one.dtype)
         for k, row in enumerate(self._rows):
@@ -81,7 +81,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = True
 
     def __delitem__(self, name: str) -> None:
-        if name not in list(self):  # which has what any of the clients has
+        if name not in list(self):  # names that any client has
             raise KeyError(f"The clients have no {name!r}.")
         self._new.pop(name, None)
         self.changed = self._deleted = True
@@ -94,19 +94,19 @@ class ClientState(MutableMapping[str, Tensor]):
         return len(list(iter(self)))
 
     def stack(self) -> tuple[Stack, Kept]:
-        """What was set; where a name was deleted, or the states are to be put together, all that there is."""
+        """What was set; if a name was deleted, or states are rewritten to share one stack, everything."""
         whole = self._deleted or not self._new
         changes = {name: unmarked(value).cpu().numpy() for name, value in self._new.items()}
         stack = Stack.updated(self._rows if whole else [{} for _ in self._rows], changes)
         return stack, stack.kept(len(self._rows), whole)
 
     def _default_rows(self, default: Default, new: list[int]) -> PerClient:
-        """The rows of those clients that are `new`."""
+        """The rows of the clients at the positions `new`."""
         if isinstance(default, PerClient):
             return default if len(new) == len(self._rows) else per_client(default[new])
         if not isinstance(default, Tensor):
             return per_client(unmarked(default(torch.tensor(new))).to(self._device))
         if self._read_only:
             return default.to(self._device)[None].as_subclass(ReadOnly)
-        # A copy: a row that is a view of the initial model could be changed in place, and that model with it.
+        # A copy, so that a change in place does not reach the initial model.
         return per_client(default.to(self._device).repeat(len(new), *[1] * default.dim()))

@@ -22,6 +22,8 @@ from raypfl.storage.states import Kept, Place, Stack
 from raypfl.storage.tree import leaves, put_together
 from raypfl.training.unkeyed import ON_CLIENTS, refuse_unkeyed
 
+Open = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -29,9 +31,9 @@ class Sent:
 
     Attributes
     ----------
-    small : name -> array, or a reference to that.
-    large : name -> a number and ``{"": array}``, or a reference to that. The same number is the same tensor.
-    kept : numbers that later calls may name again.
+    small : name -> array, or a reference to such a dict.
+    large : name -> the tensor's number, and ``{"": array}`` or a reference to it.
+    kept : numbers of large tensors that later calls may use again.
     """
 
     small: Any
@@ -58,7 +60,7 @@ class Call:
 
     Attributes
     ----------
-    number : of the call, counted over the run, so that an actor unpacks what is sent to all once.
+    number : of the call, counted over the run, so that an actor unpacks broadcasts only once.
     function : name of the method's client function, or a function ``f(group, method, **arguments)`` of the engine's.
     round, lr : of the round; rounds are numbered from 1.
     broadcast : the tensors among the arguments.
@@ -81,13 +83,13 @@ class Group:
 
     Attributes
     ----------
-    index : its place in the cut, in which partial sums are added.
-    clients : their numbers. positions : their places in the cohort.
+    index : its position among the groups, in whose order partial sums are added.
+    clients : their numbers. positions : theirs in the cohort.
     scattered : name -> ``[K, ...]``.
-    states : each client's places, the oldest first.
-    length : what it is expected to take, in any unit. seconds : the same in seconds; 0: that is not known yet.
-    tries : that it has left, this one included. A try ends with a reply, an error, or its actor's death.
-    alone : whether its actor has nothing else meanwhile, so that it is known whose doing the actor's death is.
+    states : where each client's states are, the oldest first.
+    length : expected duration, in any unit. seconds : the same in seconds, or 0 if unknown.
+    tries : how many are left, this one included. A try ends with a reply, an error, or its actor's death.
+    alone : whether its actor runs no other group, so that the cause of the actor's death is known.
     """
 
     index: int
@@ -103,12 +105,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Value:
-    """A reply's value on its way up.
+    """One value of a reply.
 
     Attributes
     ----------
     kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
-    numbers : ``int64[K]``, how many each client sends; zeros if it is not charged.
+    numbers : ``int64[K]``, how many numbers each client sends; zeros if it is not charged.
     """
 
     kind: Literal["each", "sum", "mean"]
@@ -119,14 +121,14 @@ class Value:
 
 @dataclass
 class Reply:
-    """What comes back from a group.
+    """The result of a group.
 
     Attributes
     ----------
     losses : ``[K]`` mean training losses, or None if nothing was trained.
-    seconds : the group took.
-    kept : what its clients' new states hold; None if they did not change.
-    notes : warnings given meanwhile.
+    seconds : that the group took.
+    kept : what its clients' new states contain; None if they did not change.
+    notes : warnings.
     logged : name -> sum and count of the numbers that clients logged.
     """
 
@@ -151,13 +153,13 @@ class Worker:
     def work(
         self,
         call: Call,
-        opened: Callable[[list[Any]], list[Mapping[str, np.ndarray]]],
+        opened: Open,
         group: Group,
         states: list[Mapping[str, np.ndarray]],
     ) -> tuple[Reply, Stack | None]:
-        """Run the call's function for a group; returns its reply and what it changed of its clients' states, or None.
+        """Run the call's function for a group; returns its reply, and its clients' changed states or None.
 
-        `opened` gives the arrays behind what the backend made of them; large ones are asked for but once.
+        `opened` fetches the arrays behind the backend's references; large ones are fetched once.
         """
         begun = time.perf_counter()
         shared = self._shared(call, opened)
@@ -197,14 +199,15 @@ class Worker:
         who = where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
         if not isinstance(returned, Mapping | None):
             raise MethodError(
-                f"{who} returned a {type(returned).__name__}; it must return a dict of what comes up, such as "
+                f"{who} returned a {type(returned).__name__}; it must return a dict, such as "
                 '{"theta": Mean(trained)}.'
             )
         return {name: _reduced(who, name, value, clients) for name, value in (returned or {}).items()}
 
-    def _shared(self, call: Call, opened: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]) -> dict[str, Tensor]:
+    def _shared(self, call: Call, opened: Open) -> dict[str, Tensor]:
+        """The call's broadcasts."""
+        sent = call.broadcast
         if self._unpacked[0] != call.number:
-            sent = call.broadcast
             missing = {number: handle for number, handle in sent.large.values() if number not in self._large}
             small, *large = opened([sent.small, *missing.values()])
             new = {number: self._own(arrays[""]) for number, arrays in zip(missing, large, strict=True)}
@@ -213,10 +216,8 @@ class Worker:
             self._unpacked = (call.number, known | {name: self._own(array) for name, array in small.items()})
         return self._unpacked[1]
 
-    def _asked_for(
-        self, call: Call, entry: Any, opened: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
-    ) -> dict[str, Tensor]:
-        """The tensors of an entry of the offered state."""
+    def _asked_for(self, call: Call, entry: Any, opened: Open) -> dict[str, Tensor]:
+        """The tensors of an entry of the server's state."""
         assert call.server is not None
         sent, tensors = call.server.tensors, {}
         for name in leaves(entry):
@@ -232,8 +233,8 @@ class Worker:
         return tensors
 
     def _own(self, array: np.ndarray) -> Tensor:
-        # What Ray hands out is read-only shared memory, to which a tensor must never write, and which is not free for
-        # the next round's as long as somebody looks at it. The other backend makes copies.
+        # Ray's arrays are read-only shared memory: a tensor must not write to them, and Ray cannot free them while
+        # one refers to them. The inline backend makes copies.
         mine = array.flags.owndata and array.flags.writeable
         return torch.from_numpy(array).to(self.context.model.device) if mine else self._tensor(array)
 
@@ -251,7 +252,7 @@ class Worker:
 
 
 class _ServerState(Mapping[str, Any]):
-    """The server's state, of which an entry is fetched when it is asked for."""
+    """The server's state, of which an entry is fetched on first use."""
 
     def __init__(self, entries: Mapping[str, Any], fetch: Callable[[Any], Any]):
         self._entries, self._fetch = entries, fetch
@@ -271,9 +272,7 @@ class _ServerState(Mapping[str, Any]):
 
 def _reduced(who: str, name: str, value: object, clients: int) -> Value:
     if not isinstance(value, Mean | Sum | Each):
-        raise MethodError(
-            f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each to say how it comes up."
-        )
+        raise MethodError(f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each.")
     rows = unmarked(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
         raise MethodError(
@@ -290,7 +289,7 @@ def _reduced(who: str, name: str, value: object, clients: int) -> Value:
     )
     if weight.shape != (clients,) or bool((weight < 0).any()):
         raise MethodError(
-            f"The weight of Mean {name!r}, which {who} returned, must be one number, not negative, for each of the "
+            f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
             f"group's {clients} clients; it is {weight.tolist()}."
         )
     partial = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
