@@ -273,7 +273,7 @@ def test_what_a_predictor_gets_wrong_is_said_in_a_sentence(executor):
 
     with pytest.raises(MethodError, match=r"needs extras with one row for each client.*marked so are none"):
         Predictor(predict, theta=theta)
-    with pytest.raises(MethodError, match=r"marked as such are \{'theta': 1, 'rows': 4\}"):
+    with pytest.raises(MethodError, match=r"marked so are \{'theta': 1, 'rows': 4\}"):
         Predictor(predict, theta=per_client(theta[None]), rows=rows)
     with pytest.raises(MethodError, match=r"predict .* returned \[3\] for 4 samples"):
         clients.evaluate(Predictor(predict, theta=theta, rows=rows))

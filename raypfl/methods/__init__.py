@@ -1,4 +1,4 @@
-"""Federated methods, one a file."""
+"""Federated methods, one in each file."""
 
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task

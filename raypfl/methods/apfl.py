@@ -1,4 +1,4 @@
-"""A mixture of a personal and a global model on each client."""
+"""Mixtures of a personal and a global model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, per_client
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
+from raypfl.methods.local_training import refuse_no_share
 
 if TYPE_CHECKING:
     from raypfl.clients.clients import Clients
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 class APFL(FedAvg):
     """Adaptive personalized federated learning (Deng et al. 2020, Algorithm 1).
 
-    Client k predicts with ``alpha_k v_k + (1 - alpha_k) w_k``. On every mini-batch ``w_k``, which starts at the
-    received model, steps down ``F_k(w_k)``, and ``v_k`` down ``F_k(alpha_k v_k + (1 - alpha_k) w_k)``, of which only
-    ``v_k`` is varied. Sent, both ways: ``w``; kept: ``v_k``, ``w_k`` and ``alpha_k``. The global model is FedAvg's.
-    With ``alpha = 0`` it predicts as FedAvg's local models do; with ``alpha = 1`` it is training alone, bit for bit.
+    Client k predicts with ``alpha_k v_k + (1 - alpha_k) w_k``. On every mini-batch, ``w_k`` (which starts at the
+    received model) takes a step on ``F_k(w_k)``, and ``v_k`` one on ``F_k(alpha_k v_k + (1 - alpha_k) w_k)`` with
+    ``w_k`` fixed. Sent, both ways: ``w``; kept: ``v_k``, ``w_k`` and ``alpha_k``. The global model is FedAvg's: clients
+    are weighted by samples unless `weighting` says otherwise; the paper weights them equally. With ``alpha = 0`` it
+    predicts like FedAvg's local models; with ``alpha = 1`` it is local training, bit for bit.
 
     Attributes
     ----------
-    alpha : the share of the personal model, at first or for good.
-    adaptive : each round begins with a step of ``alpha_k`` down the mixture's loss on one mini-batch, of which the
-        slope is ``<v_k - w, grad F_k(mixture)>``, clipped to [0, 1].
-    alpha_lr : of that step; None: training.lr.
+    alpha : weight of the personal model, at the start or, without `adaptive`, always.
+    adaptive : whether each round starts with a gradient step of ``alpha_k`` on the mixture's loss for one mini-batch.
+        Its slope is ``<v_k - w, grad F_k(mixture)>``, and the result is clipped to [0, 1].
+    alpha_lr : learning rate of that step; None: training.lr.
     """
 
     alpha: float = 0.5
@@ -39,8 +40,7 @@ class APFL(FedAvg):
     alpha_lr: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"method.alpha is {self.alpha}; it must be between 0 and 1.")
+        refuse_no_share(alpha=self.alpha)
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         def mixed(p: Tensor, batch: Batch, local: Tensor, alpha: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class APFL(FedAvg):
         return clients.state.get("alpha", default=torch.tensor(self.alpha, dtype=clients.model.dtype))
 
     def _adapted(self, clients: Clients, alpha: Tensor, personal: Tensor, local: Tensor) -> Tensor:
-        """``alpha[K]`` after a step down the mixture's loss on one mini-batch of each client."""
+        """``alpha[K]`` after a gradient step on the mixture's loss for one mini-batch of each client."""
         batches = clients.batches(clients.training.batch_size, stream="alpha")
         gradient = clients.grad(clients.loss, self._mixture(clients, alpha, personal, local), batches)
         slope = (clients.model.parameters(personal - local) * gradient).sum(1)
@@ -75,6 +75,6 @@ class APFL(FedAvg):
         return (alpha - lr * slope).clamp(0, 1)
 
     def _mixture(self, clients: Clients, alpha: Tensor, personal: Tensor, local: Tensor) -> Tensor:
-        """``[K, P+B]``; the statistics are those of the personal model, which saw the mixture's activations."""
+        """``[K, P+B]``. Its statistics are the personal model's, which come from the mixture's activations."""
         mixed = alpha[:, None] * personal + (1 - alpha[:, None]) * local
         return torch.cat([clients.model.parameters(mixed), clients.model.buffers(personal)], dim=1)

@@ -1,4 +1,4 @@
-"""A head that the server trains again, on features whose gradients are those that clients report."""
+"""A head that the server re-trains on synthetic features."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, Sum, Weighting
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
+from raypfl.methods.local_training import refuse_below
 from raypfl.objectives import Classification, Objective
 
 if TYPE_CHECKING:
@@ -25,19 +25,22 @@ if TYPE_CHECKING:
 class CReFF(Method):
     """Classifier re-training with federated features (Shang et al. 2022).
 
-    Clients run FedAvg. Beside, each reports for each of its classes the mean gradient, with respect to the re-trained
-    head ``h``, of the loss on the features that the received body gives. The server moves its own features of each
-    class until their gradients point where the owners' mean does, row by row, and trains ``h`` on them. Down: model
-    and ``h``. Up: model, and ``|h|`` numbers of gradients for each class that the client has. The global model is the
-    averaged body with ``h``; kept is the last trained model, which is the personal one.
+    Clients run FedAvg. Each client also computes, for each of its classes, the mean gradient of the loss with respect
+    to the re-trained head ``h``, on features of the received body. The server optimizes synthetic features of each
+    class until their gradients have the direction of the owners' mean gradient, row by row, and trains ``h`` on them.
+    Down: model and ``h``. Up: model, and ``|h|`` gradient entries for each class that the client has. The global model
+    is the averaged body with ``h``; the personal model is the one that the client trained last.
+
+    Where this departs from the authors' code: ``h`` is trained on from the previous round, by `head_steps` steps on all
+    features at once; the code trains a new head in every round, for 300 epochs of mini-batches.
 
     Attributes
     ----------
-    features : that the server has of each class.
+    features : synthetic features of each class.
     feature_steps, feature_lr : of gradient descent on them, every round. The rate is that of Dai et al. 2023, for 200
         rounds; in a dozen rounds on digits, a rate of 0.1 was needed, as in the paper.
     head_steps, head_lr : of gradient descent on ``h``, every round.
-    weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
+    weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -50,9 +53,8 @@ class CReFF(Method):
     weighting: Weighting = "samples"
 
     def __post_init__(self) -> None:
-        for name, least in (("features", 1), ("feature_steps", 0), ("head_steps", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"method.{name} is {getattr(self, name)}; it must be {least} or more.")
+        refuse_below(0, feature_steps=self.feature_steps, head_steps=self.head_steps)
+        refuse_below(1, features=self.features)
 
     def start(self, task: Task) -> Server:
         model, theta = task.model, task.model.init(task.seed)
@@ -100,12 +102,12 @@ class CReFF(Method):
         }
 
     def matched(self, cohort: Cohort, head: Tensor, start: Tensor, gradients: Tensor, owned: Tensor) -> Tensor:
-        """Features ``[C, n, d]``, from `start` on, whose gradients at the head match ``gradients[C, C, d+1]``."""
+        """Features ``[C, n, d]``, moved from `start` until their gradients match ``gradients[C, C, d+1]``."""
         mismatch = partial(_mismatch, head, gradients, owned)
         return cohort.descend(mismatch, start, steps=self.feature_steps, lr=self.feature_lr, text="matching features")
 
     def retrained(self, cohort: Cohort, head: Tensor, of: Tensor, known: Tensor) -> Tensor:
-        """The head ``[C, d+1]``, trained on with the features ``of[C, n, d]`` of the classes that are known."""
+        """The head ``[C, d+1]``, trained on the features ``of[C, n, d]`` of known classes."""
         labels = torch.arange(len(of), device=of.device)[known].repeat_interleave(of.shape[1])
         inputs = _inputs(of[known].flatten(0, 1), head)
         return cohort.descend(
@@ -124,12 +126,12 @@ class CReFF(Method):
 
 
 def _inputs(z: Tensor, head: Tensor) -> Tensor:
-    """Features ``[..., d]``, with a one behind them if the head ``[C, d+1]`` has a bias."""
+    """Features ``[..., d]``, followed by a one if the head ``[C, d+1]`` has a bias."""
     return F.pad(z, (0, head.shape[1] - z.shape[-1]), value=1.0)
 
 
 def _mismatch(head: Tensor, gradients: Tensor, owned: Tensor, of: Tensor) -> Tensor:
-    """``1 - cos`` of both gradients' rows, summed over rows and over the classes that somebody owns."""
+    """``1 - cos`` between rows of both gradients, summed over rows and over the classes that a client has."""
     inputs = _inputs(of, head)
     error = (inputs @ head.T).softmax(-1) - torch.eye(len(of), dtype=of.dtype, device=of.device)[:, None]
     apart = 1 - F.cosine_similarity(error.mT @ inputs / of.shape[1], gradients, dim=-1)

@@ -23,10 +23,10 @@ class FedAvg(Method):
 
     Attributes
     ----------
-    weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
+    weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
     server_optimizer : ``sgd``, ``momentum``, ``adam`` or ``yogi``; see :class:`ServerOptimizer`.
-    server_lr : its learning rate; 1 with ``sgd`` is the plain average.
-    server_beta1, server_beta2, server_tau : momentum, second-moment decay, adaptivity.
+    server_lr : its learning rate. 1 with ``sgd`` gives the average itself.
+    server_beta1, server_beta2, server_tau : decay of the first and of the second moment, and adaptivity.
     """
 
     weighting: Weighting = "samples"
@@ -44,7 +44,7 @@ class FedAvg(Method):
         self.step(server, reply["theta"], cohort.task.model)
 
     def step(self, server: Server, mean: Tensor, model: FlatModel) -> None:
-        """Move the server's model toward the mean of the clients'."""
+        """Move the server's model towards the mean of the clients' models."""
         optimizer = ServerOptimizer(
             name=self.server_optimizer,
             lr=self.server_lr,
@@ -59,7 +59,7 @@ class FedAvg(Method):
         return {"theta": Mean(trained, weight=self.weights(clients))}
 
     def weights(self, clients: Clients) -> Tensor | None:
-        """How much each client counts, ``[K]``; None: all the same."""
+        """The clients' weights ``[K]`` in the average; None: all the same."""
         return clients.weights(self.weighting)
 
     def global_model(self, server: Server) -> Tensor:

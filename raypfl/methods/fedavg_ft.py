@@ -1,4 +1,4 @@
-"""Federated averaging, and each client's fine-tuning of what it gives."""
+"""Federated averaging with fine-tuning on each client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
-from raypfl.methods.finetuning import finetuned, refuse_negative
+from raypfl.methods.local_training import finetuned, refuse_below
 
 if TYPE_CHECKING:
     from raypfl.clients.clients import Clients
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 @METHODS.register("fedavg-ft")
 class FedAvgFT(FedAvg):
-    """FedAvg, whose model each client trains on before it is judged (a baseline of Xie et al. 2024).
+    """FedAvg whose model each client fine-tunes for evaluation (a baseline of Xie et al. 2024).
 
-    Nothing of the fine-tuning is sent or kept, so ``evaluation.every: 0`` does it once, after the last round. Without
-    epochs it is FedAvg.
+    The fine-tuned models are neither sent nor kept; ``evaluation.every: 0`` fine-tunes once, after the last round. With
+    0 epochs it is FedAvg.
 
     Attributes
     ----------
-    finetune_epochs : over the client's own samples.
-    finetune_lr : None: that of the last round.
+    finetune_epochs : epochs of fine-tuning on the client's samples.
+    finetune_lr : learning rate of fine-tuning; None: that of the last round.
     """
 
     finetune_epochs: int = 5
     finetune_lr: float | None = None
 
     def __post_init__(self) -> None:
-        refuse_negative(finetune_epochs=self.finetune_epochs)
+        refuse_below(0, finetune_epochs=self.finetune_epochs)
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return finetuned(clients, server["theta"], self.finetune_epochs, self.finetune_lr)

@@ -1,4 +1,4 @@
-"""FedDF: the average of the models, taught by all of them on samples that belong to nobody."""
+"""Ensemble distillation on samples that belong to no client."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raypfl.common.errors import ConfigError, known_pool
+from raypfl.common.errors import known_pool
 from raypfl.common.messages import Mean
 from raypfl.federation.method import METHODS, Server
 from raypfl.federation.task import Task
 from raypfl.methods.fedavg import FedAvg
+from raypfl.methods.local_training import refuse_below
 from raypfl.optimizers import Adam
 
 if TYPE_CHECKING:
@@ -23,26 +24,26 @@ if TYPE_CHECKING:
 
 
 TOGETHER = 512
-"""Of the pool's samples, those that are normalised at a time for the clients' models."""
+"""How many of the pool's samples the clients' models see at a time."""
 
 
 @METHODS.register("feddf")
 class FedDF(FedAvg):
     """Ensemble distillation for robust model fusion (Lin et al. 2020), for clients of one network.
 
-    Clients run FedAvg. The server then trains the average, by Adam, until it says of a pool's samples what the cohort's
-    models say together: ``KL(softmax(mean of their logits) || softmax(its logits))``. The pool's labels are not used.
-    The logits are computed where the models are, and not charged: the server has those models. There is no early
-    stopping on validation data held by the server, which the paper has.
+    Clients run FedAvg. The server then trains the average with Adam to match the cohort's models on a pool of samples,
+    minimising ``KL(softmax(mean of their logits) || softmax(its logits))``. The pool's labels are not used. The clients
+    compute the logits, and the ledger does not count them, because the server has the models. The paper also stops
+    early on validation data of the server; this does not.
 
     Attributes
     ----------
-    pool : the name of the samples to distil on, one of ``data.pools``.
-    fraction : share of them that is used.
-    steps : of distillation a round.
-    batch_size : samples a step.
-    lr : of Adam on the server, which begins anew every round.
-    schedule : of that rate over the steps of a round: ``cosine``, toward 0, or ``constant``.
+    pool : name of the samples to distil on, one of ``data.pools``.
+    fraction : fraction of them to use.
+    steps : distillation steps in each round.
+    batch_size : samples in each step.
+    lr : learning rate of Adam, which is restarted every round.
+    schedule : of that rate over the steps of a round: ``cosine`` decay to 0, or ``constant``.
     """
 
     pool: str = "auxiliary"
@@ -53,9 +54,8 @@ class FedDF(FedAvg):
     schedule: Literal["cosine", "constant"] = "cosine"
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"method.{name} is {getattr(self, name)}; it must be {least} or more.")
+        refuse_below(0, steps=self.steps)
+        refuse_below(1, batch_size=self.batch_size)
 
     def start(self, task: Task) -> Server:
         known_pool(self.pool, task.pools)
@@ -93,5 +93,5 @@ class FedDF(FedAvg):
         return reply
 
     def batches(self, pool: Pool) -> PoolBatches:
-        """What the server distils on in a round, the same where the clients are."""
+        """The batches of a round, the same on the server and on clients."""
         return pool.batches(self.batch_size, steps=self.steps, fraction=self.fraction)

@@ -1,4 +1,4 @@
-"""A head of class prototypes, spread evenly at first, that features of all clients move slowly."""
+"""A head of class prototypes that the clients' features move slowly."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
+from raypfl.methods.local_training import refuse_no_share
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
 from raypfl.objectives import Classification, Objective
@@ -30,28 +30,28 @@ Latent = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class FedNH(Method):
     """A non-parametric head of class prototypes (Dai et al. 2023).
 
-    The output layer is a matrix W of unit rows, at first as far apart as possible. Clients train the body, on features
-    of length one, against the W that they received. Then they send the mean feature of each of their classes, and
-    ``W_c <- rho W_c + (1 - rho) mean_k mu_kc`` (Eq. 4), brought to length one again. Down: body, scale and W. Up: body
-    and scale, and a mean feature for each class that the client has: ``|body| + 1 + |C_k| d`` numbers. Kept: the model
-    as trained, which is the personal one. The global model is the averaged body with the new W. Logged: how far a
-    prototype moves on average, and about ten times a run the cosines of all pairs.
+    The output layer is a matrix W of unit rows, initially as far apart as possible. Clients train the body, on features
+    of length one, with the received W fixed. Then they send the mean feature of each of their classes, and
+    ``W_c <- rho W_c + (1 - rho) mean_k mu_kc`` (Eq. 4), scaled to length one again. Down: body, scale and W. Up: body
+    and scale, and a mean feature for each class that the client has: ``|body| + 1 + |C_k| d`` numbers. Kept: the
+    trained model, which is the personal one. The global model is the averaged body with the new W. Logged: the mean
+    distance that prototypes move, and about ten times a run the cosines of all pairs.
 
-    Slopes grow with the scale and with short features, so that first steps may be far too long: see ``docs/fednh.md``
-    for what came of it on images, and ``training.clip_norm``.
+    Gradients grow with the scale and with the inverse length of features, so the first steps can be far too large: see
+    ``docs/fednh.md`` for results on images, and ``training.clip_norm``.
 
     Attributes
     ----------
-    rho : smoothing of the prototypes; 1 leaves them as they were at first.
-    scale : what cosines are multiplied by, s, at first.
-    train_scale : whether it is trained, without weight decay.
-    share_scale : whether it is averaged, as the body is; otherwise each client keeps its own.
-    head : at first ``uniform`` prototypes, ``random`` unit rows, or the rows with which torch begins (``default``).
-    normalise : whether features are brought to length one.
-    unit_means : whether the mean features that are sent are, too, and their mean over clients, so that scattered and
-        rare classes are pulled as much as others.
-    missing : a client without samples of a class counts as a mean of zero, which weakens the pull (``zero``); or the
-        mean is over the class's ``owners``; or over its ``samples``.
+    rho : smoothing of the prototypes; with 1 they never change.
+    scale : initial factor of the cosines, s.
+    train_scale : whether the scale is trained, without weight decay.
+    share_scale : whether the scale is averaged with the body; otherwise each client keeps its own.
+    head : initial rows: ``uniform`` prototypes, ``random`` unit rows, or torch's initial weights (``default``).
+    normalise : whether features are scaled to length one.
+    unit_means : whether the mean features and their mean over clients are scaled to length one too, so that scattered
+        and rare classes move their prototypes as much as others do.
+    missing : how a client without samples of a class counts: as a mean feature of zero, which shortens the step
+        (``zero``); or not at all, with the mean over ``owners`` of the class, or weighted by ``samples``.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -66,8 +66,7 @@ class FedNH(Method):
     missing: Literal["zero", "owners", "samples"] = "zero"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rho <= 1:
-            raise ConfigError(f"method.rho is {self.rho}; it must be between 0 and 1.")
+        refuse_no_share(rho=self.rho)
 
     def network(self, network: nn.Module) -> nn.Module:
         _, layer = output_layer(network)
@@ -93,7 +92,7 @@ class FedNH(Method):
             cohort.log_table("prototype_cosines", _cosines(new))
 
     def moved(self, old: Tensor, sums: Tensor, divisor: float | Tensor) -> Tensor:
-        """The next prototypes ``[C, d]``, from the sums over clients of weighted class means, and of their weights."""
+        """The next prototypes ``[C, d]``, from the sums over clients of weighted class means and of the weights."""
         mean = sums / torch.as_tensor(divisor).clamp_min(1e-12)
         pulled = self.rho * old + (1 - self.rho) * (F.normalize(mean, dim=1, eps=1e-12) if self.unit_means else mean)
         length = pulled.norm(dim=1, keepdim=True)
@@ -117,7 +116,7 @@ class FedNH(Method):
             "means": Sum(means * weights[:, :, None], charged=owned * means.shape[2]),
         }
         if self.missing != "zero":
-            # Whose means there are tells the owners; how many samples they are of does not.
+            # The means show which classes a client owns, but not how many samples of each it has.
             reply["weights"] = Sum(weights, charged=owned if self.missing == "samples" else False)
         return reply
 
@@ -128,7 +127,7 @@ class FedNH(Method):
         return clients.state.get("model", default=server["theta"])
 
     def _averaged(self, model: FlatModel) -> Tensor:
-        """``bool[P+B]``: what clients train and the server averages."""
+        """``bool[P+B]``: the entries that clients train and the server averages."""
         kept = model.mask(_weight(model))
         return ~(kept if self.share_scale or not self.train_scale else kept | model.mask(_scale(model)))
 

@@ -1,4 +1,4 @@
-"""Models that share nothing but the mean feature of each class."""
+"""Local models that share only the mean features of classes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ class FedProto(Method):
     """Federated prototype learning (Tan et al. 2022).
 
     A client minimises ``F_k(w_k) + lam * mean_c ||mean_c(w_k) - P_c||^2`` over the classes of each mini-batch, where
-    ``mean_c`` is their mean feature, the input of the output layer, and ``P_c`` that of the server, once it has one.
-    Down: a mean feature of every class. Up: one of each class that the client has. The server takes the mean over a
-    class's owners. Kept: the model, which starts as everybody's; ``lam = 0`` is training alone. There is no global
-    model.
+    ``mean_c`` is the mean input of the output layer for class c, and ``P_c`` the server's mean of it, once there is
+    one. Down: a mean feature of every class. Up: one of each class that the client has. The server averages over the
+    owners of a class. Kept: the model, which starts at the initial model; with ``lam = 0`` it is local training. There
+    is no global model.
+
+    Where this departs from the paper: the distance is a mean over the classes of a mini-batch (the paper: a sum over
+    the client's classes), owners count equally (the paper: by samples), and models predict with their output layer (the
+    paper: by the nearest prototype).
 
     Attributes
     ----------
-    lam : strength of the pull, lambda.
+    lam : weight of the distance to the server's mean features, lambda.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)

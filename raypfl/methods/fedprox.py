@@ -1,4 +1,4 @@
-"""Federated averaging with a pull toward the received model."""
+"""Federated averaging with a proximal term."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ from torch import Tensor
 from raypfl.common.messages import Mean
 from raypfl.federation.method import METHODS
 from raypfl.methods.fedavg import FedAvg
+from raypfl.methods.local_training import proximal
 
 if TYPE_CHECKING:
     from raypfl.clients.clients import Clients
-    from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("fedprox")
 class FedProx(FedAvg):
-    """FedAvg whose clients stay near the received model (Li et al. 2020).
+    """FedAvg whose clients stay close to the received model (Li et al. 2020).
 
-    A client minimises ``F_k(w) + mu/2 ||w - w_t||^2``; ``mu = 0`` is FedAvg bit for bit.
+    A client minimises ``F_k(w) + mu/2 ||w - w_t||^2``; with ``mu = 0`` it is FedAvg, bit for bit.
 
     Attributes
     ----------
-    mu : strength of the pull.
+    mu : weight of the proximal term.
     """
 
     mu: float = 0.01
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        def pull(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
-            return self.mu / 2 * (p - anchor).square().sum()
-
-        trained = clients.sgd(clients.loss, theta, penalty=pull, anchor=theta)
+        trained = clients.sgd(clients.loss, theta, penalty=proximal(self.mu), anchor=theta)
         return {"theta": Mean(trained, weight=self.weights(clients))}

@@ -1,4 +1,4 @@
-"""A generic head for all classes, and a personal one beside it for the client's own."""
+"""A generic head for all classes, and a personal head for the client's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.finetuning import refuse_negative
+from raypfl.methods.local_training import refuse_below
 from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
 from raypfl.objectives import Classification, Objective
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 class FedROD(Method):
     """Robust decoupling (Chen and Chao 2022).
 
-    Body and generic head are trained with balanced softmax, for which ``log n_kc`` is added to the logit of class c,
-    and averaged. Then the personal head, on features that stay as they are, is trained on the sum of both heads'
-    logits. Sent, both ways: body and generic head, which are the global model, and the network that makes personal
-    heads, if there is one. Kept: the client's last body and heads, which are its personal model.
+    Body and generic head are trained with balanced softmax, which adds ``log n_kc`` to the logit of class c, and
+    averaged. Then the personal head is trained on the sum of both heads' logits, with the body fixed. Sent, both ways:
+    body and generic head, which are the global model, and the hypernetwork, if there is one. Kept: the client's last
+    body and heads, which are its personal model.
 
     Attributes
     ----------
-    head : of each client: ``linear``, and its own; or made of the shares of its classes by a ``hypernetwork`` that is
-        averaged.
+    head : the personal head: a ``linear`` layer of the client's own; or generated from its class shares by a
+        ``hypernetwork``, which is averaged.
     hidden : units of the hypernetwork's hidden layer.
-    personal_epochs : of the personal head; None: as the experiment's training says.
-    weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
+    personal_epochs : epochs of the personal head; None: training.epochs.
+    weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -45,7 +45,7 @@ class FedROD(Method):
     weighting: Weighting = "samples"
 
     def __post_init__(self) -> None:
-        refuse_negative(personal_epochs=self.personal_epochs)
+        refuse_below(0, personal_epochs=self.personal_epochs)
 
     def network(self, network: nn.Module) -> nn.Module:
         _, generic = output_layer(network)
@@ -67,7 +67,7 @@ class FedROD(Method):
 
         kept, personal = clients.model.mask(self._kept), clients.model.mask("*.personal.*")
         counts = clients.label_counts()
-        prior = counts.clamp_min(1e-30).log()  # finite, also of a class that a client lacks
+        prior = counts.clamp_min(1e-30).log()  # finite, also for a class that the client does not have
         start = clients.initial.masked_scatter(~kept, shared)
         theta = unmarked(clients.sgd(balanced, start, train=~personal, report=None, prior=prior)).clone()
         theta[:, kept] = self._own(clients, kept, unmarked(counts))
@@ -84,7 +84,7 @@ class FedROD(Method):
 
     @property
     def _kept(self) -> str:
-        """What never leaves a client: its head, or the shares of its classes."""
+        """What stays on the client: its head, or its class shares."""
         return "*.personal.*" if self.head == "linear" else "*.personal.prior"
 
     def _own(self, clients: Clients, kept: Tensor, counts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every client alone."""
+"""Training without federation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @METHODS.register("local")
 class Local(Method):
-    """Each client trains its own model and sends nothing: the floor that personalization has to beat."""
+    """Each client trains its own model and sends nothing: the baseline that personalization has to beat."""
 
     def start(self, task: Task) -> Server:
         return {}

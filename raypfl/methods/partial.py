@@ -1,4 +1,4 @@
-"""Partial personalization: some segments of the network stay on the client, the others are averaged."""
+"""Partial personalization: some parts of the network stay on the client, the others are averaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.finetuning import finetuned, refuse_negative
+from raypfl.methods.local_training import finetuned, refuse_below
 
 if TYPE_CHECKING:
     from raypfl.clients.clients import Clients
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Parts(NamedTuple):
-    """Which entries of a model vector are whose: three ``bool[P+B]``, of which one is true everywhere.
+    """How the entries of a model vector are divided: three masks ``bool[P+B]``, exactly one of them true at each entry.
 
     Attributes
     ----------
     personal : trained and kept by each client.
     shared : trained and averaged.
-    frozen : the same on all clients as at the start, never sent; but in the vector, for fine-tuning trains it.
+    frozen : fixed at the initial values and never sent. In the vector, because fine-tuning trains it.
     """
 
     personal: Tensor
@@ -37,27 +37,26 @@ class Parts(NamedTuple):
 
 @METHODS.register("partial")
 class PartialPersonalization(Method):
-    """Each client keeps a part of the network to itself, and the rest is averaged (Pillutla et al. 2022).
+    """Each client keeps a part of the network; the rest is averaged (Pillutla et al. 2022).
 
-    ``min_{u, v_1..v_K} sum_k n_k F_k(u, v_k)``, with ``u`` shared and ``v_k`` kept on client k from round to round.
-    Sent, both ways: ``u``, with the statistics of its batch norm. With nothing personal it is FedAvg, and with nothing
-    shared it is training alone, bit for bit.
+    ``min_{u, v_1..v_K} sum_k n_k F_k(u, v_k)``, with ``u`` shared and ``v_k`` kept on client k. Sent, both ways: ``u``,
+    with its batch-norm statistics. If nothing is personal it is FedAvg, and if nothing is shared it is local training,
+    bit for bit.
 
-    The global model, which is judged beside the personal ones, is the shared part with the rest as it was at the start
-    (Dai et al. 2023).
+    The global model is the shared part with everything else at its initial values (Dai et al. 2023).
 
     Attributes
     ----------
-    personal, frozen : names, modules, globs or words (``output layer``; see :meth:`FlatModel.names`), with commas
-        between; none if empty.
-    order : a client trains both parts ``together``, or one after the other, each with the other held fixed.
-    personal_epochs, shared_epochs : of a part that is trained on its own; None: as the experiment's training says.
-    body : the shared part of the personal models that are judged: the server's ``average``, or what each client
-        trained ``last``, which it then has to keep.
-    finetune_epochs : for which a client then trains all of that model, frozen parts too, before it is judged; nothing
-        of it goes back into the run.
-    finetune_lr : their learning rate; None: that of the last round.
-    weighting : clients count by their training samples (``samples``), or all the same (``uniform``).
+    personal, frozen : comma-separated names, modules, globs or parts such as ``output layer`` (see
+        :meth:`FlatModel.names`); empty: nothing.
+    order : whether a client trains both parts ``together``, or one after the other with the other part fixed.
+    personal_epochs, shared_epochs : epochs of a part that is trained on its own; None: training.epochs.
+    body : the shared part of personal models in evaluations: the server's ``average``, or what the client trained
+        ``last``, which it then has to keep.
+    finetune_epochs : epochs of fine-tuning before each evaluation. It trains the whole model, frozen parts too, and the
+        run does not use the result.
+    finetune_lr : learning rate of fine-tuning; None: that of the last round.
+    weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
     """
 
     personal: str = "output layer"
@@ -72,7 +71,7 @@ class PartialPersonalization(Method):
 
     def __post_init__(self) -> None:
         own = {"personal_epochs": self.personal_epochs, "shared_epochs": self.shared_epochs}
-        refuse_negative(finetune_epochs=self.finetune_epochs, **own)
+        refuse_below(0, finetune_epochs=self.finetune_epochs, **own)
         for name, epochs in own.items():
             if epochs is not None and self.order == "together":
                 raise ConfigError(
@@ -81,18 +80,18 @@ class PartialPersonalization(Method):
                 )
 
     def parts(self, model: FlatModel) -> Parts:
-        """What of the network is personal, shared and frozen.
+        """The personal, shared and frozen parts of the network.
 
         Raises
         ------
-        ConfigError : if a pattern selects nothing, or the same segment is personal and frozen.
+        ConfigError : if a pattern selects nothing, or a segment is both personal and frozen.
         """
         personal, frozen = (_selected(model, name, getattr(self, name)) for name in ("personal", "frozen"))
         if bool((personal & frozen).any()):
             both = [name for name in model.names(self.personal) if name in model.names(self.frozen)]
             raise ConfigError(
                 f"method.personal {self.personal!r} and method.frozen {self.frozen!r} both select {', '.join(both)}; "
-                "what is frozen is trained by nobody."
+                "a client cannot train what is frozen."
             )
         return Parts(personal, ~(personal | frozen), frozen)
 
@@ -135,14 +134,14 @@ class PartialPersonalization(Method):
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
     def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
-        """A client that never took part trains the personal part from its start, with the shared one held fixed."""
+        """A client that never took part trains its personal part from the initial values; the shared part is fixed."""
         personal, theta = self.parts(clients.model).personal, server["theta"]
         if bool(personal.any()):
             theta = clients.sgd(clients.loss, theta, train=personal, epochs=self.personal_epochs, stream="unseen")
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
     def _with_personal(self, clients: Clients, theta: Tensor) -> Tensor:
-        """Each client's model ``[K, P+B]``: `theta` ``[P+B]``, but for what is the client's own."""
+        """Each client's model ``[K, P+B]``: `theta` ``[P+B]`` with the client's personal part."""
         personal = self.parts(clients.model).personal
         rows = theta.repeat(len(clients), 1)
         if bool(personal.any()):
@@ -150,7 +149,7 @@ class PartialPersonalization(Method):
         return per_client(rows)
 
     def _phases(self, parts: Parts) -> list[tuple[Tensor | None, int | None]]:
-        """What moves (None: everything), and for how many epochs (None: the experiment's), one after the other."""
+        """Masks of what each phase trains (None: everything), and its epochs (None: training.epochs)."""
         phases: list[tuple[Tensor, int | None]] = [(~parts.frozen, None)]
         if self.order != "together":
             phases = [(parts.personal, self.personal_epochs), (parts.shared, self.shared_epochs)]
@@ -171,4 +170,4 @@ def _selected(model: FlatModel, option: str, pattern: str) -> Tensor:
 def _warn_if_absent(model: FlatModel, pattern: str) -> None:
     for word in (part.strip() for part in pattern.split(",")):
         if not model.common_parts.get(word, [word]):
-            warnings.warn(f"The network has no {word}, so it is not personal either.", stacklevel=2)
+            warnings.warn(f"The network has no {word}, so nothing of it is personal.", stacklevel=2)

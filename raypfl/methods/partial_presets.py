@@ -1,4 +1,4 @@
-"""Published methods of partial personalization: what is personal in each, and in which order it is trained."""
+"""Published methods that are settings of partial personalization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FedRep(PartialPersonalization):
 
     Attributes
     ----------
-    personal_epochs : of the output layer, with the body fixed; ten in the paper's experiments.
+    personal_epochs : epochs of the output layer, with the body fixed; ten in the paper's experiments.
     """
 
     order: Literal["together", "personal first", "shared first"] = "personal first"
@@ -28,11 +28,12 @@ class FedRep(PartialPersonalization):
 
 @METHODS.register("fedbabu")
 class FedBABU(PartialPersonalization):
-    """A shared body under an output layer that stays as it was drawn; fine-tuned when it is judged (Oh et al. 2022).
+    """A shared body with the initial output layer, fine-tuned for evaluation (Oh et al. 2022).
 
     Attributes
     ----------
-    finetune_epochs : of the whole network, from the averaged body and the first output layer; five in Dai et al. 2023.
+    finetune_epochs : epochs of the whole network, from the averaged body and the initial output layer; five in Dai et
+        al. 2023.
     """
 
     personal: str = ""
@@ -42,25 +43,25 @@ class FedBABU(PartialPersonalization):
 
 @METHODS.register("lg-fedavg")
 class LGFedAvg(PartialPersonalization):
-    """Personal features under a shared output layer (Liang et al. 2020)."""
+    """A personal feature extractor and a shared output layer (Liang et al. 2020)."""
 
     personal: str = "feature extractor"
 
 
 @METHODS.register("fedbn")
 class FedBN(PartialPersonalization):
-    """Batch norm is personal, with its statistics (Li et al. 2021); FedAvg in a network without."""
+    """Personal batch norm, statistics included (Li et al. 2021). In a network without batch norm it is FedAvg."""
 
     personal: str = "batch norm"
 
 
 @METHODS.register("fedalt")
 class FedAlt(PartialPersonalization):
-    """The personal part is trained first, then the shared one (Pillutla et al. 2022).
+    """Alternating training: the personal part first, then the shared part (Pillutla et al. 2022).
 
     Attributes
     ----------
-    personal : in the paper ``output layer``, ``input layer`` or ``adapters``.
+    personal : ``output layer``, ``input layer`` or ``adapters`` in the paper.
     """
 
     order: Literal["together", "personal first", "shared first"] = "personal first"
@@ -68,9 +69,9 @@ class FedAlt(PartialPersonalization):
 
 @METHODS.register("fedsim")
 class FedSim(PartialPersonalization):
-    """The personal and the shared part are trained together (Pillutla et al. 2022).
+    """Simultaneous training of the personal and the shared part (Pillutla et al. 2022).
 
     Attributes
     ----------
-    personal : in the paper ``output layer``, ``input layer`` or ``adapters``.
+    personal : ``output layer``, ``input layer`` or ``adapters`` in the paper.
     """

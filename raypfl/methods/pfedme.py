@@ -1,4 +1,4 @@
-"""Personal models as solutions of a proximal problem around the global one."""
+"""Personal models from a proximal problem around the global one."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, per_client
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
+from raypfl.methods.local_training import proximal, refuse_below
 
 if TYPE_CHECKING:
     from raypfl.clients.clients import Clients
-    from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("pfedme")
 class PFedMe(FedAvg):
     """FedAvg of the clients' Moreau envelopes (T. Dinh et al. 2020, Algorithm 1).
 
-    ``min_w sum_k min_{v_k} F_k(v_k) + lam/2 ||v_k - w||^2``. For every mini-batch, `inner_steps` steps of SGD on the
-    inner problem move the personal model ``v_k``, and then ``w_k <- w_k - lr * lam * (w_k - v_k)``. A round begins with
-    both at the received ``w``. Sent, both ways: ``w``; kept: ``v_k``, only to be judged. The paper's ``beta`` is
-    `server_lr`.
+    ``min_w sum_k min_{v_k} F_k(v_k) + lam/2 ||v_k - w||^2``. On every mini-batch, the local optimizer takes
+    `inner_steps` steps of the personal model ``v_k`` on the inner problem; then ``w_k <- w_k - lr * lam * (w_k -
+    v_k)``. A round starts with both at the received ``w``. Sent, both ways: ``w``; kept: ``v_k``, for evaluation only.
+    The paper's ``beta`` is `server_lr`.
+
+    Where this departs from the paper: clients are averaged by samples unless `weighting` says otherwise (the paper:
+    equally); with ``training.momentum``, the inner steps use it, and the velocity is kept between mini-batches (the
+    paper has plain gradient steps); clients that were never drawn are evaluated with the initial model.
 
     Attributes
     ----------
-    lam : strength of the pull, lambda. ``training.lr * lam`` is the share of the way to ``v_k`` that ``w_k`` goes.
-    inner_steps : on each mini-batch, K; 0 leaves ``w`` as it is.
-    inner_lr : of the personal model; None: training.lr.
+    lam : weight of the proximal term, lambda. ``w_k`` moves the fraction ``training.lr * lam`` of the way to ``v_k``.
+    inner_steps : steps on each mini-batch, K; with 0, ``w`` does not change.
+    inner_lr : learning rate of the personal model; None: training.lr.
     """
 
     lam: float = 1.0
@@ -38,18 +41,14 @@ class PFedMe(FedAvg):
     inner_lr: float | None = None
 
     def __post_init__(self) -> None:
-        if self.inner_steps < 0:
-            raise ConfigError(f"method.inner_steps is {self.inner_steps}; it must be 0 or more.")
+        refuse_below(0, inner_steps=self.inner_steps)
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        def pull(p: Tensor, batch: Batch, center: Tensor) -> Tensor:
-            return self.lam / 2 * (p - center).square().sum()
-
         center: Tensor = per_client(theta.repeat(len(clients), 1))
-        personal = center
+        personal, penalty = center, proximal(self.lam)
         for batch in clients.minibatches():
             for _ in range(self.inner_steps):
-                personal = batch.step(clients.loss, personal, penalty=pull, lr=self.inner_lr, center=center)
+                personal = batch.step(clients.loss, personal, penalty=penalty, lr=self.inner_lr, anchor=center)
             center = torch.where(batch.active, center - clients.lr * self.lam * (center - personal), center)
         clients.state["personal"] = personal
         return {"theta": Mean(center, weight=self.weights(clients))}

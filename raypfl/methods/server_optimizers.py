@@ -1,4 +1,4 @@
-"""How a server moves its model toward the clients' average (Reddi et al. 2021, "Adaptive Federated Optimization")."""
+"""Optimizers of the server ("Adaptive Federated Optimization", Reddi et al. 2021)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer:
-    """Treats ``mean - theta`` as a descent direction.
+    """An optimizer that steps along ``mean - theta``.
 
     Attributes
     ----------
-    name : ``sgd`` (theta + lr * d; at lr = 1 the plain average, bit for bit), ``momentum`` (Hsu et al. 2019),
+    name : ``sgd`` (theta + lr * d; at lr = 1 the average itself, bit for bit), ``momentum`` (Hsu et al. 2019),
         ``adam``, ``yogi``.
     lr : server learning rate, eta.
-    beta1, beta2 : decay of the first and the second moment.
-    tau : adaptivity, added to the root of the second moment, which starts at tau^2.
+    beta1, beta2 : decay of the first and of the second moment.
+    tau : adaptivity. It is added to the root of the second moment, which starts at tau^2.
     """
 
     name: Literal["sgd", "momentum", "adam", "yogi"] = "sgd"
@@ -29,7 +29,7 @@ class ServerOptimizer:
     tau: float = 1e-3
 
     def step(self, theta: Tensor, mean: Tensor, moments: dict[str, Any], num_parameters: int) -> Tensor:
-        """The next model ``[P+B]``. `moments`, its memory, is changed; statistics are averaged as they are."""
+        """The next model ``[P+B]``. Updates `moments` in place. Batch-norm statistics become the mean's."""
         if self.name == "sgd" and self.lr == 1.0:
             return mean
         old, direction = theta[:num_parameters], (mean - theta)[:num_parameters]

@@ -1,0 +1,52 @@
+"""What several methods share: proximal penalties, fine-tuning, and checks of their options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import per_client, unmarked
+
+if TYPE_CHECKING:
+    from raypfl.clients.clients import Clients
+    from raypfl.objectives.batch import Batch
+
+
+def proximal(strength: float) -> Callable[[Tensor, Batch, Tensor], Tensor]:
+    """The penalty ``strength/2 ||p - anchor||^2``; pass `anchor` to ``clients.sgd`` by name."""
+
+    def penalty(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
+        return strength / 2 * (p - anchor).square().sum()
+
+    return penalty
+
+
+def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) -> Tensor:
+    """Models ``[K, P+B]`` for evaluation: `theta`, trained further on each client's samples.
+
+    Parameters
+    ----------
+    theta : ``[P+B]`` or ``[K, P+B]``.
+    epochs : 0 returns `theta` itself and needs no samples.
+    lr : None: the learning rate of the last round.
+    """
+    if epochs == 0:
+        return per_client(unmarked(theta).expand(len(clients), -1))
+    return clients.sgd(clients.loss, theta, epochs=epochs, lr=lr, stream="finetuning")
+
+
+def refuse_below(least: int, **options: int | None) -> None:
+    """Raise a ConfigError for an option of a method that is below `least`; None is allowed."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise ConfigError(f"method.{name} is {value}; it must be {least} or more.")
+
+
+def refuse_no_share(**options: float) -> None:
+    """Raise a ConfigError for an option of a method that is not between 0 and 1."""
+    for name, value in options.items():
+        if not 0 <= value <= 1:
+            raise ConfigError(f"method.{name} is {value}; it must be between 0 and 1.")
