@@ -214,7 +214,7 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"cohort": {"availability": {"low": 0.5}}}, "it must be {low: p, high: q} with 0 <= p <= q <= 1."),
         (
             {"evaluation": {"protocols": ["mine"]}},
-            "evaluation.protocols has 'mine', which is no protocol; known are: ",
+            "evaluation.protocols has 'mine', which is not a protocol; known are: ",
         ),
         ({"model": "math:pi"}, "model is 'math:pi', which is not a class or function with options."),
         ({"seed": 10**20}, "seed is 100000000000000000000; it must be below 2^63."),

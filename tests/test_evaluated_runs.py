@@ -225,12 +225,12 @@ def test_poisoned_test_data_changes_no_choice(tmp_path, arranged):
 @pytest.mark.parametrize(
     ("protocols", "sentence"),
     [
-        (["lokal"], "evaluation.protocols has 'lokal', which is no protocol; did you mean 'local'?"),
+        (["lokal"], "evaluation.protocols has 'lokal', which is not a protocol; did you mean 'local'?"),
         ([], "evaluation.protocols is empty; it must name one or more of local, global, unseen, val, pm_v, pm_l, "),
         (["local", "local"], "evaluation.protocols has 'local' twice."),
         (["ood/corrupt/contrst"], "but there is no corruption 'contrst'; did you mean 'contrast'?"),
         (["ood/corrupt/contrast/6"], "evaluation.protocols has 'ood/corrupt/contrast/6', but severities are 1 to 5."),
-        (["ood/"], "evaluation.protocols has 'ood/', which is no protocol"),
+        (["ood/"], "evaluation.protocols has 'ood/', which is not a protocol"),
     ],
 )
 def test_a_protocol_that_does_not_exist_is_refused_with_the_nearest(protocols, sentence):
@@ -249,7 +249,7 @@ def test_patience_without_validation_is_refused():
     [
         ("ood/oddd", r"has 'ood/oddd', but data has no pool called 'oddd'; did you mean 'odd'\?"),
         ("val", r"has 'val', but no client has validation samples; set data\.val_fraction"),
-        ("unseen", r"has 'unseen', but all clients are trained; set data\.unseen_fraction"),
+        ("unseen", r"has 'unseen', but all clients take part in training; set data\.unseen_fraction"),
     ],
 )
 def test_what_the_data_does_not_have_is_refused_before_anything_runs(tmp_path, arranged, protocol, sentence):
@@ -262,7 +262,7 @@ def test_a_pool_of_other_classes_is_refused(tmp_path, arranged):
     arranged(
         pools={"odd": np.arange(9)}, labels=lambda data: np.where(np.arange(len(data.labels)) < 5, -1, data.labels)
     )
-    with pytest.raises(ConfigError, match="samples of the pool 'odd' are of no known class"):
+    with pytest.raises(ConfigError, match="samples of the pool 'odd' have no known class"):
         raypfl.run(experiment(tmp_path, evaluation__protocols=["ood/odd"]))
 
 

@@ -14,7 +14,7 @@ from raypfl.evaluation import Measures
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import class_weights
 from raypfl.objectives import Classification, MultiLabel
-from raypfl.objectives.multi_label import macro_auc
+from raypfl.objectives.multi_label import LabelsLeftOut, MacroAUC
 from raypfl.training.inference import Answers
 
 ONE_CLASS, LABELS = Classification(), MultiLabel()
@@ -119,7 +119,7 @@ def multi_label(samples=60, labels=4, seed=0):
 
 def test_the_area_under_the_curve_is_scikit_learns_ties_included():
     scores, targets = multi_label()
-    area, left_out = macro_auc(scores, targets)
+    area, left_out = MacroAUC().of_all(scores, targets), LabelsLeftOut().of_all(scores, targets)
     assert area == pytest.approx(roc_auc_score(targets.numpy(), scores.numpy(), average="macro"))
     assert left_out == 0
 
@@ -127,12 +127,12 @@ def test_the_area_under_the_curve_is_scikit_learns_ties_included():
 def test_labels_without_positives_or_without_negatives_are_left_out_of_the_area_and_counted():
     scores, targets = multi_label()
     targets[:, 0], targets[:, 2] = 0, 1
-    area, left_out = macro_auc(scores, targets)
+    area, left_out = MacroAUC().of_all(scores, targets), LabelsLeftOut().of_all(scores, targets)
     kept = [1, 3]
     assert area == pytest.approx(roc_auc_score(targets[:, kept].numpy(), scores[:, kept].numpy(), average="macro"))
     assert left_out == 2
-    nothing, all_of_them = macro_auc(scores, torch.zeros_like(targets))
-    assert np.isnan(nothing) and all_of_them == 4
+    assert np.isnan(MacroAUC().of_all(scores, torch.zeros_like(targets)))
+    assert LabelsLeftOut().of_all(scores, torch.zeros_like(targets)) == 4
 
 
 def test_labels_may_be_whole_numbers_as_a_data_set_has_them():

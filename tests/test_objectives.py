@@ -196,7 +196,7 @@ def test_partitions_by_class_refuse_other_targets_in_a_sentence(tmp_path, partit
         ({"method": "fednh"}, "method is 'fednh', which learns the objective 'classification', but that of"),
         ({"objective": "classification"}, "objective is 'classification', which is for one class a sample, int64"),
         ({"evaluation__metric": "accuracy"}, "evaluation.metric is 'accuracy', which the objective 'regression' does"),
-        ({"evaluation__protocols": "[pm_v]"}, "evaluation.protocols has 'pm_v', which needs samples of one class"),
+        ({"evaluation__protocols": "[pm_v]"}, "evaluation.protocols has 'pm_v', which needs one class"),
         ({"data__augmentation": "[flip]"}, "data.augmentation is for images, but the samples of .* are 5, which"),
         ({"model": "cnn"}, r"The cnn model takes images, but samples here are \[5\]; use mlp."),
         ({"objective": "{name: regression, std: 0}"}, "objective.std is 0.*; it must be above 0."),
@@ -284,7 +284,9 @@ def test_a_metric_that_gives_something_else_than_numbers_of_samples_is_told_so()
         def each(self, scores):
             return scores.errors
 
-    with pytest.raises(MethodError, match=r"The metric 'wrong' gives \[1, 2, 1\] for 1 models and 2 samples; its each"):
+    with pytest.raises(
+        MethodError, match=r"The metric 'wrong' returned \[1, 2, 1\] for 1 models and 2 samples; its each"
+    ):
         judged(Regression(), torch.randn(6, 1), torch.randn(6), extra=(Wrong(),))
 
 

@@ -123,5 +123,5 @@ def test_a_rule_without_a_step_says_so():
     class Nothing(LocalOptimizer):
         """No step."""
 
-    with pytest.raises(NotImplementedError, match="Nothing does not say how it steps"):
+    with pytest.raises(NotImplementedError, match="Nothing is not complete: define step_"):
         stepped(Update(Nothing(), LR), torch.zeros(2, 3))

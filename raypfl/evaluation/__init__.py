@@ -1,4 +1,4 @@
-"""How models are judged, and which round is best."""
+"""Evaluation of models, and selection of the best round."""
 
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import PROTOCOLS, refuse_untestable

@@ -1,7 +1,7 @@
-"""Test images made worse on the fly, in five severities, the same in every run.
+"""Corruptions of test images in five severities, the same in every run.
 
-Kinds and strengths follow CIFAR-10-C (Hendrycks and Dietterich 2019), for images of 32 pixels; pictures are made here,
-with torchvision, and are not the published ones. Noise is drawn for each sample by its number.
+Kinds and strengths follow CIFAR-10-C (Hendrycks and Dietterich 2019), for images of 32 pixels. Images are corrupted
+during evaluation, with torchvision; they are not the published ones. Noise is keyed by the number of the sample.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ CORRUPTIONS: dict[str, tuple[float, ...]] = {
     "pixelate": (0.95, 0.90, 0.85, 0.75, 0.65),
     "jpeg": (80, 65, 58, 50, 40),
 }
-"""Strength at each severity: of noise its deviation, or the share of pixels; of blur its deviation in pixels; what
-brightness adds to full-scale 1; the factor of contrast and saturation; the share of its pixels that a side keeps; the
-quality of JPEG."""
+"""Strength at each severity: standard deviation of noise, or fraction of changed pixels; standard deviation of blur, in
+pixels; increase of brightness, where white is 1; factor of contrast and saturation; factor of the image's side; quality
+of JPEG."""
 
 
 class Corruption(NamedTuple):
-    """One kind of damage.
+    """A kind of corruption and its severity.
 
     Attributes
     ----------
-    name : a key of `CORRUPTIONS`. severity : 1 to 5.
+    name : a key of `CORRUPTIONS`.
+    severity : 1 to 5.
     """
 
     name: str
     severity: int
 
     def __call__(self, x: Tensor, where: np.ndarray, scale: float) -> Tensor:
-        """Corrupted images, rounded as files of them would be.
+        """Corrupted images, rounded to integers.
 
         Parameters
         ----------
-        x : ``uint8[n, C, H, W]``, with `scale` for a full pixel.
-        where : ``int64[n]``, the samples' numbers, by which noise is drawn.
+        x : ``uint8[n, C, H, W]``; `scale` is white.
+        where : ``int64[n]``, the samples' numbers, which key the noise.
         """
         strength = CORRUPTIONS[self.name][self.severity - 1]
         work: Callable[[Tensor, float, Any], Tensor] = _WORK[self.name]
@@ -62,7 +63,7 @@ class Corruption(NamedTuple):
 
 
 def _uniform(keys: np.ndarray, shape: torch.Size, stream: int) -> Tensor:
-    """Numbers in (0, 1], ``float32[n, ...]``, row i drawn by ``keys[i]``."""
+    """Numbers in (0, 1], ``float32[n, ...]``; ``keys[i]`` keys row i."""
     size = math.prod(shape[1:])
     with np.errstate(over="ignore"):
         steps = rng.mix(np.arange(size, dtype=np.uint64) + np.uint64(stream * size))
@@ -71,7 +72,7 @@ def _uniform(keys: np.ndarray, shape: torch.Size, stream: int) -> Tensor:
 
 
 def _normal(x: Tensor, keys: np.ndarray) -> Tensor:
-    """Box and Muller 1958."""
+    """Standard normal numbers (Box and Muller 1958)."""
     radius = (-2 * _uniform(keys, x.shape, 0).log()).sqrt()
     return (radius * (2 * math.pi * _uniform(keys, x.shape, 1)).cos()).to(x.device)
 
@@ -117,7 +118,7 @@ def _pixelate(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
 
     small = [max(1, int(side * strength)) for side in x.shape[-2:]]
     smaller = _functional().resize(x, small, InterpolationMode.BILINEAR, antialias=True)
-    # NEAREST would shift the picture by up to half a pixel, which does more damage than the pixels.
+    # NEAREST would shift the image by up to half a pixel.
     return _functional().resize(smaller, list(x.shape[-2:]), InterpolationMode.NEAREST_EXACT)
 
 

@@ -1,4 +1,4 @@
-"""Sums over test samples, from which a model's metrics follow; those of the parts of a test set add up to the whole's.
+"""Sums over test samples from which metrics are computed. Sums over the parts of a test set add up to the whole.
 
 Metric sums have a row for each model, ``float64[K, W]``: the number of samples and the sums of each metric. If they are
 kept by class, the number of samples and the sum of each `SampleMean` follow for every class.
@@ -46,7 +46,7 @@ class MetricSums:
 
     @cached_property
     def _dense(self) -> list[SampleMean | SampleSums]:
-        """Metrics to whose sums every sample adds, which stand first and side by side."""
+        """Metrics whose sums get a term from every sample; their columns come first."""
         return [m for m in self.measures.metrics.values() if isinstance(m, SampleMean | SampleSums)]
 
     @cached_property
@@ -55,7 +55,7 @@ class MetricSums:
 
     @cached_property
     def means(self) -> list[str]:
-        """The metrics that can be weighed by class."""
+        """The metrics that can be weighted by class."""
         return [name for name, metric in self.measures.metrics.items() if isinstance(metric, SampleMean)]
 
     @property
@@ -68,7 +68,7 @@ class MetricSums:
         return max((span.stop for span in self.spans.values()), default=1)
 
     def empty(self, rows: int, device: torch.device | str = "cpu") -> Tensor:
-        """Of no samples."""
+        """Sums over no samples."""
         width = self._plain_width + self.by_class * (1 + len(self.means)) * self.measures.targets
         return torch.zeros(rows, width, dtype=torch.float64, device=device)
 
@@ -97,9 +97,9 @@ class MetricSums:
         return self._in_columns({"samples": count, **known})
 
     def class_weighted(self, sums: Tensor, alpha: Tensor) -> Tensor:
-        """The same if a sample of class c weighs ``alpha[..., c]``, from sums by class ``[..., W]``.
+        """The same columns with weight ``alpha[..., c]`` for samples of class c, from sums by class ``[..., W]``.
 
-        `samples` are those of a weight above 0. (Dai et al. 2023, acc_i of section 5)
+        `samples` counts those with a weight above 0 (Dai et al. 2023, acc_i of section 5).
         """
         count, *parts = sums[..., self._plain_width :].unflatten(-1, (1 + len(self.means), -1)).unbind(-2)
         total = (alpha * count).sum(-1)
@@ -142,7 +142,7 @@ class MetricSums:
 
 
 def _summed(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> list[Tensor]:
-    """What a metric adds up of each sample, ``[k, b]`` each."""
+    """The terms of a metric's sums for each sample, ``[k, b]`` each."""
     shape = list(scores.outputs.shape[:2])
     try:
         if isinstance(metric, SampleMean):
@@ -153,13 +153,13 @@ def _summed(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> li
         if error.obj is not scores:
             raise
         raise MethodError(
-            f"The metric {metric.name!r} asks for scores.{error.name}, which the objective "
-            f"{type(scores.objective).__name__} does not give; it is a metric of another objective."
+            f"The metric {metric.name!r} needs scores.{error.name}, which the objective "
+            f"{type(scores.objective).__name__} does not have; it belongs to another objective."
         ) from error
     if list(rows.shape) != wanted:
         raise MethodError(
-            f"The metric {metric.name!r} gives {list(rows.shape)} for {shape[0]} models and {shape[1]} samples; its "
-            f"{says} must give {wanted}, numbers for each sample of each model."
+            f"The metric {metric.name!r} returned {list(rows.shape)} for {shape[0]} models and {shape[1]} samples; its "
+            f"{says} must return {wanted}, numbers for each sample of each model."
         )
     return [rows] if isinstance(metric, SampleMean) else list(rows.unbind(-1))
 
@@ -181,7 +181,7 @@ def _add_at(sums: Tensor, owners: Tensor | None, columns: Tensor, values: Tensor
 
 
 def _of(k: int, part: Answers) -> tuple[Tensor, Tensor]:
-    """Row k's outputs and targets, ``[n, ...]``."""
+    """Outputs and targets of row k, ``[n, ...]``."""
     row = 0 if part.owners is not None else k - part.models.start
     outputs, y = unrounded(part.outputs[row]), part.y.expand(len(part.outputs), *part.y.shape[1:])[row]
     if part.owners is not None:

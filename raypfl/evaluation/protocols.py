@@ -1,4 +1,4 @@
-"""What models are tested on, by name; see ``docs/evaluation.md``."""
+"""Protocols: on which samples models are evaluated; see ``docs/evaluation.md``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from raypfl.objectives import Objective
 
 OWN = {"local": "test", "val": "val", "train": "train", "unseen": "test"}
-"""Protocols on a client's own samples: the split."""
+"""Protocols on a client's own samples, and the split that each uses."""
 
 WEIGHTED = ("pm_v", "pm_l")
-"""Protocols on all clients' test data in which classes count as much as they do for the client."""
+"""Protocols on all clients' test data, with class weights from the client's training data."""
 
 PROTOCOLS = (
     *("local", "global", "unseen", "val", *WEIGHTED, "train"),
@@ -31,14 +31,14 @@ _OOD, _CORRUPT = "ood/", "ood/corrupt/"
 
 
 class Part(NamedTuple):
-    """Samples ``int64[n]``, and what is done to their inputs."""
+    """Samples ``int64[n]``, and the corruption of their inputs."""
 
     where: np.ndarray
     corruption: Corruption | None = None
 
 
 def mistakes(protocols: Sequence[str]) -> list[str]:
-    """A sentence for everything that is wrong with protocols' names, as far as they alone tell."""
+    """A sentence for each mistake in the names of protocols."""
     known = ", ".join(PROTOCOLS)
     if not protocols:
         return [f"evaluation.protocols is empty; it must name one or more of {known}."]
@@ -48,10 +48,7 @@ def mistakes(protocols: Sequence[str]) -> list[str]:
 
 
 def refuse_untestable(protocols: Iterable[str], data: ClientData, objective: Objective) -> None:
-    """Raise a ConfigError if the data has nothing to test on for a protocol.
-
-    The union of the test splits may well be empty: then there is nothing to judge.
-    """
+    """Raise a ConfigError if a protocol cannot be used with the data and objective."""
     for name in protocols:
         if name == "val" and not data.sizes("val").any():
             raise ConfigError(
@@ -59,26 +56,26 @@ def refuse_untestable(protocols: Iterable[str], data: ClientData, objective: Obj
             )
         if name == "unseen" and not len(data.unseen):
             raise ConfigError(
-                "evaluation.protocols has 'unseen', but all clients are trained; set data.unseen_fraction."
+                "evaluation.protocols has 'unseen', but all clients take part in training; set data.unseen_fraction."
             )
         labels = getattr(data, "labels", None)
         if name.startswith(_CORRUPT) and len(data.input_shape) != 3:
-            raise ConfigError(f"evaluation.protocols has {name!r}, but the samples of {data.name!r} are no images.")
+            raise ConfigError(f"evaluation.protocols has {name!r}, but the samples of {data.name!r} are not images.")
         if name.startswith(_CORRUPT) and labels is None:
-            raise ConfigError(f"evaluation.protocols has {name!r}, which cannot be had of a described population.")
+            raise ConfigError(f"evaluation.protocols has {name!r}, which is not available for a described population.")
         if name in WEIGHTED and objective.targets != "classes":
-            raise ConfigError(f"evaluation.protocols has {name!r}, which needs samples of one class each.")
+            raise ConfigError(f"evaluation.protocols has {name!r}, which needs one class for each sample.")
         if name.startswith(_OOD) and not name.startswith(_CORRUPT):
             pool = pool_of(name, data.pools)
             classes = labels is not None and objective.targets in ("classes", "labels")
             if classes and (data.labels[data.pool(pool)] < 0).any():  # type: ignore[union-attr]
                 raise ConfigError(
-                    f"evaluation.protocols has {name!r}, but samples of the pool {pool!r} are of no known class."
+                    f"evaluation.protocols has {name!r}, but samples of the pool {pool!r} have no known class."
                 )
 
 
 def pool_of(protocol: str, pools: Collection[str]) -> str:
-    """The pool that ``ood/NAME`` means: the one called so, or called NAME.
+    """The name of the pool of ``ood/NAME``: ``ood/NAME`` itself, or NAME.
 
     Raises
     ------
@@ -93,7 +90,7 @@ def pool_of(protocol: str, pools: Collection[str]) -> str:
 
 
 def parts(protocol: str, everyone: np.ndarray, pools: Mapping[str, np.ndarray]) -> Iterator[Part]:
-    """What ``ood/...`` tests on: a pool, or `everyone`'s test samples corrupted to one severity or to all of them."""
+    """The samples of ``ood/...``: a pool, or `everyone`'s test samples in one severity or in all of them."""
     if not protocol.startswith(_CORRUPT):
         yield Part(pools[pool_of(protocol, pools)])
         return
@@ -103,7 +100,7 @@ def parts(protocol: str, everyone: np.ndarray, pools: Mapping[str, np.ndarray]) 
 
 
 def _unknown(name: str) -> str:
-    """What is wrong with a name, or nothing."""
+    """What is wrong with a name; empty if nothing is."""
     if name in _FIXED:
         return ""
     if name.startswith(_CORRUPT):
@@ -115,9 +112,9 @@ def _unknown(name: str) -> str:
         return ""
     if name.startswith(_OOD) and name != _OOD:
         return ""
-    return f"which is no protocol; {did_you_mean(name, PROTOCOLS)}"
+    return f"which is not a protocol; {did_you_mean(name, PROTOCOLS)}"
 
 
 def class_weights(protocol: str, counts: Tensor) -> Tensor:
-    """How much a class counts for a client with ``counts[..., C]`` training samples of each. (Dai et al. 2023)"""
+    """Weights ``[..., C]`` of the classes for clients with ``counts[..., C]`` training samples (Dai et al. 2023)."""
     return counts if protocol == "pm_l" else (counts > 0).to(counts.dtype)

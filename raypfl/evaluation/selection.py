@@ -1,4 +1,4 @@
-"""The best round, and when to stop, by validation data alone."""
+"""The best round and early stopping, by validation data only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PROTOCOL = "val"
 
 
 class Selection(NamedTuple):
-    """What validation says so far.
+    """The best round so far.
 
     Attributes
     ----------
-    round : the best one, the earliest among equals; None: no round has a value.
-    value : of the metric there.
-    waited : evaluations since then, none of them better.
+    round : the best one, the earliest if several are equal; None: no round has a value.
+    value : its value of the metric.
+    waited : number of evaluations since then.
     """
 
     round: int | None
@@ -27,19 +27,20 @@ class Selection(NamedTuple):
     waited: int
 
     def is_over(self, settings: EvaluationSettings) -> bool:
-        """Whether patience is at its end."""
+        """Whether the run stops early."""
         return settings.patience is not None and self.waited >= settings.patience
 
 
 def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> Selection:
-    """The best of the evaluated rounds.
+    """The best evaluated round.
 
     Parameters
     ----------
-    validated : round -> its :func:`deciding` aggregates, ascending. A metric that is missing or NaN is never best.
+    validated : round -> its :func:`deciding` aggregates, ascending. A missing metric or NaN is never best.
     """
     metric = settings.metric or measures.primary.name
-    sign = -1 if _lower_is_better(measures, metric, settings.mode) else 1
+    lower = measures.lower_is_better(metric) if settings.mode == "auto" else settings.mode == "min"
+    sign = -1 if lower else 1
     values = {round: sign * row.get(metric, math.nan) for round, row in validated.items()}
     known = {round: value for round, value in values.items() if not math.isnan(value)}
     if not known:
@@ -49,15 +50,10 @@ def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], setti
 
 
 def deciding(summary: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The aggregates on the clients' own validation splits in a round's summary; None if it was not validated.
+    """The aggregates on the clients' validation splits in a round's summary; None if there are none.
 
-    Those of the personal models where the method makes any, else of the global one. Nothing else is looked at.
+    They are those of the personal models if the method has any, else those of the global model.
     """
     rows = {row["model"]: row for row in summary if row["protocol"] == PROTOCOL}
     row = rows.get("personal", rows.get("global"))
     return None if row is None else dict(row)
-
-
-def _lower_is_better(measures: Measures, metric: str, mode: str) -> bool:
-    """As the settings say or, if they leave it open, as the metric has it."""
-    return measures.lower_is_better(metric) if mode == "auto" else mode == "min"

@@ -1,4 +1,4 @@
-"""From what groups of clients sent up to rows of a table, and from rows to aggregates."""
+"""The evaluations table, from metrics that clients sent, and its aggregates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ MODELS = ("personal", "global")
 def tabulate(
     measures: Measures, round: int, scores: Mapping[str, Tensor], clients: Sequence[int], protocols: Iterable[str]
 ) -> dict[str, list[Any]]:
-    """Columns of the evaluations table, a row for each (protocol, model, client).
+    """Columns of the evaluations table, with one row for each (protocol, model, client).
+
+    A client without test samples has no row. A global model that is evaluated once for all clients has client -1.
 
     Parameters
     ----------
-    scores : as :func:`raypfl.server.scoring.score` gives them, of all `clients`: ``Each`` in rows ``[C, ...]``,
-        ``Sum`` added up. A client without samples to test on gets no row; where the global model is tested once for
-        all, the row belongs to no client and has client -1.
+    scores : results of :func:`raypfl.server.scoring.score` for all `clients`: ``Each`` in rows ``[C, ...]``, ``Sum``
+        added up.
     """
     columns: dict[str, list[Any]] = {name: [] for name in measures.kinds}
     for protocol in protocols:
@@ -35,19 +36,19 @@ def tabulate(
             count = len(rows)
             values = {"round": [round] * count, "client": owners.tolist()}
             values |= {"protocol": [protocol] * count, "model": [model] * count}
-            values |= {name: _plain(measures, name, rows[:, i]) for i, name in enumerate(measures.columns)}
+            values |= {name: _as_list(measures, name, rows[:, i]) for i, name in enumerate(measures.columns)}
             for name, column in values.items():
                 columns[name] += column
     return columns
 
 
 def summarise(measures: Measures, columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The aggregates of one round's rows, a dict for each (protocol, model).
+    """The aggregates of one round, a dict for each (protocol, model).
 
-    Keys: ``protocol``, ``model``; of the primary metric, by its name, the mean over clients, ``std`` (population, over
-    clients), ``worst_decile`` (mean of the worst tenth of the clients, at least one) and ``weighted`` (by samples);
-    of each further metric, by its name, the mean over clients, or their sum where it is one to be added up. A client
-    for which a metric is not defined is left out of it; a metric that no client has is left out altogether.
+    Keys: ``protocol``, ``model``; for the primary metric, its name (mean over clients), ``std`` (population standard
+    deviation over clients), ``worst_decile`` (mean of the worst tenth of the clients, at least one) and ``weighted``
+    (mean by samples); for every other metric, its name (mean over clients, or sum if the metric says so). Clients for
+    which a metric is undefined are left out; so is a metric that is undefined for all.
     """
     protocols, models = np.array(columns["protocol"]), np.array(columns["model"])
     numbers = {name: np.array(columns[name], dtype=float) for name in ("samples", *measures.metrics) if name in columns}
@@ -89,7 +90,7 @@ def _aggregates(measures: Measures, rows: Mapping[str, np.ndarray]) -> dict[str,
 def _rows(
     measures: Measures, scores: Mapping[str, Tensor], model: str, protocol: str, clients: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``float64[n, columns]`` and whose they are, ``int64[n]``."""
+    """Values ``float64[n, columns]`` and their clients ``int64[n]``."""
     everybody, nobody = np.asarray(clients, dtype=np.int64), np.array([-1])
     if model == "global" and protocol in WEIGHTED and "global/global" in scores:
         alpha = class_weights(protocol, scores["global/alpha"])
@@ -103,7 +104,7 @@ def _rows(
     return found.numpy(), everybody
 
 
-def _plain(measures: Measures, name: str, values: np.ndarray) -> list[Any]:
+def _as_list(measures: Measures, name: str, values: np.ndarray) -> list[Any]:
     if name == "samples":
         return values.astype(np.int64).tolist()
     column: list[Any] = values.tolist()

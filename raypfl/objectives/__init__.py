@@ -1,4 +1,4 @@
-"""What is learned: loss, metrics, and what targets look like."""
+"""Objectives: the loss that clients minimise, the metrics of their models, and the kind of targets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _FITTING: dict[str, type[Objective]] = {one.targets: one for one in (Classificat
 
 
 def kind_of(targets: np.ndarray) -> str:
-    """The kind of a data set's targets, of `KINDS`: by their type and shape."""
+    """The kind of a data set's targets, one of `KINDS`, by their dtype and shape."""
     if targets.dtype.kind == "f":
         return "numbers"
     if targets.ndim == 1:
@@ -57,5 +57,5 @@ def kind_of(targets: np.ndarray) -> str:
 
 
 def fitting(kind: str) -> Objective:
-    """The objective for targets of a kind, where an experiment names none."""
+    """The default objective for a kind of targets."""
     return _FITTING[kind]()

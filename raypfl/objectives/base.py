@@ -1,4 +1,4 @@
-"""What is learned, and how models are judged: the loss of a batch, and metrics with their names and directions."""
+"""The base classes of objectives and metrics."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What some models say of a batch, as metrics look at it; an objective may add what several metrics need.
+    """Outputs of k models on a batch, from which metrics are computed. A subclass adds what several metrics share.
 
     Attributes
     ----------
-    outputs : of the network, ``[k, b, ...]`` for k models.
+    outputs : ``[k, b, ...]``.
     targets : ``[k, b, ...]``.
-    objective : what the models learn.
+    objective : the objective of the models.
     """
 
     outputs: Tensor
@@ -43,26 +43,26 @@ class Scores:
 
     @cached_property
     def loss(self) -> Tensor:
-        """Of each sample, ``[k, b]``."""
+        """The loss of each sample, ``[k, b]``."""
         return self.objective.losses(self.outputs, self.targets)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Metric:
-    """A number about a model on test samples, from sums that add up over batches and over parts of a test set.
+    """A number that describes a model on test samples, computed from sums over the samples.
 
-    Subclasses become frozen dataclasses, whose fields are options. Most derive from :class:`SampleMean`.
+    Subclasses become frozen dataclasses; their fields are options. Most derive from :class:`SampleMean`.
 
     Attributes
     ----------
-    name : of its column in the evaluations table, and of its aggregate.
+    name : of its column in the evaluations table and of its aggregate.
     heading : in printed tables, with line breaks; empty: the name.
     words : in sentences; empty: the name.
-    higher_is_better : its direction.
-    percent : whether it is a share, and printed in %.
-    shown : whether printed tables have it.
-    added : whether clients' values are added up; else their mean is taken.
-    always : whether every model that was tested has a value; else some may have none, which is then left out.
+    higher_is_better : whether a higher value is better.
+    percent : whether it is a fraction, printed in %.
+    shown : whether printed tables contain it.
+    added : whether the aggregate is the sum over clients, not the mean.
+    always : whether every tested model has a value. If not, aggregates skip clients without one.
     """
 
     name: ClassVar[str] = ""
@@ -79,11 +79,11 @@ class Metric:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def width(self, targets: int) -> int:
-        """How many sums it needs where there are so many classes, labels, numbers or tokens."""
+        """The number of sums, given the number of classes, labels, target numbers or tokens."""
         return 1
 
     def value(self, sums: Tensor, samples: Tensor) -> Tensor:
-        """From sums ``float64[..., width]`` over ``samples[...]`` samples to its values ``[...]``."""
+        """Values ``[...]`` from sums ``float64[..., width]`` over ``samples[...]`` samples."""
         return sums[..., 0] / samples
 
 
@@ -91,42 +91,42 @@ Metric = dataclass(frozen=True, kw_only=True)(Metric)  # type: ignore[misc]
 
 
 class SampleMean(Metric):
-    """The mean over samples of what :meth:`each` gives."""
+    """The mean of :meth:`each` over samples."""
 
     always: ClassVar[bool] = True
 
     def each(self, scores: Scores) -> Tensor:
-        """A number for each sample, ``[k, b]``."""
+        """One number for each sample, ``[k, b]``."""
         raise NotImplementedError(f"{type(self).__name__} is not complete: define each(self, scores).")
 
 
 class SampleSums(Metric):
-    """Follows by :meth:`value` from several sums over samples."""
+    """A metric that :meth:`value` computes from several sums over samples."""
 
     def sums(self, scores: Scores) -> Tensor:
-        """What to add up of each sample, ``[k, b, width]``."""
+        """The terms of the sums for each sample, ``[k, b, width]``."""
         raise NotImplementedError(f"{type(self).__name__} is not complete: define sums(self, scores).")
 
 
 class BinnedSums(Metric):
-    """Follows by :meth:`value` from sums of which each sample adds to one alone."""
+    """A metric that :meth:`value` computes from sums; each sample adds to only one of them."""
 
     def binned(self, scores: Scores) -> tuple[Tensor, Tensor]:
-        """To which of the sums each sample adds, ``int64[k, b]``, and what, ``[k, b]``."""
+        """The index of the sum to which each sample adds, ``int64[k, b]``, and the term, ``[k, b]``."""
         raise NotImplementedError(f"{type(self).__name__} is not complete: define binned(self, scores).")
 
 
 class OverAll(Metric):
-    """Needs all outputs of a model at once, as an area under a curve does; a test set is then tested in one piece."""
+    """A metric of all outputs together, such as an area under a curve. The test set is then evaluated in one piece."""
 
     def of_all(self, outputs: Tensor, targets: Tensor) -> float:
-        """Of one model's outputs ``[n, ...]`` on n samples; NaN: there is none."""
+        """The value for one model's outputs ``[n, ...]`` on n samples; NaN if it is undefined."""
         raise NotImplementedError(f"{type(self).__name__} is not complete: define of_all(self, outputs, targets).")
 
 
 @METRICS.register("loss")
 class Loss(SampleMean):
-    """The objective itself."""
+    """The mean loss of the objective."""
 
     name: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
@@ -138,18 +138,18 @@ class Loss(SampleMean):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Objective:
-    """What is learned. One of your own says at least the loss of each sample.
+    """A loss and the metrics that go with it. An objective of your own defines at least the loss of each sample.
 
-    Subclasses become frozen dataclasses, whose fields are options of the setting ``objective``.
+    Subclasses become frozen dataclasses; their fields are options of the setting ``objective``.
 
     Attributes
     ----------
-    targets : the kind of targets that it is for, of `KINDS`; empty: any.
-    metrics : by which models are judged, in the order of their columns.
-    primary : the metric that pictures and progress show, of which spread and worst decile are, and by which the best
-        round is chosen.
+    targets : the kind of targets that it is for, one of `KINDS`; empty: any.
+    metrics : in the order of their columns.
+    primary : name of the metric in pictures and progress. Spread and worst decile are computed for it, and it decides
+        which round is best.
     columns : further columns of the evaluations table, which stay empty.
-    weighs : whether `loss` is known to leave padding out; else that is tried before clients are trained together.
+    weighs : whether `loss` is known to ignore padding. If not, this is tested before clients are trained together.
     """
 
     targets: ClassVar[str] = ""
@@ -163,11 +163,11 @@ class Objective:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def outputs(self, targets: int) -> int:
-        """How many outputs the network has for so many classes, labels, numbers or tokens."""
+        """The number of outputs of the network, given the number of classes, labels, target numbers or tokens."""
         return targets
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Of each sample: ``[..., b]`` from outputs and targets ``[..., b, ...]``."""
+        """The loss of each sample, ``[..., b]``, from outputs and targets ``[..., b, ...]``."""
         raise NotImplementedError(f"{type(self).__name__} is not complete: define losses(self, outputs, targets).")
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -175,12 +175,13 @@ class Objective:
 
         Parameters
         ----------
-        outputs : ``[b, ...]``, of the network. batch : of which padding has weight 0 and must not count.
+        outputs : ``[b, ...]``, of the network.
+        batch : padding in it has weight 0 and must not count.
         """
         return batch.mean(self.losses(unrounded(outputs), batch.y))
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
-        """What metrics are computed from."""
+        """The input of the metrics."""
         return Scores(outputs, targets, self)
 
 
@@ -188,5 +189,5 @@ Objective = dataclass(frozen=True, kw_only=True)(Objective)  # type: ignore[misc
 
 
 def unrounded(outputs: Tensor) -> Tensor:
-    """In the precision that sums are taken in; single or double is left as it is, since rounding makes ties."""
+    """Outputs with bfloat16 as float32; float32 and float64 stay, since rounding makes ties."""
     return outputs.float() if outputs.dtype == torch.bfloat16 else outputs

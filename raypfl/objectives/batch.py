@@ -1,4 +1,4 @@
-"""Samples as a loss sees them."""
+"""Batches of samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """One client's samples as a loss sees them; for a whole group every field has a leading client axis.
+    """One client's samples in the form that a loss gets. For a group, every field has a leading client axis.
 
     Attributes
     ----------
@@ -23,17 +23,17 @@ class Batch(NamedTuple):
     weight: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average of ``values[b, ...]`` over the samples of the batch, padding left out."""
+        """Mean of ``values[b, ...]`` over the samples of the batch, without padding."""
         weight = self.weight.reshape(-1, *[1] * (values.dim() - 1))
         return (values * weight).sum(0) / self.weight.sum().clamp_min(1)
 
     def some(self, count: int) -> Batch:
-        """At most `count` of the samples, spread over their labels and with the largest of them."""
+        """At most `count` samples, spread over the labels; the largest label is among them."""
         index = spread_over_labels(self.y, count)
         return Batch(self.x[index], self.y[index], self.weight[index])
 
 
 def spread_over_labels(y: Tensor, count: int) -> Tensor:
-    """At most `count` positions of labels ``y[n]`` or ``y[n, L]``, in even strides from the largest label down."""
+    """At most `count` positions in ``y[n]`` or ``y[n, L]``, in even strides over the labels in descending order."""
     ranked = y[:, None].flatten(1).sum(1).argsort(descending=True, stable=True)
     return ranked[:: max(1, -(-len(y) // count))]

@@ -1,4 +1,4 @@
-"""One class a sample, by cross-entropy."""
+"""Classification: one class for each sample, by cross-entropy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 BINS = 15
 COLUMNS = ("accuracy", "loss", "ece", "auc", "left_out")
-"""Of the evaluations table, the same for samples of one class and of several labels."""
+"""Columns of the evaluations table, the same for one class and for several labels."""
 
 
 class ClassScores(Scores):
-    """Logits ``[k, b, C]`` and classes ``[k, b]``, and what metrics share."""
+    """Logits ``[k, b, C]`` and classes ``[k, b]``."""
 
     @cached_property
     def _guess(self) -> tuple[Tensor, Tensor]:
@@ -41,12 +41,12 @@ class ClassScores(Scores):
 
     @cached_property
     def _odds(self) -> Tensor:
-        # What is below e^-80 adds nothing to 1, and exp takes ten times as long where its results are denormal.
+        # Terms below e^-80 do not change a sum of at least 1, and exp is ten times slower where results are denormal.
         return self._below.clamp_min(-80.0).exp_().sum(-1)
 
     @cached_property
     def right(self) -> Tensor:
-        """1 where the largest logit is the class's."""
+        """1 where the class has the largest logit, else 0."""
         return (self._guess[1] == self.targets).to(self.outputs.dtype)
 
     @cached_property
@@ -61,7 +61,7 @@ class ClassScores(Scores):
 
 @METRICS.register("accuracy")
 class Accuracy(SampleMean):
-    """The share of right answers: the class, or of several labels, those on the right side."""
+    """The fraction of correct predictions."""
 
     name: ClassVar[str] = "accuracy"
     percent: ClassVar[bool] = True
@@ -85,7 +85,7 @@ class CalibrationError(BinnedSums):
 
     def binned(self, scores: Scores) -> tuple[Tensor, Tensor]:
         confidence = scores.confidence  # type: ignore[attr-defined]
-        # Bin b is ((b - 1) / 15, b / 15], and a confidence of 0 is in none.
+        # Bin b is ((b - 1) / 15, b / 15].
         bins = (confidence * BINS).ceil_().clamp_(1, BINS).long().sub_(1)
         return bins, scores.right - confidence  # type: ignore[attr-defined]
 
@@ -95,7 +95,7 @@ class CalibrationError(BinnedSums):
 
 @OBJECTIVES.register("classification")
 class Classification(Objective):
-    """One class a sample: mean cross-entropy of logits ``[b, classes]``."""
+    """One class for each sample: mean cross-entropy of logits ``[b, classes]``."""
 
     targets: ClassVar[str] = "classes"
     metrics: ClassVar[tuple[Metric, ...]] = (Accuracy(), Loss(), CalibrationError())
@@ -104,7 +104,7 @@ class Classification(Objective):
     weighs: ClassVar[bool] = True
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        # F.cross_entropy is no single operation under vmap, which takes it to pieces in Python.
+        # Under vmap F.cross_entropy is decomposed in Python, which is slower.
         return -F.log_softmax(outputs, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:

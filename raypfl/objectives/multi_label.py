@@ -1,4 +1,4 @@
-"""Several labels a sample, by binary cross-entropy."""
+"""Several labels for each sample, by binary cross-entropy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LabelScores(Scores):
 
     @cached_property
     def right(self) -> Tensor:
-        """The share of a sample's labels whose logit has the right sign."""
+        """The fraction of a sample's labels whose logit has the right sign."""
         return ((self.outputs > 0) == (self.targets > 0.5)).to(self.outputs.dtype).mean(-1)
 
     @cached_property
@@ -28,7 +28,7 @@ class LabelScores(Scores):
 
 
 class RightLabels(Accuracy):
-    """The share of labels on the right side."""
+    """The fraction of correctly predicted labels."""
 
     heading: ClassVar[str] = "right\nlabels"
     words: ClassVar[str] = "the share of right labels"
@@ -36,7 +36,10 @@ class RightLabels(Accuracy):
 
 @METRICS.register("auc")
 class MacroAUC(OverAll):
-    """Mean over labels of the area under the ROC curve."""
+    """Mean over labels of the area under the ROC curve, without labels that have no positives or no negatives.
+
+    The area is the probability that a positive scores above a negative; ties count half (Hanley and McNeil 1982).
+    """
 
     name: ClassVar[str] = "auc"
     heading: ClassVar[str] = "AUC"
@@ -44,12 +47,19 @@ class MacroAUC(OverAll):
     percent: ClassVar[bool] = True
 
     def of_all(self, outputs: Tensor, targets: Tensor) -> float:
-        return macro_auc(outputs, targets)[0]
+        areas = []
+        for score, target in zip(outputs.unbind(1), targets.unbind(1), strict=True):
+            positive = target > 0.5
+            above, below = score[positive], score[~positive].sort().values
+            if len(above) and len(below):
+                wins = torch.searchsorted(below, above) + torch.searchsorted(below, above, right=True)
+                areas.append(float(wins.double().sum()) / (2 * len(above) * len(below)))
+        return sum(areas) / len(areas) if areas else float("nan")
 
 
 @METRICS.register("left_out")
 class LabelsLeftOut(OverAll):
-    """Labels without positives or without negatives among the samples, which have no area."""
+    """The number of labels without positives or without negatives, for which the area is undefined."""
 
     name: ClassVar[str] = "left_out"
     shown: ClassVar[bool] = False
@@ -63,7 +73,7 @@ class LabelsLeftOut(OverAll):
 
 @OBJECTIVES.register("multi-label")
 class MultiLabel(Objective):
-    """Several labels a sample: binary cross-entropy of logits ``[b, L]``, mean over samples and labels."""
+    """Several labels for each sample: binary cross-entropy of logits ``[b, L]``, mean over samples and labels."""
 
     targets: ClassVar[str] = "labels"
     metrics: ClassVar[tuple[Metric, ...]] = (RightLabels(), Loss(), MacroAUC(), LabelsLeftOut())
@@ -76,26 +86,3 @@ class MultiLabel(Objective):
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         return LabelScores(outputs, targets, self)
-
-
-def macro_auc(scores: Tensor, targets: Tensor) -> tuple[float, int]:
-    """Mean over labels of the area under the ROC curve; labels without positives or without negatives are left out.
-
-    The area is the chance that a positive scores above a negative, ties counting half (Hanley and McNeil 1982).
-
-    Parameters
-    ----------
-    scores : ``[n, L]``. targets : ``[n, L]``, positive above one half.
-
-    Returns
-    -------
-    The mean, NaN if no label is left, and the number of labels left out.
-    """
-    areas = []
-    for score, target in zip(scores.unbind(1), targets.unbind(1), strict=True):
-        positive = target > 0.5
-        above, below = score[positive], score[~positive].sort().values
-        if len(above) and len(below):
-            wins = torch.searchsorted(below, above) + torch.searchsorted(below, above, right=True)
-            areas.append(float(wins.double().sum()) / (2 * len(above) * len(below)))
-    return (sum(areas) / len(areas) if areas else float("nan")), scores.shape[1] - len(areas)

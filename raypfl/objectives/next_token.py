@@ -1,4 +1,4 @@
-"""The next token of a sequence, by cross-entropy."""
+"""Language modelling: the next token, by cross-entropy."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class TokenScores(Scores):
 
     @cached_property
     def real(self) -> Tensor:
-        """1 for tokens, 0 for padding: ``[k, b, T]``."""
+        """1 for tokens and 0 for padding, ``[k, b, T]``."""
         return self.objective.real(self.targets).to(self.outputs.dtype)
 
     @cached_property
     def tokens(self) -> Tensor:
-        """How many of a sequence are not padding, ``[k, b]``."""
+        """Number of tokens in each sequence, without padding, ``[k, b]``."""
         return self.real.sum(-1)
 
     @cached_property
     def surprise(self) -> Tensor:
-        """Sum of a sequence's negative log-likelihoods, ``[k, b]``."""
+        """Sum of the negative log-likelihoods in each sequence, ``[k, b]``."""
         return (self.objective.surprises(self.outputs, self.targets) * self.real).sum(-1)
 
 
 class TokenMean(SampleSums):
-    """A mean over tokens, padding left out."""
+    """A mean over tokens, without padding."""
 
     def width(self, targets: int) -> int:
         return 2
 
     def total(self, scores: Scores) -> Tensor:
-        """Of each sequence, ``[k, b]``."""
+        """The sum over each sequence, ``[k, b]``."""
         raise NotImplementedError
 
     def sums(self, scores: Scores) -> Tensor:
@@ -54,7 +54,7 @@ class TokenMean(SampleSums):
 
 
 class TokenAccuracy(TokenMean):
-    """The share of tokens that are the likeliest."""
+    """The fraction of tokens that are predicted correctly."""
 
     name: ClassVar[str] = "accuracy"
     percent: ClassVar[bool] = True
@@ -87,11 +87,11 @@ class Perplexity(TokenLoss):
 
 @OBJECTIVES.register("next-token")
 class NextToken(Objective):
-    """The next token of each place in a sequence: cross-entropy of logits ``[b, T, V]``, mean over the batch's tokens.
+    """The next token at each position of a sequence: cross-entropy of logits ``[b, T, V]``, mean over the tokens.
 
     Attributes
     ----------
-    padding : the target that stands where there is no token.
+    padding : the target value that marks padding.
     """
 
     padding: int = -1
@@ -102,11 +102,11 @@ class NextToken(Objective):
     weighs: ClassVar[bool] = True
 
     def real(self, targets: Tensor) -> Tensor:
-        """Which targets are no padding, ``bool[..., T]``."""
+        """``bool[..., T]``: the targets that are not padding."""
         return targets != self.padding
 
     def surprises(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-likelihood of each token, ``[..., T]``; of padding it is arbitrary."""
+        """Negative log-likelihood of each token, ``[..., T]``; arbitrary for padding."""
         at = torch.where(self.real(targets), targets, 0)
         return -F.log_softmax(outputs, dim=-1).gather(-1, at[..., None]).squeeze(-1)
 

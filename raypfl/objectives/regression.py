@@ -1,4 +1,4 @@
-"""Numbers, by their squared error."""
+"""Regression: one or more numbers for each sample, by squared error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class NumberScores(Scores):
-    """Outputs and numbers, ``[k, b, T]`` in the targets' own units."""
+    """Outputs and targets, ``[k, b, T]``."""
 
     objective: Regression
 
@@ -37,7 +37,7 @@ class NumberScores(Scores):
 
     @cached_property
     def errors(self) -> Tensor:
-        """Predicted less wanted, ``[k, b, T]``."""
+        """Prediction minus target, ``[k, b, T]``, in the units of the data set."""
         return self.outputs * self.objective.std + self.objective.mean - self.wanted
 
 
@@ -69,7 +69,7 @@ class MeanAbsoluteError(SampleMean):
 
 @METRICS.register("r2")
 class Determination(SampleSums):
-    """Coefficient of determination, mean over the numbers that a sample has; none where all samples have the same."""
+    """Coefficient of determination, mean over a sample's numbers. Undefined if all samples have the same target."""
 
     name: ClassVar[str] = "r2"
     heading: ClassVar[str] = "R²"
@@ -79,7 +79,7 @@ class Determination(SampleSums):
         return 3 * targets
 
     def sums(self, scores: Scores) -> Tensor:
-        # Squares of large numbers would lose in single precision what tells them apart.
+        # In single precision, squares of large numbers lose their differences.
         wanted, errors = scores.wanted.double(), scores.errors.double()  # type: ignore[attr-defined]
         return torch.cat([errors.square(), wanted, wanted.square()], -1)
 
@@ -93,12 +93,13 @@ class Determination(SampleSums):
 
 @OBJECTIVES.register("regression")
 class Regression(Objective):
-    """Numbers: squared error of outputs ``[b, T]``.
+    """One or more numbers for each sample: squared error of outputs ``[b, T]``.
 
     Attributes
     ----------
     reduction : ``mean`` over samples and numbers, or half the ``sum`` over both, as in analyses of gradient descent.
-    mean, std : the network learns ``(target - mean) / std``. Its loss is in these units, metrics in the target's own.
+    mean, std : the network learns ``(target - mean) / std``. The loss is in these units; metrics are in the units of
+        the data set.
     """
 
     reduction: Literal["mean", "sum"] = "mean"
@@ -129,5 +130,5 @@ class Regression(Objective):
 
 
 def rowed(targets: Tensor, outputs: Tensor) -> Tensor:
-    """Targets ``[..., b]`` or ``[..., b, T]`` as ``[..., b, T]``, in the type of the outputs."""
+    """Targets ``[..., b]`` or ``[..., b, T]`` as ``[..., b, T]``, with the dtype of the outputs."""
     return targets.reshape(*targets.shape, *[1] * (outputs.dim() - targets.dim())).to(outputs.dtype)

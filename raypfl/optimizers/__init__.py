@@ -1,4 +1,4 @@
-"""Local optimizers: how a step moves flat vectors, one rule a file."""
+"""Local optimizers: update rules on flat vectors, one in each file."""
 
 from raypfl.optimizers.adam import Adam, AdamW
 from raypfl.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory

@@ -17,7 +17,7 @@ class Adam(LocalOptimizer):
 
     Attributes
     ----------
-    beta1, beta2 : decay of the first and the second moment.
+    beta1, beta2 : decay of the first and of the second moment.
     eps : added to the root of the second moment.
     """
 
@@ -51,7 +51,7 @@ class Adam(LocalOptimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as ``torch.optim.AdamW``.
 
-    The decay is ``training.weight_decay``, which is 0 unless it is set; torch's default is 0.01.
+    The decay is ``training.weight_decay``, whose default is 0; torch's default is 0.01.
     """
 
     decoupled: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Random numbers of a step that are keyed by whose step it is."""
+"""Random numbers of a step, keyed by client and step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draws:
-    """What an optimizer may draw in a step: the same for a client and step, whichever clients are beside it.
+    """Random numbers for an optimizer's step. They depend on the client and the step only.
 
     Attributes
     ----------
-    keys : ``int64[...]``, one for each vector that steps.
-    like : ``[..., P]``, of the device and type that draws have.
+    keys : ``int64[...]``, one for each vector.
+    like : ``[..., P]``; draws have its shape, device and dtype.
     """
 
     keys: Tensor
     like: Tensor
 
     def normal(self) -> Tensor:
-        """Standard normal numbers, ``[..., P]``; called again, the same ones."""
+        """Standard normal numbers, ``[..., P]``; every call returns the same ones."""
         rows = [self._row(key) for key in self.keys.reshape(-1).tolist()]
         return torch.stack(rows).reshape(self.like.shape)
 

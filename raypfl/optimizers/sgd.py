@@ -15,8 +15,8 @@ class SGD(LocalOptimizer):
 
     Attributes
     ----------
-    momentum : share of the velocity that each step keeps.
-    nesterov : step down the gradient where the velocity leads to.
+    momentum : fraction of the velocity that each step keeps.
+    nesterov : whether to use Nesterov momentum.
     """
 
     momentum: float = 0.0

@@ -1,4 +1,4 @@
-"""One step: an optimizer's, with what is common to all of them."""
+"""One step of local training: clipping, weight decay, and the optimizer's rule."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from raypfl.optimizers.base import LocalOptimizer, Memory
 
 @dataclass(frozen=True)
 class Update:
-    """A local optimizer's step at a learning rate, with clipping, weight decay, and entries that stand still.
+    """A local optimizer's step at a learning rate, with clipping, weight decay and frozen entries.
 
-    In this order, as PyTorch's loops have it: gradients of what stands still are dropped, the rest is clipped as by
-    ``clip_grad_norm_``, weight decay is added, and the optimizer steps.
+    The order is that of PyTorch loops: gradients of frozen entries are set to 0, the rest is clipped as by
+    ``clip_grad_norm_``, weight decay is added, and the optimizer takes its step.
 
     Attributes
     ----------
-    clip_norm : norm to which each gradient is clipped; None: not clipped.
-    trained : ``bool[P]`` entries that move, or None: all.
-    decayed : ``bool[P]`` entries that weight decay acts on, or None: all that move.
+    clip_norm : largest norm of a gradient; None: no clipping.
+    trained : ``bool[P]``, the entries that are trained; None: all.
+    decayed : ``bool[P]``, the entries with weight decay; None: all trained ones.
     """
 
     optimizer: LocalOptimizer
@@ -32,16 +32,16 @@ class Update:
 
     @property
     def plain(self) -> bool:
-        """Whether a step is ``theta - lr * grad`` and nothing else."""
+        """Whether a step is exactly ``theta - lr * grad``."""
         alone = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
         return alone and self.optimizer.plain and not self.optimizer.per_sample
 
     def init(self, theta: Tensor) -> Memory:
-        """The optimizer's memory before the first step of ``theta[..., P]``."""
+        """The optimizer's state before the first step of ``theta[..., P]``."""
         return self.optimizer.init(theta)
 
     def step_(self, theta: Tensor, grad: Tensor, memory: Memory) -> None:
-        """Move ``theta[..., P]`` in place; `grad` (same shape) and `memory` are overwritten."""
+        """Update ``theta[..., P]`` in place; overwrites `grad` (same shape) and `memory`."""
         if self.trained is not None:
             grad.mul_(self.trained)
         if self.clip_norm is not None:
