@@ -67,6 +67,16 @@ def test_the_search_reaches_the_largest_smallest_distance_that_is_known(count, d
         assert 2 - 2 * float(cosines(w).max()) == pytest.approx(squared, abs=1e-4)
 
 
+@pytest.mark.parametrize(("count", "dimension"), [(66, 64), (100, 64), (128, 64), (8, 5)])
+def test_up_to_twice_as_many_prototypes_as_dimensions_are_axes_and_their_opposites(count, dimension):
+    w = uniform_prototypes(count, dimension, seed=1)
+    assert abs(float(cosines(w).max())) < 1e-12 and torch.allclose(w.norm(dim=1), torch.ones(1).double())
+
+
+def test_a_single_class_has_a_unit_prototype():
+    assert float(uniform_prototypes(1, 5, seed=0).norm()) == pytest.approx(1.0)
+
+
 def test_a_prototype_head_compares_directions_only():
     head = PrototypeHead(uniform_prototypes(5, 8, 0).float(), 30.0, trainable=True, normalise=True)
     z = torch.randn(7, 8)

@@ -321,7 +321,14 @@ def test_options_out_of_range_are_refused_with_the_experiment(options, said):
 
 @pytest.mark.parametrize("name", ["fednh", "fedproto", "fedrod", "creff"])
 def test_methods_with_heads_and_prototypes_learn_digits(name, tmp_path):
-    options = {"method__feature_lr": 0.1} if name == "creff" else {}
-    result = raypfl.run(experiment(tmp_path, method=name, rounds=12, cohort__size=12, evaluation__every=0, **options))
+    result = raypfl.run(experiment(tmp_path, method=name, rounds=12, cohort__size=12, evaluation__every=0))
     accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
     assert accuracy["personal", "local"] > 0.75 and accuracy.get(("global", "global"), 1.0) > 0.6
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "yogi"])
+def test_no_server_optimizer_fails_on_digits_at_its_default_rate(optimizer, tmp_path):
+    method = {"name": "fedavg", "server_optimizer": optimizer}
+    result = raypfl.run(experiment(tmp_path, method=method, rounds=12, cohort__size=12, evaluation__every=0))
+    accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
+    assert accuracy["global", "global"] > 0.8

@@ -25,13 +25,13 @@ class FedAvg(Method):
     ----------
     weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
     server_optimizer : ``sgd``, ``momentum``, ``adam`` or ``yogi``; see :class:`ServerOptimizer`.
-    server_lr : its learning rate. 1 with ``sgd`` gives the average itself.
+    server_lr : its learning rate; None: 0.1 with ``adam`` and ``yogi``, else 1. 1 with ``sgd`` gives the average.
     server_beta1, server_beta2, server_tau : decay of the first and of the second moment, and adaptivity.
     """
 
     weighting: Weighting = "samples"
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "sgd"
-    server_lr: float = 1.0
+    server_lr: float | None = None
     server_beta1: float = 0.9
     server_beta2: float = 0.99
     server_tau: float = 1e-3
@@ -45,9 +45,10 @@ class FedAvg(Method):
 
     def step(self, server: Server, mean: Tensor, model: FlatModel) -> None:
         """Move the server's model towards the mean of the clients' models."""
+        default = 0.1 if self.server_optimizer in ("adam", "yogi") else 1.0
         optimizer = ServerOptimizer(
             name=self.server_optimizer,
-            lr=self.server_lr,
+            lr=default if self.server_lr is None else self.server_lr,
             beta1=self.server_beta1,
             beta2=self.server_beta2,
             tau=self.server_tau,

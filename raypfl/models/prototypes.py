@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 RESTARTS = 8
 STEPS = 3000
+WORK = 2**22
+"""Largest ``restarts * count^2 * dimension`` of a search with more than one start."""
 SHARPEST = 300.0
 
 
 def uniform_prototypes(count: int, dimension: int, seed: int) -> Tensor:
     """Unit rows ``float64[count, dimension]`` whose smallest distance is the largest possible (Dai et al. 2023, Eq. 2).
 
-    Up to ``dimension + 1`` of them are a regular simplex, turned at random: every two have the cosine
-    ``-1 / (count - 1)``. In the plane they are equally spaced. Otherwise they are searched for.
+    Up to ``dimension + 1`` of them are a regular simplex: every two have the cosine ``-1 / (count - 1)``. Up to
+    ``2 * dimension`` of them are axes and their opposites: the largest cosine is 0 (Rankin 1955). In the plane they are
+    equally spaced. All these are rotated at random. Otherwise a search finds them.
     """
     draws = torch.Generator().manual_seed(seed)
-    if 1 < count <= dimension + 1:
+    if count == 1:
+        return F.normalize(torch.randn(1, dimension, generator=draws, dtype=torch.float64), dim=1)
+    if count <= dimension + 1:
         return _simplex(count, dimension, draws)
     if dimension == 2:
         angles = torch.arange(count, dtype=torch.float64) * (2 * torch.pi / count) + torch.rand(1, generator=draws)
         return torch.stack([angles.cos(), angles.sin()], dim=1)
-    return spread(count, dimension, draws)
+    if count <= 2 * dimension:
+        turn = torch.linalg.qr(torch.randn(dimension, dimension, generator=draws, dtype=torch.float64)).Q
+        return torch.cat([turn, -turn])[:count]
+    return spread(count, dimension, draws, max(1, min(RESTARTS, WORK // (count**2 * dimension))))
 
 
 def _simplex(count: int, dimension: int, draws: torch.Generator) -> Tensor:
@@ -33,7 +42,7 @@ def _simplex(count: int, dimension: int, draws: torch.Generator) -> Tensor:
 
 
 def spread(count: int, dimension: int, draws: torch.Generator, restarts: int = RESTARTS) -> Tensor:
-    """The same by descent of a soft maximum of the cosines, ever sharper, on the sphere; the best of several starts."""
+    """The same by descent on a soft maximum of the cosines, which gets sharper; the best of several starts."""
     w = torch.randn(restarts, count, dimension, generator=draws, dtype=torch.float64)
     w = w / w.norm(dim=-1, keepdim=True)
     diagonal = torch.eye(count, dtype=torch.bool)
