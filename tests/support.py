@@ -207,7 +207,7 @@ class Federation:
 
     def state_of(self, client: int) -> dict[str, np.ndarray]:
         """What a client remembers; empty if nothing."""
-        return merged(place.stack.of(place.k) for place in self.states.places(client))
+        return merged(ref.stack.of(ref.slot) for ref in self.states.refs(client))
 
     def samples(self, client: int, index: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """A client's samples, normalised by NumPy in float64."""

@@ -117,7 +117,7 @@ def test_a_method_without_state_can_be_saved(tmp_path: Path) -> None:
 def test_states_are_written_a_file_at_a_time_and_never_all_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "PACK", 2 * 24)
+    monkeypatch.setattr(checkpoint, "FILE_SIZE", 2 * 16)
     written_before = []
 
     def shards() -> Iterator[StateShard]:
@@ -215,7 +215,7 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> N
     loaded = load(tmp_path, warnings)
     assert loaded is not None
     assert loaded.round == 1
-    assert "never finished" in warnings[0]
+    assert "is unfinished" in warnings[0]
     checkpoint.save(str(tmp_path), make_snapshot(2), keep=1)
     assert folders(tmp_path) == ["000003-round-2"]
 
@@ -302,6 +302,6 @@ def test_in_an_object_store_a_checkpoint_without_manifest_was_never_finished(
     loaded = load("s3://bucket/runs/digits", warnings)
     assert loaded is not None
     assert loaded.round == 1
-    assert "never finished" in warnings[0]
+    assert "is unfinished" in warnings[0]
     checkpoint.save("s3://bucket/runs/digits", make_snapshot(3), keep=2)
     assert folders(first.parent) == ["000001-round-1", "000003-round-3"]

@@ -9,11 +9,11 @@ import numpy as np
 
 from raypfl.clients.worker import Group
 from raypfl.federation.placement import AHEAD, Dispatch, Timings
-from raypfl.storage.states import Place
+from raypfl.storage.states import StackRef
 
 
 def group(index: int, length: float, seconds: float = 0.0, homes: str = "") -> Group:
-    states = [(Place(None, k, home),) for k, home in enumerate(homes)]
+    states = [(StackRef(None, k, home),) for k, home in enumerate(homes)]
     return Group(index, tuple(range(max(1, len(homes)))), np.arange(1), {}, states, length, seconds)
 
 

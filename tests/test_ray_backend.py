@@ -14,7 +14,7 @@ from raypfl.backends.ray_backend import APART, INSIDE, RayBackend
 from raypfl.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import RaypflError
-from raypfl.storage.states import Kept
+from raypfl.storage.states import Contents
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -38,7 +38,7 @@ class Stand:
     def _returning(self, count: int) -> Any:
         def work(call: Call, group: Group, apart: bool) -> list[Any]:
             self.objects.append(count)
-            kept = Kept(({"w": APART},) * len(group.clients)) if call.function == "train" else None
+            kept = Contents(({"w": APART},) * len(group.clients)) if call.function == "train" else None
             return [self.put(Reply({}, None, 0.0, kept)), *[self.put(None)] * (count - 1)]
 
         return work

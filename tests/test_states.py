@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypfl.backends.inline import Inline
+from raypfl.common import files
 from raypfl.common.errors import Stopped
 from raypfl.common.messages import per_client
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
-from raypfl.storage.states import Stack, StateTable, merged, shards_of
+from raypfl.storage.states import Stack, StateTable, merged
 from tests.support import Federation
 from tests.test_cohort import Probe
 
@@ -38,23 +39,22 @@ def test_every_client_has_its_newest_state_and_no_stack_outlives_its_rows(rounds
             newest |= dict.fromkeys(clients, number)
         table.commit()
     found = {}
-    for lot in table.lots():
-        assert lot.live == len(table.seen(lot)) > 0
-        found |= {lot.clients[k]: lot.stack.of(k)["w"].tolist() for k in table.seen(lot)}
+    for one in table.stacks():
+        assert one.live == len(table.live(one)) > 0
+        found |= {one.clients[k]: one.stack.of(k)["w"].tolist() for k in table.live(one)}
     assert found == {client: [client, number] for client, number in newest.items()}
     assert len(table) == len(newest)
     for client, number in newest.items():
-        (place,) = table.places(client)
-        assert place.stack.of(place.k)["w"].tolist() == [client, number]
+        (ref,) = table.refs(client)
+        assert ref.stack.of(ref.slot)["w"].tolist() == [client, number]
 
 
-def test_a_lot_is_written_as_shards_of_clients_that_remember_the_same_things():
+def test_a_stack_is_written_as_shards_of_clients_that_keep_the_same_names():
     table = StateTable()
     before = [{"a": np.ones(2)}, {}, {"a": np.zeros(2)}]
     table.stage((5, 7, 8), Stack.updated(before, {"b": np.arange(3)}))
     table.commit()
-    (lot,) = table.lots()
-    shards = {tuple(s.tensors): s for s in shards_of(lot, table.seen(lot), lot.stack)}
+    shards = {tuple(s.tensors): s for s in table.shards(lambda stack: stack)}
     assert shards["a", "b"].clients.tolist() == [5, 8] and shards["a", "b"].tensors["b"].tolist() == [0, 2]
     assert shards["b",].clients.tolist() == [7] and shards["b",].tensors["b"].tolist() == [1]
 
@@ -79,7 +79,7 @@ def test_stacks_that_few_rows_keep_alive_are_rewritten_and_nobodys_state_changes
     for round in range(80):
         cohort = np.sort(draws.choice(60, 12, replace=False))
         fed.runner.compact_states(round)
-        held = sum(len(lot.clients) for lot in fed.states.lots())
+        held = sum(len(one.clients) for one in fed.states.stacks())
         assert held <= 1.6 * len(fed.states)  # three to four times as many, if nothing is rewritten
         fed.cohort(cohort.tolist()).run(fed.method.reply)
         fed.states.commit()
@@ -100,14 +100,14 @@ def test_a_rewrite_that_is_stopped_halfway_changes_nothing():
     for cohort in (range(24), range(0, 24, 2)):
         fed.cohort(cohort).run(fed.method.reply)
         fed.states.commit()
-    assert len(fed.states.scattered()) > 1
+    assert len(fed.states.sparse()) > 1
     before = {c: fed.state_of(c)["rounds"] for c in range(24)}
-    lots = fed.states.lots()
+    stacks = fed.states.stacks()
     fed.runner.backend = StopsHalfway(fed.runner.backend._worker)
     with pytest.raises(Stopped):
         fed.runner.compact_states(3)
     fed.states.commit()  # as the next round does
-    assert fed.states.lots() == lots and all(fed.state_of(c)["rounds"] == before[c] for c in before)
+    assert fed.states.stacks() == stacks and all(fed.state_of(c)["rounds"] == before[c] for c in before)
 
 
 def test_a_state_is_read_with_one_copy_whatever_the_default():
@@ -126,10 +126,9 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
 
 
 def saved(table: StateTable, location: Path, round: int) -> Path:
-    packs = [(p, lots) for p, lots in table.packs() if checkpoint.holds(str(location), p)]
-    packed = {lot for _, lots in packs for lot in lots}
-    shards = [s for lot in table.lots() if lot not in packed for s in shards_of(lot, table.seen(lot), lot.stack)]
-    return Path(checkpoint.save(str(location), Snapshot(round, {}, shards, {}, {}, packs), keep=2))
+    unchanged = [(file, held) for file, held in table.files() if checkpoint.holds(str(location), file)]
+    shards = table.shards(lambda stack: stack, without={stack for _, held in unchanged for stack in held})
+    return Path(checkpoint.save(str(location), Snapshot(round, {}, shards, {}, {}, unchanged), keep=2))
 
 
 def restored(location: Path) -> StateTable:
@@ -142,7 +141,7 @@ def restored(location: Path) -> StateTable:
 
 
 def contents(table: StateTable) -> dict[int, list[int]]:
-    return {lot.clients[k]: lot.stack.of(k)["w"].tolist() for lot in table.lots() for k in table.seen(lot)}
+    return {one.clients[k]: one.stack.of(k)["w"].tolist() for one in table.stacks() for k in table.live(one)}
 
 
 def inodes(folder: Path) -> list[int]:
@@ -150,7 +149,7 @@ def inodes(folder: Path) -> list[int]:
 
 
 def test_a_checkpoint_writes_only_what_has_changed_since_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "PACK", 1)
+    monkeypatch.setattr(checkpoint, "FILE_SIZE", 1)
     table = StateTable()
     for first in (0, 10, 20):
         table.stage(tuple(range(first, first + 10)), stack_of(tuple(range(first, first + 10)), 1))
@@ -178,11 +177,12 @@ def test_a_file_that_is_no_longer_what_it_was_is_written_anew(tmp_path, harm):
     assert contents(restored(tmp_path)) == {1: [1, 1], 2: [2, 1]}
 
 
+@settings(deadline=None)
 @given(ROUNDS.filter(len), st.data())
 def test_whatever_changed_between_checkpoints_the_newest_states_come_back(rounds, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "PACK", 100)
-        patch.setattr(checkpoint, "_fsync", lambda path: None)
+        patch.setattr(checkpoint, "FILE_SIZE", 100)
+        patch.setattr(files, "sync", lambda path: None)
         table = StateTable()
         for number, groups in enumerate(rounds):
             for group in groups:
@@ -241,8 +241,8 @@ def everything(fed: Federation) -> dict[int, dict[str, list[int]]]:
 @given(CHANGES, st.data())
 def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_with(changes, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "PACK", 100)
-        patch.setattr(checkpoint, "_fsync", lambda path: None)
+        patch.setattr(checkpoint, "FILE_SIZE", 100)
+        patch.setattr(files, "sync", lambda path: None)
         fed, expected = Federation(sizes=(3,) * 6, method=Probe(answer=changes_one_name), group_size=2), {}
         for value, (what, cohort) in enumerate(changes):
             fed.runner.compact_states(value)
@@ -256,10 +256,10 @@ def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_wit
                 else:
                     mine[what] = [client, value] * (1 + ord(what) % 3)
             assert everything(fed) == {client: expected.get(client, {}) for client in range(6)}
-            for lot in fed.states.lots():
-                seen = fed.states.seen(lot)
-                assert lot.live == len(seen) > 0
-                assert lot.seen == sum(lot.held[k][name] for k, names in seen.items() for name in names)
+            for one in fed.states.stacks():
+                live = fed.states.live(one)
+                assert one.live == len(live) > 0
+                assert one.live_bytes == sum(one.held[k][name] for k, names in live.items() for name in names)
             if data.draw(st.booleans()):
                 saved(fed.states, Path(folder), value)
             if data.draw(st.booleans()):
@@ -286,24 +286,23 @@ def test_what_a_client_does_not_set_is_not_written_again():
         fed.cohort().run(fed.method.reply, name="small", width=1)
         fed.states.commit()
         assert all(np.shares_memory(fed.state_of(client)["large"], large[client]) for client in range(4))
-    assert [lot.bytes for lot in fed.states.lots()] == [2 * 4000] * 2 + [2 * 4] * 2
+    assert [one.bytes for one in fed.states.stacks()] == [2 * 4000] * 2 + [2 * 4] * 2
 
 
 def test_of_states_of_which_one_name_changes_a_checkpoint_writes_that_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "PACK", 1)
+    monkeypatch.setattr(checkpoint, "FILE_SIZE", 1)
     table = StateTable()
     table.stage((1, 2), Stack.updated([{}, {}], {"constant": np.zeros((2, 1000)), "moving": np.zeros((2, 1))}))
     table.commit()
     (before,) = inodes(saved(table, tmp_path, 1))
     new = Stack.updated([{}, {}], {"moving": np.ones((2, 1))})
-    table.stage((1, 2), new, kept=new.kept(2, whole=False))
+    table.stage((1, 2), new, contents=new.contents(2, complete=False))
     table.commit()
     path = saved(table, tmp_path, 2)
     assert inodes(path)[0] == before and len(inodes(path)) == 2
     assert (path / "states-00001.safetensors").stat().st_size < 1000
     for client in (1, 2):
-        parts = [place.stack.of(place.k) for place in restored(tmp_path).places(client)]
-        state = merged(parts)
+        state = merged(ref.stack.of(ref.slot) for ref in restored(tmp_path).refs(client))
         assert state["constant"].shape == (1000,) and state["moving"].tolist() == [1]
 
 
@@ -319,6 +318,6 @@ def test_memory_is_bounded_where_one_large_name_changes_and_a_small_one_does_not
         fed.runner.compact_states(round)
         fed.cohort(np.sort(draws.choice(12, 12 if round == 0 else 5, replace=False))).run(fed.method.reply, round=round)
         fed.states.commit()
-        held = sum(lot.stack.rows[name].nbytes for lot in fed.states.lots() for name in lot.stack.rows)
+        held = sum(rows.nbytes for one in fed.states.stacks() for rows in one.stack.rows.values())
         assert held <= 2.2 * 12 * 404  # what a round replaces is rewritten before the next
     assert all(set(fed.state_of(client)) == {"small", "large"} for client in range(12))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import PerClient, ReadOnly, per_client, unmarked
-from raypfl.storage.states import Kept, Stack
+from raypfl.storage.states import Contents, Stack
 
 Default = Tensor | Callable[[Tensor], Tensor]
 
@@ -93,12 +93,12 @@ class ClientState(MutableMapping[str, Tensor]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def stack(self) -> tuple[Stack, Kept]:
+    def stack(self) -> tuple[Stack, Contents]:
         """What was set; if a name was deleted, or states are rewritten to share one stack, everything."""
         whole = self._deleted or not self._new
         changes = {name: unmarked(value).cpu().numpy() for name, value in self._new.items()}
         stack = Stack.updated(self._rows if whole else [{} for _ in self._rows], changes)
-        return stack, stack.kept(len(self._rows), whole)
+        return stack, stack.contents(len(self._rows), whole)
 
     def _default_rows(self, default: Default, new: list[int]) -> PerClient:
         """The rows of the clients at the positions `new`."""

@@ -18,7 +18,7 @@ from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
-from raypfl.storage.states import Kept, Place, Stack
+from raypfl.storage.states import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, put_together
 from raypfl.training.unkeyed import ON_CLIENTS, refuse_unkeyed
 
@@ -96,7 +96,7 @@ class Group:
     clients: tuple[int, ...]
     positions: np.ndarray
     scattered: Mapping[str, np.ndarray]
-    states: Sequence[tuple[Place, ...]]
+    states: Sequence[tuple[StackRef, ...]]
     length: float = 1.0
     seconds: float = 0.0
     tries: int = 1
@@ -135,7 +135,7 @@ class Reply:
     values: dict[str, Value]
     losses: np.ndarray | None
     seconds: float
-    kept: Kept | None = None
+    kept: Contents | None = None
     notes: list[str] = field(default_factory=list)
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)
 

@@ -30,16 +30,17 @@ def draft(path: Path) -> Iterator[Path]:
     try:
         try:
             yield unfinished
-            _sync(unfinished)
+            sync(unfinished)
             unfinished.replace(path)
-            _sync(path.parent)
+            sync(path.parent)
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise Unwritable(f"{path} cannot be written: {error.strerror or error}. Is the disk full?") from error
 
 
-def _sync(path: Path) -> None:
+def sync(path: str | Path) -> None:
+    """Return once a file, or the list of files in a folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -12,7 +12,7 @@ import numpy as np
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import MethodError
 from raypfl.common.user_code import traceback_text, with_location
-from raypfl.storage.states import Kept, Place, Stack, merged
+from raypfl.storage.states import Contents, Stack, StackRef, merged
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Done:
     """
 
     reply: Reply
-    stacks: Sequence[tuple[tuple[int, ...], Any, Kept]] = ()
+    stacks: Sequence[tuple[tuple[int, ...], Any, Contents]] = ()
     home: str = ""
 
 
@@ -76,7 +76,7 @@ class Backend(Protocol):
         ...
 
     def put_states(self, stack: Stack) -> Any:
-        """Make states available to groups; returns the handle that a :class:`Place` holds."""
+        """Make states available to groups; returns the handle that a :class:`StackRef` holds."""
         ...
 
     def get_states(self, handle: Any) -> Stack:
@@ -85,9 +85,9 @@ class Backend(Protocol):
 
 
 def states_of(
-    clients: Sequence[tuple[Place, ...]], fetch: Callable[[list[Any]], list[Stack]]
+    clients: Sequence[tuple[StackRef, ...]], fetch: Callable[[list[Any]], list[Stack]]
 ) -> list[Mapping[str, np.ndarray]]:
-    """Each client's state; `fetch` is called once, with every handle that occurs in the clients' places."""
-    handles = {id(place.stack): place.stack for places in clients for place in places}
+    """Each client's state; `fetch` is called once, with every handle."""
+    handles = {id(ref.stack): ref.stack for refs in clients for ref in refs}
     stacks = dict(zip(handles, fetch(list(handles.values())), strict=True))
-    return [merged(stacks[id(place.stack)].of(place.k) for place in places) for places in clients]
+    return [merged(stacks[id(ref.stack)].of(ref.slot) for ref in refs) for refs in clients]

@@ -98,7 +98,7 @@ class GroupRunner:
                 clients=tuple(ids[members].tolist()),
                 positions=positions[members],
                 scattered={n: r[positions[members]] for n, r in rows.items()},
-                states=[self.states.places(int(c)) for c in ids[members]],
+                states=[self.states.refs(int(c)) for c in ids[members]],
                 length=self._timings.length(ids[members]),
                 seconds=self._timings.seconds(function, ids[members]),
                 tries=self.tries,
@@ -151,10 +151,10 @@ class GroupRunner:
                 clients=tuple(part),
                 positions=np.arange(len(part)),
                 scattered={},
-                states=[self.states.places(client) for client in part],
+                states=[self.states.refs(client) for client in part],
                 tries=self.tries,
             )
-            for index, part in enumerate(self.states.scattered())
+            for index, part in enumerate(self.states.sparse())
         ]
         if not groups:
             return

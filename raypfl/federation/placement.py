@@ -153,5 +153,5 @@ class Dispatch:
 
 def _held(group: Group, node: str) -> float:
     """Share of a group's clients whose states are on a node."""
-    there = [all(place.home == node for place in places) for places in group.states if places]
+    there = [all(ref.node == node for ref in refs) for refs in group.states if refs]
     return sum(there) / len(group.clients)

@@ -180,7 +180,7 @@ class TrainedModels:
             warn=warnings.warn,
         )
         personalize(method, self.server, EvaluationCohort(runner, [client], self.round, self._lr, unseen))
-        return merged(place.stack.of(place.k) for place in states.places(client))
+        return merged(ref.stack.of(ref.slot) for ref in states.refs(client))
 
     @property
     def _lr(self) -> float:

@@ -36,7 +36,7 @@ from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.columns import Columns
 from raypfl.storage.lease import refuse_unless_held
-from raypfl.storage.states import Lot, Pack, StateShard, StateTable, digests, merged, shards_of
+from raypfl.storage.states import StateTable, digests, merged
 from raypfl.storage.tables import Table, arrow
 from raypfl.storage.tree import cloned, put_together, taken_apart
 from raypfl.training.pool import Pools
@@ -301,21 +301,22 @@ class Server:
         for name, tensor in sorted(taken_apart(self.state)[1].items()):
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
         clients: dict[int, bytes] = {}
-        for lots, places in self.states.together():  # a few stacks at a time: all of them may be more than memory
-            stacks = [self.backend.get_states(lot.stack) for lot in lots]
-            of = {c: [stack.of(k) for stack, k in zip(stacks, ks, strict=True)] for c, ks in places.items()}
+        for held, slots in self.states.by_stacks():  # a few stacks at a time: all of them may be more than memory
+            stacks = [self.backend.get_states(one.stack) for one in held]
+            of = {c: [stack.of(k) for stack, k in zip(stacks, ks, strict=True)] for c, ks in slots.items()}
             clients |= digests((client, merged(parts)) for client, parts in of.items())
         for client in sorted(clients):
             digest.update(clients[client])
         return digest.hexdigest()
 
     def _save(self) -> None:
-        packs = [(p, lots) for p, lots in self.states.packs() if checkpoint.holds(self.job.checkpoints, p)]
+        files = [(file, held) for file, held in self.states.files() if checkpoint.holds(self.job.checkpoints, file)]
+        unchanged = {stack for _, held in files for stack in held}
         snapshot = Snapshot(
             round=self.round,
             server=self.state,
-            states=self._shards(packs),
-            packs=packs,
+            states=self.states.shards(self.backend.get_states, without=unchanged),
+            files=files,
             tables=self._tables,
             meta={
                 "experiment": self.experiment.to_yaml(),
@@ -329,12 +330,6 @@ class Server:
         path = checkpoint.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved = self.round
         self.emit(Checkpointed(self.round, path))
-
-    def _shards(self, packs: list[tuple[Pack, list[Lot]]]) -> Iterator[StateShard]:
-        packed = {lot for _, lots in packs for lot in lots}
-        for lot in self.states.lots():
-            if lot not in packed:
-                yield from shards_of(lot, self.states.seen(lot), self.backend.get_states(lot.stack))
 
     def _restore_or_start(self) -> None:
         self.states = self._runner.states = StateTable()
@@ -356,7 +351,9 @@ class Server:
         self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
         for shard in snapshot.states:
             clients, stack = shard.clients.tolist(), shard.stack()
-            self.states.stage(clients, self.backend.put_states(stack), kept=stack.kept(len(clients)), shard=shard)
+            self.states.stage(
+                clients, self.backend.put_states(stack), contents=stack.contents(len(clients)), shard=shard
+            )
         self.states.commit()
         rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])
         self._sent = {way: sum(rounds[f"bytes_{way}"].to_pylist()) for way in self._sent}

@@ -7,13 +7,12 @@ A checkpoint is a folder ``<location>/<number>-round-<round>`` with ::
     meta.json                           everything else
     manifest.json                       size and SHA-256 of every other file, written last
 
-Numbers count up with every save, so a checkpoint never overwrites another, not even one of the same round. The tables
-lie beside the checkpoints, in ``<location>/tables``, in files that several of them share
-(:mod:`raypfl.storage.tables`); the manifests list those as well.
+Numbers count up with every save, so no checkpoint overwrites another, even of the same round. The tables are in
+``<location>/tables``, in files that several checkpoints share (:mod:`raypfl.storage.tables`); manifests list those too.
 
 States that have not changed are not written again: a file of the checkpoint before of which most bytes still count
-becomes one of the new checkpoint too (a hard link; in an object store, a copy made there). Of a name that a client has
-in several files, the one of the greatest number counts (:class:`raypfl.storage.states.StateShard`).
+becomes one of the new checkpoint too (a hard link, or a copy made by the object store). If several files have a name of
+a client, the one of the greatest number counts (:class:`raypfl.storage.states.StateShard`).
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
+from raypfl.common import files as disk
 from raypfl.common.errors import CheckpointError
 from raypfl.storage.columns import Columns
-from raypfl.storage.states import Lot, Pack, StateShard
+from raypfl.storage.states import LiveStack, StateFile, StateShard
 from raypfl.storage.tables import Part, Table
 from raypfl.storage.tree import decoded, encoded
 
 FORMAT = 3
 TABLES = "tables"
 STATES = "states-"
-PACK = 64 << 20
+FILE_SIZE = 64 << 20
 """Bytes of client states from which a file is full: what a save and a load hold in memory at a time."""
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(\d+)-round-\d+")
@@ -62,7 +62,7 @@ class Snapshot:
     server : nested dicts (keys str or int), lists and tuples of tensors, int, float, str, bool, None. Tensors come back
         on the CPU.
     states : the clients' states, read and written one shard at a time; after `load` it may be iterated more than once.
-    packs : files of the newest checkpoint with further states, before those of `states`; for `save` alone.
+    files : for `save`: files of the newest checkpoint with further, unchanged states, and the stacks in each.
     tables : name -> table, a name being the beginning of a file name; saving moves the rows that wait into a file.
     meta : what JSON can hold.
     """
@@ -72,18 +72,18 @@ class Snapshot:
     states: Iterable[StateShard]
     tables: dict[str, Table]
     meta: dict[str, Any]
-    packs: Sequence[tuple[Pack, list[Lot]]] = ()
+    files: Sequence[tuple[StateFile, list[LiveStack]]] = ()
 
     def state_of(self, client: int) -> dict[str, np.ndarray]:
-        """What one client kept, by name, in a snapshot that was loaded; empty if it keeps nothing."""
+        """What one client keeps, by name, in a loaded snapshot; empty if it keeps nothing."""
         assert isinstance(self.states, StoredShards)
         return self.states.of(client)
 
     @property
     def states_bytes(self) -> int:
-        """Of the files with the clients' states, in a snapshot that was loaded."""
+        """Of the files with the clients' states, in a loaded snapshot."""
         assert isinstance(self.states, StoredShards)
-        return sum(size for _, size, _ in self.states.packs)
+        return sum(file.bytes for file in self.states.state_files)
 
 
 def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None] = lambda: None) -> str:
@@ -91,9 +91,9 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
 
     Parameters
     ----------
-    location : a local path or any ``pyarrow.fs`` URI; belongs to one run, and one process writes to it at a time.
-    permit : raises a CheckpointError if that is another one by now; asked before anything is written, and before the
-        checkpoint counts.
+    location : a local path or any ``pyarrow.fs`` URI of one run, to which one process writes at a time.
+    permit : raises a CheckpointError if another process writes there now; called before anything is written, and
+        before the checkpoint is complete.
 
     Returns
     -------
@@ -113,7 +113,7 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
         draft = path + _DRAFT if local else path
         for name, table in snapshot.tables.items():
             table.flush(files, f"{root}/{TABLES}", name)
-        written = _write(files, draft, snapshot, permit)
+        written = _write(files, draft, path, snapshot, permit)
         if local:
             _publish(draft, path, [f"{root}/{name}" for name in _shared(snapshot)])
     except OSError as error:
@@ -121,8 +121,10 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
             f"The checkpoint of round {snapshot.round} cannot be written to {location}: {error}. Free some space "
             f"there, or set checkpoint.location to another place; `raypfl resume` goes on from the checkpoint before."
         ) from error
-    _remember(path, written)
-    # What cannot be deleted now is tried again after the next save: no reason to stop a run.
+    for file, stacks in written:
+        for stack in stacks:
+            stack.file = file
+    # The next save tries again to delete what cannot be deleted now.
     with contextlib.suppress(OSError):
         _prune(files, root, keep)
     return path
@@ -133,26 +135,20 @@ def load(location: str, warn: Callable[[str], None], whole: bool = True) -> Snap
 
     Parameters
     ----------
-    warn : is told, in a sentence each, which checkpoints were skipped and why.
-    whole : False: of the files, only those of the server's state must be intact; the others are not read.
+    warn : called with a sentence for each checkpoint that is skipped.
+    whole : False: only the files of the server's state must be intact; the others are not read.
 
     Raises
     ------
     CheckpointError : if there are checkpoints, but every one of them is damaged, or the location cannot be read.
     """
-    files, root = resolve(location)
+    files, root, names = _found(location)
     damaged = []
-    try:
-        names = sorted(_list(files, root), reverse=True)
-    except OSError as error:
-        raise CheckpointError(f"The checkpoints in {location} cannot be listed: {error}.") from error
-    for name in names:
+    for name in reversed(names):
         path = f"{root}/{name}"
         try:
             if not _is_complete(files, path):
-                warn(
-                    f"The checkpoint {path} is skipped: it was never finished, as if the run had been killed meanwhile."
-                )
+                warn(f"The checkpoint {path} is skipped: it is unfinished; the run was probably killed while saving.")
                 continue
             return _read(files, root, path, whole)
         except (OSError, _Damaged) as error:
@@ -186,10 +182,10 @@ def history(location: str) -> list[tuple[int, dict[str, Any]]]:
     ------
     CheckpointError : if the location cannot be read.
     """
-    files, root = resolve(location)
+    files, root, names = _found(location)
     kept: dict[int, dict[str, Any]] = {}
     try:
-        for name in sorted(_list(files, root)):
+        for name in names:
             with contextlib.suppress(_Damaged):
                 if _is_complete(files, f"{root}/{name}"):
                     snapshot = _read(files, root, f"{root}/{name}", whole=False)
@@ -206,18 +202,15 @@ def reached(location: str) -> int:
     ------
     CheckpointError : if the location cannot be read.
     """
-    files, root = resolve(location)
-    try:
-        done = [name for name in _list(files, root) if _is_complete(files, f"{root}/{name}")]
-    except OSError as error:
-        raise CheckpointError(f"The checkpoints in {location} cannot be listed: {error}.") from error
-    return int(max(done).rpartition("-")[2]) if done else 0
+    files, root, names = _found(location)
+    done = [name for name in names if _is_complete(files, f"{root}/{name}")]
+    return int(done[-1].rpartition("-")[2]) if done else 0
 
 
-def holds(location: str, pack: Pack) -> bool:
-    """Whether a file of an earlier checkpoint is still there, and as long as it was."""
+def holds(location: str, file: StateFile) -> bool:
+    """Whether a file of an earlier checkpoint still exists and has its size."""
     files, _ = resolve(location)
-    return files.get_file_info(pack.path).size == pack.bytes
+    return files.get_file_info(file.path).size == file.bytes
 
 
 def whole(location: str, table: Table) -> pa.Table:
@@ -243,7 +236,7 @@ def resolve(location: str) -> tuple[pafs.FileSystem, str]:
     except (pa.ArrowException, OSError) as error:
         raise CheckpointError(
             f"checkpoint.location is {location!r}, which cannot be opened: {error}. "
-            f"Expected is a folder, or a URI such as s3://bucket/folder or gs://bucket/folder."
+            f"Give a folder, or a URI such as s3://bucket/folder or gs://bucket/folder."
         ) from error
     return files, path.rstrip("/")
 
@@ -254,57 +247,54 @@ class _Damaged(Exception):
 
 @dataclass(frozen=True)
 class StoredShards:
-    """The shards of a checkpoint, read one file at a time as they are asked for."""
+    """The shards of a checkpoint, read one file at a time when they are iterated."""
 
     files: pafs.FileSystem
-    packs: tuple[tuple[str, int, str], ...]
+    state_files: tuple[StateFile, ...]
 
     def __iter__(self) -> Iterator[StateShard]:
-        for number in range(len(self.packs)):
-            yield from self._shards(number)
+        for file in self.state_files:
+            yield from self._shards(file)
 
     def of(self, client: int) -> dict[str, np.ndarray]:
-        """What one client kept, by name; empty if it keeps nothing. Only the first question reads all files."""
-        shards = [shard for n in self._files.get(client, ()) for shard in self._shards(n) if client in shard.clients]
+        """What one client keeps, by name; empty if it keeps nothing. Only the first call reads all files."""
+        shards = [shard for file in self._owned.get(client, ()) for shard in self._shards(file)]
         state: dict[str, np.ndarray] = {}
-        for shard in sorted(shards, key=lambda shard: shard.number):
+        for shard in sorted((shard for shard in shards if client in shard.clients), key=lambda shard: shard.number):
             row = int((shard.clients == client).argmax())
             mine = {name: rows[row] for name, rows in shard.tensors.items()}
-            state = mine if shard.whole else state | mine
+            state = mine if shard.complete else state | mine
         return state
 
     @cached_property
-    def _files(self) -> dict[int, tuple[int, ...]]:
+    def _owned(self) -> dict[int, list[StateFile]]:
         """Client -> the files that have something of it."""
-        found: dict[int, tuple[int, ...]] = {}
-        for n in range(len(self.packs)):
-            mine = {client for shard in self._shards(n) for client in shard.clients.tolist()}
-            found |= {client: (*found.get(client, ()), n) for client in mine}
+        found: dict[int, list[StateFile]] = {}
+        for file in self.state_files:
+            for client in {client for shard in self._shards(file) for client in shard.clients.tolist()}:
+                found.setdefault(client, []).append(file)
         return found
 
-    def _shards(self, number: int) -> list[StateShard]:
-        path, size, digest = self.packs[number]
+    def _shards(self, file: StateFile) -> list[StateShard]:
         try:
-            arrays = safetensors.numpy.load(_bytes(self.files, path))
+            arrays = safetensors.numpy.load(_bytes(self.files, file.path))
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(
-                f"The client states in {path} were intact a moment ago and can no longer be read: {error}."
+                f"The client states in {file.path} were intact when the checkpoint was opened, but can no longer be "
+                f"read: {error}."
             ) from error
-        shards = list(_unpacked(arrays))
-        pack = Pack(path, size, digest, sum(shard.held for shard in shards))
-        return [replace(shard, pack=pack) for shard in shards]
-
-
-# ------------------------------------------------------------------------------------------------------------ writing
+        shards = _from_arrays(arrays)
+        file = replace(file, held=sum(shard.nbytes for shard in shards))
+        return [replace(shard, file=file) for shard in shards]
 
 
 def _write(
-    files: pafs.FileSystem, folder: str, snapshot: Snapshot, permit: Callable[[], None]
-) -> list[tuple[Pack, list[Lot]]]:
-    """Write a checkpoint's files into a folder; returns its packs of states, and the lots in them."""
+    files: pafs.FileSystem, folder: str, final: str, snapshot: Snapshot, permit: Callable[[], None]
+) -> list[tuple[StateFile, list[LiveStack]]]:
+    """Write a checkpoint into a folder that will be called `final`; returns its files of states and their stacks."""
     files.create_dir(folder, recursive=True)
     written: dict[str, dict[str, Any]] = {}
-    packs: list[tuple[Pack, list[Lot]]] = []
+    state_files: list[tuple[StateFile, list[LiveStack]]] = []
 
     def put(name: str, content: bytes | pa.Buffer) -> None:
         with files.open_output_stream(f"{folder}/{name}", compression=None) as stream:
@@ -314,35 +304,34 @@ def _write(
     tensors: dict[str, torch.Tensor] = {}
     server = encoded(snapshot.server, tensors)
     put("server.safetensors", safetensors.torch.save(tensors))
-    for old, lots in snapshot.packs:
-        name = _pack_name(len(packs))
+    for old, stacks in snapshot.files:
+        name = _state_file_name(len(state_files))
         _link(files, old.path, f"{folder}/{name}")
         written[name] = {"bytes": old.bytes, "sha256": old.sha256}
-        packs.append((replace(old, path=name), lots))
-    for shards in _packs(snapshot.states):
-        name = _pack_name(len(packs))
-        put(name, safetensors.numpy.save(_packed(shards)))
-        held = sum(shard.held for shard in shards)
-        lots = [shard.lot for shard in shards if shard.lot is not None]
-        packs.append((Pack(name, written[name]["bytes"], written[name]["sha256"], held), lots))
+        state_files.append((replace(old, path=f"{final}/{name}"), stacks))
+    for shards in _full_files(snapshot.states):
+        name = _state_file_name(len(state_files))
+        put(name, safetensors.numpy.save(_to_arrays(shards)))
+        file = StateFile(f"{final}/{name}", **written[name], held=sum(shard.nbytes for shard in shards))
+        state_files.append((file, [shard.source for shard in shards if shard.source is not None]))
     tables = {
         name: {"kinds": table.waiting.kinds, "parts": [asdict(part) for part in table.parts]}
         for name, table in snapshot.tables.items()
     }
-    meta = {"round": snapshot.round, "server": server, "packs": len(packs), "tables": tables}
+    meta = {"round": snapshot.round, "server": server, "state_files": len(state_files), "tables": tables}
     put("meta.json", json.dumps({**meta, "meta": snapshot.meta}).encode())
     manifest = {"format": FORMAT, "files": written, "shared": _shared(snapshot)}
     permit()
     put(_MANIFEST, json.dumps(manifest, indent=1).encode())
-    return packs
+    return state_files
 
 
-def _pack_name(number: int) -> str:
+def _state_file_name(number: int) -> str:
     return f"{STATES}{number:05d}.safetensors"
 
 
 def _link(files: pafs.FileSystem, old: str, new: str) -> None:
-    """Have a file in another place too, without sending or writing it again if that can be."""
+    """Give a file a second path, without sending or writing it again if possible."""
     if isinstance(files, pafs.LocalFileSystem):
         with contextlib.suppress(OSError):  # a file system without hard links
             os.link(old, new)
@@ -350,50 +339,39 @@ def _link(files: pafs.FileSystem, old: str, new: str) -> None:
     files.copy_file(old, new)
 
 
-def _remember(folder: str, packs: list[tuple[Pack, list[Lot]]]) -> None:
-    """Tell the lots where they are, so that the next checkpoint need not write them."""
-    for pack, lots in packs:
-        placed = replace(pack, path=f"{folder}/{pack.path}")
-        for lot in lots:
-            lot.pack = placed
-
-
-def _packs(shards: Iterable[StateShard]) -> Iterator[list[StateShard]]:
-    """The shards in lists that fill a file each; those of a lot are in the same one."""
-    pack: list[StateShard] = []
+def _full_files(shards: Iterable[StateShard]) -> Iterator[list[StateShard]]:
+    """The shards in lists that fill a file each; those of one stack are in the same one."""
+    full: list[StateShard] = []
     size = 0
     for shard in shards:
-        if size >= PACK and (shard.lot is None or shard.lot is not pack[-1].lot):
-            yield pack
-            pack, size = [], 0
-        pack.append(shard)
+        if size >= FILE_SIZE and (shard.source is None or shard.source is not full[-1].source):
+            yield full
+            full, size = [], 0
+        full.append(shard)
         size += shard.nbytes
-    if pack:
-        yield pack
+    if full:
+        yield full
 
 
-def _packed(pack: list[StateShard]) -> dict[str, np.ndarray]:
+def _to_arrays(shards: list[StateShard]) -> dict[str, np.ndarray]:
     arrays = {}
-    for i, shard in enumerate(pack):
+    for i, shard in enumerate(shards):
         arrays[f"{i}/clients"] = shard.clients
-        arrays[f"{i}/lot"] = np.array([shard.number, shard.whole])
+        arrays[f"{i}/stack"] = np.array([shard.number, shard.complete])
         arrays |= {f"{i}/state/{name}": np.ascontiguousarray(array) for name, array in shard.tensors.items()}
     return arrays
 
 
-def _unpacked(arrays: dict[str, np.ndarray]) -> Iterator[StateShard]:
-    tensors: dict[int, dict[str, np.ndarray]] = {}
-    clients: dict[int, np.ndarray] = {}
-    lots: dict[int, np.ndarray] = {}
-    for key, array in arrays.items():
+def _from_arrays(arrays: dict[str, np.ndarray]) -> list[StateShard]:
+    shards: dict[int, StateShard] = {}
+    for i in sorted({int(key.partition("/")[0]) for key in arrays}):
+        number, complete = arrays[f"{i}/stack"].tolist()
+        shards[i] = StateShard(arrays[f"{i}/clients"], {}, number, bool(complete))
+    for key, array in sorted(arrays.items()):
         number, kind, name = (*key.split("/", 2), "")[:3]
         if kind == "state":
-            tensors.setdefault(int(number), {})[name] = array
-        else:
-            (clients if kind == "clients" else lots)[int(number)] = array
-    for i in sorted(clients):
-        number, whole = lots[i].tolist()
-        yield StateShard(clients[i], dict(sorted(tensors.get(i, {}).items())), number, bool(whole))
+            shards[int(number)].tensors[name] = array
+    return list(shards.values())
 
 
 def _shared(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
@@ -403,22 +381,12 @@ def _shared(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
 
 
 def _publish(draft: str, path: str, shared: Iterable[str]) -> None:
-    """Give a local checkpoint its final name once it is on the disk, also if the power fails."""
+    """Give a local checkpoint its final name once its files are on the disk, so that it survives a power failure."""
     files = [*(entry.path for entry in os.scandir(draft)), *shared]
-    for file in files:
-        _fsync(file)
-    for folder in {os.path.dirname(file) for file in files}:
-        _fsync(folder)
+    for written in [*files, *{os.path.dirname(file) for file in files}]:
+        disk.sync(written)
     os.rename(draft, path)
-    _fsync(os.path.dirname(path))
-
-
-def _fsync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    disk.sync(os.path.dirname(path))
 
 
 def _prune(files: pafs.FileSystem, root: str, keep: int) -> None:
@@ -433,7 +401,7 @@ def _prune(files: pafs.FileSystem, root: str, keep: int) -> None:
 
 
 def _prune_tables(files: pafs.FileSystem, root: str) -> None:
-    """Delete the tables' files that no checkpoint lists: merged into others since, or of a save that failed."""
+    """Delete the tables' files that no checkpoint lists: they were merged into others, or their save failed."""
     listed: set[str] = set()
     for name in _list(files, root):
         with contextlib.suppress(_Damaged):
@@ -443,7 +411,13 @@ def _prune_tables(files: pafs.FileSystem, root: str) -> None:
             files.delete_file(entry.path)
 
 
-# ------------------------------------------------------------------------------------------------------------ reading
+def _found(location: str) -> tuple[pafs.FileSystem, str, list[str]]:
+    """The file system of a location, the path in it, and the names of all checkpoints there, the oldest first."""
+    files, root = resolve(location)
+    try:
+        return files, root, sorted(_list(files, root))
+    except OSError as error:
+        raise CheckpointError(f"The checkpoints in {location} cannot be listed: {error}.") from error
 
 
 def _list(files: pafs.FileSystem, root: str) -> list[str]:
@@ -457,7 +431,7 @@ def _list(files: pafs.FileSystem, root: str) -> list[str]:
 
 
 def _is_complete(files: pafs.FileSystem, path: str) -> bool:
-    """Whether the save came to its end; what happened to the files since is another question."""
+    """Whether the save was completed; the files may have been damaged since."""
     if isinstance(files, pafs.LocalFileSystem):
         return not path.endswith(_DRAFT)
     return files.get_file_info(f"{path}/{_MANIFEST}").type == pafs.FileType.File
@@ -467,10 +441,11 @@ def _read(files: pafs.FileSystem, root: str, path: str, whole: bool) -> Snapshot
     manifest = _verify(files, root, path, whole)
     meta = json.loads(_bytes(files, f"{path}/meta.json"))
     tensors = safetensors.torch.load(_bytes(files, f"{path}/server.safetensors"))
+    names = map(_state_file_name, range(meta["state_files"]))
     return Snapshot(
         round=meta["round"],
         server=decoded(meta["server"], tensors),
-        states=StoredShards(files, _stored_packs(path, meta["packs"], manifest)),
+        states=StoredShards(files, tuple(StateFile(f"{path}/{name}", **manifest[name]) for name in names)),
         tables={
             name: Table(Columns(table["kinds"]), [Part(**part) for part in table["parts"]])
             for name, table in meta["tables"].items()
@@ -479,13 +454,8 @@ def _read(files: pafs.FileSystem, root: str, path: str, whole: bool) -> Snapshot
     )
 
 
-def _stored_packs(path: str, count: int, manifest: dict[str, dict[str, Any]]) -> tuple[tuple[str, int, str], ...]:
-    entries = [(name, manifest[name]) for name in map(_pack_name, range(count))]
-    return tuple((f"{path}/{name}", entry["bytes"], entry["sha256"]) for name, entry in entries)
-
-
 def _verify(files: pafs.FileSystem, root: str, path: str, whole: bool) -> dict[str, dict[str, Any]]:
-    """Raise `_Damaged` unless files are as they were written; returns the checkpoint's own, as :func:`_manifest`."""
+    """The checkpoint's own files, as in the manifest; raises `_Damaged` unless files are as they were written."""
     manifest = _manifest(files, path)
     places = [(path, *file) for file in manifest["files"].items() if whole or not file[0].startswith(STATES)]
     places += [(root, *file) for file in manifest["shared"].items() if whole]
@@ -501,7 +471,7 @@ def _verify(files: pafs.FileSystem, root: str, path: str, whole: bool) -> dict[s
 
 
 def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """``files`` of its own and ``shared`` ones -> file name -> bytes and sha256."""
+    """``files`` (its own) and ``shared`` -> file name -> bytes and sha256."""
     try:
         manifest = json.loads(_bytes(files, f"{path}/{_MANIFEST}"))
         if manifest["format"] != FORMAT:

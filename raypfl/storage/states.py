@@ -1,12 +1,12 @@
 """Where each client's state is: rows of stacks, one or more for every finished group.
 
-A stack holds what its clients changed. What they keep beside that stays where it is, in older stacks.
+A stack holds what its clients changed. What they keep besides stays in older stacks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 SPARSE = 2 / 3
-"""A stack lives as long as one of its rows does. One of whose bytes fewer than this share are live is worth rewriting:
-then memory is about 1.2 times the live states, and a row is rewritten twice in its life on average."""
+"""A stack stays in memory as long as one of its rows is live. One with a smaller share of live bytes than this is worth
+rewriting: memory is then about 1.2 times the live states, and a row is rewritten twice in its life on average."""
 
 SLACK = 1 / 8
 """Dead bytes in sparse stacks, as a share of all live ones, above which those stacks are rewritten: not every round."""
@@ -28,35 +28,35 @@ class Stack:
     Attributes
     ----------
     rows : name -> ``[n, ...]``.
-    index : name -> ``int64[K]``, each client's row of that name, -1 where it has none.
+    index : name -> ``int64[K]``, each client's row of that name, -1 for none.
     """
 
     rows: dict[str, np.ndarray]
     index: dict[str, np.ndarray]
 
-    def of(self, k: int) -> dict[str, np.ndarray]:
-        """The state of the k-th client."""
-        return {name: self.rows[name][where[k]] for name, where in self.index.items() if where[k] >= 0}
+    def of(self, slot: int) -> dict[str, np.ndarray]:
+        """The state of one of its clients."""
+        return {name: self.rows[name][where[slot]] for name, where in self.index.items() if where[slot] >= 0}
 
-    def alone(self, k: int) -> Stack:
-        """The k-th client's state as a stack of its own; its rows are views."""
-        own = {name: int(where[k]) for name, where in self.index.items() if where[k] >= 0}
+    def alone(self, slot: int) -> Stack:
+        """The state of one of its clients as a stack of its own; its rows are views."""
+        own = {name: int(where[slot]) for name, where in self.index.items() if where[slot] >= 0}
         rows = {name: self.rows[name][row : row + 1] for name, row in own.items()}
         return Stack(rows, {name: np.zeros(1, dtype=np.int64) for name in own})
 
-    def kept(self, count: int, whole: bool = True) -> Kept:
+    def contents(self, count: int, complete: bool = True) -> Contents:
         """What it holds of its `count` clients."""
         widths = {name: rows[0].nbytes if len(rows) else 0 for name, rows in self.rows.items()}
-        patterns: dict[tuple[str, ...], dict[str, int]] = {}  # a dict for each, not for each client
+        patterns: dict[tuple[str, ...], dict[str, int]] = {}  # clients with the same names share a dict
         held = []
-        for k in range(count):
-            names = tuple(name for name, where in self.index.items() if where[k] >= 0)
+        for slot in range(count):
+            names = tuple(name for name, where in self.index.items() if where[slot] >= 0)
             held.append(patterns.setdefault(names, {name: widths[name] for name in names}))
-        return Kept(tuple(held), whole)
+        return Contents(tuple(held), complete)
 
     @classmethod
     def updated(cls, before: list[Mapping[str, np.ndarray]], changes: Mapping[str, np.ndarray]) -> Stack:
-        """The states `before`, with ``changes[name][k]`` put over them."""
+        """The states `before`, updated with ``changes[name][k]``."""
         rows, index = dict(changes), {name: np.arange(len(before)) for name in changes}
         for name in sorted({n for state in before for n in state} - set(changes)):
             owners = [k for k, state in enumerate(before) if name in state]
@@ -67,46 +67,47 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Contents:
     """What a stack holds, without the rows.
 
     Attributes
     ----------
     held : for each of its clients name -> bytes.
-    whole : whether that is all that they keep; else what they keep beside is in older stacks.
+    complete : whether that is all that they keep; otherwise older stacks hold the rest.
     """
 
     held: tuple[Mapping[str, int], ...]
-    whole: bool = True
+    complete: bool = True
 
     @property
     def nbytes(self) -> int:
         """Of all rows."""
-        return sum(map(_size, self.held))
+        return sum(sum(names.values()) for names in self.held)
 
-    def apart(self) -> list[Kept]:
+    def apart(self) -> list[Contents]:
         """The same for each client alone."""
-        return [Kept((names,), self.whole) for names in self.held]
+        return [Contents((names,), self.complete) for names in self.held]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One client's state, or a part of it: the k-th of a stack.
+class StackRef:
+    """One client's state, or a part of it, in a stack.
 
     Attributes
     ----------
     stack : a :class:`Stack`, or a Ray reference to one.
-    home : the node that made it.
+    slot : of the client among the stack's clients.
+    node : on which the stack was made.
     """
 
     stack: Any
-    k: int
-    home: str = ""
+    slot: int
+    node: str = ""
 
 
 @dataclass(frozen=True, eq=False)
-class Pack:
-    """A file of the newest checkpoint, with the states of some lots as they were when it was first written.
+class StateFile:
+    """A checkpoint's file with the states of some stacks, as they were when it was first written.
 
     Attributes
     ----------
@@ -116,88 +117,89 @@ class Pack:
     path: str
     bytes: int
     sha256: str
-    held: int
+    held: int = 0
 
 
 @dataclass(eq=False)
-class Lot:
+class LiveStack:
     """A stack in use.
 
     Attributes
     ----------
     number : in the order in which stacks came.
     clients : whose states it was made of; `live` of them still have something in it.
-    held : for each of them, name -> bytes; `seen` bytes of all have not been replaced by newer ones.
+    held : for each of them, name -> bytes; `live_bytes` of all have not been replaced by newer ones.
     hides : whether older stacks have names that its clients do not keep any more.
-    pack : the checkpoint's file that holds it, if one does.
+    file : the file of the newest checkpoint that holds it, if one does.
     """
 
     number: int
     stack: Any
     clients: tuple[int, ...]
-    home: str
+    node: str
     held: tuple[Mapping[str, int], ...]
     hides: bool
-    pack: Pack | None = None
+    file: StateFile | None = None
     live: int = 0
-    seen: int = 0
+    live_bytes: int = 0
 
     @cached_property
     def bytes(self) -> int:
         """Of all rows."""
-        return sum(map(_size, self.held))
+        return sum(sum(names.values()) for names in self.held)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether most of it has been replaced."""
-        return self.seen < SPARSE * self.bytes
+        """Whether much of it has been replaced."""
+        return self.live_bytes < SPARSE * self.bytes
 
 
-Layers = tuple[tuple[Lot, int], ...]
-"""A client's state: its places in stacks, the oldest first; of a name in several, the newest counts."""
+Layers = tuple[tuple[LiveStack, int], ...]
+"""A client's state: stacks and its slots in them, the oldest first; of a name in several, the newest counts."""
 
 
 class StateTable:
-    """Client -> its places in stacks; a round's changes count only once it is committed."""
+    """Client -> its slots in stacks; a round's changes count only once it is committed."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Layers] = {}
+        self._committed: dict[int, Layers] = {}
         self._staged: dict[int, Layers] = {}
-        self._lots: dict[Lot, None] = {}
+        self._stacks: dict[LiveStack, None] = {}
         self._count = 0
 
-    def places(self, client: int) -> tuple[Place, ...]:
+    def refs(self, client: int) -> tuple[StackRef, ...]:
         """Where a client's state is, the oldest part first; empty if it has none."""
-        return tuple(Place(lot.stack, k, lot.home) for lot, k in self._layers(client))
+        return tuple(StackRef(one.stack, slot, one.node) for one, slot in self._layers(client))
 
     def stage(
         self,
         clients: Sequence[int],
         stack: Any,
-        home: str = "",
-        kept: Kept | None = None,
+        node: str = "",
+        contents: Contents | None = None,
         shard: StateShard | None = None,
     ) -> None:
         """Put a new stack over what its clients have.
 
         Parameters
         ----------
-        kept : what it holds; None: the stack is here to be asked.
+        contents : of the stack; None: it is a :class:`Stack`, which tells.
         shard : of a checkpoint, that it was made of.
         """
-        kept = kept or stack.kept(len(clients))
+        contents = contents or stack.contents(len(clients))
         number = self._count if shard is None else shard.number
-        hides = self._hides(clients, kept) if shard is None else shard.whole
-        lot = Lot(number, stack, tuple(clients), home, kept.held, hides, None if shard is None else shard.pack)
+        hides = self._hides(clients, contents) if shard is None else shard.complete
+        file = None if shard is None else shard.file
+        new = LiveStack(number, stack, tuple(clients), node, contents.held, hides, file)
         self._count = max(self._count, number + 1)
-        for k, client in enumerate(clients):
-            self._staged[client] = _layered(*self._layers(client), (lot, k))
+        for slot, client in enumerate(clients):
+            self._staged[client] = _needed(*self._layers(client), (new, slot))
 
     def commit(self) -> None:
         for client, layers in self._staged.items():
             self._count_in(layers, 1)
-            self._count_in(self._kept.get(client, ()), -1)
-            self._kept[client] = layers
+            self._count_in(self._committed.get(client, ()), -1)
+            self._committed[client] = layers
         self._staged.clear()
 
     def abandon(self) -> None:
@@ -205,92 +207,92 @@ class StateTable:
 
     def __len__(self) -> int:
         """Clients that have a state."""
-        return len(self._kept)
+        return len(self._committed)
 
-    def lots(self) -> list[Lot]:
+    def stacks(self) -> list[LiveStack]:
         """The stacks in use, in the order in which they came."""
-        return sorted(self._lots, key=lambda lot: lot.number)
+        return sorted(self._stacks, key=lambda one: one.number)
 
-    def seen(self, lot: Lot) -> dict[int, tuple[str, ...]]:
-        """The places in a stack that clients still have, each with the names of which there is nothing newer."""
-        layers = ((k, layer) for k, client in enumerate(lot.clients) for layer in _seen(self._kept.get(client, ())))
-        return {k: names for k, (other, _, names) in layers if other is lot}
+    def live(self, stack: LiveStack) -> dict[int, tuple[str, ...]]:
+        """The slots of a stack that are in use, each with the names of which there is nothing newer."""
+        layers = (layer for client in stack.clients for layer in _newest(self._committed.get(client, ())))
+        return {slot: names for one, slot, names in layers if one is stack}
 
-    def together(self) -> Iterator[tuple[tuple[Lot, ...], dict[int, tuple[int, ...]]]]:
-        """Stacks, and the clients whose states are made of those, each with its place in every one of them."""
-        found: dict[tuple[Lot, ...], dict[int, tuple[int, ...]]] = {}
-        for client, layers in self._kept.items():
-            found.setdefault(tuple(lot for lot, _ in layers), {})[client] = tuple(k for _, k in layers)
-        yield from sorted(found.items(), key=lambda entry: [lot.number for lot in entry[0]])
+    def by_stacks(self) -> Iterator[tuple[tuple[LiveStack, ...], dict[int, tuple[int, ...]]]]:
+        """Stacks, and the clients whose states are made of those, each with its slot in every one of them."""
+        found: dict[tuple[LiveStack, ...], dict[int, tuple[int, ...]]] = {}
+        for client, layers in self._committed.items():
+            found.setdefault(tuple(one for one, _ in layers), {})[client] = tuple(slot for _, slot in layers)
+        yield from sorted(found.items(), key=lambda entry: [one.number for one in entry[0]])
 
-    def packs(self) -> list[tuple[Pack, list[Lot]]]:
-        """Files of the newest checkpoint of which enough is live to be kept, in their order, and the lots in them."""
-        inside: dict[Pack, list[Lot]] = {}
-        for lot in self.lots():
-            if lot.pack is not None:
-                inside.setdefault(lot.pack, []).append(lot)
-        worthy = [(p, lots) for p, lots in inside.items() if sum(lot.seen for lot in lots) >= SPARSE * p.held]
+    def files(self) -> list[tuple[StateFile, list[LiveStack]]]:
+        """Files of the newest checkpoint with enough live bytes to be kept, and the stacks in them, sorted by path."""
+        inside: dict[StateFile, list[LiveStack]] = {}
+        for one in self.stacks():
+            if one.file is not None:
+                inside.setdefault(one.file, []).append(one)
+        worthy = [(f, ones) for f, ones in inside.items() if sum(one.live_bytes for one in ones) >= SPARSE * f.held]
         return sorted(worthy, key=lambda entry: entry[0].path)
 
-    def scattered(self) -> list[list[int]]:
-        """Clients whose states should be put together anew, since they keep too many dead bytes in memory.
+    def shards(self, fetch: Callable[[Any], Stack], without: Collection[LiveStack] = ()) -> Iterator[StateShard]:
+        """What clients have in each stack but some, fetched one at a time."""
+        for one in self.stacks():
+            if one not in without:
+                yield from _shards(one, self.live(one), fetch(one.stack))
 
-        In parts no larger than the groups that the states were made by, so that an actor has room for one.
+    def sparse(self) -> list[list[int]]:
+        """Clients whose states should be rewritten, since their stacks keep too many dead bytes in memory.
+
+        In parts no larger than the groups that made the stacks, so that an actor has room for one.
         """
-        sparse = [lot for lot in self._lots if lot.is_sparse]
-        dead = sum(lot.bytes - lot.seen for lot in sparse)
-        if dead <= SLACK * sum(lot.seen for lot in self._lots):
+        sparse = [one for one in self._stacks if one.is_sparse]
+        dead = sum(one.bytes - one.live_bytes for one in sparse)
+        if dead <= SLACK * sum(one.live_bytes for one in self._stacks):
             return []
-        clients = sorted({lot.clients[k] for lot in sparse for k in self.seen(lot)})
-        size = max(len(lot.clients) for lot in sparse)
+        clients = sorted({one.clients[k] for one in sparse for k in self.live(one)})
+        size = max(len(one.clients) for one in sparse)
         return [clients[first : first + size] for first in range(0, len(clients), size)]
 
     def _layers(self, client: int) -> Layers:
-        return self._staged.get(client) or self._kept.get(client, ())
+        return self._staged.get(client) or self._committed.get(client, ())
 
-    def _hides(self, clients: Sequence[int], kept: Kept) -> bool:
-        """Whether something in older stacks, or in the files of checkpoints, must not be taken for these clients'."""
-        if not kept.whole:
-            return False
-        return any(
-            lot.hides or not lot.held[place].keys() <= names.keys()
-            for client, names in zip(clients, kept.held, strict=True)
-            for lot, place in self._layers(client)
+    def _hides(self, clients: Sequence[int], contents: Contents) -> bool:
+        """Whether older stacks, or files of checkpoints, have something that these clients do not keep any more."""
+        return contents.complete and any(
+            one.hides or not one.held[slot].keys() <= names.keys()
+            for client, names in zip(clients, contents.held, strict=True)
+            for one, slot in self._layers(client)
         )
 
     def _count_in(self, layers: Layers, sign: int) -> None:
-        for lot, k, names in _seen(layers):
-            lot.live += sign
-            lot.seen += sign * sum(lot.held[k][name] for name in names)
-            if lot.live:
-                self._lots[lot] = None
+        for one, slot, names in _newest(layers):
+            one.live += sign
+            one.live_bytes += sign * sum(one.held[slot][name] for name in names)
+            if one.live:
+                self._stacks[one] = None
             else:
-                del self._lots[lot]
+                del self._stacks[one]
 
 
-def _layered(*layers: tuple[Lot, int]) -> Layers:
-    """Those of a client's places that are needed, in their order."""
-    kept: list[tuple[Lot, int]] = []
+def _needed(*layers: tuple[LiveStack, int]) -> Layers:
+    """Those of a client's layers that are needed, the oldest first."""
+    needed: list[tuple[LiveStack, int]] = []
     names: set[str] = set()
-    for lot, k in sorted(layers, key=lambda layer: layer[0].number, reverse=True):
-        if lot.hides or not lot.held[k].keys() <= names:
-            kept.append((lot, k))
-        names |= lot.held[k].keys()
-        if lot.hides:
+    for one, slot in sorted(layers, key=lambda layer: layer[0].number, reverse=True):
+        if one.hides or not one.held[slot].keys() <= names:
+            needed.append((one, slot))
+        names |= one.held[slot].keys()
+        if one.hides:
             break
-    return tuple(reversed(kept))
+    return tuple(reversed(needed))
 
 
-def _seen(layers: Layers) -> Iterator[tuple[Lot, int, tuple[str, ...]]]:
-    """A client's places, the newest first, each with the names of which there is nothing newer."""
+def _newest(layers: Layers) -> Iterator[tuple[LiveStack, int, tuple[str, ...]]]:
+    """A client's layers, the newest first, each with the names of which there is nothing newer."""
     newer: set[str] = set()
-    for lot, k in reversed(layers):
-        yield lot, k, tuple(name for name in lot.held[k] if name not in newer)
-        newer |= lot.held[k].keys()
-
-
-def _size(names: Mapping[str, int]) -> int:
-    return sum(names.values())
+    for one, slot in reversed(layers):
+        yield one, slot, tuple(name for name in one.held[slot] if name not in newer)
+        newer |= one.held[slot].keys()
 
 
 @dataclass(frozen=True)
@@ -301,38 +303,35 @@ class StateShard:
     ----------
     clients : ``int64[k]``, ids.
     tensors : name -> ``[k, ...]``, row i belonging to ``clients[i]``.
-    number : of the stack that it is of. Of a client in several shards, for each name the greatest counts.
-    whole : whether what smaller numbers have of these clients does not count at all.
-    lot : that it is of, on its way into a checkpoint. pack : that it came from, on its way out of one.
+    number : of its stack. Of a client in several shards, for each name the greatest counts.
+    complete : whether smaller numbers do not count for these clients at all.
+    source : its stack, on its way into a checkpoint. file : that it was read from.
     """
 
     clients: np.ndarray
     tensors: dict[str, np.ndarray]
     number: int = 0
-    whole: bool = True
-    lot: Lot | None = None
-    pack: Pack | None = None
-
-    @property
-    def held(self) -> int:
-        """Bytes of the states."""
-        return sum(rows.nbytes for rows in self.tensors.values())
+    complete: bool = True
+    source: LiveStack | None = None
+    file: StateFile | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.clients.nbytes + self.held
+        """Of the states."""
+        return sum(rows.nbytes for rows in self.tensors.values())
 
     def stack(self) -> Stack:
         """The same as a stack."""
         return Stack(dict(self.tensors), {name: np.arange(len(self.clients)) for name in self.tensors})
 
 
-def shards_of(lot: Lot, seen: Mapping[int, tuple[str, ...]], stack: Stack) -> Iterator[StateShard]:
-    """What clients still have in a stack: ``place -> names`` as `StateTable.seen` gives it."""
-    for pattern in sorted({tuple(sorted(names)) for names in seen.values()}):
-        mine = [k for k, names in seen.items() if tuple(sorted(names)) == pattern]
-        rows = {name: stack.rows[name][stack.index[name][mine]] for name in pattern}
-        yield StateShard(np.array([lot.clients[k] for k in mine]), rows, lot.number, lot.hides, lot)
+def _shards(source: LiveStack, live: Mapping[int, tuple[str, ...]], stack: Stack) -> Iterator[StateShard]:
+    """What clients still have in a stack: ``slot -> names``."""
+    for pattern in sorted({tuple(sorted(names)) for names in live.values()}):
+        slots = [slot for slot, names in live.items() if tuple(sorted(names)) == pattern]
+        rows = {name: stack.rows[name][stack.index[name][slots]] for name in pattern}
+        clients = np.array([source.clients[slot] for slot in slots])
+        yield StateShard(clients, rows, source.number, source.hides, source)
 
 
 def merged(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
