@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_sentence(output):
 def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
     result = raypfl("resume", "nowhere")
     assert result.exit_code == 1
-    assert "nowhere is no run's folder" in result.stderr
+    assert "nowhere is not the folder of a run" in result.stderr
 
 
 def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):

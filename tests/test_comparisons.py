@@ -164,8 +164,8 @@ def test_going_on_with_a_change_that_was_interrupted_repeats_the_change(monkeypa
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("method=ditto", "method cannot be changed in a comparison that has been started"),
-        ("seed=3", "seed cannot be changed in a comparison that has been started"),
+        ("method=ditto", "method cannot be changed once a comparison has started"),
+        ("seed=3", "seed cannot be changed once a comparison has started"),
         ("rouns=3", "rouns is not a setting of an experiment"),
         ("method.lam=1", "method.lam is not an option of fedavg"),
     ],

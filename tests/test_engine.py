@@ -298,7 +298,7 @@ def test_a_mistake_in_a_methods_server_code_keeps_what_was_finished_and_is_shown
 
 def test_a_folder_that_holds_a_run_is_not_run_in_again(tmp_path):
     run = raypfl.run(experiment(tmp_path, rounds=1))
-    with pytest.raises(RaypflError, match="holds a run already"):
+    with pytest.raises(RaypflError, match="has a run already"):
         raypfl.run(experiment(tmp_path, training__lr=0.01), run_dir=run.run_dir)
 
 

@@ -58,7 +58,7 @@ def test_a_reply_that_is_no_dict_is_told_with_the_function(tmp_path):
 
 def test_a_method_without_a_model_to_judge_is_refused_before_the_first_round(tmp_path):
     events = []
-    with pytest.raises(ConfigError, match=r"NoModel has no model to be judged.*define global_model.*personal_model"):
+    with pytest.raises(ConfigError, match=r"NoModel has no model to evaluate.*define global_model.*personal_model"):
         raypfl.run(experiment(tmp_path, method=f"{MODULE}:NoModel"), listeners=[events.append])
     assert not [event for event in events if isinstance(event, RoundFinished)]
 

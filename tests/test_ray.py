@@ -67,7 +67,7 @@ def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path,
     events = []
     killing = on_ray(tmp_path, method="tests.federated_methods:KillsItsServer", method__marks=tmp_path)
     result = raypfl.run(killing, listeners=[events.append])
-    assert any("goes on from round 4" in e.text for e in events if isinstance(e, Warned))
+    assert any("continues from round 4" in e.text for e in events if isinstance(e, Warned))
     assert sum(isinstance(e, RunStarted) for e in events) == 1
     assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
 

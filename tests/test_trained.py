@@ -93,7 +93,7 @@ def test_what_is_not_there_is_refused_in_a_sentence(tmp_path: Path):
         models.personal_model(0)
     with pytest.raises(ConfigError, match="no client 12; clients are numbered from 0 to 11"):
         models.personal_model(12)
-    with pytest.raises(CheckpointError, match="is no run's folder") as refused:
+    with pytest.raises(CheckpointError, match="is not the folder of a run") as refused:
         TrainedModels.of_run(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(str(refused.value))):
         raypfl.resume(tmp_path)

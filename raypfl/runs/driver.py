@@ -1,8 +1,9 @@
-"""Running an experiment from its description to its result."""
+"""Start, resume and check runs."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from raypfl.backends.inline import Inline
 from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Unwritable, did_you_mean
+from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
 from raypfl.config import Experiment
@@ -31,6 +33,7 @@ from raypfl.objectives import KINDS, OBJECTIVES
 from raypfl.runs.autotune import choose, refuse_channels_last
 from raypfl.runs.folders import new_folder
 from raypfl.runs.result import (
+    METADATA,
     RECIPE,
     Result,
     description,
@@ -38,7 +41,6 @@ from raypfl.runs.result import (
     reason_before,
     refuse_shorter,
     write_description,
-    write_metadata,
     write_tables,
 )
 from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
@@ -56,17 +58,17 @@ from raypfl.storage.lease import held, refuse_unless_held
 
 DRIVER_POLL = 0.2
 PATIENCE = 5.0
-"""Seconds that a server's events are waited for before they are asked for again."""
+"""Seconds to wait for a server's events before asking again."""
 STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again stops without that."
 JUDGED = ("global_model", "personal_model", "unseen_model")
 
 
 def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: str | Path | None = None) -> Result:
-    """Run an experiment to its end.
+    """Run an experiment.
 
     Parameters
     ----------
-    listeners : are called with every event (:mod:`raypfl.server.events`), in order, in this process.
+    listeners : called with every event (:mod:`raypfl.server.events`), in order, in this process.
     run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
 
     Returns
@@ -75,17 +77,19 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
 
     Raises
     ------
-    KeyboardInterrupt : if it was asked to stop before it had begun, or twice; :func:`resume` goes on.
-    RaypflError : if it failed. What had been finished is in the run's folder, from where :func:`resume` goes on.
+    KeyboardInterrupt : if it was asked to stop before it started, or twice; :func:`resume` continues.
+    RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
     """
     if not isinstance(experiment, Experiment):
         raise ConfigError(
-            f"raypfl.run takes an Experiment, not {experiment!r}; of a YAML file or text it is "
-            "raypfl.Experiment.from_yaml(...), of settings raypfl.Experiment(rounds=10, ...)."
+            f"raypfl.run takes an Experiment, not {experiment!r}; make one with raypfl.Experiment.from_yaml(...) from "
+            "YAML, or with raypfl.Experiment(rounds=10, ...)."
         )
     folder = (new_folder(experiment) if run_dir is None else Path(run_dir)).resolve()
     if (folder / RECIPE).exists() or (folder / "checkpoints").exists():
-        raise ConfigError(f"{folder} holds a run already: go on with `raypfl resume {folder}`, or name a new folder.")
+        raise ConfigError(
+            f"{folder} already has a run: continue it with `raypfl resume {folder}`, or name another folder."
+        )
     write_description(folder, experiment)
     try:
         return _run(experiment, folder, listeners)
@@ -95,12 +99,12 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
 
 
 def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides: Sequence[str] = ()) -> Result:
-    """Go on with a run that was stopped, or failed, or was killed: to the same bits as if it never had been.
+    """Continue a run that was stopped, failed or was killed, to the same bits as an uninterrupted one.
 
     Parameters
     ----------
     run_dir : the run's folder.
-    overrides : ``dotted.key=value`` changes to its description, e.g. ``rounds=200`` for a longer run.
+    overrides : ``dotted.key=value`` changes to the experiment, such as ``rounds=200`` for a longer run.
     """
     folder = Path(run_dir).resolve()
     experiment = description(folder).override(overrides)
@@ -109,15 +113,15 @@ def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides
 
 
 def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
-    """Refuse a comparison of which a run would be refused once its data and network are there: before any is run.
+    """Check all runs of a comparison, with their data and networks, before the first one starts.
 
     Parameters
     ----------
-    experiments : differ in their methods and seeds alone, so their data are looked at once.
+    experiments : they differ only in methods and seeds, so the data of one seed is checked for all.
 
     Raises
     ------
-    ConfigError : as :func:`run` would, of the first that it would refuse.
+    ConfigError : for the first experiment that :func:`run` would refuse.
     """
     first = experiments[0]
     _Audience(listeners)(Progress("preparing data"))
@@ -129,7 +133,7 @@ def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = 
 
 @contextlib.contextmanager
 def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> Iterator[None]:
-    """Within: runs on Ray share one connection, one local cluster, and actors. Inline runs need none."""
+    """A context in which runs on Ray share one connection, one local cluster, and actors; inline runs need none."""
     if experiment.engine.backend == "inline":
         yield
         return
@@ -144,14 +148,14 @@ def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> It
 
 @dataclass
 class _Spare:
-    """A server actor, with its client actors, that a session keeps for its next run of the same kind."""
+    """The server actor, with its client actors, that a session keeps for its next run of the same kind."""
 
     shared: bool = False
     kind: Any = None
     server: Any = None
 
     def take(self, ray: Any, kind: Any) -> Any:
-        """The spare server, if it is of this kind; one of another kind makes room."""
+        """The spare server, if it is of this kind; one of another kind is released."""
         if self.kind != kind:
             self.release(ray)
         server, self.server = self.server, None
@@ -167,12 +171,12 @@ _spare = _Spare()
 
 
 def make_room(ray: Any) -> None:
-    """Give back the actors that a session keeps for its next run, for something else that needs their place."""
+    """Release the actors that a session keeps for its next run, since something else needs their resources."""
     _spare.release(ray)
 
 
 def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
-    """The clients' network, if settings, data, network and method fit together."""
+    """The clients' network; raises a ConfigError unless settings, data, network and method fit together."""
     measures = make_measures(experiment, data)
     refuse_untestable(experiment.evaluation.protocols, data, measures.objective)
     _refuse_without_models(experiment.method)
@@ -193,14 +197,14 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
 def _refuse_without_models(method: Method) -> None:
     if all(getattr(type(method), name) is getattr(Method, name) for name in JUDGED):
         raise ConfigError(
-            f"{type(method).__name__} has no model to be judged: define global_model(self, server), which gives a "
-            "vector [P+B] such as server['theta'], or personal_model(self, clients, server), which gives [K, P+B], or "
-            "both."
+            f"{type(method).__name__} has no model to evaluate: define global_model(self, server), which returns a "
+            "vector [P+B] such as server['theta'], or personal_model(self, clients, server), which returns [K, P+B], "
+            "or both."
         )
 
 
 def _refuse_another_objective(experiment: Experiment, data: ClientData, measures: Measures) -> None:
-    """Data, objective, method and the metric that chooses the best round must fit together."""
+    """Raise a ConfigError unless data, objective, method and the metric for the best round fit together."""
     objective, name = measures.objective, OBJECTIVES.name_of(type(measures.objective))
     if objective.targets not in ("", data.kind):
         raise ConfigError(
@@ -225,8 +229,8 @@ def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
     shape = data.input_shape
     if experiment.data.augmentation and (len(shape) != 3 or min(shape[1:]) == 1):
         raise ConfigError(
-            f"data.augmentation is for images, but the samples of {data.name!r} are {'x'.join(map(str, shape))}, which "
-            f"has no rows and columns to change; leave it out."
+            f"data.augmentation is for images, but the samples of {data.name!r} are {'x'.join(map(str, shape))}; leave "
+            "it out."
         )
 
 
@@ -248,13 +252,13 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
 
 
 def _keep(job: Job, finished: RunFinished) -> None:
-    """Put a run's end into its folder, and raise what it ended with."""
+    """Write the end of a run into its folder, and raise its error if it has one."""
     problems = [finished.error] if finished.error else []
     try:
         refuse_unless_held(job.checkpoints, job.attempt)
         write_tables(Path(job.run_dir), finished)
     except Unwritable as problem:
-        problems.append(f"{problem} `raypfl resume {job.run_dir}` then goes on from the newest checkpoint.")
+        problems.append(f"{problem} `raypfl resume {job.run_dir}` then continues from the newest checkpoint.")
     except CheckpointError as problem:
         problems.append(str(problem))
     if problems:
@@ -262,10 +266,10 @@ def _keep(job: Job, finished: RunFinished) -> None:
 
 
 def _write_beginning(folder: Path, event: Event) -> None:
-    # Once the run has begun, not before: a resume with changes that is refused leaves the run as it was.
+    # Not before the run has begun: a resume whose changes are refused must leave the folder unchanged.
     if isinstance(event, RunStarted):
         write_description(folder, event.experiment)
-        write_metadata(folder, event)
+        write(folder / METADATA, json.dumps(event.metadata, indent=1))
 
 
 def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:
@@ -285,7 +289,7 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
 
 
 def _device(gpus: float) -> torch.device:
-    """Where something computes in this process that would reserve so many GPUs on Ray, so that the backends agree."""
+    """The device of work that would reserve so many GPUs on Ray: the same for both backends."""
     return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 
 
@@ -333,11 +337,11 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
 
 
 def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, float]) -> Any:
-    """A server actor on this node, where the run's folder is, if that has room.
+    """A server actor, on this node if it has room, since the run's folder is here.
 
     Parameters
     ----------
-    actors : its client actors. each, own : what each of them and it itself reserve.
+    actors : number of its client actors. each, own : resources of each of them, and of the server itself.
     """
     from raypfl.backends.server_actor import ServerActor
 
@@ -350,7 +354,7 @@ def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, 
 
 
 def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:
-    """Have a server actor run a job, and pass its events on until that is over."""
+    """Let a server actor run a job, and pass on its events until it ends."""
     run = uuid.uuid4().hex
     finished = server.run.remote(run, ray.cloudpickle.dumps(job))
     stream, received = "", 0
@@ -360,10 +364,10 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
         done, _ = ray.wait([finished], timeout=DRIVER_POLL)
         if has_died(ray):
             raise RaypflError(
-                "Ray has died: the process of its raylet or of its GCS is gone, killed or out of memory. "
-                f"`raypfl resume {job[0].run_dir}` goes on from the newest checkpoint."
+                "Ray has died: its raylet or GCS process was killed or ran out of memory. "
+                f"`raypfl resume {job[0].run_dir}` continues from the newest checkpoint."
             )
-        if stop.made:  # again and again: the server may not have begun, or have been started again since
+        if stop.made:  # repeatedly, since the server may not have begun, or may have been restarted
             server.stop.remote(run)
         with contextlib.suppress(*silent):
             now, events = ray.get(server.events.remote(run, stream, received), timeout=PATIENCE)
@@ -380,8 +384,8 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
         raise
     except ray.exceptions.RayError as error:
         raise _ServerDied(
-            f"The server's process died, and again each time that Ray started it: {str(error).splitlines()[0]} "
-            f"`raypfl resume {job[0].run_dir}` goes on from the newest checkpoint."
+            f"The server's process died, and again after each restart: {str(error).splitlines()[0]} "
+            f"`raypfl resume {job[0].run_dir}` continues from the newest checkpoint."
         ) from error
 
 
@@ -390,18 +394,18 @@ class _ServerDied(RaypflError):
 
 
 class _Audience:
-    """Passes events on to the listeners, each but once: a server that was started again runs some rounds again.
+    """Passes each event on to the listeners once, although a restarted server repeats some rounds.
 
-    One event at a time, from whichever thread it comes.
+    One event at a time, from any thread.
 
     Attributes
     ----------
-    round : the last one that was done.
+    round : the last finished one.
     """
 
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
-        self._one_at_a_time = threading.RLock()  # what is news may be a warning more
+        self._one_at_a_time = threading.RLock()  # reentrant: a restart emits a warning
         self.round = -1
         self._evaluated = -1
         self._started = False
@@ -416,7 +420,7 @@ class _Audience:
         if isinstance(event, RunStarted):
             first, self._started = not self._started, True
             if not first:
-                self(Warned(f"The server was started again and goes on from round {event.first_round}."))
+                self(Warned(f"The server was restarted and continues from round {event.first_round}."))
             return first
         if isinstance(event, RoundFinished):
             news, self.round = event.round > self.round, max(event.round, self.round)

@@ -1,4 +1,4 @@
-"""The folders of runs, and of comparisons with their runs inside."""
+"""Folders of runs, and of comparisons with their runs inside."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _ITS_OWN = ("method", "methods", "seed", "seeds", "name", "output")
 
 
 def new_folder(experiment: Experiment) -> Path:
-    """An empty one in ``experiment.output``, named after experiment, method, seed and time."""
+    """A new folder in ``experiment.output``, named after experiment, method, seed and time."""
     return _made(experiment.output, f"{experiment.name}-{_short_name(experiment)}-{_now()}")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs in one folder. All of them are described there from the first moment; each is begun when its turn comes.
+    """Runs in one folder. All descriptions are there from the start; runs begin one after the other.
 
     Attributes
     ----------
-    folder : of the comparison. runs : names of its runs' folders inside, in order.
-    words : the recipe or file that it was started with, and the assignments that changed it.
+    folder : of the comparison. runs : names of the runs' folders inside, in order.
+    words : the recipe or file that started it, and the assignments that changed it.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Comparison:
 
     @classmethod
     def new(cls, experiments: Sequence[Experiment], words: Sequence[str]) -> Comparison:
-        """One of these experiments, in a folder in their ``output``, with all that it takes to resume it."""
+        """A comparison of these experiments, in a new folder in their ``output``, ready to be resumed."""
         first = experiments[0]
         folder = _made(first.output, f"{first.name}-{_now()}")
         made = [_made(folder, _short_name(one)) for one in experiments]
@@ -56,7 +56,7 @@ class Comparison:
 
     @classmethod
     def load(cls, folder: str | Path) -> Comparison | None:
-        """The comparison in a folder; None if that is something else, such as a run's."""
+        """The comparison in a folder; None if the folder has none."""
         file = Path(folder, COMPARISON)
         if not file.exists():
             return None
@@ -69,17 +69,16 @@ class Comparison:
         return [self.folder / run for run in self.runs]
 
     def experiments(self, changes: Sequence[str] = ()) -> list[Experiment]:
-        """What its runs are, or are to be with ``dotted.key=value`` changes.
+        """The experiments of its runs, with ``dotted.key=value`` changes.
 
         Raises
         ------
-        ConfigError : if a change would make it another comparison, or does not suit one of its runs.
+        ConfigError : if a change concerns the comparison itself, or does not fit one of its runs.
         """
         for path, _ in parse_assignments(changes):
             if len(path) == 1 and path[0] in _ITS_OWN:
                 raise ConfigError(
-                    f"{path[0]} cannot be changed in a comparison that has been started: it has its methods, seeds and "
-                    f"folder. Start another one with `raypfl run`."
+                    f"{path[0]} cannot be changed once a comparison has started; start another one with `raypfl run`."
                 )
         planned = [description(folder).override(changes) for folder in self.folders]
         for folder, experiment in zip(self.folders, planned, strict=True):
@@ -87,13 +86,13 @@ class Comparison:
         return planned
 
     def forget_unbegun(self) -> None:
-        """Take `new` back, unless one of the runs has begun since."""
+        """Undo `new` if no run has begun."""
         if not any((folder / METADATA).exists() for folder in self.folders):
             shutil.rmtree(self.folder)
 
 
 def _with_checkpoints_apart(experiment: Experiment, folder: Path) -> Experiment:
-    """In a location of many runs, each has its checkpoints by the name of its folder: here names are short."""
+    """In a location with checkpoints of many runs, add the comparison's folder: names of its runs are not unique."""
     location = experiment.checkpoint.location
     if location is None:
         return experiment
@@ -111,7 +110,7 @@ def _now() -> str:
 
 
 def _made(parent: str | Path, name: str) -> Path:
-    """A new folder; a number tells it from one of the same second or, in a comparison, of the same method."""
+    """A new folder; a number distinguishes those of one second or, in a comparison, of one method."""
     name = re.sub(r"[^\w.-]+", "_", name)
     folder, number = Path(parent) / name, 1
     while True:

@@ -1,4 +1,4 @@
-"""The events of a run that is over, from what it left in its folder."""
+"""The events of a finished run, from its folder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
-    """What a tracked run told its listeners, but for checkpoints and warnings.
+    """The events of a tracked run, except checkpoints and warnings.
 
-    `uri` : where it is to be tracked now; None: where it was to be.
+    `uri` : MLflow's tracking URI; None: that of the experiment.
     """
     changes = ["tracking.mlflow=true", *([f"tracking.uri={json.dumps(uri)}"] if uri else [])]
     yield RunStarted(
@@ -46,7 +46,7 @@ def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
 
 
 def _logged(result: Result, round: int) -> Logged:
-    """What the method logged in a round, but for its tables, of which the whole ones come at the end."""
+    """What the method logged in a round, except its tables, which come whole at the end."""
     values, images = (table.filter(pc.field("round") == round).to_pylist() for table in (result.logged, result.images))
     return Logged(
         values={row["name"]: row["value"] for row in values},

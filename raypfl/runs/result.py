@@ -17,15 +17,15 @@ from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.common.files import draft, write
 from raypfl.config import Experiment
 from raypfl.evaluation import summarise
-from raypfl.federation.logged import ANALYSIS, LOGGED
+from raypfl.federation.logged import ANALYSIS
 from raypfl.methods import METHODS
-from raypfl.server.events import RunFinished, RunStarted
+from raypfl.server.events import RunFinished
 from raypfl.server.server import checkpoints_of
 from raypfl.storage import checkpoint
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import arrow, read
 
-TABLES = ("rounds", "evaluations", "ledger")
+TABLES = ("rounds", "evaluations", "ledger", "logged")
 PICTURES = "images"
 SUMMARY = "summary.json"
 METADATA = "metadata.json"
@@ -33,28 +33,28 @@ RECIPE = "experiment.yaml"
 
 
 def description(run_dir: str | Path) -> Experiment:
-    """What a run's folder says is, or was, run.
+    """The experiment that a run's folder describes.
 
     Raises
     ------
-    CheckpointError : if it is no run's folder.
+    CheckpointError : if it is not the folder of a run.
     """
     file = Path(run_dir, RECIPE)
     if not file.exists():
         inside = sorted(str(one.parent) for one in Path(run_dir).glob(f"*/{RECIPE}"))
         where = f"Runs are in {', '.join(inside)}" if inside else "Runs are in the folder `output` names"
-        raise CheckpointError(f"{run_dir} is no run's folder: it has no {RECIPE}. {where}.")
+        raise CheckpointError(f"{run_dir} is not the folder of a run: it has no {RECIPE}. {where}.")
     return Experiment.from_yaml(file)
 
 
 def write_description(folder: Path, experiment: Experiment) -> None:
-    """Put what is to be run into its folder, which then is a run's: from here on it can be resumed."""
+    """Write the experiment into its folder, which makes it a run's folder that can be resumed."""
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / RECIPE, experiment.to_yaml())
 
 
 def forget_unbegun(folder: Path) -> None:
-    """Take back `write_description`, unless the run has begun since; the folder goes too, if nothing else is in it."""
+    """Undo `write_description` if the run has not begun; an empty folder is deleted."""
     if not (folder / METADATA).exists():
         (folder / RECIPE).unlink()
         with contextlib.suppress(OSError):
@@ -62,17 +62,17 @@ def forget_unbegun(folder: Path) -> None:
 
 
 def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
-    """Raise a ConfigError if a run that is to go on has done more rounds than it is to have."""
+    """Raise a ConfigError if a run has already done more rounds than the experiment has."""
     done = checkpoint.reached(checkpoints_of(experiment, str(run_dir)))
     if done > experiment.rounds:
         raise ConfigError(
-            f"rounds is {experiment.rounds}, but the run in {run_dir} has done {done} already, and rounds cannot be "
-            f"taken back; start a new run for fewer of them."
+            f"rounds is {experiment.rounds}, but the run in {run_dir} has already done {done}, and rounds cannot "
+            f"be undone; start a new run for fewer."
         )
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether a run came to its end."""
+    """Whether a run is complete."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         return bool(json.loads((run_dir / SUMMARY).read_text())["status"] == "finished")
     return False
@@ -84,13 +84,8 @@ def refuse_stranger(client: int, count: int) -> None:
         raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {count - 1}.")
 
 
-def write_metadata(folder: Path, started: RunStarted) -> None:
-    """Put what a run found out as it began into its folder."""
-    write(folder / METADATA, json.dumps(started.metadata, indent=1))
-
-
 def reason_before(folder: Path, experiment: Experiment) -> str:
-    """Why a run that goes on has its executor and layout; empty for a new one, or where these were changed."""
+    """Why a resumed run has its executor and layout; empty for a new run, or if they were changed."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         metadata = json.loads((folder / METADATA).read_text())
         chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
@@ -99,7 +94,7 @@ def reason_before(folder: Path, experiment: Experiment) -> str:
 
 
 def write_tables(folder: Path, finished: RunFinished) -> None:
-    """Put a run's tables and its end into its folder, and the images that its method logged."""
+    """Write a run's tables, its summary and the images that its method logged into its folder."""
     for name, table in finished.tables.items():
         with draft(folder / f"{name}.parquet") as file:
             pq.write_table(table, file)
@@ -113,15 +108,15 @@ def write_tables(folder: Path, finished: RunFinished) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """A run that is over.
+    """The result of a run.
 
     Attributes
     ----------
-    experiment : its description. run_dir : its folder.
+    experiment : what was run. run_dir : its folder.
     status : ``finished``, ``stopped`` or ``failed``. round : rounds finished.
     weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
-    best_round : the best evaluated round by validation data; None: nothing was validated.
-    metadata : what the run found out as it began, see ``events.RunStarted``.
+    best_round : the best evaluated round by validation data; None without validation.
+    metadata : of the run when it started, see ``events.RunStarted``.
     rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
     evaluations : a row for each (round, client, protocol, model): samples, and every metric.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
@@ -130,7 +125,7 @@ class Result:
     analysis : the tables that it logged, by name: round, and its own columns.
     images : a row for each PNG file that it logged: round, name, file.
 
-    Rounds are numbered from 1 in all of them; 0 is before the first one.
+    Rounds are numbered from 1 in all tables; 0 is before the first round.
     """
 
     experiment: Experiment
@@ -149,13 +144,13 @@ class Result:
 
     @classmethod
     def load(cls, run_dir: str | Path) -> Result:
-        """Read a result back from a run's folder."""
+        """Read a result from a run's folder."""
         folder = Path(run_dir)
         if not folder.exists():
             raise CheckpointError(f"There is no folder {folder}. Runs are in the folder that `output` names.")
         if not all((folder / name).exists() for name in (SUMMARY, METADATA)):
             raise CheckpointError(
-                f"{folder} holds no finished run; `raypfl resume {folder}` finishes one that was cut off."
+                f"{folder} has no finished run; `raypfl resume {folder}` finishes an interrupted one."
             )
         end = json.loads((folder / SUMMARY).read_text())
         return cls(
@@ -167,7 +162,6 @@ class Result:
             best_round=end["best_round"],
             metadata=json.loads((folder / METADATA).read_text()),
             **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
-            logged=_logged(folder),
             analysis={
                 file.stem.removeprefix(ANALYSIS): read(str(file))
                 for file in sorted(folder.glob(f"{ANALYSIS}*.parquet"))
@@ -179,7 +173,7 @@ class Result:
     def tables(self) -> dict[str, pa.Table]:
         """All tables by the names of their files."""
         own = {f"{ANALYSIS}{name}": table for name, table in self.analysis.items()}
-        return {name: getattr(self, name) for name in (*TABLES, "logged")} | own
+        return {name: getattr(self, name) for name in TABLES} | own
 
     def __repr__(self) -> str:
         method = METHODS.name_of(type(self.experiment.method))
@@ -201,7 +195,7 @@ class Result:
 
     @property
     def megabytes(self) -> tuple[float, float]:
-        """Sent up and down in all, in megabytes of 10^6 bytes."""
+        """Total traffic up and down, in megabytes of 10^6 bytes."""
         up, down = (pc.sum(self.rounds[name]).as_py() or 0 for name in ("bytes_up", "bytes_down"))
         return up / 1e6, down / 1e6
 
@@ -210,7 +204,7 @@ class Result:
         return self._snapshot(whole=False).server
 
     def server_states(self) -> list[tuple[int, dict[str, Any]]]:
-        """The server's state after each round of which a checkpoint was kept (``checkpoint.every``, ``.keep``)."""
+        """The server's state after each round whose checkpoint was kept (``checkpoint.every``, ``.keep``)."""
         return checkpoint.history(checkpoints_of(self.experiment, str(self.run_dir)))
 
     def global_model(self) -> Tensor:
@@ -226,7 +220,7 @@ class Result:
         return theta
 
     def client_state(self, client: int) -> dict[str, Any]:
-        """What one client kept, by name, as NumPy arrays; empty if it never took part or keeps nothing.
+        """The state of one client, by name, as NumPy arrays; empty if it never took part or keeps nothing.
 
         Raises
         ------
@@ -238,11 +232,6 @@ class Result:
     def _snapshot(self, whole: bool = True) -> checkpoint.Snapshot:
         location = checkpoints_of(self.experiment, str(self.run_dir))
         return checkpoint.newest(location, whole)
-
-
-def _logged(folder: Path) -> pa.Table:
-    file = folder / "logged.parquet"
-    return read(str(file)) if file.exists() else arrow(Columns(LOGGED))  # of a run from before there was any
 
 
 def _images(folder: Path) -> pa.Table:

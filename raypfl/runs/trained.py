@@ -46,18 +46,17 @@ _SPLITS = ("train", "test")
 
 
 class TrainedModels:
-    """What a run's global model and its clients' personal models are made of, and those models.
+    """A run's global model and its clients' personal models, as they were evaluated after the last round.
 
-    They are the models that were evaluated after the last round. A method that fine-tunes its models for that, or has
-    exchanges with its clients (:meth:`raypfl.Method.personalize`), does so here too, which takes the clients' data; the
-    others need none.
+    A method that fine-tunes its models for evaluation, or has exchanges with its clients
+    (:meth:`raypfl.Method.personalize`), does so here too and needs the clients' data; others need no data.
 
     Parameters
     ----------
     outline : of the run's data.
     round : rounds finished.
     server : the server's state.
-    state_of : what a client kept, by name.
+    state_of : a client's state, by name.
     """
 
     def __init__(
@@ -74,17 +73,17 @@ class TrainedModels:
 
     @classmethod
     def of_run(cls, run_dir: str | Path) -> TrainedModels:
-        """Those of a run's folder, from its newest checkpoint.
+        """The models of a run's folder, from its newest checkpoint.
 
         Raises
         ------
-        CheckpointError : if the folder holds no run, or its checkpoints are damaged or gone.
+        CheckpointError : if the folder has no run, or its checkpoints are damaged or missing.
         """
         return cls.of_snapshot(*newest(run_dir))
 
     @classmethod
     def of_snapshot(cls, experiment: Experiment, snapshot: Snapshot) -> TrainedModels:
-        """Those of a checkpoint that was loaded."""
+        """The models of a loaded checkpoint."""
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         return cls(experiment, DataOutline.of(data), snapshot.round, snapshot.server, snapshot.state_of)
 
@@ -104,7 +103,7 @@ class TrainedModels:
 
     @classmethod
     def of_export(cls, folder: str | Path) -> TrainedModels:
-        """Those that :meth:`export` wrote.
+        """The models that :meth:`export` wrote.
 
         Raises
         ------
@@ -139,12 +138,12 @@ class TrainedModels:
         return self._trained(self._context.model.as_module(theta))
 
     def personal_model(self, client: int) -> TrainedModel:
-        """A client's own model, in evaluation mode; of a client that was never trained, what the method gives those.
+        """A client's own model, in evaluation mode; for a client that was never trained, what the method gives those.
 
         Raises
         ------
         ConfigError : if there is no such client, or the method makes no personal models.
-        DataError : if making the model takes the client's data, and they are not on this machine.
+        DataError : if the model is made from the client's data, which is not on this machine.
         """
         refuse_stranger(client, self.num_clients)
         method, unseen = self.experiment.method, client in self.outline.unseen
@@ -160,7 +159,7 @@ class TrainedModels:
         return self._trained(self._context.model.as_module(unmarked(made).reshape(-1)))
 
     def _state_to_judge(self, client: int, unseen: bool) -> Mapping[str, np.ndarray]:
-        """What a client keeps once the method has personalized it, as a cohort of one in this process."""
+        """A client's state after the method has personalized it, as a cohort of one in this process."""
         method, state = self.experiment.method, self._state_of(client)
         if not method.has("personalize"):
             return state

@@ -1,4 +1,4 @@
-"""Rows that are gathered one after the other, kept column by column in compact arrays."""
+"""Tables in memory, in compact arrays by column."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KINDS = {
     "int32 list": "q",
     "bytes": "q",
 }
-"""What a column may hold -> type code of the array that its values are in, or codes of texts, or ends of lists and of
-bytes; where a number may be missing, NaN stands for it."""
+"""Type of a column -> type code of its array: of numbers (NaN where one is missing), of codes for texts, or of the ends
+of lists and bytes."""
 _ITEMS = {"int32 list": "i", "bytes": "B"}
 
 
 class Columns:
-    """A table in memory that grows at its end, at a few bytes a value and without a Python object for any.
+    """A table in memory that grows at its end: a few bytes a value, no Python objects.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class Columns:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Delete all rows."""
         self._length = 0
         self._arrays = {name: array(KINDS[kind]) for name, kind in self.kinds.items()}
         self._items = {name: array(_ITEMS[kind]) for name, kind in self.kinds.items() if kind in _ITEMS}
@@ -82,7 +82,7 @@ class Columns:
         return values.tolist() if isinstance(values, np.ndarray) else values
 
     def cut(self, length: int) -> None:
-        """Forget all rows after the first `length`."""
+        """Delete all rows after the first `length`."""
         for name, values in self._arrays.items():
             del values[length:]
             if name in self._items:
@@ -90,11 +90,11 @@ class Columns:
         self._length = min(length, self._length)
 
     def span(self, name: str, value: int) -> tuple[int, int]:
-        """First row whose `name` is `value`, and the one after the last, of an ascending column of numbers."""
+        """In an ascending column, the first row with a value, and the one after the last."""
         return bisect_left(self._arrays[name], value), bisect_right(self._arrays[name], value)
 
     def rows(self, first: int = 0, end: int | None = None) -> Iterator[tuple[Any, ...]]:
-        """Rows one by one, where no column holds lists."""
+        """Rows as tuples, of a table without columns of lists."""
         columns: list[Iterable[Any]] = []
         for name, values in self._arrays.items():
             words = self.words(name) if name in self._words else None
@@ -110,5 +110,5 @@ class Columns:
         return list(self._words[name])
 
     def items(self, name: str) -> np.ndarray:
-        """What the lists of a column hold, one after the other: ``int32[...]``, or ``uint8[...]`` of bytes."""
+        """The concatenated lists of a column: ``int32[...]``, or ``uint8[...]`` of bytes."""
         return np.array(self._items[name])

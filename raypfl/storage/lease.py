@@ -1,9 +1,8 @@
-"""Who may write to a run: one attempt at a time, wherever its checkpoints are.
+"""The lease on a run: only one attempt at a time may write to it, wherever its checkpoints are.
 
-A file beside the checkpoints names the attempt that holds the lease, and counts up every few seconds. Object stores
-know no locks and machines' clocks differ, so whoever comes later watches whether the count moves; of a process of the
-same machine it is known at once whether it lives. An attempt that was taken for dead finds another one's name there,
-and writes nothing any more.
+A file next to the checkpoints names the attempt that holds the lease, with a heartbeat count. Object stores have no
+locks and clocks of machines differ, so a later attempt watches whether the count grows; for a process on the same
+machine it asks the system. An attempt that was taken for dead finds another one's name there, and stops writing.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from raypfl.common.files import alone, write
 from raypfl.storage.checkpoint import resolve
 
 BEAT = 10.0
-"""Seconds between signs of life."""
+"""Seconds between heartbeats."""
 
 PATIENCE = 60.0
-"""Seconds without one after which an attempt elsewhere counts as dead."""
+"""Seconds without one after which an attempt on another machine counts as dead."""
 
 _LOOK = 1.0
 _FILE = "lease.json"
@@ -37,7 +36,7 @@ _held: set[str] = set()  # by this process
 
 @dataclass(frozen=True)
 class _Holder:
-    """An attempt, where it runs and since when; `born` tells its process from a later one of the same number."""
+    """An attempt, where it runs and since when; `born` distinguishes its process from a later one of the same id."""
 
     attempt: str
     host: str
@@ -54,7 +53,7 @@ class _Holder:
 
     @property
     def lives(self) -> bool | None:
-        """Whether its process does; None: it runs where this cannot be seen from here."""
+        """Whether its process is alive; None if it runs on another machine."""
         if self.machine != _machine():
             return None
         if self.process == os.getpid():
@@ -64,23 +63,23 @@ class _Holder:
 
 @contextlib.contextmanager
 def held(location: str, attempt: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Within: `attempt` holds the lease of the run whose checkpoints are in a location.
+    """A context in which `attempt` holds the lease of the run whose checkpoints are in a location.
 
     Parameters
     ----------
-    tell : is told, in a few words, if it has to be waited for whether another attempt still lives.
+    tell : called with a text if this has to wait to see whether another attempt is alive.
 
     Raises
     ------
-    CheckpointError : if another one does.
+    CheckpointError : if another attempt holds it.
     """
-    place = _Place(location)
+    file = _LeaseFile(location)
     mine = _Holder.me(attempt)
-    place.wait_for_silence(tell)
-    place.claim(mine)
+    file.wait_for_silence(tell)
+    file.claim(mine)
     _held.add(attempt)
     over = threading.Event()
-    heart = threading.Thread(target=_beat, args=(place, mine, over), name="raypfl-lease", daemon=True)
+    heart = threading.Thread(target=_beat, args=(file, mine, over), name="raypfl-lease", daemon=True)
     heart.start()
     try:
         yield
@@ -89,33 +88,33 @@ def held(location: str, attempt: str, tell: Callable[[str], None]) -> Iterator[N
         heart.join()
         _held.discard(attempt)
         with contextlib.suppress(OSError, CheckpointError):
-            if place.is_of(attempt):
-                place.clear()
+            if file.is_of(attempt):
+                file.clear()
 
 
 def refuse_unless_held(location: str, attempt: str) -> None:
     """Raise a CheckpointError unless `attempt` still holds the lease."""
-    holder = _Place(location).read()
+    holder = _LeaseFile(location).read()
     if holder is not None and holder.attempt == attempt:
         return
     other = f"process {holder.process} on {holder.host}" if holder else "another process"
     raise CheckpointError(
-        f"The run whose checkpoints are in {location} is no longer this process's, which writes nothing there any "
-        f"more: {other} has taken it over, as if this one were dead, or {location} is another folder on this machine."
+        f"This process has lost the run whose checkpoints are in {location} and no longer writes there: {other} has "
+        f"taken it over, or {location} is another folder on this machine."
     )
 
 
-def _beat(place: _Place, mine: _Holder, over: threading.Event) -> None:
+def _beat(file: _LeaseFile, mine: _Holder, over: threading.Event) -> None:
     while not over.wait(BEAT):
         mine = replace(mine, beat=mine.beat + 1)
-        with contextlib.suppress(OSError, CheckpointError):  # it is tried again, and others are patient
-            if not place.is_of(mine.attempt):
+        with contextlib.suppress(OSError, CheckpointError):  # the next beat tries again
+            if not file.is_of(mine.attempt):
                 return
-            place.write(mine)
+            file.write(mine)
 
 
-class _Place:
-    """The file of a lease."""
+class _LeaseFile:
+    """The file of a lease, in a location."""
 
     def __init__(self, location: str):
         self._location = location
@@ -150,7 +149,7 @@ class _Place:
         return holder is not None and holder.attempt == attempt
 
     def claim(self, mine: _Holder) -> None:
-        """Write `mine` there, unless an attempt holds this that is known to live: then raise a CheckpointError."""
+        """Write `mine`; raises a CheckpointError if an attempt that is alive on this machine holds the lease."""
         try:
             self._files.create_dir(self._root, recursive=True)
             with alone(Path(self._path)) if self._is_local else contextlib.nullcontext():
@@ -164,11 +163,11 @@ class _Place:
             ) from error
 
     def wait_for_silence(self, tell: Callable[[str], None]) -> None:
-        """Return once who holds this, if anybody, can be taken for dead; raise a CheckpointError if it lives."""
+        """Return once the holder, if any, can be taken for dead; raises a CheckpointError if it is alive."""
         first = self.read()
         if first is None or first.lives is not None:
             return
-        tell(f"waiting for {PATIENCE:g} s, to see whether process {first.process} on {first.host} still runs this")
+        tell(f"waiting {PATIENCE:g} s to see whether process {first.process} on {first.host} is still running this")
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and (now := self.read()) is not None:
             if now != first:
@@ -178,12 +177,12 @@ class _Place:
     def _taken(self, holder: _Holder) -> CheckpointError:
         return CheckpointError(
             f"The run whose checkpoints are in {self._location} is already running as process {holder.process} on "
-            f"{holder.host} since {holder.since}. Let it come to its end, or stop it there."
+            f"{holder.host} since {holder.since}. Wait for it to end, or stop it there."
         )
 
 
 def _machine() -> str:
-    """What tells a machine, and a container on it, from others in which the same process number means another one."""
+    """Identifies a machine, and a container on it: where a process id means one process."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -191,7 +190,7 @@ def _machine() -> str:
 
 
 def _born(process: int) -> str:
-    """When a process of this machine began, in the machine's own count; empty if there is none."""
+    """Start time of a process of this machine, in clock ticks; empty if there is no such process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     with contextlib.suppress(OSError):  # where there is no /proc

@@ -1,8 +1,7 @@
-"""A run's tables: what is new waits in memory, what was written lies in files that never change.
+"""A run's tables: new rows wait in memory, written ones are in files that never change.
 
-So a checkpoint writes the rows since the one before, and a run's memory does not grow with its rounds. Files are
-merged as they come, as in a binary counter: the rows of n checkpoints lie in about log2(n) files, and were written
-no more often than that.
+A checkpoint writes the rows since the one before, so memory does not grow with the rounds. Files are merged as in a
+binary counter: the rows of n checkpoints are in about log2(n) files, and were written at most as often.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 from raypfl.storage.columns import Columns
 
 FULL = 1 << 18
-"""Rows above which a file is not merged any more, so that merging takes little memory."""
+"""Rows above which a file is no longer merged, so that merging takes little memory."""
 
 _TYPES = {
     "int32": pa.int32(),
@@ -35,7 +34,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a table in a Parquet file of its own, which is written once.
+    """Some rows of a table, in a Parquet file that is written once.
 
     Attributes
     ----------
@@ -53,8 +52,8 @@ class Table:
 
     Parameters
     ----------
-    waiting : its rows that are not in a file yet; add to them.
-    parts : its rows before those, oldest first.
+    waiting : rows that are not in a file yet; new ones are added here.
+    parts : the rows before those, oldest first.
     """
 
     def __init__(self, waiting: Columns, parts: Iterable[Part] = ()):
@@ -62,11 +61,11 @@ class Table:
         self.parts = tuple(parts)
 
     def flush(self, files: pafs.FileSystem, folder: str, name: str) -> None:
-        """Move what waits into a new file in `folder`, together with the last files there if they are no larger.
+        """Move the waiting rows into a new file in `folder`, merged with the last files if those are not larger.
 
         Raises
         ------
-        OSError : if it cannot be written, or a file to merge is damaged; the table is then as before.
+        OSError : if it cannot be written, or a file to merge is damaged; the table is then unchanged.
         """
         if not len(self.waiting):
             return
@@ -92,8 +91,8 @@ class Table:
 
 
 def arrow(columns: Columns) -> pa.Table:
-    """Gathered rows as an Arrow table."""
-    # Put together from buffers: where pyarrow is given a list or an array, it imports pandas, which takes seconds.
+    """Columns as an Arrow table."""
+    # From buffers, since pyarrow imports pandas for lists and arrays, which takes seconds.
     schema = pa.schema([(name, _TYPES[kind]) for name, kind in columns.kinds.items()])
     return pa.Table.from_arrays([_array(columns, name, kind) for name, kind in columns.kinds.items()], schema=schema)
 

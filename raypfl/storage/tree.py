@@ -1,4 +1,4 @@
-"""A server's state, nested dicts and lists with tensors among them, taken apart and put together."""
+"""Trees of dicts, lists and tuples with tensors, such as a server's state: taking the tensors out, and back in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypfl.common.errors import CheckpointError, MethodError
 
 @dataclass(frozen=True)
 class Leaf:
-    """Stands where a tensor was."""
+    """A placeholder for a tensor."""
 
     name: str
 
@@ -58,7 +58,7 @@ def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def cloned(tree: Any) -> Any:
-    """A copy whose tensors are copies too."""
+    """A deep copy."""
     skeleton, tensors = taken_apart(tree)
     return put_together(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 
@@ -99,6 +99,6 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["value", value]
     raise CheckpointError(
-        f"The server state {path!r} is of type {type(value).__name__}, which a checkpoint cannot hold; keep tensors, "
+        f"The server state {path!r} is of type {type(value).__name__}, which a checkpoint cannot store; use tensors, "
         f"numbers, strings, and dicts, lists or tuples of them."
     )

@@ -29,8 +29,8 @@ class TrainingSettings:
     warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
     precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
     channels_last : memory format of image batches where clients train one by one. The network must support it
-        (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: channels last if that works and is faster, as measured for
-        ``engine.executor``.
+        (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: channels last for two-dimensional
+        convolutions if that works, or as timed by ``engine.executor=fastest``.
     """
 
     epochs: int = 1
