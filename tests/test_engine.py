@@ -140,9 +140,9 @@ def test_resuming_with_other_data_is_refused(tmp_path):
     run = raypfl.run(experiment(tmp_path, rounds=2))
     with pytest.raises(RaypflError, match="other data or another partition"):
         raypfl.resume(run.run_dir, overrides=["partition.alpha=5", "rounds=3"])
-    with pytest.raises(CheckpointError, match=r"no run's folder.*folder `output` names"):
+    with pytest.raises(CheckpointError, match=r"not the folder of a run.*folder `output` names"):
         raypfl.resume(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"no run's folder.*Runs are in {run.run_dir}"):
+    with pytest.raises(CheckpointError, match=rf"not the folder of a run.*Runs are in {run.run_dir}"):
         raypfl.resume(run.run_dir.parent)
 
 
@@ -298,7 +298,7 @@ def test_a_mistake_in_a_methods_server_code_keeps_what_was_finished_and_is_shown
 
 def test_a_folder_that_holds_a_run_is_not_run_in_again(tmp_path):
     run = raypfl.run(experiment(tmp_path, rounds=1))
-    with pytest.raises(RaypflError, match="has a run already"):
+    with pytest.raises(RaypflError, match="already has a run"):
         raypfl.run(experiment(tmp_path, training__lr=0.01), run_dir=run.run_dir)
 
 

@@ -367,7 +367,7 @@ def test_the_command_finds_the_runs_of_a_folder_and_prints_the_pages_path(result
         (["nowhere"], "There is no folder nowhere."),
         (["."], ". is no run's folder, and there is none in it: a run's folder has an experiment.yaml."),
         (["picture.png"], "There is no run in picture.png, only files."),
-        (["cut-off"], "cut-off holds no finished run; `raypfl resume cut-off` finishes one that was cut off."),
+        (["cut-off"], "cut-off has no finished run; `raypfl resume cut-off` finishes an interrupted one."),
     ],
 )
 def test_a_report_without_a_run_is_a_sentence(words, sentence, tmp_path, monkeypatch):
