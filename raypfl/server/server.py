@@ -351,9 +351,8 @@ class Server:
         self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
         for shard in snapshot.states:
             clients, stack = shard.clients.tolist(), shard.stack()
-            self.states.stage(
-                clients, self.backend.put_states(stack), contents=stack.contents(len(clients)), shard=shard
-            )
+            handle = self.backend.put_states(stack)
+            self.states.stage(clients, handle, contents=stack.contents(len(clients)), shard=shard)
         self.states.commit()
         rounds = checkpoint.whole(self.job.checkpoints, self._tables["rounds"])
         self._sent = {way: sum(rounds[f"bytes_{way}"].to_pylist()) for way in self._sent}
