@@ -268,15 +268,6 @@ def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
     assert next(s for s in result.summary() if s["model"] == "global")["accuracy"] > 0.7
 
 
-def test_a_round_copies_the_servers_state_once(tmp_path, monkeypatch):
-    from raypfl.server import server
-
-    copies, cloned = [], server.cloned
-    monkeypatch.setattr(server, "cloned", lambda state: copies.append(1) or cloned(state))
-    raypfl.run(experiment(tmp_path, rounds=5, evaluation__every=0))
-    assert len(copies) == 5 + 1  # and the evaluation at the end
-
-
 class MistakenOnTheServer(raypfl.methods.FedAvg):
     """Its server code fails in round 4."""
 

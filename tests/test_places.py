@@ -32,38 +32,36 @@ GIB = 2**30
 # --- what Ray is asked for --------------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """Stands for Ray, and for an actor class: remembers the options that it is given."""
+class Reserved(raypfl.methods.FedAvg):
+    """Records the CPUs that Ray reserved for a client actor and for the server's."""
 
-    def __init__(self, **resources: float) -> None:
-        self.asked: dict[str, Any] = {}
-        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
-        self.util = SimpleNamespace(scheduling_strategies=strategies)
-        self.cluster_resources = lambda: resources
+    def round(self, server, cohort):
+        server["cpus"] = [float(cohort.run(self.count)["cpus"]), self.assigned()]
 
-    def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "node")
+    def count(self, clients):
+        return {"cpus": Mean(torch.full((len(clients),), self.assigned()))}
 
-    def remote(self, *given: Any, **options: Any) -> Any:
-        return lambda kind: self
+    def assigned(self):
+        import ray
 
-    def options(self, **asked: Any) -> Any:
-        self.asked = asked
-        return SimpleNamespace(remote=lambda *arguments: arguments)
+        return ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
 
 
-def test_the_server_actor_reserves_what_the_settings_say_and_its_client_actors_theirs():
-    ray = Recorder()
-    settings = RaySettings(gpus_for_server=0.5, cpus_for_server=2, gpus_per_actor=0.25)
-    arguments = driver._server_actor(ray, 3, for_client(settings), for_server(settings))
-    assert arguments == (3, {"num_cpus": 1.0, "num_gpus": 0.25})
-    assert ray.asked["num_gpus"] == 0.5 and ray.asked["num_cpus"] == 2
-    driver._server_actor(ray, 3, for_client(RaySettings()), for_server(RaySettings()))
-    assert ray.asked["num_gpus"] == ray.asked["num_cpus"] == 0
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("own", [0.5, 0.0])
+def test_server_and_client_actors_reserve_what_the_settings_say(tmp_path, own):
+    settings = {"ray__actors": 2, "ray__cpus_per_actor": 0.25, "ray__cpus_for_server": own}
+    described = experiment(tmp_path, rounds=1, engine__backend="ray", method=f"{__name__}:Reserved", **settings)
+    assert raypfl.run(described).server_state()["cpus"] == [0.25, own]
+
+
+def cluster(**resources: float) -> Any:
+    """Stands for Ray on a cluster with these resources."""
+    return SimpleNamespace(cluster_resources=lambda: resources)
 
 
 def test_client_actors_get_what_the_server_leaves():
-    ray = Recorder(CPU=8.0, GPU=2.0)
+    ray = cluster(CPU=8.0, GPU=2.0)
     assert client_actors(ray, RaySettings(gpus_per_actor=0.25), 99) == 8
     assert client_actors(ray, RaySettings(gpus_per_actor=0.25, gpus_for_server=1), 99) == 4
     assert client_actors(ray, RaySettings(cpus_for_server=3), 99) == 5
@@ -73,7 +71,7 @@ def test_client_actors_get_what_the_server_leaves():
 def test_a_server_that_leaves_no_room_for_clients_is_refused(settings):
     said = r"1 client actors .* beside a server with .* more than this cluster has: 2 CPUs and 0 GPUs.*gpus_for_server"
     with pytest.raises(ConfigError, match=said):
-        client_actors(Recorder(CPU=2.0), RaySettings(**settings), 4)
+        client_actors(cluster(CPU=2.0), RaySettings(**settings), 4)
 
 
 def test_one_process_for_server_and_clients_reserves_the_larger_of_each():
@@ -94,27 +92,29 @@ def test_a_process_computes_on_a_gpu_if_ray_reserved_one_for_it(monkeypatch, res
 @pytest.mark.parametrize(("gpus", "there", "device"), [(0.5, True, "cuda"), (0.5, False, "cpu"), (0.0, True, "cpu")])
 def test_in_one_process_the_device_is_what_would_be_reserved_if_it_is_there(monkeypatch, gpus, there, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert driver._device(gpus) == torch.device(device)
+    assert driver.device_for(gpus) == torch.device(device)
+
+
+class Placed(raypfl.Method):
+    """Records the server's device; its clients refuse any but the CPU."""
+
+    def start(self, task):
+        return {"device": task.model.device.type}
+
+    def round(self, server, cohort):
+        cohort.run(self.look)
+
+    def look(self, clients):
+        assert clients.initial.device.type == "cpu"
+
+    def global_model(self, server):
+        return None
 
 
 def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_device(tmp_path, monkeypatch):
-    built: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(driver, "_device", lambda gpus: ELSEWHERE if gpus else torch.device("cpu"))
-    monkeypatch.setattr(driver, "Worker", lambda context, method: built.append(("clients", context.model.device)))
-    monkeypatch.setattr(driver, "make_context", lambda experiment, data, task: task)
-    monkeypatch.setattr(
-        driver, "Server", lambda job, task, *rest: built.append(("server", task.model.device)) or _Run()
-    )
-    given = experiment(tmp_path, ray__gpus_for_server=1)
-    data = load_federated(given.data, given.partition, seed=given.seed)
-    with driver._inline(driver.Job("run", "", given, "", "", "", ""), data, print, None):  # type: ignore[arg-type]
-        pass
-    assert built == [("clients", torch.device("cpu")), ("server", ELSEWHERE)]
-
-
-class _Run:
-    def run(self) -> None:
-        return None
+    monkeypatch.setattr(driver, "device_for", lambda gpus: ELSEWHERE if gpus else torch.device("cpu"))
+    result = raypfl.run(experiment(tmp_path, rounds=1, ray__gpus_for_server=1).replace(method=Placed()))
+    assert result.server_state() == {"device": "meta"}
 
 
 class CountsThreads(raypfl.methods.FedAvg):

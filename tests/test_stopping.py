@@ -18,7 +18,6 @@ from raypfl.common.last_words import last_words
 from raypfl.common.stopping import StopRequest, handlers_kept, interrupting, undisturbed
 from raypfl.results.console import View
 from raypfl.results.progress import RunLine
-from raypfl.runs import driver
 from raypfl.server.events import Progress, RunFinished, Warned
 from tests.runs import experiment
 
@@ -67,21 +66,25 @@ def test_nothing_is_acknowledged_where_nobody_asked():
     assert not told
 
 
-def test_a_run_says_that_it_is_stopping_before_it_has_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said, heard, real = [], threading.Event(), driver._inline
+class Interrupted(raypfl.methods.FedAvg):
+    """Is asked to stop in its round, and waits there until the run has said so."""
+
+    heard = threading.Event()
+
+    def round(self, server, cohort):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert self.heard.wait(timeout=30)
+
+
+def test_a_run_says_that_it_is_stopping_before_it_has_stopped(tmp_path: Path):
+    said = []
 
     def hear(event):
         said.append(event)
         if isinstance(event, Progress) and event.text.startswith("Stopping"):
-            heard.set()
+            Interrupted.heard.set()
 
-    def pressed(*work):
-        os.kill(os.getpid(), signal.SIGINT)
-        assert heard.wait(timeout=30)
-        return real(*work)
-
-    monkeypatch.setattr(driver, "_inline", pressed)
-    assert raypfl.run(experiment(tmp_path), listeners=[hear]).status == "stopped"
+    assert raypfl.run(experiment(tmp_path).replace(method=Interrupted()), listeners=[hear]).status == "stopped"
     assert isinstance(said[-1], RunFinished)
 
 

@@ -187,7 +187,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
             f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
             "at most that many."
         )
-    model = make_model(experiment, data, _device(experiment.ray.gpus_per_actor))
+    model = make_model(experiment, data, device_for(experiment.ray.gpus_per_actor))
     experiment.method.check(model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(model, experiment.training, data)
@@ -281,14 +281,14 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
     if engine.executor in ("auto", "fastest") or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("choosing an executor"))
         with threads(engine.threads):
-            chosen, why = choose(experiment, data, _device(experiment.ray.gpus_per_actor))
+            chosen, why = choose(experiment, data, device_for(experiment.ray.gpus_per_actor))
         layout = str(chosen.channels_last).lower()
         experiment = experiment.override([f"engine.executor={chosen.executor}", f"training.channels_last={layout}"])
     weights, attempt = digest(experiment.model.weights), uuid.uuid4().hex
     return Job(folder.name, str(folder), experiment, why, data.fingerprint, weights, attempt)
 
 
-def _device(gpus: float) -> torch.device:
+def device_for(gpus: float) -> torch.device:
     """The device of work that would reserve so many GPUs on Ray: the same for both backends."""
     return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 
@@ -297,7 +297,7 @@ def _device(gpus: float) -> torch.device:
 def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
     keep_freed_memory()
     experiment = job.experiment
-    here, there = _device(experiment.ray.gpus_for_server), _device(experiment.ray.gpus_per_actor)
+    here, there = device_for(experiment.ray.gpus_for_server), device_for(experiment.ray.gpus_per_actor)
     with threads(threads_of_server(experiment)):
         task = make_task(experiment, data, here)
         of_clients = task if here == there else make_task(experiment, data, there)
