@@ -46,42 +46,6 @@ def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(
             assert len(epoch[-1]) == size - batch_size * (per_epoch - 1)
 
 
-@settings(deadline=None)
-@given(sizes=SIZES, batch_size=st.integers(1, 12), steps=st.integers(0, 15))
-def test_a_number_of_steps_goes_on_over_epochs_and_is_met_exactly(sizes, batch_size, steps):
-    visits = order(keys_for(len(sizes)), np.array(sizes), batch_size, steps=steps)
-    enough = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs=max(1, steps))
-    for k in range(len(sizes)):
-        assert visited(visits, k) == visited(enough, k)[:steps]
-        assert visits.steps[k] == steps
-
-
-@settings(deadline=None)
-@given(
-    sizes=SIZES,
-    batch_size=st.integers(1, 12),
-    work=st.sampled_from([{"epochs": 1}, {"epochs": 3}, {"steps": 1}, {"steps": 7}]),
-    data=st.data(),
-)
-def test_a_clients_batches_are_the_same_in_every_group(sizes, batch_size, work, data):
-    keys = keys_for(len(sizes))
-    group = data.draw(st.permutations(range(len(sizes)))), data.draw(st.integers(1, len(sizes)))
-    members = np.array(group[0][: group[1]])
-    together = order(keys, np.array(sizes), batch_size, **work)
-    apart = order(keys[members], np.array(sizes)[members], batch_size, **work)
-    for k, client in enumerate(members):
-        assert visited(apart, k) == visited(together, int(client))
-
-
-@settings(deadline=None)
-@given(sizes=SIZES, batch_size=st.integers(1, 12), epochs=st.integers(1, 3))
-def test_padding_points_at_a_sample_that_exists(sizes, batch_size, epochs):
-    visits = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs)
-    assert visits.index.shape == (len(sizes), visits.counts.shape[1], batch_size)
-    assert (visits.index >= 0).all()
-    assert (visits.index < np.array(sizes)[:, None, None]).all()
-
-
 def by_hand(key: np.uint64, size: int, batch_size: int, epochs: int) -> list[list[int]]:
     """The batches of one client, of which nothing else is known."""
     batches = []
@@ -133,13 +97,6 @@ def test_the_many_epochs_of_a_small_client_are_not_drawn_for_the_large_ones(size
     finally:
         tracemalloc.stop()
     assert peak < 12 * visits.index.nbytes
-
-
-def test_epochs_and_keys_shuffle_differently():
-    visits = order(keys_for(2), np.array([50, 50]), 50, epochs=2)
-    shuffles = {tuple(visits.index[k, e]) for k in range(2) for e in range(2)}
-    assert len(shuffles) == 4
-    assert tuple(range(50)) not in shuffles
 
 
 def test_every_sample_comes_first_about_as_often():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import pickle
 import warnings
 from pathlib import Path
@@ -171,14 +170,6 @@ def test_a_merged_split_lets_clients_train_on_published_test_samples():
     assert np.bincount(holdings.client[holdings.split == SPLITS.index("test")]).tolist() == [125] * 10
 
 
-def test_the_auxiliary_pool_takes_nothing_from_a_published_test_split():
-    labels, published_test = published_problem()
-    holdings = allocate(Traits(labels, 5), published_test, DataConfig(pools={"auxiliary": 0.5}), IID(clients=4), 0)
-    pooled = holdings.split == len(SPLITS)
-    assert pooled.sum() == 2000
-    assert not (pooled & published_test).any()
-
-
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
@@ -250,16 +241,6 @@ def test_the_environment_and_the_config_name_the_cache_folder(tmp_path, monkeypa
     load_federated(DataConfig(), SMALL, seed=0)
     load_federated(DataConfig(cache=str(tmp_path / "config")), SMALL, seed=0)
     assert {path.parts[len(tmp_path.parts)] for path in tmp_path.rglob("samples.arrow")} == {"environment", "config"}
-
-
-def test_processes_that_build_the_same_cache_at_once_agree(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        builders = [
-            pool.apply_async(load_federated, (DataConfig(), SMALL), {"seed": 0, "cache": tmp_path}) for _ in range(2)
-        ]
-        fingerprints = {builder.get().fingerprint for builder in builders}
-    assert fingerprints == {load_federated(DataConfig(), SMALL, seed=0, cache=tmp_path).fingerprint}
-    assert sorted(path.suffix for path in tmp_path.rglob("*") if path.is_file()) == [".arrow", ".arrow"]
 
 
 def test_federated_data_is_pickled_as_a_reference(digits):
@@ -337,13 +318,6 @@ def test_more_images_than_a_block_keep_their_order(tmp_path, opened):
     pixels = np.arange(2500, dtype=np.uint16).view(np.uint8).reshape(2500, 1, 2)
     write_table(tmp_path / "data/train.parquet", [encoded(p) for p in pixels], [0, 1] * 1250)
     assert np.array_equal(opened("parquet").inputs[:, 0], pixels)
-
-
-def test_a_changed_file_is_read_again(tmp_path, opened):
-    for seed in (0, 1):
-        pixels = colours(4, seed)
-        write_table(tmp_path / "data/train.parquet", [encoded(p) for p in pixels], [0, 1, 0, 1])
-        assert np.array_equal(opened("parquet").inputs[0], pixels[0].transpose(2, 0, 1))
 
 
 def test_a_constant_channel_does_not_divide_by_zero(tmp_path, opened):

@@ -38,16 +38,6 @@ def wrongly_divided(fed: Federation, p: Tensor, batch) -> Tensor:
     return (F.cross_entropy(fed.model(p, batch.x), batch.y, reduction="none") * batch.weight).mean()
 
 
-@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
-@pytest.mark.parametrize("careless", [ignoring, wrongly_divided])
-def test_a_loss_that_padding_would_change_is_trained_one_by_one_with_a_warning(careless, factory):
-    fed = Federation(factory)
-    clients = fed.clients()
-    with pytest.warns(UserWarning, match=r"does not weigh its samples with batch\.weight"):
-        trained = clients.sgd(partial(careless, fed), clients.initial)
-    close(trained, bare_loop(fed, clients.initial.expand(4, -1))[0])
-
-
 def seen_by(fed: Federation, loss, sizes: list[int]):
     """The loss, which notes how many samples it is given."""
 

@@ -39,18 +39,6 @@ def test_several_labels_are_learnt_by_their_mean_binary_cross_entropy(executor, 
         torch.testing.assert_close(torch.Tensor(trained[k]), as_vector(net))
 
 
-@both
-def test_a_loss_of_ones_own_on_several_labels_runs_clients_together(executor):
-    fed = federation(executor, NormalisedConv)
-    clients = fed.clients()
-
-    def pulled(p, batch, anchor):
-        return clients.loss(p, batch) + 0.1 * (p - anchor).square().sum()
-
-    anchored = clients.sgd(pulled, clients.initial, anchor=clients.initial)
-    assert not torch.equal(torch.Tensor(anchored), torch.Tensor(clients.sgd(clients.loss, clients.initial)))
-
-
 def test_a_sample_counts_for_each_label_that_it_has():
     fed = federation("vectorised")
     clients = fed.clients()

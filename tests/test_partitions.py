@@ -81,26 +81,6 @@ def test_every_sample_goes_to_one_client_and_none_goes_empty(problem, data, seed
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_four_samples_of_two_classes_are_shared_by_four_clients_however_one_sided_the_draw():
-    partition = Dirichlet(clients=4, alpha=0.001, balanced=True, min_samples=1)
-    shares = partition.assign(Traits(np.array([0, 0, 1, 1]), 2), 0)
-    assert [len(share) for share in shares] == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("kind", [Dirichlet, DirichletMix])
-@pytest.mark.parametrize("alpha", [1e-4, 1e-3, 0.5])
-def test_small_problems_are_divided_in_equal_sizes_whatever_is_drawn(kind, alpha):
-    draws = np.random.default_rng(5)
-    for seed in range(300):
-        samples = int(draws.integers(1, 20))
-        clients, num_classes = int(draws.integers(1, samples + 1)), int(draws.integers(1, 9))
-        labels = draws.integers(0, num_classes, samples)
-        partition = kind(clients=clients, alpha=alpha, balanced=True, min_samples=samples // clients)
-        shares = partition.assign(Traits(labels, num_classes), seed)
-        assert_allocated(shares, clients, samples)
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 @given(st.integers(1, 6), st.integers(1, 12), st.data(), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data, seed):
@@ -303,26 +283,7 @@ def test_clients_are_as_one_sided_as_in_fednhs_settings(num_classes, alpha, per_
     assert (held.max(axis=1) / held.sum(axis=1)).mean() == pytest.approx(largest, rel=0.06)
 
 
-def test_the_largest_shares_of_classes_are_those_of_a_dirichlet_draw():
-    # mean over draws of the largest of N shares: 0.94 for N=10 at 0.01, 0.82 at 0.04, as computed for FedPTR's settings
-    labels = balanced(1000)
-
-    def largest(alpha: float) -> float:
-        partition = Dirichlet(clients=10, alpha=alpha, min_samples=1, tries=1)
-        counts = [class_counts(labels, partition.assign(Traits(labels, 10), seed), 10) for seed in range(20)]
-        return float(np.mean([(one.max(axis=0) / 1000).mean() for one in counts]))
-
-    assert abs(largest(0.01) - 0.94) < 0.05
-    assert abs(largest(0.04) - 0.82) < 0.05
-
-
-def test_a_power_law_makes_the_second_half_as_large_as_the_first():
-    sizes = sorted((len(s) for s in PowerLaw(clients=8).assign(Traits(balanced(1000), 10), 0)), reverse=True)
-    assert sizes[0] / sizes[1] == pytest.approx(2, rel=0.01)
-    assert sizes[0] / sizes[7] == pytest.approx(8, rel=0.01)
-
-
-@pytest.mark.parametrize("exponent", [0.5, 2.0])
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
 def test_sizes_fall_with_the_power_that_is_asked_for(exponent):
     shares = PowerLaw(clients=8, exponent=exponent).assign(Traits(balanced(2000), 10), 0)
     sizes = sorted(map(len, shares), reverse=True)

@@ -183,20 +183,6 @@ def test_the_sizes_are_peradas():
     assert (holdings.split == len(SPLITS)).sum() == 6_000
 
 
-def test_a_clients_published_test_samples_have_the_label_mix_that_it_trains_on():
-    labels = np.arange(60_000) % 10
-    published = np.arange(60_000) >= 50_000
-    partition = Dirichlet(clients=20, alpha=0.1, reserve=2, cap=1.0)
-    holdings = held(labels, 10, partition, test=published, pools={"validation": 0.1})
-    counts = np.zeros((3, 20, 10), np.int64)
-    dealt = holdings.client >= 0
-    np.add.at(counts, (holdings.split[dealt], holdings.client[dealt], labels[dealt]), 1)
-    train, _, test = counts
-    assert (train.sum(), test.sum()) == (45_000, 10_000)
-    assert train.min() >= 2
-    assert min(np.corrcoef(a, b)[0, 1] for a, b in zip(train, test, strict=True)) > 0.95
-
-
 @given(st.integers(80, 300), st.integers(1, 4), st.integers(1, 8), st.data(), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_every_sample_has_one_place_among_splits_and_pools_whose_sizes_are_exact(count, classes, clients, data, seed):
