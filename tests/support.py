@@ -179,15 +179,21 @@ class Federation:
             warn=self.warnings.append,
         )
 
-    def clients(self, ids: Iterable[int] | None = None, round: int = 0, **state: Tensor) -> Clients:
-        """A group; ``state[k]`` is what its k-th client remembers."""
+    def clients(self, ids: Iterable[int] | None = None, round: int = 0, **state: Any) -> Clients:
+        """A group; ``states[k]``, or the rows ``state[k]``, are what its k-th client remembers."""
         return Clients(self.group(ids, round, **state))
 
-    def group(self, ids: Iterable[int] | None = None, round: int = 0, **state: Tensor) -> ClientGroup:
+    def group(
+        self,
+        ids: Iterable[int] | None = None,
+        round: int = 0,
+        states: Sequence[Mapping[str, np.ndarray]] | None = None,
+        **state: Tensor,
+    ) -> ClientGroup:
         """The same, as the engine sees it."""
         ids = tuple(range(len(self.sizes)) if ids is None else ids)
-        states: list[Mapping[str, np.ndarray]] = [{n: v[k].numpy() for n, v in state.items()} for k in range(len(ids))]
-        return ClientGroup(self.context, ids, round, self.training.lr, states)
+        rows = [{n: v[k].numpy() for n, v in state.items()} for k in range(len(ids))] if states is None else states
+        return ClientGroup(self.context, ids, round, self.training.lr, list(rows))
 
     def cohort(self, ids: Iterable[int] | None = None, dropped: tuple[int, ...] = ()) -> Cohort:
         ids = tuple(range(len(self.sizes)) if ids is None else ids)

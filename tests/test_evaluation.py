@@ -221,8 +221,7 @@ def test_a_method_may_change_what_it_reads_when_it_is_judged_and_the_state_stays
     fed = judged_federation(executor)
     kept = models_of(fed).numpy().copy()
     kept.flags.writeable = False
-    group = fed.group(personal=torch.from_numpy(kept.copy()))
-    group.state._rows = [{"personal": row} for row in kept]
+    group = fed.group(states=[{"personal": row} for row in kept])
     values = score(group, lambda clients: Meddling().personal_model(clients, {}), None, ("local",), [])
     changed = torch.from_numpy(kept) + 1.0
     changed[:, :3] = 0.0
@@ -234,8 +233,7 @@ def test_a_method_may_change_what_it_reads_when_it_is_judged_and_the_state_stays
 def test_a_model_that_is_judged_alone_is_read_where_its_state_lies():
     fed = judged_federation("sequential")
     kept = models_of(fed).numpy()
-    group = fed.group(range(4))
-    group.state._rows = [{"personal": row} for row in kept]
+    group = fed.group(states=[{"personal": row} for row in kept])
     places = []
     score(
         group,

@@ -114,8 +114,7 @@ def test_a_state_is_read_with_one_copy_whatever_the_default():
     fed = Federation(sizes=(3, 3, 3))
     state = {"w": np.arange(4, dtype=np.float32)}
     state["w"].flags.writeable = False  # as it comes from shared memory
-    clients = fed.clients(round=0)
-    clients.state._rows = [state, {}, state]
+    clients = fed.clients(states=[state, {}, state])
     default = clients.initial[:4] * 0 + 9
     rows = clients.state.get("w", default=default)
     assert rows.dtype == default.dtype and rows.tolist() == [[0, 1, 2, 3], [9] * 4, [0, 1, 2, 3]]
@@ -199,8 +198,7 @@ def test_whatever_changed_between_checkpoints_the_newest_states_come_back(rounds
 
 def test_a_default_may_be_made_for_new_clients_alone():
     fed, asked = Federation(), []
-    clients = fed.clients()
-    clients.state._rows = [{"w": np.array([1.0, 2.0])}, {}, {"w": np.array([3.0, 4.0])}, {}]
+    clients = fed.clients(states=[{"w": np.array([1.0, 2.0])}, {}, {"w": np.array([3.0, 4.0])}, {}])
 
     def made(new):
         asked.append(new.tolist())
@@ -213,7 +211,7 @@ def test_a_default_may_be_made_for_new_clients_alone():
     assert clients.state.get("w", default=each).tolist() == [[1, 2], [2, 3], [3, 4], [6, 7]]
     with pytest.raises(KeyError, match=r"Some clients of the group have no 'w' yet; .* default\(new\)"):
         clients.state.get("w")
-    clients.state._rows = [{"w": np.array([1.0, 2.0])}] * 4
+    clients = fed.clients(states=[{"w": np.array([1.0, 2.0])}] * 4)
     assert clients.state.get("w", default=made).tolist() == [[1, 2]] * 4 and len(asked) == 2
 
 
