@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypfl.common import rng
@@ -31,7 +31,6 @@ def visited(visits: Order, k: int) -> list[list[int]]:
     return batches[:steps]
 
 
-@settings(deadline=None)
 @given(sizes=SIZES, batch_size=st.integers(1, 12), epochs=st.integers(1, 4), seed=st.integers(0, 9))
 def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(sizes, batch_size, epochs, seed):
     visits = order(keys_for(len(sizes), seed), np.array(sizes), batch_size, epochs)
@@ -56,7 +55,6 @@ def by_hand(key: np.uint64, size: int, batch_size: int, epochs: int) -> list[lis
     return batches
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 3), st.integers(1, 90)), min_size=1, max_size=6),
     batch_size=st.integers(1, 12),

@@ -125,7 +125,7 @@ def test_options_out_of_range_are_refused_with_a_sentence(options, sentence):
 
 
 @given(st.integers(1, 120), st.data(), st.integers(0, 2**31))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_client_with_two_samples_trains_on_one_and_tests_on_one(samples, data, seed):
     clients = data.draw(st.integers(1, samples))
     config = DataConfig(test_fraction=data.draw(st.floats(0.01, 0.6)), val_fraction=data.draw(st.floats(0, 0.3)))

@@ -56,7 +56,7 @@ def assert_allocated(shares: list[np.ndarray], clients: int, samples: int) -> No
 
 
 @given(labelled(), st.data(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_sample_goes_to_one_client_and_none_goes_empty(problem, data, seed):
     labels, num_classes = problem
     clients = data.draw(st.integers(1, len(labels)))
@@ -82,7 +82,7 @@ def test_every_sample_goes_to_one_client_and_none_goes_empty(problem, data, seed
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.data(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data, seed):
     draws = np.random.default_rng(seed)
     sizes = np.array(data.draw(st.lists(st.integers(0, 30), min_size=clients, max_size=clients)))
@@ -95,7 +95,7 @@ def test_counts_have_the_margins_that_were_asked_for(num_classes, clients, data,
 
 
 @given(labelled(), st.integers(1, 40), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_column_is_kept_whole_divided_or_put_together(problem, clients, seed):
     column, values = problem
     present = np.unique(column)
@@ -116,7 +116,7 @@ def test_a_column_is_kept_whole_divided_or_put_together(problem, clients, seed):
 
 
 @given(st.integers(1, 40), st.integers(1, 10), st.data(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_classes_per_client_gives_each_client_exactly_that_many_classes_in_balance(clients, num_classes, data, seed):
     classes = data.draw(st.integers(1, num_classes))
     clients = max(clients, -(-num_classes // classes))
@@ -143,7 +143,6 @@ def test_a_share_that_is_whole_stays_what_it_is_between_two_halves():
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(0, 2**31))
-@settings(deadline=None)
 def test_the_nearest_whole_parts_add_up_and_differ_from_their_shares_by_less_than_one(total, parts, seed):
     draws = np.random.default_rng(seed)
     weights = draws.random((3, parts)) * (draws.random((3, parts)) < 0.7) + 1e-12

@@ -184,7 +184,7 @@ def test_the_sizes_are_peradas():
 
 
 @given(st.integers(80, 300), st.integers(1, 4), st.integers(1, 8), st.data(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_sample_has_one_place_among_splits_and_pools_whose_sizes_are_exact(count, classes, clients, data, seed):
     labels = np.arange(count) % classes
     published = np.arange(count) >= count - data.draw(st.sampled_from([0, 20]))

@@ -235,7 +235,7 @@ def everything(fed: Federation) -> dict[int, dict[str, list[int]]]:
     return {client: {name: row.tolist() for name, row in fed.state_of(client).items()} for client in range(6)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(CHANGES, st.data())
 def test_whatever_names_are_set_or_deleted_states_are_what_clients_were_left_with(changes, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
