@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import raypfl
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("raypfl", "benchmarks", ":!benchmarks/results")
@@ -17,6 +22,12 @@ def circumstances(root: Path = ROOT) -> dict[str, Any]:
     """``commit`` (see below), ``date`` (UTC) and ``load``, the average over the last minute."""
     date = time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())
     return {"commit": commit(root), "date": date, "load": round(os.getloadavg()[0], 2)}
+
+
+def about() -> str:
+    """The versions and the machine, in a line."""
+    versions = f"raypfl {raypfl.__version__}, torch {torch.__version__}"
+    return f"{versions} on {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
 def commit(root: Path) -> str | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 import raypfl
+from benchmarks.circumstances import about
 from benchmarks.noise import SETS
 from benchmarks.peers.data import prepare
 from benchmarks.peers.jobs import Contender, Job
@@ -94,8 +94,7 @@ def main() -> None:
                     flush=True,
                 )
     if options.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
-        options.json.write_text(json.dumps({"versions": versions, "results": results}, indent=1))
+        options.json.write_text(json.dumps({"about": about(), "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -71,4 +71,19 @@ def own(input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     )
 
 
+def normed(input_shape: tuple[int, int, int], num_classes: int) -> nn.Sequential:
+    """A convolution with batch norm, a max-pool, a dense layer and the head, for FedBN in `benchmarks.parity`."""
+    channels, height, width = input_shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8 * (height // 2) * (width // 2), 64),
+        nn.ReLU(),
+        nn.Linear(64, num_classes),
+    )
+
+
 _NETWORKS = {"cnn": _cnn, "lenet": _lenet, "mlp": _mlp, "benchmarks.networks:own": own}

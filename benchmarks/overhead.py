@@ -21,7 +21,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor
 
 import raypfl
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import about, circumstances
 from benchmarks.noise import SETS
 from benchmarks.peers.data import prepare
 from benchmarks.peers.jobs import ACTORS, BF16, CHANNELS_LAST, INLINE, Contender, Job
@@ -285,9 +284,8 @@ def main() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     actors = () if given.inline else (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
     repeats, rounds = (1, 1) if given.quick else (given.repeats, given.rounds)
-    about = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; torch {torch.__version__}"
-    begun = circumstances()
-    print(f"raypfl {raypfl.__version__} on {about}")
+    begun = circumstances() | {"about": about()}
+    print(begun["about"])
     jobs: dict[str, dict[str, Times]] = {}
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan(folder, repeats, rounds, actors, given.quick)
@@ -303,7 +301,7 @@ def main() -> None:
                 print(f"  {1000 * seconds:6.1f} ms where clients do nothing and {what} is sent")
     if given.json:
         times = {job: {name: asdict(t) for name, t in of.items()} for job, of in jobs.items()}
-        how = begun | {"about": about, "repeats": repeats, "rounds": rounds}
+        how = begun | {"repeats": repeats, "rounds": rounds}
         numbers = how | {"ratios": ratios(jobs), "engine": beyond, "seconds": times}
         given.json.write_text(json.dumps(numbers, indent=1))
     if given.check:

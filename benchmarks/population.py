@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 
 import raypfl
+from benchmarks.circumstances import about
 from benchmarks.memory import memory
 from benchmarks.noise import ONLY_ROUNDS, SETS
 from raypfl.data import load_federated
@@ -91,8 +91,8 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_worker_niceness", "0")
     cohort = 300 if given.quick else 1000
-    about = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; torch {torch.__version__}"
-    print(f"raypfl {raypfl.__version__} on {about}; cohorts of {cohort}, {given.actors} actors")
+    machine = about()
+    print(f"{machine}; cohorts of {cohort}, {given.actors} actors")
     small, large = (Measured(SETS[noise].clients, SETS[noise].bytes / 1e6) for noise in ("village", "country"))
     with tempfile.TemporaryDirectory() as folder:
         names = {"village": small, "country": large}
@@ -110,7 +110,7 @@ def main() -> None:
                     measured.peak = max(measured.peak, peak.held, key=lambda held: sum(held.values()))
     show(small, large)
     if given.json:
-        given.json.write_text(json.dumps({"about": about, "small": vars(small), "large": vars(large)}, indent=1))
+        given.json.write_text(json.dumps({"about": machine, "small": vars(small), "large": vars(large)}, indent=1))
 
 
 def show(small: Measured, large: Measured) -> None:

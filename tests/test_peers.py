@@ -22,9 +22,8 @@ from benchmarks.peers import report
 from benchmarks.peers.__main__ import missing
 from benchmarks.peers.data import prepare, store
 from benchmarks.peers.jobs import ACTORS, BARE, BF16, CONTENDERS, FLOWER, INLINE, JOBS, PFL, PFL_TWO, Contender
-from benchmarks.peers.local import fit
 from benchmarks.peers.measure import Patience, measure, parse
-from benchmarks.peers.order import Order, Shards, Stamps
+from benchmarks.peers.order import Order, Shards, Stamps, fit
 from benchmarks.peers.systems import bare
 from benchmarks.peers.systems.raypfl import experiment, note_choice
 from raypfl.data import load_federated

@@ -28,8 +28,7 @@ import torch
 
 from benchmarks.parity import report
 from benchmarks.parity.data import digits
-from benchmarks.parity.jobs import BATCH, EPOCHS, JOBS, LR, ROUNDS, Job
-from benchmarks.parity.order import Order, Scores
+from benchmarks.parity.jobs import JOBS, ROUNDS, Job, Order, Scores
 from benchmarks.parity.systems import raypfl
 from benchmarks.peers.data import write
 from benchmarks.peers.environments import Unavailable, environment
@@ -99,19 +98,8 @@ def _order(job: Job, seed: int, same: bool, cohorts: list[list[int]], scratch: P
     weights = scratch / f"{job.network.replace(':', '-')}-{seed}.pt"
     if not weights.exists():
         raypfl.first_weights(job, seed, same, weights)
-    return Order(
-        method=job.method,
-        options=dict(job.options),
-        network=job.network,
-        seed=seed,
-        same=same,
-        files=str(scratch / "samples"),
-        weights=str(weights),
-        cohorts=cohorts,
-        batch=BATCH,
-        lr=LR,
-        epochs=EPOCHS,
-    )
+    files = {"files": str(scratch / "samples"), "weights": str(weights)}
+    return Order(job.method, dict(job.options), job.network, seed, same, **files, cohorts=cohorts)
 
 
 def _ask_fluke(python: str, orders: list[Order], scratch: Path) -> list[Mapping[str, Scores]]:

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.parity.jobs import JOBS, Job
 
 BEGIN, END = "<!-- parity -->", "<!-- /parity -->"
+YES = {True: "yes", False: "no"}
 RAYPFL, READING, FLUKE = "raypfl", "reading", "fluke"
 
 
@@ -100,9 +101,9 @@ def _verdicts(runs: Sequence[Mapping[str, Any]]) -> str:
             _spread(found.theirs),
             _signed(found.difference),
             f"{100 * found.bound:.2f}",
-            _yes(found.is_within),
+            YES[found.is_within],
             f"{_signed(found.difference)} ± {100 * found.paired:.2f}",
-            f"{_spread(read.ours)}, {_yes(read.is_within)}" if read else "",
+            f"{_spread(read.ours)}, {YES[read.is_within]}" if read else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -141,7 +142,3 @@ def _signed(value: float) -> str:
 
 def _small(value: float) -> str:
     return "below 1e-9" if value < 1e-9 else f"{value:.1g}"
-
-
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"

@@ -81,10 +81,11 @@ def _measure(given: argparse.Namespace, results: dict[str, Any], path: Path | No
         begun = circumstances()
         with tempfile.TemporaryDirectory() as scratch:
             run = _one(job, contender, found, folder, Path(scratch), given.quick)
-        _say(repeat, job, contender, run)
         record = {"job": job.name, "contender": contender.name, "repeat": repeat, "versions": found.versions}
         results["runs"].append(record | begun | dataclasses.asdict(run))
         _write(results, path)
+        row = report.summarise(results["runs"][-1:])[job.name][contender.name]
+        print(repeat, job.name, report.cells(contender.name, row), run.problem or "", flush=True)
 
 
 def missing(
@@ -106,14 +107,11 @@ def is_possible(contender: Contender) -> bool:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on, without its name."""
-    lines = _cpuinfo()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
+    """The machine that is measured, without its name."""
+    models = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / report.GIB
     return {
-        "cpu": model,
+        "cpu": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory, 1),
         "system": platform.system(),
@@ -154,19 +152,6 @@ def _one(job: Job, contender: Contender, found: Environment, folder: Path, scrat
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={contender.processes}"]
     start = [found.python, *(launcher if contender.by_torchrun else []), "-m", "benchmarks.peers.contender"]
     return measure([*start, contender.system, str(order)], report_file, patience)
-
-
-def _say(repeat: int, job: Job, contender: Contender, run: Run) -> None:
-    rows = report.summarise([{"job": job.name, "contender": contender.name, **dataclasses.asdict(run)}])
-    row = rows[job.name][contender.name]
-    median = "-" if row.median is None else f"{row.median:.4f}"
-    startup = "-" if row.startup is None else f"{row.startup:.1f}"
-    memory = "-" if row.memory is None else f"{row.memory / report.GIB:.2f}"
-    print(
-        f"{repeat} {job.name:17}{contender.name:29}{median:>9} s/round ({row.rounds}), start-up {startup} s, "
-        f"{memory} GiB {run.problem or ''}",
-        flush=True,
-    )
 
 
 def _read(path: Path | None) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""What a contender is told, and how it answers. Imports NumPy and torch alone: every system's environment has them."""
+"""A run's settings as a contender gets them, its samples, and its report. Needs NumPy and torch alone."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks import networks
 
@@ -69,11 +71,11 @@ class Stamps:
             file.write(json.dumps({"begin": begin, "end": time.monotonic()}) + "\n")
 
     def note(self, **notes: Any) -> None:
-        """Tell something about the run, beside its rounds."""
+        """Note something about the run besides its rounds."""
         self._notes.write_text(json.dumps(notes))
 
     def notes(self) -> dict[str, Any]:
-        """What was told."""
+        """What was noted."""
         return json.loads(self._notes.read_text()) if self._notes.exists() else {}
 
     @property
@@ -110,10 +112,6 @@ class Shards:
         x = self._normalised(rows) if self._resident is None else self._resident[rows]
         return x, self._labels[rows]
 
-    def everything(self) -> tuple[Tensor, Tensor]:
-        """All clients' samples, in their order, for systems that want floating-point data from the start."""
-        return self._normalised(slice(None)) if self._resident is None else self._resident, self._labels
-
     def _normalised(self, rows: slice) -> Tensor:
         return torch.addcmul(self._offset, torch.from_numpy(np.array(self._inputs[rows])).to(self.dtype), self._gain)
 
@@ -122,3 +120,16 @@ def network(order: Order, shards: Shards) -> nn.Module:
     """The job's network, with the same first weights everywhere."""
     torch.manual_seed(0)
     return networks.network(order.network, shards.input_shape, shards.num_classes)
+
+
+def fit(net: nn.Module, x: Tensor, y: Tensor, order: Order, anchor: Sequence[Tensor] | None = None) -> None:
+    """SGD over freshly shuffled epochs, for systems that leave it to their user; with Ditto's pull toward `anchor`."""
+    parameters = list(net.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=order.lr, momentum=order.momentum)
+    for _ in range(order.epochs):
+        for index in torch.randperm(len(y)).split(order.batch):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x[index]), y[index]).backward()
+            for p, a in zip(parameters, anchor or [], strict=False):
+                p.grad.add_(p.detach() - a, alpha=order.lam)
+            optimizer.step()

@@ -119,51 +119,33 @@ class Target:
         return min((value for value in values if value is not None), default=None)
 
 
-def _faster(job: str, ours: Sequence[str], theirs: str, bound: float, what: str) -> Target:
-    return Target(f"`{job}`: {what}", bound, (job, (theirs,)), (job, tuple(ours)))
+def _faster(job: str, ours: Sequence[Contender], theirs: Contender, bound: float, what: str) -> Target:
+    return Target(f"`{job}`: {what}", bound, (job, (theirs.name,)), (job, tuple(c.name for c in ours)))
 
 
-OURS = [contender.name for contender in FP32]
+def _at_most(bound: float, what: str, ours: Contender, job: str, theirs: Contender, beside: str, **of: str) -> Target:
+    return Target(f"`{job}`: {what}", bound, (job, (ours.name,)), (beside, (theirs.name,)), at_least=False, **of)
+
+
 _ANY = "raypfl's fastest in fp32 against"
+_START = "start-up to the first round, Ray included, beside Flower's"
 TARGETS = (
-    _faster("cnn", OURS, PFL.name, 2.0, f"{_ANY} pfl-research's one process"),
-    _faster("cnn", OURS, FLOWER.name, 2.0, f"{_ANY} Flower"),
-    _faster("cnn", (CHANNELS_LAST.name,), BARE.name, 1.15, "one process, channels last, against the bare loop"),
-    _faster("cnn", (BF16.name,), BARE.name, 1.7, "one process, bf16, against the bare loop"),
-    _faster("cnn", (ACTORS.name,), INLINE.name, 1.85, "two actors against one process"),
-    _faster("mlp", OURS, PFL.name, 6.0, f"{_ANY} pfl-research's one process"),
-    _faster("mlp", OURS, FLOWER.name, 30.0, f"{_ANY} Flower"),
-    _faster("mlp", (INLINE.name,), BARE.name, 6.0, "one process against the bare loop"),
-    _faster("lenet", (INLINE.name, CHANNELS_LAST.name), BARE.name, 1.0, "one process against the bare loop"),
-    _faster("lenet", (ACTORS.name,), BARE.name, 1.8, "two actors against the bare loop"),
+    _faster("cnn", FP32, PFL, 2.0, f"{_ANY} pfl-research's one process"),
+    _faster("cnn", FP32, FLOWER, 2.0, f"{_ANY} Flower"),
+    _faster("cnn", (CHANNELS_LAST,), BARE, 1.15, "one process, channels last, against the bare loop"),
+    _faster("cnn", (BF16,), BARE, 1.7, "one process, bf16, against the bare loop"),
+    _faster("cnn", (ACTORS,), INLINE, 1.85, "two actors against one process"),
+    _faster("mlp", FP32, PFL, 6.0, f"{_ANY} pfl-research's one process"),
+    _faster("mlp", FP32, FLOWER, 30.0, f"{_ANY} Flower"),
+    _faster("mlp", (INLINE,), BARE, 6.0, "one process against the bare loop"),
+    _faster("lenet", (INLINE, CHANNELS_LAST), BARE, 1.0, "one process against the bare loop"),
+    _faster("lenet", (ACTORS,), BARE, 1.8, "two actors against the bare loop"),
     *(
-        Target(
-            f"`population`: {name}, a round beside the small population's",
-            1.1,
-            ("population", (name,)),
-            ("small-population", (name,)),
-            at_least=False,
-        )
-        for name in (INLINE.name, ACTORS.name)
+        _at_most(1.1, f"{c.name}, a round beside the small population's", c, "population", c, "small-population")
+        for c in (INLINE, ACTORS)
     ),
-    *(
-        Target(
-            f"`{job}`: start-up to the first round, Ray included, beside Flower's",
-            0.5,
-            (job, (ACTORS.name,)),
-            (job, (FLOWER.name,)),
-            value="startup",
-            at_least=False,
-        )
-        for job in ("cnn", "mlp", "lenet")
-    ),
-    Target(
-        "`evaluation`: one process beside the forward passes alone",
-        1.2,
-        ("evaluation", (INLINE.name,)),
-        ("evaluation", (BARE.name,)),
-        at_least=False,
-    ),
+    *(_at_most(0.5, _START, ACTORS, job, FLOWER, job, value="startup") for job in ("cnn", "mlp", "lenet")),
+    _at_most(1.2, "one process beside the forward passes alone", INLINE, "evaluation", BARE, "evaluation"),
 )
 
 IN_SHORT = {
@@ -253,10 +235,8 @@ def _targets(table: Mapping[str, Mapping[str, Summary]]) -> str:
     for target in TARGETS:
         ratio = target.measured(table)
         sign = "≥" if target.at_least else "≤"
-        said = (
-            ("—", "not measured") if ratio is None else (f"{ratio:.2f}x", "met" if target.is_met(ratio) else "not met")
-        )
-        lines.append(f"| {target.what} | {sign} {target.bound:g}x | {said[0]} | {said[1]} |")
+        said = (_times(ratio), "not measured" if ratio is None else "met" if target.is_met(ratio) else "not met")
+        lines.append(_cells(target.what, f"{sign} {target.bound:g}x", *said))
     lines += [_memory_target(table, INLINE.name, "in one process"), _memory_target(table, ACTORS.name, "on two actors")]
     return "\n".join(lines)
 
@@ -274,18 +254,12 @@ def _alike(table: Mapping[str, Mapping[str, Summary]]) -> str:
     for job, rows in table.items():
         ratios = [_ratio(rows.get(theirs.name), rows.get(ours.name)) for ours, theirs in ALIKE]
         if any(ratios):
-            cells = ["—" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-            compared.append(f"| `{job}` | " + " | ".join(cells) + " |")
+            compared.append(_cells(f"`{job}`", *map(_times, ratios)))
     if not compared:
         return ""
     head = ["", *(f"{theirs.name} / {ours.name}" for ours, theirs in ALIKE)]
-    lines = [
-        "With as many processes at work on both sides, their median beside raypfl's:",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|---" * len(head) + "|",
-    ]
-    return "\n".join([*lines, *compared])
+    title = "With as many processes at work on both sides, their median beside raypfl's:"
+    return "\n".join([title, "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *compared])
 
 
 def _ratio(above: Summary | None, below: Summary | None) -> float | None:
@@ -306,20 +280,22 @@ def _job(name: str, rows: Mapping[str, Summary]) -> str:
     notes = [f"- {left}: {why}." for left, why in JOBS[name].left_out.items()]
     notes += [f"- {contender}: chose {row.chosen}." for contender, row in rows.items() if row.chosen]
     for contender, row in rows.items():
-        ratio = _ratio(floor, row)
-        cells = [
-            contender,
-            _seconds(row.median),
-            _seconds(row.best),
-            "—" if ratio is None else f"{ratio:.2f}x",
-            "—" if row.startup is None else f"{row.startup:.1f}",
-            "—" if row.memory is None else _gib(row.memory),
-            f"{row.rounds} in {row.runs}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells(contender, row, floor))
         if row.problem:
             notes.append(f"- {contender}: {row.problem}")
     return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def cells(contender: str, row: Summary, floor: Summary | None = None) -> str:
+    """A contender's row in its job's table."""
+    startup = "—" if row.startup is None else f"{row.startup:.1f}"
+    memory = "—" if row.memory is None else _gib(row.memory)
+    seconds = (_seconds(row.median), _seconds(row.best), _times(_ratio(floor, row)))
+    return _cells(contender, *seconds, startup, memory, f"{row.rounds} in {row.runs}")
+
+
+def _times(ratio: float | None) -> str:
+    return "—" if ratio is None else f"{ratio:.2f}x"
 
 
 def _seconds(value: float | None) -> str:

@@ -30,7 +30,7 @@ from fluke.nets import EncoderGlobalHeadLocalNet, EncoderHeadNet
 from fluke.utils import ClientObserver, FederationObserver
 from torch import Tensor, nn
 
-from benchmarks.parity.order import Order, Scores, judged
+from benchmarks.parity.jobs import Order, Scores, judged
 from benchmarks.peers.order import Shards
 from benchmarks.peers.systems.fluke import federation, loader, training
 from raypfl.common import rng

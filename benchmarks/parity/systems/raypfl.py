@@ -12,8 +12,7 @@ import torch
 
 import raypfl
 from benchmarks.parity.data import SOURCE, digits
-from benchmarks.parity.jobs import BATCH, COHORT, EPOCHS, LR, ROUNDS, Job
-from benchmarks.parity.order import Scores
+from benchmarks.parity.jobs import BATCH, COHORT, EPOCHS, LR, ROUNDS, Job, Scores
 from raypfl.server.setup import make_task
 
 

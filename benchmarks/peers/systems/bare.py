@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.local import fit
-from benchmarks.peers.order import Order, Shards, Stamps, network
+from benchmarks.peers.order import Order, Shards, Stamps, fit, network
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 SAMPLED = 20

@@ -17,8 +17,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from torch import nn
 
-from benchmarks.peers.local import fit
-from benchmarks.peers.order import Order, Shards, Stamps, network
+from benchmarks.peers.order import Order, Shards, Stamps, fit, network
 
 ENDLESS = 1_000_000
 

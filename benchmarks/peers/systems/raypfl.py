@@ -31,14 +31,8 @@ class TimedFedAvg(FedAvg):
         Stamps(self.report).add()
 
 
-class TimedDitto(Ditto):
-    """Ditto that reports the end of every round."""
-
-    report: str = ""
-
-    def round(self, server: dict[str, Any], cohort: Any) -> None:
-        super().round(server, cohort)
-        Stamps(self.report).add()
+class TimedDitto(TimedFedAvg, Ditto):
+    """Ditto that does."""
 
 
 class Kept(Method):
