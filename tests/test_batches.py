@@ -45,6 +45,22 @@ def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(
             assert len(epoch[-1]) == size - batch_size * (per_epoch - 1)
 
 
+@given(
+    sizes=SIZES,
+    batch_size=st.integers(1, 12),
+    work=st.sampled_from([{"epochs": 1}, {"epochs": 3}, {"steps": 1}, {"steps": 7}]),
+    data=st.data(),
+)
+def test_a_clients_batches_are_the_same_in_every_group(sizes, batch_size, work, data):
+    keys = keys_for(len(sizes))
+    group = data.draw(st.permutations(range(len(sizes)))), data.draw(st.integers(1, len(sizes)))
+    members = np.array(group[0][: group[1]])
+    together = order(keys, np.array(sizes), batch_size, **work)
+    apart = order(keys[members], np.array(sizes)[members], batch_size, **work)
+    for k, client in enumerate(members):
+        assert visited(apart, k) == visited(together, int(client))
+
+
 def by_hand(key: np.uint64, size: int, batch_size: int, epochs: int) -> list[list[int]]:
     """The batches of one client, of which nothing else is known."""
     batches = []
