@@ -61,7 +61,7 @@ class Sleeper(FedAvg):
 
     def round(self, server: dict[str, Any], cohort: Any) -> None:
         times = cohort.run(self.sleep)["times"]
-        server["slept"] = [*server["slept"], cohort.seconds]
+        server["slept"] = [*server["slept"], float((times[:, 1] - times[:, 0]).sum())]
         server["at_once"] = [*server["at_once"], at_once(times)]
 
     def sleep(self, clients: Any) -> dict[str, Each]:

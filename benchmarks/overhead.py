@@ -60,20 +60,22 @@ FASTER = {"inline, channels last": CHANNELS_LAST, "inline, channels last, bf16":
 
 
 class Timed(FedAvg):
-    """FedAvg that records the seconds that the groups of each round worked, all together."""
+    """FedAvg whose clients log their share of the seconds that their group worked."""
 
-    def start(self, task: raypfl.Task) -> dict[str, Any]:
-        return super().start(task) | {"worked": []}
+    def train(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
+        begun = time.perf_counter()
+        reply = self.work(clients, theta)
+        clients.log(worked=torch.full((len(clients),), (time.perf_counter() - begun) / len(clients)))
+        return reply
 
-    def round(self, server: dict[str, Any], cohort: Any) -> None:
-        super().round(server, cohort)
-        server["worked"] = [*server["worked"], cohort.seconds]
+    def work(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
+        return super().train(clients, theta)
 
 
 class Echo(Timed):
     """A round without training: clients return the model that they get."""
 
-    def train(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
+    def work(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
         return {"theta": Mean(theta.expand(len(clients), -1))}
 
 
@@ -82,9 +84,11 @@ class Nothing(Timed):
 
     def round(self, server: dict[str, Any], cohort: Any) -> None:
         cohort.run(self.answer)
-        server["worked"] = [*server["worked"], cohort.seconds]
 
     def answer(self, clients: Any) -> dict[str, Mean]:
+        return self.train(clients, clients.initial)
+
+    def work(self, clients: Any, theta: Tensor) -> dict[str, Mean]:
         return {"one": Mean(torch.ones(len(clients)))}
 
 
@@ -217,7 +221,9 @@ def engine(plan: Plan) -> dict[str, float]:
 def run(described: raypfl.Experiment, *listeners: Any) -> tuple[list[float], list[float]]:
     """Seconds of each round, and seconds that its groups worked."""
     result = raypfl.run(described, listeners=listeners)
-    return result.rounds["seconds"].to_pylist(), result.server_state()["worked"]
+    shares = [row["value"] for row in result.logged.to_pylist() if row["name"] == "worked"]
+    clients = result.rounds["clients"].to_pylist()
+    return result.rounds["seconds"].to_pylist(), [a * b for a, b in zip(shares, clients, strict=True)]
 
 
 def show(job: str, times: dict[str, Times]) -> None:

@@ -148,6 +148,6 @@ def test_a_process_that_is_killed_is_followed_by_how_to_go_on(end: str, said: li
 
 def test_a_run_cannot_be_made_shorter_than_it_is(tmp_path: Path):
     done = raypfl.run(experiment(tmp_path, rounds=3))
-    with pytest.raises(ConfigError, match=r"rounds is 2, but the run in .* has done 3 already"):
+    with pytest.raises(ConfigError, match=r"rounds is 2, but the run in .* has already done 3"):
         raypfl.resume(done.run_dir, overrides=["rounds=2"])
     assert raypfl.resume(done.run_dir).weights_hash == done.weights_hash  # its description is as it was
