@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from raypfl.tracking.listener import MLflowListener as MLflowListener
     from raypfl.tracking.models import trained_models as trained_models
     from raypfl.training import augmentation as augmentation
+    from raypfl.tuning.outcome import tune as tune
 
 _HOMES = {
     "Batch": "raypfl.objectives.batch",
@@ -59,6 +60,7 @@ _HOMES = {
     "run": "raypfl.runs",
     "session": "raypfl.runs",
     "trained_models": "raypfl.tracking.models",
+    "tune": "raypfl.tuning.outcome",
 }
 
 _MODULES = {

@@ -7,6 +7,7 @@ actors were requested, so that all processes import torch at the same time.
 from __future__ import annotations
 
 import gc
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from raypfl.backends.processes import importing
 
 if TYPE_CHECKING:
     from raypfl.server.events import Event, RunFinished
+
+LOCKSTEP_POLL = 0.02
+"""Seconds between looks at whether the driver has passed an event on."""
 
 START_UP = 20.0
 """Seconds that a run waits for all of its client actors before it begins with those that are ready."""
@@ -86,14 +90,25 @@ class ServerActor:
             "ray": ray.__version__,
         }
         backend.wait_for_actors(START_UP)
+        emit = self._in_lockstep if job.lockstep else self._stream.events.append
         try:
-            return Server(job, task, pools, backend, self._stream.events.append, metadata).run()
+            return Server(job, task, pools, backend, emit, metadata).run()
         finally:
             self._actors = backend.actors
             gc.collect()  # a server is full of cycles, and keeps clients' states in the object store until it is freed
 
     def _start_actors(self) -> None:
         self._actors += [self._remote.remote() for _ in range(self._count - len(self._actors))]
+
+    def _in_lockstep(self, event: Event) -> None:
+        """Keep an event and, if it is of a checkpoint, wait until the driver has passed it on, or stops the run."""
+        from raypfl.server.events import Checkpointed
+
+        stream = self._stream
+        stream.events.append(event)
+        wanted = stream.first + len(stream.events)
+        while isinstance(event, Checkpointed) and stream.first < wanted and self._stopping != stream.run:
+            time.sleep(LOCKSTEP_POLL)
 
     def _warn(self, text: str) -> None:
         from raypfl.server.events import Warned

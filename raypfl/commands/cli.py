@@ -185,6 +185,22 @@ def study(
 
 
 @app.command()
+def tune(
+    source: Annotated[str, typer.Argument(metavar="FILE", help="A sweep's YAML file.", show_default=False)],
+    changes: Changes = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Search settings of an experiment with Ray Tune, as a sweep's YAML file says.
+
+    A sweep that was interrupted continues. KEY=VALUE changes the sweep (trials=20) or its experiment (rounds=10).
+    """
+    from raypfl.commands import tune as command
+
+    command.carry_out(source, changes or [], quiet, as_json)
+
+
+@app.command()
 def track(
     folders: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or comparisons.", show_default=False)

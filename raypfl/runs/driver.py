@@ -18,7 +18,7 @@ from raypfl.backends.cluster import client_actors, connected, for_client, for_se
 from raypfl.backends.inline import Inline
 from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
-from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Unwritable, did_you_mean
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Stopped, Unwritable, did_you_mean
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
@@ -63,13 +63,21 @@ STOPPING = "Stopping: the rounds that are done are being saved. Ctrl-C again sto
 JUDGED = ("global_model", "personal_model", "unseen_model")
 
 
-def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: str | Path | None = None) -> Result:
+def run(
+    experiment: Experiment,
+    *,
+    listeners: Sequence[Listener] = (),
+    run_dir: str | Path | None = None,
+    lockstep: bool = False,
+) -> Result:
     """Run an experiment.
 
     Parameters
     ----------
-    listeners : called with every event (:mod:`raypfl.server.events`), in order, in this process.
+    listeners : called with every event (:mod:`raypfl.server.events`), in order, in this process. One that raises
+        :class:`raypfl.common.errors.Stopped` at a `Checkpointed` event stops the run.
     run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
+    lockstep : after a checkpoint, the server waits until all listeners have returned.
 
     Returns
     -------
@@ -92,13 +100,19 @@ def run(experiment: Experiment, *, listeners: Sequence[Listener] = (), run_dir: 
         )
     write_description(folder, experiment)
     try:
-        return _run(experiment, folder, listeners)
+        return _run(experiment, folder, listeners, lockstep)
     except ConfigError:
         forget_unbegun(folder)
         raise
 
 
-def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides: Sequence[str] = ()) -> Result:
+def resume(
+    run_dir: str | Path,
+    *,
+    listeners: Sequence[Listener] = (),
+    overrides: Sequence[str] = (),
+    lockstep: bool = False,
+) -> Result:
     """Continue a run that was stopped, failed or was killed, to the same bits as an uninterrupted one.
 
     Parameters
@@ -109,7 +123,7 @@ def resume(run_dir: str | Path, *, listeners: Sequence[Listener] = (), overrides
     folder = Path(run_dir).resolve()
     experiment = description(folder).override(overrides)
     refuse_shorter(folder, experiment)
-    return _run(experiment, folder, listeners)
+    return _run(experiment, folder, listeners, lockstep)
 
 
 def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
@@ -234,7 +248,7 @@ def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
         )
 
 
-def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Result:
+def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lockstep: bool) -> Result:
     telling = _Audience([partial(_write_beginning, folder), *listeners])
     stop = StopRequest()
     with contextlib.ExitStack() as stack:
@@ -243,7 +257,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) ->
         with stop.interruptible():
             telling(Progress("preparing data"))
             data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-            job = _job(experiment, folder, data, telling)
+            job = _job(experiment, folder, data, lockstep, telling)
             stack.enter_context(held(job.checkpoints, job.attempt, lambda text: telling(Progress(text))))
         backend = _inline if experiment.engine.backend == "inline" else _on_ray
         with backend(job, data, telling, stop) as finished:
@@ -272,7 +286,7 @@ def _write_beginning(folder: Path, event: Event) -> None:
         write(folder / METADATA, json.dumps(event.metadata, indent=1))
 
 
-def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener) -> Job:
+def _job(experiment: Experiment, folder: Path, data: ClientData, lockstep: bool, emit: Listener) -> Job:
     """The server's job. It says what the settings left open, so that a resume does the same."""
     engine, training = experiment.engine, experiment.training
     _fitting_model(experiment, data)
@@ -285,7 +299,7 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, emit: Listener)
         layout = str(chosen.channels_last).lower()
         experiment = experiment.override([f"engine.executor={chosen.executor}", f"training.channels_last={layout}"])
     weights, attempt = digest(experiment.model.weights), uuid.uuid4().hex
-    return Job(folder.name, str(folder), experiment, why, data.fingerprint, weights, attempt)
+    return Job(folder.name, str(folder), experiment, why, data.fingerprint, weights, attempt, lockstep)
 
 
 def device_for(gpus: float) -> torch.device:
@@ -337,7 +351,7 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
 
 
 def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, float]) -> Any:
-    """A server actor, on this node if it has room, since the run's folder is here.
+    """A server actor, on this node if it has room, since the run's folder is here; or in this placement group.
 
     Parameters
     ----------
@@ -345,12 +359,13 @@ def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, 
     """
     from raypfl.backends.server_actor import ServerActor
 
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=True
-    )
+    options: dict[str, Any] = {**own, "max_restarts": 3, "max_task_retries": 3}
+    if ray.util.get_current_placement_group() is None:
+        options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True
+        )
     remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
-    placed = remote.options(**own, max_restarts=3, max_task_retries=3, scheduling_strategy=here)
-    return placed.remote(actors, each)
+    return remote.options(**options).remote(actors, each)
 
 
 def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:
@@ -375,7 +390,10 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
                 stream, received = now, 0
             received += len(events)
             for event in events:
-                emit(event)
+                try:
+                    emit(event)
+                except Stopped:
+                    stop.made = True
     try:
         return ray.get(finished)
     except ray.exceptions.RayTaskError as error:

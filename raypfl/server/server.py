@@ -67,6 +67,7 @@ class Job:
     why : the reason for the choice of executor.
     fingerprint, weights : of the data and partition, and of the file of initial weights, if there is one.
     attempt : a name for this try at the run, which its lease on the checkpoints has.
+    lockstep : whether the server waits after a checkpoint until all listeners have returned.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Job:
     fingerprint: str
     weights: str
     attempt: str
+    lockstep: bool = False
 
     @property
     def checkpoints(self) -> str:

@@ -195,6 +195,28 @@ def history(location: str) -> list[tuple[int, dict[str, Any]]]:
     return sorted(kept.items())
 
 
+def adopt(source: str, round: int, location: str) -> None:
+    """Replace all checkpoints of a location by a copy of another location's newest one of a round.
+
+    Raises
+    ------
+    CheckpointError : if there is none.
+    """
+    theirs, there = resolve(source)
+    ours, here = resolve(location)
+    names = [name for name in _list(theirs, there) if name.endswith(f"-round-{round}")]
+    complete = [name for name in names if _is_complete(theirs, f"{there}/{name}")]
+    if not complete:
+        raise CheckpointError(f"{source} has no checkpoint of round {round}.")
+    newest = max(complete)
+    if ours.get_file_info(here).type != pafs.FileType.NotFound:
+        ours.delete_dir_contents(here)
+    ours.create_dir(f"{here}/{TABLES}")
+    ours.create_dir(f"{here}/{newest}")
+    for name in (newest, *_manifest(theirs, f"{there}/{newest}")["shared"]):
+        pafs.copy_files(f"{there}/{name}", f"{here}/{name}", theirs, ours)
+
+
 def reached(location: str) -> int:
     """Rounds done at the newest checkpoint; 0 if there is none.
 

@@ -1,0 +1,1 @@
+"""Hyperparameter search: sweeps over any setting, by Ray Tune."""

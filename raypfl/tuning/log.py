@@ -1,0 +1,48 @@
+"""A callback of Ray Tune that keeps what is known of a sweep's trials. It imports Ray, so it is imported late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import tune
+
+from raypfl.tuning.trial import Show, Trial, number_of
+
+
+class TrialLog(tune.Callback):
+    """Shows all trials whenever one has changed."""
+
+    def __init__(self, metrics: list[str], show: Show):
+        self.trials: dict[int, Trial] = {}
+        self._metrics = metrics
+        self._show = show
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "trials": self.trials,
+            "_metrics": self._metrics,
+        }  # Tune pickles its callbacks; a terminal cannot be pickled
+
+    def _known(self, trial: Any) -> Trial:
+        number = number_of(trial.trial_id)
+        return self.trials.setdefault(number, Trial(number, dict(trial.config)))
+
+    def _changed(self, trial: Any, status: str) -> None:
+        known = self._known(trial)
+        known.status, known.drawn = status, dict(trial.config)
+        self._show([self.trials[number] for number in sorted(self.trials)])
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._changed(trial, "running")
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+        known = self._known(trial)
+        known.round = int(result["round"])
+        known.values = {name: result[name] for name in self._metrics}
+        self._changed(trial, "running")
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._changed(trial, "finished")
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._changed(trial, "failed")

@@ -1,0 +1,289 @@
+"""A sweep on Ray Tune: its searcher, scheduler, resources, and trials."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raypfl.backends.cluster import connected, for_client, for_server, in_one_process
+from raypfl.common.errors import ConfigError
+from raypfl.common.files import write
+from raypfl.config import Experiment
+from raypfl.config.settings import RaySettings
+from raypfl.config.yaml_text import write as as_yaml
+from raypfl.data import load_federated
+from raypfl.evaluation import Measures
+from raypfl.runs.driver import make_room
+from raypfl.server.events import Event
+from raypfl.server.setup import make_measures
+from raypfl.tuning.spaces import Space
+from raypfl.tuning.sweep import Sweep, Target
+from raypfl.tuning.trial import Order, Show, Trial, metric_names, number_of, run_trial
+
+SWEEP = "sweep.yaml"
+TUNE = "tune"
+"""The folder in a sweep's folder that is Ray Tune's. It holds pickles, so only a folder that is trusted is resumed."""
+
+POLL = 0.2
+"""Seconds between looks at the events of running trials."""
+
+
+Hear = Callable[[int, int, Event], None]
+
+
+def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
+    """The experiment of a first configuration, and the direction of each metric, if all of it fits together.
+
+    Raises
+    ------
+    ConfigError : if some value of a space is no value of its setting, or the data do not have what is asked for.
+    """
+    from raypfl import runs
+
+    lowest = {space.name: space.values[0] if space.is_range else 0 for space in sweep.spaces}
+    first = sweep.configured(lowest)
+    runs.check([first])
+    for space in sweep.spaces:
+        positions = space.values if space.is_range else range(len(space.values))
+        if not space.owner:
+            for value in positions:
+                sweep.configured({**lowest, space.name: value})
+    data = load_federated(first.data, first.partition, seed=first.seed)
+    first = first.replace(objective=make_measures(first, data).objective)
+    return first, [_direction(target, first.measures) for target in sweep.metric]
+
+
+def _direction(target: Target, measures: Measures) -> str:
+    """``max`` or ``min``."""
+    value = target.value or measures.primary.name
+    if value not in measures.aggregates:
+        known = ", ".join(measures.aggregates)
+        raise ConfigError(f"metric.value is {value!r}, which this experiment does not have; it has {known}.")
+    if target.mode != "auto":
+        return target.mode
+    return "min" if measures.lower_is_better(value) else "max"
+
+
+def search(sweep: Sweep, folder: Path, hear: Hear, show: Show) -> list[Trial]:
+    """Run what is left of a sweep: all trials to their ends, except for those that are stopped or fail.
+
+    Parameters
+    ----------
+    folder : of the sweep. A sweep that is in it already goes on.
+    hear : is called with a trial's number, a seed's number and every event of that run.
+    show : is called with all trials that there are, whenever one has changed.
+    """
+    first, modes = check(sweep)
+    _keep_description(sweep, folder)
+    with connected(first.ray) as ray, _events(ray, hear) as events:
+        from ray import tune
+
+        from raypfl.tuning.log import TrialLog
+
+        make_room(ray)
+        order = Order(sweep, folder, os.getcwd(), events)
+        log = TrialLog(metric_names(sweep), show)
+        trainable = tune.with_resources(
+            tune.with_parameters(run_trial, order=order), tune.PlacementGroupFactory(bundles(first.ray))
+        )
+        space = {one.name: _domain(tune, one) for one in sweep.spaces}
+        path = str(folder / TUNE)
+        with _quiet_tune():
+            tuner: Any
+            if tune.Tuner.can_restore(path):
+                tuner = tune.Tuner.restore(
+                    path, trainable, resume_unfinished=True, resume_errored=True, param_space=space
+                )
+                tuner._local_tuner._run_config.callbacks = [log]
+            else:
+                tuner = tune.Tuner(
+                    trainable,
+                    param_space=space,
+                    tune_config=_tune_config(tune, sweep, first, modes),
+                    run_config=tune.RunConfig(
+                        name=TUNE,
+                        storage_path=str(folder),
+                        failure_config=tune.FailureConfig(max_failures=1),
+                        callbacks=[log],
+                        verbose=0,
+                    ),
+                )
+            return _trials(tuner.fit(), sweep)
+
+
+def bundles(settings: RaySettings) -> list[dict[str, float]]:
+    """What a trial reserves: one process for all of it or, with ``ray.actors``, a bundle for each of its actors."""
+    if settings.actors is None:
+        return [_bundle(for_client(in_one_process(settings)))]
+    server = _bundle(for_server(settings))
+    return [{"CPU": 0.0}, *([server] if server else []), *[_bundle(for_client(settings))] * settings.actors]
+
+
+def _bundle(options: dict[str, float]) -> dict[str, float]:
+    named = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    return {name: count for name, count in named.items() if count}
+
+
+def _keep_description(sweep: Sweep, folder: Path) -> None:
+    text = as_yaml(sweep.model_dump(mode="json"))
+    file = folder / SWEEP
+    if file.exists() and file.read_text() != text:
+        raise ConfigError(
+            f"{folder} holds another sweep of the name {sweep.name!r}: its {SWEEP} differs from what is asked for now. "
+            "Choose another name, or delete that folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write(file, text)
+
+
+def _domain(tune: Any, space: Space) -> Any:
+    if space.kind == "grid":
+        return tune.grid_search(list(range(len(space.values))))
+    if space.kind == "choice":
+        return tune.choice(list(range(len(space.values))))
+    return getattr(tune, space.kind)(*space.values)
+
+
+def _tune_config(tune: Any, sweep: Sweep, first: Experiment, modes: list[str]) -> Any:
+    names = metric_names(sweep)
+    seed = sweep.searcher.seed
+    goal = {"metric": names[0], "mode": modes[0]}
+    if sweep.searcher.name == "optuna":
+        from ray.tune.search.optuna import OptunaSearch
+
+        several = len(names) > 1
+        searcher: Any = OptunaSearch(metric=names, mode=modes, seed=seed) if several else OptunaSearch(seed=seed)
+        goal = {} if several else goal
+    else:
+        from ray.tune.search.basic_variant import BasicVariantGenerator
+
+        searcher = BasicVariantGenerator(random_state=seed, max_concurrent=sweep.concurrent or 0)
+    return tune.TuneConfig(
+        **goal,
+        num_samples=sweep.trials,
+        search_alg=searcher,
+        scheduler=_scheduler(tune, sweep, first),
+        max_concurrent_trials=None if sweep.searcher.name == "random" else sweep.concurrent or _room(first),
+        reuse_actors=True,
+    )
+
+
+def _room(first: Experiment) -> int:
+    """Trials that the cluster has room for, at least one."""
+    import ray
+
+    wanted: dict[str, float] = {}
+    for bundle in bundles(first.ray):
+        for name, count in bundle.items():
+            wanted[name] = wanted.get(name, 0.0) + count
+    total = ray.cluster_resources()
+    return max(1, int(min((total.get(name, 0.0) / count for name, count in wanted.items() if count), default=1)))
+
+
+def _scheduler(tune: Any, sweep: Sweep, first: Experiment) -> Any:
+    from ray.tune import schedulers
+
+    chosen = sweep.scheduler
+    if chosen.name == "asha":
+        return schedulers.ASHAScheduler(
+            time_attr="round", max_t=first.rounds, grace_period=chosen.grace, reduction_factor=chosen.factor
+        )
+    if chosen.name == "median":
+        return schedulers.MedianStoppingRule(time_attr="round", grace_period=chosen.grace)
+    every = chosen.interval or first.evaluation.every
+    if chosen.name == "pbt":
+        return schedulers.PopulationBasedTraining(
+            time_attr="round",
+            perturbation_interval=every,
+            hyperparam_mutations={
+                one.name: _domain(tune, one) if one.is_range else list(range(len(one.values))) for one in sweep.spaces
+            },
+            custom_explore_fn=partial(_inside, sweep.spaces),
+        )
+    if chosen.name == "pb2":
+        from ray.tune.schedulers.pb2 import PB2
+
+        limits: dict[str, Any] = {one.name: list(one.values) for one in sweep.spaces}
+        return PB2(time_attr="round", perturbation_interval=every, hyperparam_bounds=limits)
+    return None
+
+
+def _inside(spaces: Sequence[Space], config: dict[str, Any]) -> dict[str, Any]:
+    """A changed configuration within the bounds of its ranges."""
+    ranges = {space.name: space.values for space in spaces if space.is_range}
+    return {
+        name: min(max(value, ranges[name][0]), ranges[name][1]) if name in ranges else value
+        for name, value in config.items()
+    }
+
+
+@contextlib.contextmanager
+def _events(ray: Any, hear: Hear) -> Iterator[Any]:
+    """A queue from which the events of all trials are passed on, in a thread of its own."""
+    from ray.util.queue import Queue
+
+    events, over = Queue(actor_options={"num_cpus": 0}), threading.Event()
+
+    def pass_on() -> None:
+        while not over.wait(POLL) or events.size():
+            for trial, seed, event in events.get_nowait_batch(events.size()):
+                hear(trial, seed, ray.cloudpickle.loads(event))
+
+    thread = threading.Thread(target=pass_on, name="raypfl-sweep", daemon=True)
+    thread.start()
+    try:
+        yield events
+    finally:
+        over.set()
+        thread.join(timeout=60)
+        events.shutdown(force=True)
+
+
+@contextlib.contextmanager
+def _quiet_tune() -> Iterator[None]:
+    """Within: Tune writes no logs of its own, and leaves the working directory as it is."""
+    wanted = {
+        "RAY_AIR_NEW_OUTPUT": "0",
+        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+        "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        "TUNE_WARN_THRESHOLD_S": "3600",
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _trials(results: Any, sweep: Sweep) -> list[Trial]:
+    """All trials, in order, with what Tune says of their ends; one without an end was interrupted."""
+    found = []
+    for result in results._experiment_analysis.trials:
+        number = number_of(result.trial_id)
+        last = result.last_result or {}
+        values = {name: last[name] for name in metric_names(sweep) if name in last}
+        trial = Trial(number, dict(result.config), round=int(last.get("round", 0)), values=values)
+        rounds = sweep.configured(trial.drawn).rounds
+        if result.status == "ERROR":
+            trial.status, trial.error = "failed", _sentence(result)
+        elif result.status == "TERMINATED":
+            trial.status = "finished" if trial.round >= rounds else "stopped"
+        else:
+            trial.status = "waiting"
+        found.append(trial)
+    return sorted(found, key=lambda one: one.number)
+
+
+def _sentence(result: Any) -> str:
+    """Why a trial failed, without the traceback."""
+    file = result.error_file
+    lines = Path(file).read_text().strip().splitlines() if file and Path(file).exists() else []
+    return lines[-1].rpartition("Error: ")[2] if lines else "its process died"

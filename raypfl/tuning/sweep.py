@@ -1,0 +1,223 @@
+"""A sweep's description: which settings are searched, by what, for which metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.config import Experiment, experiments
+from raypfl.config.assignments import assign, parse_assignments
+from raypfl.config.validation import listed, sentences
+from raypfl.config.yaml_text import read
+from raypfl.recipes import RECIPES
+from raypfl.tuning.spaces import Space, chosen, spaces_of
+
+WITHOUT_TEST_DATA = ("val", "train")
+"""Protocols that look at no test data."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Target(_Part):
+    """What is optimised.
+
+    Attributes
+    ----------
+    protocol, model : which rows of an evaluation; without a model, the personal ones where the method makes them.
+    value : which of their aggregates: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the primary one; None:
+        the primary metric.
+    mode : whether more (``max``) or less (``min``) of it is better; ``auto``: as the metric has it.
+    """
+
+    protocol: str = "val"
+    model: Literal["personal", "global"] | None = None
+    value: str | None = None
+    mode: Literal["auto", "max", "min"] = "auto"
+
+
+class Searcher(_Part):
+    """What proposes configurations: ``random`` draws (and goes through grids), or ``optuna``'s sampler."""
+
+    name: Literal["random", "optuna"] = "random"
+    seed: int = 0
+
+
+class Scheduler(_Part):
+    """What ends or changes trials before their last round; numbers are rounds.
+
+    Attributes
+    ----------
+    name : ``none``; ``asha``, which stops trials that are behind; ``median``, which stops those below the median;
+        ``pbt`` and ``pb2``, in which trials that are behind go on from better ones with changed settings.
+    grace : rounds that every trial gets. factor : of ASHA: one in so many trials goes on at each rung.
+    interval : of PBT and PB2: rounds between changes; None: those between evaluations.
+    """
+
+    name: Literal["none", "asha", "median", "pbt", "pb2"] = "none"
+    grace: int = Field(default=1, ge=1)
+    factor: float = Field(default=3, gt=1)
+    interval: int | None = Field(default=None, ge=1)
+
+    @property
+    def copies(self) -> bool:
+        """Whether trials go on from checkpoints of others."""
+        return self.name in ("pbt", "pb2")
+
+
+class Sweep(_Part):
+    """A search over settings of an experiment.
+
+    Attributes
+    ----------
+    name : of its folder.
+    source : where the search space is from, such as a paper's section.
+    recipe : the experiment's recipe or file; empty: `experiment` is all of it.
+    experiment : what is changed in it, as in an experiment's file.
+    search : setting -> space (:func:`raypfl.tuning.spaces.spaces_of`).
+    metric : what is optimised; a list of several needs ``searcher: optuna`` and no scheduler.
+    trials : configurations that are drawn; grids are tried so many times.
+    seeds : runs of each configuration, from ``seed`` on; their mean counts. Several need ``scheduler: none``.
+    concurrent : trials at a time at most; None: as many as there is room for.
+    test_data : whether the metric may look at test data.
+    """
+
+    name: str
+    source: str = ""
+    recipe: str = ""
+    experiment: dict[str, Any] = Field(default_factory=dict)
+    search: dict[str, Any] = Field(min_length=1)
+    metric: tuple[Target, ...] = (Target(),)
+    searcher: Searcher = Searcher()
+    scheduler: Scheduler = Scheduler()
+    trials: int = Field(default=10, ge=1)
+    seeds: int = Field(default=1, ge=1)
+    concurrent: int | None = Field(default=None, ge=1)
+    test_data: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, values: Any) -> Any:
+        """``searcher: optuna``, ``scheduler: asha`` and a single metric."""
+        values = dict(values)
+        for key in ("searcher", "scheduler"):
+            if isinstance(values.get(key), str):
+                values[key] = {"name": values[key]}
+        if isinstance(values.get("metric"), Mapping):
+            values["metric"] = (values["metric"],)
+        return values
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        kinds = {space.kind for space in self.spaces}
+        several, name = len(self.metric) > 1, self.scheduler.name
+        looking = [one.protocol for one in self.metric if one.protocol not in WITHOUT_TEST_DATA]
+        lines = [
+            "metric has several objectives, which need searcher: optuna and scheduler: none."
+            if several and (self.searcher.name != "optuna" or name != "none")
+            else "",
+            "search has a grid, which searcher: optuna does not go through; use choice, or searcher: random."
+            if "grid" in kinds and self.searcher.name == "optuna"
+            else "",
+            f"scheduler is {name}, which needs each trial to be one run, but seeds is {self.seeds}."
+            if self.seeds > 1 and name != "none"
+            else "",
+            f"scheduler is {name}, which proposes configurations itself; use searcher: random."
+            if self.scheduler.copies and self.searcher.name != "random"
+            else "",
+            "scheduler is pb2, which changes numbers only; let every space of search be a uniform one."
+            if name == "pb2" and kinds != {"uniform"}
+            else "",
+            f"metric is on {looking[0]!r}, which looks at test data; choose protocol: val, or say test_data: true."
+            if looking and not self.test_data
+            else "",
+        ]
+        if mistakes := [line for line in lines if line]:
+            raise ConfigError(listed(mistakes, f"The sweep {self.name!r}"))
+        return self
+
+    @property
+    def spaces(self) -> list[Space]:
+        """Of its search."""
+        return spaces_of(self.search)
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of the sweep is: a folder of its name in the experiment's ``output``."""
+        return Path(self._base()["output"]).absolute() / self.name
+
+    def configured(self, drawn: Mapping[str, Any], seed: int = 0) -> Experiment:
+        """The experiment of one configuration; `seed` counts the runs of a configuration."""
+        base = self._base()
+        for key, value in chosen(self.spaces, drawn).items():
+            assign(base, key.split("."), value)
+        made = Experiment(**base)
+        return made.replace(seed=made.seed + seed, name=self.name)
+
+    def _base(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if self.recipe:
+            is_file = self.recipe.endswith((".yaml", ".yml"))
+            values = read(Path(self.recipe) if is_file else RECIPES.text(self.recipe))
+        if "method" in self.experiment or "method" in self.search:
+            values.pop("methods", None)
+        for key, value in self.experiment.items():
+            assign(values, key.split("."), _over(values.get(key), value) if isinstance(value, Mapping) else value)
+        made = experiments(values)
+        if len(made) != 1:
+            raise ConfigError(
+                f"The sweep {self.name!r} is over a comparison of {len(made)} runs; give one method in experiment, "
+                "or a choice of methods in search."
+            )
+        (one,) = made
+        wanted = dict.fromkeys([*one.evaluation.protocols, *(target.protocol for target in self.metric)])
+        every = one.evaluation.every or one.rounds
+        if self.scheduler.copies:
+            every = self.scheduler.interval or every
+        changes = [
+            f"evaluation.protocols=[{','.join(wanted)}]",
+            f"evaluation.every={every}",
+            f"checkpoint.every={every}",
+        ]
+        return one.override(changes).to_dict()
+
+
+def _over(before: Any, change: Mapping[str, Any]) -> dict[str, Any]:
+    """A section changed in the keys that are given, or replaced if it has a name."""
+    if "name" in change or not isinstance(before, Mapping | str):
+        return dict(change)
+    return {**({"name": before} if isinstance(before, str) else before), **change}
+
+
+def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> Sweep:
+    """The sweep of a file ending in ``.yaml`` or of a mapping.
+
+    Parameters
+    ----------
+    assignments : ``dotted.key=value``: of the sweep itself (``trials=20``, ``scheduler.grace=4``), else of its
+        experiment (``rounds=10``).
+
+    Raises
+    ------
+    ConfigError : for everything that is wrong with it, and with the experiment as it is without the search.
+    """
+    values = dict(source) if isinstance(source, Mapping) else {"name": Path(source).stem, **read(Path(source))}
+    own = set(Sweep.model_fields) - {"experiment"}
+    for path, value in parse_assignments(assignments):
+        if path[0] in own:
+            assign(values, path, value)
+        else:
+            values["experiment"] = {**values.get("experiment", {}), ".".join(path): value}
+    try:
+        return Sweep(**values)
+    except ValidationError as error:
+        raise ConfigError(listed(sentences(error, _unknown), f"The sweep {values.get('name', '')!r}")) from None
+
+
+def _unknown(path: tuple[int | str, ...]) -> str:
+    return f"is no setting of a sweep; {did_you_mean(str(path[-1]), list(Sweep.model_fields))}"

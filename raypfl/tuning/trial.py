@@ -1,0 +1,249 @@
+"""One trial: a configuration's run, in the process that Ray Tune gives it.
+
+What a trial reports carries no copy of its checkpoint but says where that is: a trial keeps its checkpoints in its own
+folder, all of them where others may go on from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypfl.common.errors import ConfigError, Stopped
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
+    from raypfl.server.events import Event
+    from raypfl.tuning.sweep import Sweep
+
+WHERE = "where.json"
+"""The file in a reported checkpoint: the folder of a run, and the round."""
+
+STOP_SECONDS = 120
+"""Seconds that Tune waits for a stopped trial to save its state, before it starts another process."""
+
+
+@dataclass
+class Trial:
+    """What is known of a trial.
+
+    Attributes
+    ----------
+    status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler) or ``failed``.
+    drawn : its configuration, as :func:`raypfl.tuning.spaces.chosen` takes it.
+    round : of its last report. values : name of each metric -> value in it.
+    error : a sentence, if it failed.
+    """
+
+    number: int
+    drawn: dict[str, Any]
+    status: str = "waiting"
+    round: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+Show = Callable[[Sequence[Trial]], None]
+"""Takes all trials that there are, whenever one has changed."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all trials of a sweep share.
+
+    Attributes
+    ----------
+    sweep : its description. folder : of the sweep. home : working directory, to which paths and modules are relative.
+    lower_is_better : of each metric, by its place.
+    events : a Ray queue for ``(trial, seed, pickled event)``.
+    """
+
+    sweep: Sweep
+    folder: Path
+    home: str
+    events: Any
+
+
+def finished_runs(sweep: Sweep, folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """The trial, the number of the seed and the folder of each run that is finished."""
+    from raypfl.runs.result import is_finished
+
+    for one in sorted((folder / "trials").glob("*")):
+        for seed in range(sweep.seeds):
+            run = run_folder(sweep, folder, int(one.name), seed)
+            if is_finished(run):
+                yield int(one.name), seed, run
+
+
+def run_folder(sweep: Sweep, folder: Path, trial: int, seed: int) -> Path:
+    """The folder of one run of a trial."""
+    inside = "" if sweep.seeds == 1 else f"seed-{seed}"
+    return folder / "trials" / f"{trial:05d}" / inside
+
+
+def number_of(trial_id: str) -> int:
+    """The number of a trial, from 0, in its id at Ray Tune."""
+    return int(trial_id.rpartition("_")[2])
+
+
+def run_trial(config: Mapping[str, Any], order: Order) -> None:
+    """Run a configuration to its end, or until Tune stops it; goes on from a checkpoint that Tune gives."""
+    from ray import tune
+
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(STOP_SECONDS)
+    with contextlib.suppress(OSError):
+        os.chdir(order.home)
+    trial = number_of(tune.get_context().get_trial_id())
+    finals = []
+    for seed in range(order.sweep.seeds):
+        run = _Run(order, trial, seed, order.sweep.configured(config, seed))
+        run.carry_out(tune.get_checkpoint() if order.sweep.seeds == 1 else None)
+        finals.append(run.values)
+    if order.sweep.seeds > 1:
+        mean = {name: sum(one[name] for one in finals) / len(finals) for name in finals[0]}
+        tune.report({**mean, "round": run.experiment.rounds})
+
+
+@dataclass
+class _Run:
+    """One run of a trial.
+
+    Attributes
+    ----------
+    values : name -> what was optimised, after the last evaluation.
+    """
+
+    order: Order
+    trial: int
+    seed: int
+    experiment: Experiment
+    values: dict[str, float] = field(default_factory=dict)
+    evaluated: int = -1
+    reported: int = -1
+    is_stopped: bool = False
+
+    @property
+    def reports(self) -> bool:
+        """Whether each evaluation is reported; of several seeds, only the mean at their ends is."""
+        return self.order.sweep.seeds == 1
+
+    @property
+    def folder(self) -> Path:
+        return run_folder(self.order.sweep, self.order.folder, self.trial, self.seed)
+
+    def carry_out(self, start: Any) -> None:
+        from raypfl import runs
+        from raypfl.runs.result import RECIPE, is_finished, write_description
+
+        is_copy = start is not None and self._go_on_from(start)
+        experiment = self._as_a_trial()
+        _keep_actors(experiment)
+        if not is_copy and is_finished(self.folder):  # and Tune was killed before it took note
+            result = runs.Result.load(self.folder)
+        elif (self.folder / RECIPE).exists():
+            write_description(self.folder, experiment)
+            result = runs.resume(self.folder, listeners=[self._hear], lockstep=True)
+        else:
+            result = runs.run(experiment, listeners=[self._hear], run_dir=self.folder, lockstep=True)
+        if self.is_stopped:
+            raise SystemExit
+        if result.status == "stopped":
+            raise Stopped("The trial was asked to stop.")
+        self.values = self._optimised(result.summary())
+        if self.reports and self.reported < result.round:
+            self._report(result.round, done=True)
+
+    def _as_a_trial(self) -> Experiment:
+        """In this process alone, unless the trial has actors; with all checkpoints, if others may go on from them."""
+        changes = [] if self.experiment.ray.actors else ["engine.backend=inline"]
+        changes += ["checkpoint.keep=1000000"] if self.order.sweep.scheduler.copies else []
+        return self.experiment.override(changes)
+
+    def _go_on_from(self, start: Any) -> bool:
+        """Begin with the state that a reported checkpoint is of; returns whether that is another trial's."""
+        from raypfl.runs.result import write_description
+        from raypfl.storage import checkpoint
+
+        with start.as_directory() as folder:
+            where = json.loads(Path(folder, WHERE).read_text())
+        source = str(Path(where["folder"], "checkpoints"))
+        is_copy = Path(where["folder"]) != self.folder
+        if is_copy:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.adopt(source, where["round"], str(self.folder / "checkpoints"))
+            write_description(self.folder, self.experiment)
+        self.reported = where["round"]
+        return is_copy
+
+    def _hear(self, event: Event) -> None:
+        from raypfl.server.events import Checkpointed, Evaluated, Progress, RunStarted
+
+        if not isinstance(event, Progress):
+            self._forward(event)
+        if isinstance(event, RunStarted):
+            self.experiment = event.experiment
+        elif isinstance(event, Evaluated):
+            self.evaluated, self.values = event.round, self._optimised(event.summary)
+        elif isinstance(event, Checkpointed) and self._is_to_be_reported(event.round):
+            self._report(event.round, done=False)
+
+    def _is_to_be_reported(self, round: int) -> bool:
+        """Whether a checkpoint's round was evaluated and is news; the last one is reported when the run is over."""
+        return self.reports and self.reported < round == self.evaluated < self.experiment.rounds
+
+    def _forward(self, event: Event) -> None:
+        import ray
+
+        self.order.events.put((self.trial, self.seed, ray.cloudpickle.dumps(event)))
+
+    def _optimised(self, summary: list[dict[str, Any]]) -> dict[str, float]:
+        values = {}
+        measures = self.experiment.measures
+        for name, target in zip(metric_names(self.order.sweep), self.order.sweep.metric, strict=True):
+            rows = {row["model"]: row for row in summary if row["protocol"] == target.protocol}
+            model = target.model or ("personal" if "personal" in rows else "global")
+            if model not in rows:
+                raise ConfigError(
+                    f"The metric {name!r} is of {model} models, but the method {type(self.experiment.method).__name__} "
+                    f"has none that is evaluated on {target.protocol!r}."
+                )
+            values[name] = float(rows[model][target.value or measures.primary.name])
+        return values
+
+    def _report(self, round: int, done: bool) -> None:
+        """Report an evaluated round; after the last one, `done` keeps a scheduler from changing the trial."""
+        from ray import tune
+
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, WHERE).write_text(json.dumps({"folder": str(self.folder), "round": round}))
+            self.reported = round
+            try:
+                tune.report(
+                    {**self.values, "round": round, "done": done}, checkpoint=tune.Checkpoint.from_directory(folder)
+                )
+            except SystemExit:  # Tune ends a trial's thread in this way; its run ends as one that was interrupted
+                self.is_stopped = True
+                raise Stopped("Tune stopped the trial.") from None
+
+
+_kept: list[contextlib.ExitStack] = []
+
+
+def _keep_actors(experiment: Experiment) -> None:
+    """Keep this process's server and client actors for its next trials; Ray ends them with it."""
+    from raypfl import runs
+
+    if experiment.engine.backend == "ray" and not _kept:
+        _kept.append(contextlib.ExitStack())
+        _kept[0].enter_context(runs.session(experiment))
+
+
+def metric_names(sweep: Sweep) -> list[str]:
+    """What each metric is called in reports and tables: ``val`` or, as far as it is given, ``val/personal/std``."""
+    return ["/".join(filter(None, (one.protocol, one.model, one.value))) for one in sweep.metric]

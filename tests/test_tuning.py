@@ -1,0 +1,183 @@
+"""Sweeps: what is searched, how trials are stopped, copied and resumed, and what comes out."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raypfl import Experiment, Result
+from raypfl.common.errors import ConfigError
+from raypfl.runs import run
+from raypfl.tuning.search import search
+from raypfl.tuning.spaces import chosen, shown, spaces_of
+from raypfl.tuning.sweep import load
+from tests.command import raypfl
+
+ROOT = Path(__file__).parents[1]
+
+SMALL = {
+    "name": "small",
+    "experiment": {
+        "method": "fedavg",
+        "rounds": 4,
+        "data": {"name": "digits", "val_fraction": 0.2},
+        "partition": {"name": "iid", "clients": 3},
+        "model": {"name": "mlp", "hidden": [8]},
+        "training": {"steps": 2, "batch_size": 16},
+        "evaluation": {"every": 1},
+        "engine": {"executor": "sequential"},
+        "tracking": {"mlflow": False, "system_metrics": False},
+    },
+    "search": {"training.lr": {"loguniform": [0.001, 1]}},
+    "trials": 3,
+}
+
+
+def small(**changes: object) -> dict:
+    return {**SMALL, **changes}
+
+
+def silent(*_: object) -> None:
+    """Hears and shows nothing."""
+
+
+def test_what_is_searched_inside_a_choice_counts_only_where_it_is_chosen():
+    spaces = spaces_of(
+        {
+            "method": {"choice": ["fedavg", {"name": "ditto", "lam": {"loguniform": [0.1, 10]}}]},
+            "rounds": {"grid": [2, 4]},
+        }
+    )
+    assert [space.name for space in spaces] == ["method", "method.lam@1", "rounds"]
+    assert chosen(spaces, {"method": 0, "method.lam@1": 3.0, "rounds": 1}) == {"method": "fedavg", "rounds": 4}
+    ditto = {"method": 1, "method.lam@1": 3.0, "rounds": 0}
+    assert chosen(spaces, ditto) == {"method": {"name": "ditto", "lam": 3.0}, "rounds": 2}
+    assert shown(spaces, ditto) == {"method": "ditto", "method.lam": 3.0, "rounds": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"search": {"training.lr": {"loguniforn": [1, 2]}}}, "did you mean 'loguniform'"),
+        ({"search": {"training.lr": {"loguniform": [0, 2]}}}, "0 < low < high"),
+        ({"search": {"training.lr": [1, 2]}}, "must be one space"),
+        ({"metric": {"protocol": "local"}}, "looks at test data"),
+        ({"scheduler": "asha", "seeds": 2}, "one run, but seeds is 2"),
+        ({"searcher": "optuna", "search": {"training.lr": {"grid": [1, 2]}}}, "does not go through"),
+        ({"metric": [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]}, "several objectives"),
+        ({"scheduler": "pb2"}, "changes numbers only"),
+        ({"trails": 3}, "did you mean 'trials'"),
+    ],
+)
+def test_a_sweep_that_cannot_be_meant_is_refused_in_a_sentence(changes: dict, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        load(small(**changes))
+
+
+def test_a_value_outside_of_a_settings_range_is_refused_before_anything_runs(tmp_path: Path):
+    sweep = load(small(search={"training.lr": {"choice": [0.1, -1]}}), [f"output={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"training\.lr is -1"):
+        search(sweep, tmp_path / "s", silent, silent)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "tune_configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_search_that_comes_with_raypfl_is_valid_and_says_where_it_is_from(file: Path):
+    sweep = load(file)
+    lowest = {space.name: space.values[0] if space.is_range else 0 for space in sweep.spaces}
+    assert sweep.configured(lowest).rounds > 0
+    assert sweep.source or file.stem.startswith("digits"), "a grid of a paper names its section"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_to_the_trials_bits(tmp_path: Path):
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, "scheduler": {"name": "asha", "grace": 1, "factor": 2}, "trials": 5}))
+    done = raypfl("tune", str(file), f"output={tmp_path}/runs", "--quiet")
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "runs/small"
+    rows = list(csv.DictReader((folder / "trials.csv").open()))
+    assert len(rows) == 5 and {row["status"] for row in rows} == {"finished", "stopped"}
+    values = [float(row["val"]) for row in rows]
+    assert values == sorted(values, reverse=True)
+    assert all(int(row["round"]) == 4 for row in rows if row["status"] == "finished")
+    assert {"configurations.png", "importance.png"} <= {file.name for file in folder.iterdir()}
+    best = run(Experiment.from_yaml(folder / "best.yaml"), run_dir=tmp_path / "best")
+    trial = Result.load(folder / "trials" / f"{int(rows[0]['trial']):05d}")
+    assert best.weights_hash == trial.weights_hash and best.round == 4
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_trials_of_pbt_go_on_from_others_checkpoints_with_settings_of_their_own(tmp_path: Path):
+    sweep = load(small(scheduler={"name": "pbt", "interval": 1}, trials=4), [f"output={tmp_path}", "rounds=6"])
+    trials = search(sweep, tmp_path / "pbt", silent, silent)
+    assert [(trial.status, trial.round) for trial in trials] == [("finished", 6)] * 4
+    runs = [Result.load(tmp_path / "pbt/trials" / f"{trial.number:05d}") for trial in trials]
+    assert all(run.rounds["round"].to_pylist() == list(range(1, 7)) for run in runs)
+    first = [run.rounds["loss"][0].as_py() for run in runs]
+    assert len(set(first)) < 4, "no trial went on from another's first round"
+    assert len({run.experiment.training.lr for run in runs}) > 1
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_path: Path):
+    overrides = [f"output={tmp_path}", "ray.actors=2", "ray.cpus_per_actor=0.5"]
+    sweep = load(small(trials=2, scheduler="asha"), overrides)
+    trials = search(sweep, tmp_path / "actors", silent, silent)
+    assert all(trial.status in ("finished", "stopped") and trial.round for trial in trials)
+    result = Result.load(tmp_path / "actors/trials/00000")
+    assert result.metadata["actors"] == 2
+    inline = run(result.experiment.override(["engine.backend=inline"]), run_dir=tmp_path / "inline")
+    assert result.weights_hash == inline.weights_hash
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_mean_over_seeds_counts(tmp_path: Path):
+    sweep = load(small(trials=1, seeds=2), [f"output={tmp_path}"])
+    (trial,) = search(sweep, tmp_path / "seeds", silent, silent)
+    runs = [Result.load(tmp_path / f"seeds/trials/00000/seed-{k}") for k in range(2)]
+    assert [one.experiment.seed for one in runs] == [0, 1]
+    values = [next(row["accuracy"] for row in one.summary() if row["protocol"] == "val") for one in runs]
+    assert trial.values == {"val": pytest.approx(sum(values) / 2)}
+
+
+def test_a_sweep_that_is_killed_goes_on_with_what_it_had_below_one_mlflow_run(tmp_path: Path, mlflow_database: Path):
+    shutil.copy(mlflow_database, tmp_path / "mlflow.db")
+    tracking = {"uri": f"sqlite:///{tmp_path}/mlflow.db", "system_metrics": False, "models_mb": 0}
+    given = {**SMALL, "experiment": {**SMALL["experiment"], "tracking": tracking, "rounds": 12}, "concurrent": 1}
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump({**given, "experiment": {**given["experiment"], "output": str(tmp_path / "runs")}}))
+    program = "from raypfl.commands.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "tune", str(file), "--quiet"], cwd=tmp_path, start_new_session=True
+    )
+    second = tmp_path / "runs/small/trials/00001/checkpoints"
+    deadline = time.monotonic() + 240
+    while not list(second.glob("*-round-3")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(second.glob("*-round-3"))
+    began = (tmp_path / "runs/small/trials/00000/summary.json").stat().st_mtime_ns
+    done = raypfl("tune", str(file), "--quiet")
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader((tmp_path / "runs/small/trials.csv").open()))
+    assert [row["status"] for row in rows] == ["finished"] * 3
+    assert (tmp_path / "runs/small/trials/00000/summary.json").stat().st_mtime_ns == began, "a finished trial ran again"
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking["uri"])
+    (experiment,) = [one for one in client.search_experiments() if one.name == "raypfl"]
+    found = client.search_runs([experiment.experiment_id])
+    parents = [one for one in found if "mlflow.parentRunId" not in one.data.tags]
+    assert len(parents) == 1 and len(found) == 4
+    assert {one.info.status for one in found} == {"FINISHED"}
