@@ -124,7 +124,7 @@ def test_what_is_finished_of_an_interrupted_comparison_is_reported_on(cut_off):
         results, notes = found([named])
         assert [result.run_dir.name for result in results] == ["fedavg-s0"]
         assert f"{folder / 'ditto-s0'} was stopped before its first evaluation." in notes
-        assert any(f"`raypfl resume {folder / 'local-s0'}` finishes one" in note for note in notes)
+        assert any(f"`raypfl resume {folder / 'local-s0'}` finishes an interrupted one" in note for note in notes)
 
 
 def test_a_comparison_interrupted_before_its_first_round_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):

@@ -268,7 +268,7 @@ def test_a_pool_of_other_classes_is_refused(tmp_path, arranged):
 
 def test_class_weights_for_samples_of_several_labels_are_refused(tmp_path, arranged):
     arranged(labels=lambda data: np.zeros((len(data.labels), 3), dtype=np.float32))
-    with pytest.raises(ConfigError, match="has 'pm_v', which needs samples of one class each"):
+    with pytest.raises(ConfigError, match="has 'pm_v', which needs one class for each sample"):
         raypfl.run(experiment(tmp_path, evaluation__protocols=["pm_v"]))
 
 

@@ -101,14 +101,6 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
     assert [sorted(logged.images) for logged in told] == [["weights"], []] * 3
 
 
-def test_a_run_from_before_there_was_a_log_is_read(tmp_path, whole):
-    (whole.run_dir / "logged.parquet").rename(tmp_path / "logged.parquet")
-    try:
-        assert raypfl.Result.load(whole.run_dir).logged.num_rows == 0
-    finally:
-        (tmp_path / "logged.parquet").rename(whole.run_dir / "logged.parquet")
-
-
 @pytest.mark.parametrize(
     ("log", "sentence"),
     [

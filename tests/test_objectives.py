@@ -197,7 +197,10 @@ def test_partitions_by_class_refuse_other_targets_in_a_sentence(tmp_path, partit
         ({"objective": "classification"}, "objective is 'classification', which is for one class a sample, int64"),
         ({"evaluation__metric": "accuracy"}, "evaluation.metric is 'accuracy', which the objective 'regression' does"),
         ({"evaluation__protocols": "[pm_v]"}, "evaluation.protocols has 'pm_v', which needs one class"),
-        ({"data__augmentation": "[flip]"}, "data.augmentation is for images, but the samples of .* are 5, which"),
+        (
+            {"data__augmentation": "[flip]"},
+            "data.augmentation is for images, but the samples of .* are 5; leave",
+        ),
         ({"model": "cnn"}, r"The cnn model takes images, but samples here are \[5\]; use mlp."),
         ({"objective": "{name: regression, std: 0}"}, "objective.std is 0.*; it must be above 0."),
     ],
@@ -208,7 +211,7 @@ def test_what_does_not_fit_numbers_is_refused_in_a_sentence(tmp_path, changes, s
 
 
 def test_targets_that_are_no_numbers_are_refused_where_they_stand():
-    with pytest.raises(DataError, match="Sample 1 has a target that is nan"):
+    with pytest.raises(DataError, match="Sample 1 has label nan"):
         RawData(np.zeros((2, 3)), np.array([1.0, np.nan]), ["height"])
 
 

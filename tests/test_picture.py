@@ -298,7 +298,7 @@ def test_what_to_try_next_can_be_tried_whatever_the_method(method):
     [
         ("fednh", "method.rho=0.95"),  # a tenth of it would all but forget the prototypes
         ({"name": "fednh", "rho": 1.0}, "method.scale=3"),
-        ("fedavg", "method.server_lr=0.1"),
+        ("fedavg", ""),
         ({"name": "fedprox", "mu": 0.0}, None),
     ],
 )

@@ -12,7 +12,6 @@ from raypfl import Mean, Method
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.data import IID, load_federated
-from raypfl.datasets import DataConfig
 from raypfl.server.setup import make_task, pools_of_server
 from raypfl.training.augmentation import Crop, Flip
 from raypfl.training.batches import Samples, order
@@ -137,7 +136,7 @@ def test_a_pool_from_elsewhere_is_normalised_as_the_clients_data_or_by_its_own_m
     datasets.cifar10(Path(root))
     datasets.cifar100(Path(root))
     pool = {"name": "cifar100", "root": root, "normalise": normalise}
-    config = DataConfig(name="cifar10", root=root, pools={"auxiliary": pool})
+    config = {"name": "cifar10", "root": root, "pools": {"auxiliary": pool}}
     given = experiment(tmp_path, cohort__size=2).replace(data=config, partition=IID(clients=2))
     data = load_federated(given.data, given.partition, seed=0)
     pools = pools_of_server(given, data, make_task(given, data, torch.device("cpu")))

@@ -100,7 +100,11 @@ def test_populations_that_make_no_sense_are_refused_before_the_first_round(tmp_p
 
 def test_rounds_ask_for_the_samples_of_their_cohort_alone(tmp_path):
     Described.asked.clear()
-    result = raypfl.run(described(tmp_path, clients=100_000, method="fedavg"))
+    result = raypfl.run(
+        described(
+            tmp_path, clients=100_000, method="fedavg", engine__executor="sequential", training__channels_last=False
+        )
+    )
     trained = {client for cohort in result.rounds["cohort"].to_pylist() for client in cohort}
     assert {client for client, split in Described.asked if split == "train"} == trained
     assert {client for client, split in Described.asked if split == "test"} == {0, 1, 2}

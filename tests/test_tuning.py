@@ -112,7 +112,7 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_t
     assert all(int(row["round"]) == 4 for row in rows if row["status"] == "finished")
     assert {"configurations.png", "importance.png"} <= {file.name for file in folder.iterdir()}
     best = run(Experiment.from_yaml(folder / "best.yaml"), run_dir=tmp_path / "best")
-    trial = Result.load(folder / "trials" / f"{int(rows[0]['trial']):05d}")
+    trial = Result.load(folder / "trials" / rows[0]["trial"])
     assert best.weights_hash == trial.weights_hash and best.round == 4
 
 
@@ -121,7 +121,7 @@ def test_trials_of_pbt_go_on_from_others_checkpoints_with_settings_of_their_own(
     sweep = load(small(scheduler={"name": "pbt", "interval": 1}, trials=4), [f"output={tmp_path}", "rounds=6"])
     trials = search(sweep, tmp_path / "pbt", silent, silent)
     assert [(trial.status, trial.round) for trial in trials] == [("finished", 6)] * 4
-    runs = [Result.load(tmp_path / "pbt/trials" / f"{trial.number:05d}") for trial in trials]
+    runs = [Result.load(tmp_path / "pbt/trials" / trial.name) for trial in trials]
     assert all(run.rounds["round"].to_pylist() == list(range(1, 7)) for run in runs)
     first = [run.rounds["loss"][0].as_py() for run in runs]
     assert len(set(first)) < 4, "no trial went on from another's first round"
@@ -138,6 +138,15 @@ def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_pat
     assert result.metadata["actors"] == 2
     inline = run(result.experiment.override(["engine.backend=inline"]), run_dir=tmp_path / "inline")
     assert result.weights_hash == inline.weights_hash
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
+    two = [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]
+    sweep = load(small(trials=2, searcher="optuna", metric=two), [f"output={tmp_path}"])
+    trials = search(sweep, tmp_path / "optuna", silent, silent)
+    assert [sorted(trial.values) for trial in trials] == [["val", "val/worst_decile"]] * 2
+    assert {path.name for path in (tmp_path / "optuna/trials").iterdir()} == {trial.name for trial in trials}
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -47,10 +47,10 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     again = shlex.join(["raypfl", "tune", source, *assignments])
     tracked = MLflowListener(sweep.name, tags={"sweep": sweep.name}, warn=warner(progress), kept_in=folder)
     with interrupting(), last_words(f"To continue: {again}"), tracked:
-        children: dict[tuple[int, int], MLflowListener] = {}
+        children: dict[tuple[str, int], MLflowListener] = {}
 
-        def hear(trial: int, seed: int, event: Event) -> None:
-            tags = {"trial": str(trial), "sweep_seed": str(seed)}
+        def hear(trial: str, seed: int, event: Event) -> None:
+            tags = {"trial": trial, "sweep_seed": str(seed)}
             children.setdefault((trial, seed), tracked.beside(tags))(event)
 
         outcome = _searched(sweep, progress, quiet, hear)
@@ -80,14 +80,14 @@ def _searched(sweep: Sweep, progress: Console, quiet: bool, hear: Hear) -> Outco
 
 
 def _lines(progress: Console, quiet: bool) -> Show:
-    told: set[int] = set()
+    told: set[str] = set()
 
     def show(trials: Sequence[Trial]) -> None:
         for trial in trials:
-            if trial.status in ("finished", "failed") and trial.number not in told and not quiet:
-                told.add(trial.number)
+            if trial.status in ("finished", "failed") and trial.name not in told and not quiet:
+                told.add(trial.name)
                 values = ", ".join(f"{name} {value:.4g}" for name, value in trial.values.items())
-                progress.print(Text(f"trial {trial.number}: {trial.status} after round {trial.round}  {values}"))
+                progress.print(Text(f"trial {trial.name}: {trial.status} after round {trial.round}  {values}"))
 
     return show
 
@@ -104,7 +104,7 @@ def _in_progress(sweep: Sweep, trials: Sequence[Trial]) -> Table:
     for trial in [*active, *rest][:MOST_LINES]:
         settings = ", ".join(f"{key}={_short(value)}" for key, value in shown(spaces, trial.drawn).items())
         values = [f"{trial.values[name]:.4g}" if name in trial.values else "" for name in names]
-        table.add_row(str(trial.number), trial.status, str(trial.round), *values, settings)
+        table.add_row(trial.name, trial.status, str(trial.round), *values, settings)
     return table
 
 
@@ -118,7 +118,7 @@ def _tell(outcome: Outcome) -> None:
         table.add_column(heading, justify="right" if heading else "left", overflow="fold")
     for row in outcome.rows()[:20]:
         values = [_short(row[name]) for name in (*names, *outcome.columns())]
-        table.add_row(str(row["trial"]), str(row["round"]), *values, row["error"] or row["status"])
+        table.add_row(row["trial"], str(row["round"]), *values, row["error"] or row["status"])
     console.print(table)
     for file in outcome.files:
         console.print(Text(str(nearby(file))), soft_wrap=True)

@@ -197,7 +197,8 @@ def _other_option(experiment: Experiment) -> list[str]:
     method, kind = experiment.to_dict()["method"], type(experiment.method)
     for key in vars(kind).get("__annotations__", {}):
         value, default = method.get(key), getattr(kind, key, None)
-        if isinstance(value, float) and value > 0:
+        of_optimizer = key.startswith("server_")  # without effect on the default one
+        if isinstance(value, float) and value > 0 and not of_optimizer:
             smooths = isinstance(default, float) and _SMOOTHS <= default < 1
             other = (1 + value) / 2 if smooths else value / 10
             if other != value:

@@ -110,10 +110,13 @@ class MLflowListener:
             if self._comparison and run_id:
                 return
 
-    def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
+    def _comparison_text(self) -> str:
         over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
         evaluated = [result for result in over if result.evaluations.num_rows]
-        if text := self._description or (entries.comparison_of(evaluated) if evaluated else ""):
+        return entries.comparison_of(evaluated) if evaluated else ""
+
+    def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
+        if text := self._description or self._comparison_text():
             client.set_tag(parent, NOTE, entries.shortened(text))
         ends = [record.status for record in self._records]
         stopped = "stopped" in ends or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))

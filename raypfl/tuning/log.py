@@ -6,14 +6,14 @@ from typing import Any
 
 from ray import tune
 
-from raypfl.tuning.trial import Show, Trial, number_of
+from raypfl.tuning.trial import Show, Trial, name_of
 
 
 class TrialLog(tune.Callback):
     """Shows all trials whenever one has changed."""
 
     def __init__(self, metrics: list[str], show: Show):
-        self.trials: dict[int, Trial] = {}
+        self.trials: dict[str, Trial] = {}
         self._metrics = metrics
         self._show = show
 
@@ -24,13 +24,13 @@ class TrialLog(tune.Callback):
         }  # Tune pickles its callbacks; a terminal cannot be pickled
 
     def _known(self, trial: Any) -> Trial:
-        number = number_of(trial.trial_id)
-        return self.trials.setdefault(number, Trial(number, dict(trial.config)))
+        name = name_of(trial.trial_id)
+        return self.trials.setdefault(name, Trial(name, dict(trial.config)))
 
     def _changed(self, trial: Any, status: str) -> None:
         known = self._known(trial)
         known.status, known.drawn = status, dict(trial.config)
-        self._show([self.trials[number] for number in sorted(self.trials)])
+        self._show([self.trials[name] for name in sorted(self.trials)])
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._changed(trial, "running")

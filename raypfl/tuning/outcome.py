@@ -35,7 +35,7 @@ def tune(
     Parameters
     ----------
     source, assignments : as for :func:`raypfl.tuning.sweep.load`.
-    hear : is called with a trial's number, a seed's number and every event of that run.
+    hear : is called with a trial's name, a seed's number and every event of that run.
     show : is called with all trials that there are, whenever one has changed.
 
     Raises
@@ -84,9 +84,9 @@ class Outcome:
         """The trials with a value, the best first by the first metric; then those without."""
         sign = -1 if self.modes[0] == "max" else 1
 
-        def rank(trial: Trial) -> tuple[float, int]:
+        def rank(trial: Trial) -> tuple[float, str]:
             value = trial.values.get(self.name, math.nan)
-            return (math.inf if math.isnan(value) else sign * value, trial.number)
+            return (math.inf if math.isnan(value) else sign * value, trial.name)
 
         return sorted(self.trials, key=rank)
 
@@ -110,7 +110,7 @@ class Outcome:
         spaces = self.sweep.spaces
         return [
             {
-                "trial": trial.number,
+                "trial": trial.name,
                 "status": trial.status,
                 "round": trial.round,
                 **{name: trial.values.get(name) for name in metric_names(self.sweep)},

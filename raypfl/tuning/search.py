@@ -23,7 +23,7 @@ from raypfl.server.events import Event
 from raypfl.server.setup import make_measures
 from raypfl.tuning.spaces import Space
 from raypfl.tuning.sweep import Sweep, Target
-from raypfl.tuning.trial import Order, Show, Trial, metric_names, number_of, run_trial
+from raypfl.tuning.trial import Order, Show, Trial, metric_names, name_of, run_trial
 
 SWEEP = "sweep.yaml"
 TUNE = "tune"
@@ -33,7 +33,7 @@ POLL = 0.2
 """Seconds between looks at the events of running trials."""
 
 
-Hear = Callable[[int, int, Event], None]
+Hear = Callable[[str, int, Event], None]
 
 
 def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
@@ -75,7 +75,7 @@ def search(sweep: Sweep, folder: Path, hear: Hear, show: Show) -> list[Trial]:
     Parameters
     ----------
     folder : of the sweep. A sweep that is in it already goes on.
-    hear : is called with a trial's number, a seed's number and every event of that run.
+    hear : is called with a trial's name, a seed's number and every event of that run.
     show : is called with all trials that there are, whenever one has changed.
     """
     first, modes = check(sweep)
@@ -267,10 +267,10 @@ def _trials(results: Any, sweep: Sweep) -> list[Trial]:
     """All trials, in order, with what Tune says of their ends; one without an end was interrupted."""
     found = []
     for result in results._experiment_analysis.trials:
-        number = number_of(result.trial_id)
+        name = name_of(result.trial_id)
         last = result.last_result or {}
-        values = {name: last[name] for name in metric_names(sweep) if name in last}
-        trial = Trial(number, dict(result.config), round=int(last.get("round", 0)), values=values)
+        values = {metric: last[metric] for metric in metric_names(sweep) if metric in last}
+        trial = Trial(name, dict(result.config), round=int(last.get("round", 0)), values=values)
         rounds = sweep.configured(trial.drawn).rounds
         if result.status == "ERROR":
             trial.status, trial.error = "failed", _sentence(result)
@@ -279,7 +279,7 @@ def _trials(results: Any, sweep: Sweep) -> list[Trial]:
         else:
             trial.status = "waiting"
         found.append(trial)
-    return sorted(found, key=lambda one: one.number)
+    return sorted(found, key=lambda one: one.name)
 
 
 def _sentence(result: Any) -> str:

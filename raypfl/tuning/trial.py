@@ -35,13 +35,13 @@ class Trial:
 
     Attributes
     ----------
-    status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler) or ``failed``.
+    name : of its folder. status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler) or ``failed``.
     drawn : its configuration, as :func:`raypfl.tuning.spaces.chosen` takes it.
     round : of its last report. values : name of each metric -> value in it.
     error : a sentence, if it failed.
     """
 
-    number: int
+    name: str
     drawn: dict[str, Any]
     status: str = "waiting"
     round: int = 0
@@ -70,26 +70,26 @@ class Order:
     events: Any
 
 
-def finished_runs(sweep: Sweep, folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """The trial, the number of the seed and the folder of each run that is finished."""
+def finished_runs(sweep: Sweep, folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """The name of the trial, the number of the seed and the folder of each run that is finished."""
     from raypfl.runs.result import is_finished
 
     for one in sorted((folder / "trials").glob("*")):
         for seed in range(sweep.seeds):
-            run = run_folder(sweep, folder, int(one.name), seed)
+            run = run_folder(sweep, folder, one.name, seed)
             if is_finished(run):
-                yield int(one.name), seed, run
+                yield one.name, seed, run
 
 
-def run_folder(sweep: Sweep, folder: Path, trial: int, seed: int) -> Path:
+def run_folder(sweep: Sweep, folder: Path, trial: str, seed: int) -> Path:
     """The folder of one run of a trial."""
     inside = "" if sweep.seeds == 1 else f"seed-{seed}"
-    return folder / "trials" / f"{trial:05d}" / inside
+    return folder / "trials" / trial / inside
 
 
-def number_of(trial_id: str) -> int:
-    """The number of a trial, from 0, in its id at Ray Tune."""
-    return int(trial_id.rpartition("_")[2])
+def name_of(trial_id: str) -> str:
+    """A trial's name, of its id at Ray Tune: a number such as ``00003`` or, of a searcher's own trials, hexadecimal."""
+    return trial_id.rpartition("_")[2]
 
 
 def run_trial(config: Mapping[str, Any], order: Order) -> None:
@@ -99,7 +99,7 @@ def run_trial(config: Mapping[str, Any], order: Order) -> None:
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(STOP_SECONDS)
     with contextlib.suppress(OSError):
         os.chdir(order.home)
-    trial = number_of(tune.get_context().get_trial_id())
+    trial = name_of(tune.get_context().get_trial_id())
     finals = []
     for seed in range(order.sweep.seeds):
         run = _Run(order, trial, seed, order.sweep.configured(config, seed))
@@ -120,7 +120,7 @@ class _Run:
     """
 
     order: Order
-    trial: int
+    trial: str
     seed: int
     experiment: Experiment
     values: dict[str, float] = field(default_factory=dict)
