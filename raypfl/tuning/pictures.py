@@ -15,6 +15,9 @@ from matplotlib.colors import Normalize
 from raypfl.results.drawing import png
 from raypfl.tuning.spaces import Space, shown
 
+ABSENT = -0.12
+"""Height of a line on the axis of a setting that its configuration does not have."""
+
 FEWEST = 4
 """Finished trials from which importance is estimated."""
 
@@ -56,7 +59,7 @@ def draw_configurations(
 
 
 def _column(values: list[Any], logarithmic: bool) -> tuple[list[float], list[tuple[float, str]]]:
-    """Heights from 0 to 1, NaN where a configuration has no such setting, and what stands beside the axis."""
+    """Heights from 0 to 1, `ABSENT` where a configuration has no such setting, and what stands beside the axis."""
     known = [value for value in values if value is not None]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
         scaled = [math.log10(value) if logarithmic else float(value) for value in known]
@@ -70,7 +73,9 @@ def _column(values: list[Any], logarithmic: bool) -> tuple[list[float], list[tup
         place = {name: k / max(len(names) - 1, 1) for k, name in enumerate(names)}
         heights = iter([place[str(value)] for value in known])
         ticks = [(height, name) for name, height in place.items()]
-    return [math.nan if value is None else next(heights) for value in values], ticks
+    if len(known) < len(values):
+        ticks = [*ticks, (ABSENT, "none")]
+    return [ABSENT if value is None else next(heights) for value in values], ticks
 
 
 def importances(spaces: Sequence[Space], drawn: Sequence[dict[str, Any]], values: Sequence[float]) -> dict[str, float]:
