@@ -17,7 +17,7 @@ import yaml
 from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError
 from raypfl.runs import run
-from raypfl.tuning.search import search
+from raypfl.tuning.search import check, search
 from raypfl.tuning.spaces import chosen, shown, spaces_of
 from raypfl.tuning.sweep import load
 from tests.command import raypfl
@@ -86,7 +86,7 @@ def test_a_sweep_that_cannot_be_meant_is_refused_in_a_sentence(changes: dict, se
 def test_a_value_outside_of_a_settings_range_is_refused_before_anything_runs(tmp_path: Path):
     sweep = load(small(search={"training.lr": {"choice": [0.1, -1]}}), [f"output={tmp_path}"])
     with pytest.raises(ConfigError, match=r"training\.lr is -1"):
-        search(sweep, tmp_path / "s", silent, silent)
+        search(sweep, *check(sweep), tmp_path / "s", silent, silent)
     assert not (tmp_path / "s").exists()
 
 
@@ -119,7 +119,7 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_t
 @pytest.mark.usefixtures("ray_cluster")
 def test_trials_of_pbt_go_on_from_others_checkpoints_with_settings_of_their_own(tmp_path: Path):
     sweep = load(small(scheduler={"name": "pbt", "interval": 1}, trials=4), [f"output={tmp_path}", "rounds=6"])
-    trials = search(sweep, tmp_path / "pbt", silent, silent)
+    trials = search(sweep, *check(sweep), tmp_path / "pbt", silent, silent)
     assert [(trial.status, trial.round) for trial in trials] == [("finished", 6)] * 4
     runs = [Result.load(tmp_path / "pbt/trials" / trial.name) for trial in trials]
     assert all(run.rounds["round"].to_pylist() == list(range(1, 7)) for run in runs)
@@ -132,7 +132,7 @@ def test_trials_of_pbt_go_on_from_others_checkpoints_with_settings_of_their_own(
 def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_path: Path):
     overrides = [f"output={tmp_path}", "ray.actors=2", "ray.cpus_per_actor=0.5"]
     sweep = load(small(trials=2, scheduler="asha"), overrides)
-    trials = search(sweep, tmp_path / "actors", silent, silent)
+    trials = search(sweep, *check(sweep), tmp_path / "actors", silent, silent)
     assert all(trial.status in ("finished", "stopped") and trial.round for trial in trials)
     result = Result.load(tmp_path / "actors/trials/00000")
     assert result.metadata["actors"] == 2
@@ -144,7 +144,7 @@ def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_pat
 def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
     two = [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]
     sweep = load(small(trials=2, searcher="optuna", metric=two), [f"output={tmp_path}"])
-    trials = search(sweep, tmp_path / "optuna", silent, silent)
+    trials = search(sweep, *check(sweep), tmp_path / "optuna", silent, silent)
     assert [sorted(trial.values) for trial in trials] == [["val", "val/worst_decile"]] * 2
     assert {path.name for path in (tmp_path / "optuna/trials").iterdir()} == {trial.name for trial in trials}
 
@@ -152,7 +152,7 @@ def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_mean_over_seeds_counts(tmp_path: Path):
     sweep = load(small(trials=1, seeds=2), [f"output={tmp_path}"])
-    (trial,) = search(sweep, tmp_path / "seeds", silent, silent)
+    (trial,) = search(sweep, *check(sweep), tmp_path / "seeds", silent, silent)
     runs = [Result.load(tmp_path / f"seeds/trials/00000/seed-{k}") for k in range(2)]
     assert [one.experiment.seed for one in runs] == [0, 1]
     values = [next(row["accuracy"] for row in one.summary() if row["protocol"] == "val") for one in runs]

@@ -119,6 +119,7 @@ def run(
     """
     from raypfl.commands.run import run_experiments
     from raypfl.config import experiments
+    from raypfl.recipes import settings_of
 
     recipe, given = _named_and_changes(words or [], "digits")
     for option, value, keys in (("--method", method, ("method", "methods")), ("--seeds", seeds, ("seeds",))):
@@ -127,7 +128,7 @@ def run(
                 raise ConfigError(f"Both {option} and {change} are given; keep one of them.")
     changes = [*given, *([f"methods=[{','.join(_names(method))}]"] if method else [])]
     changes += [f"seeds={seeds}"] if seeds else []
-    run_experiments(experiments(_source(recipe), changes), [recipe, *changes], quiet, as_json)
+    run_experiments(experiments(settings_of(recipe), changes), [recipe, *changes], quiet, as_json)
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)
@@ -247,10 +248,11 @@ def show(
     """
     from raypfl.config import experiments
     from raypfl.data import load_federated, summarised
+    from raypfl.recipes import settings_of
     from raypfl.results import client_data
 
     recipe, changes = _named_and_changes(words or [], "digits")
-    experiment = experiments(_source(recipe), changes)[0]
+    experiment = experiments(settings_of(recipe), changes)[0]
     summary = summarised(load_federated(experiment.data, experiment.partition, seed=experiment.seed))
     drawn = client_data.draw(summary, picture)
     if as_json:
@@ -281,16 +283,6 @@ def _refuse_options(words: Sequence[str]) -> None:
 
 def _names(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _source(recipe: str) -> str | dict[str, Any]:
-    from raypfl.config.yaml_text import read
-    from raypfl.recipes import RECIPES
-
-    if not recipe.endswith((".yaml", ".yml")):
-        return RECIPES.text(recipe)
-    file = Path(recipe)
-    return {"name": file.stem, **read(file)}
 
 
 def _options(registry: Registry, name: str) -> str:

@@ -20,7 +20,7 @@ from raypfl.results.outcome import nearby
 from raypfl.runs import Result
 from raypfl.runs.replay import events_of
 from raypfl.server.events import Event
-from raypfl.tracking.connection import RUN_ID_FILE
+from raypfl.tracking.connection import is_recorded
 from raypfl.tracking.listener import MLflowListener
 from raypfl.tuning.outcome import BEST, Outcome, tune
 from raypfl.tuning.search import Hear
@@ -55,8 +55,9 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
 
         outcome = _searched(sweep, progress, quiet, hear)
         for trial, seed, run in finished_runs(sweep, folder):
-            if (trial, seed) not in children and not (run / RUN_ID_FILE).exists():  # the recording was killed
-                for event in events_of(Result.load(run)):
+            result = None if (trial, seed) in children else Result.load(run)
+            if result and not is_recorded(result.experiment, run):  # the sweep was killed before that was done
+                for event in events_of(result):
                     hear(trial, seed, event)
         for file in outcome.files:
             tracked.attach(file)

@@ -78,7 +78,7 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
             "{training.lr: 0.05}."
         )
     values = base.replace(method={key: value for key, value in method.items() if key != "settings"}).to_dict()
-    for path, value in sorted(_paths(settings), key=lambda pair: len(pair[0])):
+    for path, value in paths_of(settings):
         if path[0] not in _PER_METHOD:
             raise ConfigError(
                 f"settings of method {name!r} has {'.'.join(path)}, which all methods of a comparison share; one may "
@@ -91,7 +91,15 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
         raise ConfigError(f"With the settings of method {name!r}: {error}") from None
 
 
-def _paths(settings: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[list[str], Any]]:
+def paths_of(settings: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
+    """Paths and values of settings that are nested or have dotted keys, shorter paths first.
+
+    A section is taken key by key or, if it has a name, as a whole.
+    """
+    return sorted(_paths(settings, ()), key=lambda pair: len(pair[0]))
+
+
+def _paths(settings: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[list[str], Any]]:
     for key, value in settings.items():
         path = (*above, *str(key).split("."))
         if isinstance(value, Mapping) and "name" not in value:

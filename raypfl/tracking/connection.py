@@ -67,6 +67,19 @@ def known_run(client: MlflowClient, file: Path) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
+def is_recorded(experiment: Experiment, run_dir: Path) -> bool:
+    """Whether MLflow has a run to its end, or is not asked to record it; False if MLflow does not answer."""
+    if not experiment.tracking.mlflow:
+        return True
+    mlflow, uri = quiet_mlflow(), tracking_uri(experiment)
+    try:
+        with opening(uri):
+            known = known_run(mlflow.MlflowClient(uri), run_dir / RUN_ID_FILE)
+    except mlflow.MlflowException:
+        return False
+    return known is not None and known.info.status != "RUNNING"
+
+
 def opening(uri: str) -> AbstractContextManager[None]:
     """To be held while a client opens a database file: the first one makes its tables, and only one process can."""
     file = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)

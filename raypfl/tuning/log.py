@@ -18,10 +18,8 @@ class TrialLog(tune.Callback):
         self._show = show
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "trials": self.trials,
-            "_metrics": self._metrics,
-        }  # Tune pickles its callbacks; a terminal cannot be pickled
+        # Tune pickles its callbacks; a terminal cannot be pickled.
+        return {"trials": self.trials, "_metrics": self._metrics}
 
     def _known(self, trial: Any) -> Trial:
         name = name_of(trial.trial_id)

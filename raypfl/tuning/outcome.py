@@ -44,7 +44,7 @@ def tune(
     """
     sweep = source if isinstance(source, Sweep) else load(source, assignments)
     first, modes = check(sweep)
-    outcome = Outcome(sweep, search(sweep, sweep.folder, hear, show), modes, first.measures)
+    outcome = Outcome(sweep, search(sweep, first, modes, sweep.folder, hear, show), modes, first.measures)
     if outcome.trials:
         outcome.keep()
     return outcome

@@ -6,11 +6,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl.backends.cluster import connected, for_client, for_server, in_one_process
+from raypfl.backends.cluster import client_actors, connected, for_client, for_server, in_one_process
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.config import Experiment
@@ -69,16 +70,16 @@ def _direction(target: Target, measures: Measures) -> str:
     return "min" if measures.lower_is_better(value) else "max"
 
 
-def search(sweep: Sweep, folder: Path, hear: Hear, show: Show) -> list[Trial]:
+def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear: Hear, show: Show) -> list[Trial]:
     """Run what is left of a sweep: all trials to their ends, except for those that are stopped or fail.
 
     Parameters
     ----------
+    first, modes : as :func:`check` gives them.
     folder : of the sweep. A sweep that is in it already goes on.
     hear : is called with a trial's name, a seed's number and every event of that run.
     show : is called with all trials that there are, whenever one has changed.
     """
-    first, modes = check(sweep)
     _keep_description(sweep, folder)
     with connected(first.ray) as ray, _events(ray, hear) as events:
         from ray import tune
@@ -86,6 +87,7 @@ def search(sweep: Sweep, folder: Path, hear: Hear, show: Show) -> list[Trial]:
         from raypfl.tuning.log import TrialLog
 
         make_room(ray)
+        at_once = _at_once(ray, first.ray, sweep.trials)
         order = Order(sweep, folder, os.getcwd(), events)
         log = TrialLog(metric_names(sweep), show)
         trainable = tune.with_resources(
@@ -104,7 +106,7 @@ def search(sweep: Sweep, folder: Path, hear: Hear, show: Show) -> list[Trial]:
                 tuner = tune.Tuner(
                     trainable,
                     param_space=space,
-                    tune_config=_tune_config(tune, sweep, first, modes),
+                    tune_config=_tune_config(tune, sweep, first, modes, at_once),
                     run_config=tune.RunConfig(
                         name=TUNE,
                         storage_path=str(folder),
@@ -149,7 +151,7 @@ def _domain(tune: Any, space: Space) -> Any:
     return getattr(tune, space.kind)(*space.values)
 
 
-def _tune_config(tune: Any, sweep: Sweep, first: Experiment, modes: list[str]) -> Any:
+def _tune_config(tune: Any, sweep: Sweep, first: Experiment, modes: list[str], at_once: int) -> Any:
     names = metric_names(sweep)
     seed = sweep.searcher.seed
     goal = {"metric": names[0], "mode": modes[0]}
@@ -168,21 +170,23 @@ def _tune_config(tune: Any, sweep: Sweep, first: Experiment, modes: list[str]) -
         num_samples=sweep.trials,
         search_alg=searcher,
         scheduler=_scheduler(tune, sweep, first),
-        max_concurrent_trials=None if sweep.searcher.name == "random" else sweep.concurrent or _room(first),
+        max_concurrent_trials=None if sweep.searcher.name == "random" else sweep.concurrent or at_once,
         reuse_actors=True,
     )
 
 
-def _room(first: Experiment) -> int:
-    """Trials that the cluster has room for, at least one."""
-    import ray
+def _at_once(ray: Any, settings: RaySettings, trials: int) -> int:
+    """Trials that the cluster has room for, at least one.
 
-    wanted: dict[str, float] = {}
-    for bundle in bundles(first.ray):
-        for name, count in bundle.items():
-            wanted[name] = wanted.get(name, 0.0) + count
-    total = ray.cluster_resources()
-    return max(1, int(min((total.get(name, 0.0) / count for name, count in wanted.items() if count), default=1)))
+    Raises
+    ------
+    ConfigError : if it will never have room for one: Tune would wait for it.
+    """
+    client_actors(ray, settings if settings.actors else in_one_process(settings), trials)
+    reserved = bundles(settings)
+    whole = {name: sum(bundle.get(name, 0.0) for bundle in reserved) for name in ("CPU", "GPU")}
+    one = replace(in_one_process(settings), actors=None, cpus_per_actor=whole["CPU"], gpus_per_actor=whole["GPU"])
+    return client_actors(ray, one, trials)
 
 
 def _scheduler(tune: Any, sweep: Sweep, first: Experiment) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
 from raypfl.config.assignments import assign, parse_assignments
+from raypfl.config.comparison import paths_of
 from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read
-from raypfl.recipes import RECIPES
+from raypfl.recipes import settings_of
 from raypfl.tuning.spaces import Space, chosen, spaces_of
 
 WITHOUT_TEST_DATA = ("val", "train")
@@ -141,7 +143,7 @@ class Sweep(_Part):
             raise ConfigError(listed(mistakes, f"The sweep {self.name!r}"))
         return self
 
-    @property
+    @cached_property
     def spaces(self) -> list[Space]:
         """Of its search."""
         return spaces_of(self.search)
@@ -149,25 +151,24 @@ class Sweep(_Part):
     @property
     def folder(self) -> Path:
         """Where everything of the sweep is: a folder of its name in the experiment's ``output``."""
-        return Path(self._base()["output"]).absolute() / self.name
+        return Path(self.base.output).absolute() / self.name
 
     def configured(self, drawn: Mapping[str, Any], seed: int = 0) -> Experiment:
         """The experiment of one configuration; `seed` counts the runs of a configuration."""
-        base = self._base()
+        values = self.base.to_dict()
         for key, value in chosen(self.spaces, drawn).items():
-            assign(base, key.split("."), value)
-        made = Experiment(**base)
+            assign(values, key.split("."), value)
+        made = Experiment(**values)
         return made.replace(seed=made.seed + seed, name=self.name)
 
-    def _base(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        if self.recipe:
-            is_file = self.recipe.endswith((".yaml", ".yml"))
-            values = read(Path(self.recipe) if is_file else RECIPES.text(self.recipe))
+    @cached_property
+    def base(self) -> Experiment:
+        """The experiment without the search, evaluated on what the metrics need, with a checkpoint each time."""
+        values = settings_of(self.recipe) if self.recipe else {}
         if "method" in self.experiment or "method" in self.search:
             values.pop("methods", None)
-        for key, value in self.experiment.items():
-            assign(values, key.split("."), _over(values.get(key), value) if isinstance(value, Mapping) else value)
+        for path, value in paths_of(self.experiment):
+            assign(values, path, value)
         made = experiments(values)
         if len(made) != 1:
             raise ConfigError(
@@ -179,19 +180,13 @@ class Sweep(_Part):
         every = one.evaluation.every or one.rounds
         if self.scheduler.copies:
             every = self.scheduler.interval or every
-        changes = [
-            f"evaluation.protocols=[{','.join(wanted)}]",
-            f"evaluation.every={every}",
-            f"checkpoint.every={every}",
-        ]
-        return one.override(changes).to_dict()
-
-
-def _over(before: Any, change: Mapping[str, Any]) -> dict[str, Any]:
-    """A section changed in the keys that are given, or replaced if it has a name."""
-    if "name" in change or not isinstance(before, Mapping | str):
-        return dict(change)
-    return {**({"name": before} if isinstance(before, str) else before), **change}
+        return one.override(
+            [
+                f"evaluation.protocols=[{','.join(wanted)}]",
+                f"evaluation.every={every}",
+                f"checkpoint.every={every}",
+            ]
+        )
 
 
 def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> Sweep:

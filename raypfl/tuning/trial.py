@@ -60,7 +60,6 @@ class Order:
     Attributes
     ----------
     sweep : its description. folder : of the sweep. home : working directory, to which paths and modules are relative.
-    lower_is_better : of each metric, by its place.
     events : a Ray queue for ``(trial, seed, pickled event)``.
     """
 
