@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +17,7 @@ from raypfl.common.errors import MethodError
 from raypfl.evaluation.measures import Measures
 from raypfl.objectives import BinnedSums, Metric, OverAll, SampleMean, SampleSums, Scores
 from raypfl.objectives.base import unrounded
-
-if TYPE_CHECKING:
-    from raypfl.training.inference import Answers
+from raypfl.training.inference import Answers
 
 
 @dataclass(frozen=True)

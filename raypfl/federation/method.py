@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from torch import Tensor, nn
 
+from raypfl.clients.clients import Clients
 from raypfl.common.errors import MethodError
 from raypfl.common.registry import Registry
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.task import Task
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
 from raypfl.objectives import Objective
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
 
 METHODS = Registry("method")
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean, per_client
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.local_training import refuse_no_share
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("apfl")

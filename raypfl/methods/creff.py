@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean, Sum, Weighting
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.local_training import refuse_below
 from raypfl.objectives import Classification, Objective
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("creff")

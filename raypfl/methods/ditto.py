@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("ditto")

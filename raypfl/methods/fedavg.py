@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean, Weighting
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task
 from raypfl.methods.server_optimizers import ServerOptimizer
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
-    from raypfl.models.flat import FlatModel
+from raypfl.models.flat import FlatModel
 
 
 @METHODS.register("fedavg")

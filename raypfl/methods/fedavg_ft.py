@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.local_training import finetuned, refuse_below
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
 
 
 @METHODS.register("fedavg-ft")

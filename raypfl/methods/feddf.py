@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raypfl.clients.clients import Clients
 from raypfl.common.errors import known_pool
 from raypfl.common.messages import Mean
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
 from raypfl.federation.task import Task
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.local_training import refuse_below
+from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Adam
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
-    from raypfl.objectives.batch import Batch
-    from raypfl.training.pool import Pool, PoolBatches
-
+from raypfl.training.pool import Pool, PoolBatches
 
 TOGETHER = 512
 """How many of the pool's samples the clients' models see at a time."""

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.local_training import refuse_no_share
+from raypfl.models.flat import FlatModel
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
 from raypfl.objectives import Classification, Objective
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
-    from raypfl.models.flat import FlatModel
 
 Latent = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

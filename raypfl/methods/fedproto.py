@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Sum
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.objectives import Classification, Objective
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("fedproto")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.local_training import refuse_below
 from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
 from raypfl.objectives import Classification, Objective
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("fedrod")

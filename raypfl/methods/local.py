@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
 
 
 @METHODS.register("local")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import per_client, unmarked
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 
 def proximal(strength: float) -> Callable[[Tensor, Batch, Tensor], Tensor]:

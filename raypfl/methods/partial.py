@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
+from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.local_training import finetuned, refuse_below
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
-    from raypfl.federation.cohort import Cohort
-    from raypfl.models.flat import FlatModel
+from raypfl.models.flat import FlatModel
 
 
 class Parts(NamedTuple):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean, per_client
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.local_training import proximal, refuse_below
-
-if TYPE_CHECKING:
-    from raypfl.clients.clients import Clients
 
 
 @METHODS.register("pfedme")

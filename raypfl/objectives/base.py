@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 import torch
 from torch import Tensor
 
 from raypfl.common.registry import Registry
-
-if TYPE_CHECKING:
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 OBJECTIVES = Registry("objective")
 METRICS = Registry("metric")

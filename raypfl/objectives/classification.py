@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,9 +19,7 @@ from raypfl.objectives.base import (
     Scores,
     unrounded,
 )
-
-if TYPE_CHECKING:
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 BINS = 15
 COLUMNS = ("accuracy", "loss", "ece", "auc", "left_out")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.objectives.base import METRICS, OBJECTIVES, Metric, Objective, SampleSums, Scores, unrounded
-
-if TYPE_CHECKING:
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 
 class TokenScores(Scores):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from raypfl.objectives.base import (
     Scores,
     unrounded,
 )
-
-if TYPE_CHECKING:
-    from raypfl.objectives.batch import Batch
+from raypfl.objectives.batch import Batch
 
 
 class NumberScores(Scores):
