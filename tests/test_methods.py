@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,6 @@ from raypfl.methods import (
     Method,
     PFedMe,
 )
-from raypfl.methods.server_optimizers import ServerOptimizer
 from tests.runs import experiment
 from tests.support import (
     FP64,
@@ -171,21 +171,23 @@ def moments_by_hand(name: str, theta, means, lr: float, b1: float, b2: float, ta
 @pytest.mark.parametrize("lr", [1.0, 0.3])
 def test_server_optimizers_follow_their_papers_recursion(name, lr):
     means = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.1
-    theta, moments = torch.linspace(-1, 1, 8, dtype=torch.float64), {}
+    theta, model = torch.linspace(-1, 1, 8, dtype=torch.float64), SimpleNamespace(num_parameters=6)
     expected = moments_by_hand(name, theta[:6].tolist(), means[:, :6].tolist(), lr, 0.8, 0.95, 0.01)
-    optimizer = ServerOptimizer(name=name, lr=lr, beta1=0.8, beta2=0.95, tau=0.01)
+    method = FedAvg(server_optimizer=name, server_lr=lr, server_beta1=0.8, server_beta2=0.95, server_tau=0.01)
+    server = {"theta": theta, "moments": {}}
     for mean in means:
-        before = theta.clone(), mean.clone()
-        after = optimizer.step(theta, mean, moments, num_parameters=6)
-        assert torch.equal(theta, before[0]) and torch.equal(mean, before[1])
-        theta = after
+        before = server["theta"], server["theta"].clone(), mean.clone()
+        method.step(server, mean, model)
+        assert torch.equal(before[0], before[1]) and torch.equal(mean, before[2])
+    theta = server["theta"]
     assert theta[:6].tolist() == pytest.approx(expected, rel=1e-12)
     assert torch.equal(theta[6:], means[-1, 6:])
 
 
 def test_the_plain_server_step_is_the_average_to_the_bit():
-    mean = torch.randn(100)
-    assert torch.equal(ServerOptimizer().step(torch.randn(100), mean, {}, 90), mean)
+    mean, server = torch.randn(100), {"theta": torch.randn(100), "moments": {}}
+    FedAvg().step(server, mean, SimpleNamespace(num_parameters=90))
+    assert torch.equal(server["theta"], mean)
 
 
 def test_fedavg_remembers_its_server_optimizer_from_round_to_round():

@@ -14,8 +14,7 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.common.last_words import last_words
-from raypfl.common.stopping import StopRequest, handlers_kept, interrupting, undisturbed
+from raypfl.common.stopping import StopRequest, handlers_kept, interrupting, message_if_killed, undisturbed
 from raypfl.results.console import View
 from raypfl.results.progress import RunLine
 from raypfl.server.events import Progress, RunFinished, Warned
@@ -139,8 +138,8 @@ def test_a_terminal_that_is_closed_does_not_end_the_run(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("end", "said"), [("os.kill(os.getpid(), 9)", ["To go on: raypfl resume runs/a"]), ("", [])])
 def test_a_process_that_is_killed_is_followed_by_how_to_go_on(end: str, said: list[str]):
-    imports = f"import os\nfrom {last_words.__module__} import last_words\n"
-    script = f"{imports}with last_words('To go on: raypfl resume runs/a'):\n    {end or 'pass'}"
+    imports = f"import os\nfrom {message_if_killed.__module__} import message_if_killed\n"
+    script = f"{imports}with message_if_killed('To go on: raypfl resume runs/a'):\n    {end or 'pass'}"
     # The pipe ends once the process that says so has ended too.
     told = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True).stderr.splitlines()
     assert [line[-len(text) :] for line, text in zip(told, said, strict=True)] == said

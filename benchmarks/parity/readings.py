@@ -30,7 +30,7 @@ class APFL(methods.APFL):
         local = clients.sgd(clients.loss, theta)
         personal = clients.state.get("personal", default=clients.initial)
         clients.state["personal"] = self.alpha * personal + (1 - self.alpha) * local
-        return {"theta": Mean(local, weight=self.weights(clients))}
+        return {"theta": Mean(local, weight=clients.weights(self.weighting))}
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
@@ -45,7 +45,7 @@ class PFedMe(methods.PFedMe):
             for _ in range(self.inner_steps):
                 personal = batch.step(clients.loss, personal)
         clients.state["personal"] = personal
-        return {"theta": Mean(personal, weight=self.weights(clients))}
+        return {"theta": Mean(personal, weight=clients.weights(self.weighting))}
 
 
 class FedBN(FedAvg):
@@ -54,7 +54,7 @@ class FedBN(FedAvg):
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         trained = clients.sgd(clients.loss, self._with_own_norm(clients, theta))
         clients.state["norm"] = trained[:, clients.model.mask("batch norm")]
-        return {"theta": Mean(trained, weight=self.weights(clients))}
+        return {"theta": Mean(trained, weight=clients.weights(self.weighting))}
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return self._with_own_norm(clients, server["theta"])

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from raypfl import runs
 from raypfl.common.errors import ConfigError, RaypflError, Stopped, Unwritable
-from raypfl.common.last_words import last_words
-from raypfl.common.stopping import interrupting
+from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.config import Experiment
 from raypfl.results import outcome
 from raypfl.results.console import view, warner
@@ -118,7 +117,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
     results: list[Result] = []
     name, kept_in = (work.tried[0], work.folder) if work.is_comparison else (None, None)
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
-    with interrupting(), last_words(work.to_go_on), tracking as tracked:
+    with interrupting(), message_if_killed(work.to_go_on), tracking as tracked:
         trackers = tracked.for_each(planned)
         try:
             with view(progress, lines, quiet) as shown, _session(list(left.values()), shown.listener(0)):

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.files import draft, write
-from raypfl.common.last_words import last_words
-from raypfl.common.stopping import interrupting
+from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.results.compared import colour
 from raypfl.results.console import view, warner
 from raypfl.results.outcome import nearby
@@ -60,7 +59,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     to_go_on = f"To go on: {shlex.join(words)}"
     progress = Console(stderr=True)
     tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
-    with interrupting(), last_words(to_go_on), tracking as tracked:
+    with interrupting(), message_if_killed(to_go_on), tracking as tracked:
         outcomes = _run(cells, tracked, progress, quiet)
         results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
         if results:

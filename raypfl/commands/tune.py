@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.common.errors import RaypflError, Stopped
-from raypfl.common.last_words import last_words
-from raypfl.common.stopping import interrupting
+from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.results.console import warner
 from raypfl.results.outcome import nearby
 from raypfl.runs import Result
@@ -46,7 +45,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     progress = Console(stderr=True)
     again = shlex.join(["raypfl", "tune", source, *assignments])
     tracked = MLflowListener(sweep.name, tags={"sweep": sweep.name}, warn=warner(progress), kept_in=folder)
-    with interrupting(), last_words(f"To continue: {again}"), tracked:
+    with interrupting(), message_if_killed(f"To continue: {again}"), tracked:
         children: dict[tuple[str, int], MLflowListener] = {}
 
         def hear(trial: str, seed: int, event: Event) -> None:

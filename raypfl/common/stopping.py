@@ -1,9 +1,10 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a request to stop, which a run obeys at a safe point."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request to stop, which a run obeys at a safe point; a message if it is killed."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
@@ -11,6 +12,8 @@ from typing import Any
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to stop: by a person, a scheduler, a terminal that is closed."""
+
+_WATCH = 'read -r over || printf "%s\\n" "$0" >&2'
 
 
 class StopRequest:
@@ -120,3 +123,23 @@ def _handled(by: Any = None, numbers: Iterable[int] = ASKING, where: Any = None)
     finally:
         for number, handler in mine.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def message_if_killed(how_to_go_on: str) -> Iterator[None]:
+    """While active, another process prints a message on stderr if this one is killed or exits in a library's C++ code.
+
+    Parameters
+    ----------
+    how_to_go_on : the end of the message.
+    """
+    reason = "killed, out of memory, or by Ray after one of its processes died"
+    message = f"raypfl was ended from outside: {reason}. {how_to_go_on}"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the run is worth starting even if there is no room for one more process
+            # A session of its own keeps signals to our process group away from it.
+            watcher = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCH, message], stdin=subprocess.PIPE, start_new_session=True
+            )
+            stack.callback(watcher.communicate, b"over\n")
+        yield

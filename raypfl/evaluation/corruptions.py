@@ -18,21 +18,6 @@ from raypfl.common import rng
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
-CORRUPTIONS: dict[str, tuple[float, ...]] = {
-    "gaussian_noise": (0.04, 0.06, 0.08, 0.09, 0.10),
-    "speckle_noise": (0.06, 0.10, 0.12, 0.16, 0.20),
-    "impulse_noise": (0.01, 0.02, 0.03, 0.05, 0.07),
-    "gaussian_blur": (0.4, 0.6, 0.7, 0.8, 1.0),
-    "brightness": (0.05, 0.10, 0.15, 0.20, 0.30),
-    "contrast": (0.75, 0.50, 0.40, 0.30, 0.15),
-    "saturation": (0.3, 0.1, 1.5, 2.0, 2.5),
-    "pixelate": (0.95, 0.90, 0.85, 0.75, 0.65),
-    "jpeg": (80, 65, 58, 50, 40),
-}
-"""Strength at each severity: standard deviation of noise, or fraction of changed pixels; standard deviation of blur, in
-pixels; increase of brightness, where white is 1; factor of contrast and saturation; factor of the image's side; quality
-of JPEG."""
-
 
 class Corruption(NamedTuple):
     """A kind of corruption and its severity.
@@ -54,11 +39,10 @@ class Corruption(NamedTuple):
         x : ``uint8[n, C, H, W]``; `scale` is white.
         where : ``int64[n]``, the samples' numbers, which key the noise.
         """
-        strength = CORRUPTIONS[self.name][self.severity - 1]
-        work: Callable[[Tensor, float, Any], Tensor] = _WORK[self.name]
+        work, strengths = CORRUPTIONS[self.name]
         key = rng.key(self.severity, self.name)
         keys = rng.mix(np.asarray(where, dtype=np.uint64) + np.uint64(key % 2**62))
-        worse = work(x.float() / scale, strength, keys)
+        worse = work(x.float() / scale, strengths[self.severity - 1], keys)
         return (worse.clamp(0, 1) * scale).round_().to(torch.uint8)
 
 
@@ -77,14 +61,6 @@ def _normal(x: Tensor, keys: np.ndarray) -> Tensor:
     return (radius * (2 * math.pi * _uniform(keys, x.shape, 1)).cos()).to(x.device)
 
 
-def _gaussian_noise(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
-    return x + strength * _normal(x, keys)
-
-
-def _speckle_noise(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
-    return x + x * strength * _normal(x, keys)
-
-
 def _impulse_noise(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
     hit, salt = (_uniform(keys, x.shape, stream).to(x.device) for stream in (0, 1))
     return torch.where(hit <= strength, (salt > 0.5).to(x.dtype), x)
@@ -101,18 +77,6 @@ def _gaussian_blur(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
     return _functional().gaussian_blur(x, [size, size], [strength, strength])
 
 
-def _brightness(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
-    return x + strength
-
-
-def _contrast(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
-    return _functional().adjust_contrast(x, strength)
-
-
-def _saturation(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
-    return _functional().adjust_saturation(x, strength)
-
-
 def _pixelate(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
     from torchvision.transforms import InterpolationMode
 
@@ -127,14 +91,17 @@ def _jpeg(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
     return (torch.stack([_functional().jpeg(one, int(strength)) for one in pixels]).float() / 255).to(x.device)
 
 
-_WORK: dict[str, Callable[[Tensor, float, np.ndarray], Tensor]] = {
-    "gaussian_noise": _gaussian_noise,
-    "speckle_noise": _speckle_noise,
-    "impulse_noise": _impulse_noise,
-    "gaussian_blur": _gaussian_blur,
-    "brightness": _brightness,
-    "contrast": _contrast,
-    "saturation": _saturation,
-    "pixelate": _pixelate,
-    "jpeg": _jpeg,
+CORRUPTIONS: dict[str, tuple[Callable[[Tensor, float, np.ndarray], Tensor], tuple[float, ...]]] = {
+    "gaussian_noise": (lambda x, s, keys: x + s * _normal(x, keys), (0.04, 0.06, 0.08, 0.09, 0.10)),
+    "speckle_noise": (lambda x, s, keys: x + x * s * _normal(x, keys), (0.06, 0.10, 0.12, 0.16, 0.20)),
+    "impulse_noise": (_impulse_noise, (0.01, 0.02, 0.03, 0.05, 0.07)),
+    "gaussian_blur": (_gaussian_blur, (0.4, 0.6, 0.7, 0.8, 1.0)),
+    "brightness": (lambda x, s, _: x + s, (0.05, 0.10, 0.15, 0.20, 0.30)),
+    "contrast": (lambda x, s, _: _functional().adjust_contrast(x, s), (0.75, 0.50, 0.40, 0.30, 0.15)),
+    "saturation": (lambda x, s, _: _functional().adjust_saturation(x, s), (0.3, 0.1, 1.5, 2.0, 2.5)),
+    "pixelate": (_pixelate, (0.95, 0.90, 0.85, 0.75, 0.65)),
+    "jpeg": (_jpeg, (80, 65, 58, 50, 40)),
 }
+"""By name, what corrupts ``x[n, C, H, W]`` between 0 and 1, and its strength at each severity: standard deviation of
+noise, or fraction of changed pixels; standard deviation of blur, in pixels; increase of brightness; factor of contrast
+and saturation; factor of the side; quality of JPEG."""

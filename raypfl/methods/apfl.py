@@ -53,7 +53,7 @@ class APFL(FedAvg):
                 batch.step(clients.loss, local, of="local"),
             )
         clients.state["personal"], clients.state["local"], clients.state["alpha"] = personal, local, alpha
-        return {"theta": Mean(local, weight=self.weights(clients))}
+        return {"theta": Mean(local, weight=clients.weights(self.weighting))}
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         personal, local = (clients.state.get(name, default=clients.initial) for name in ("personal", "local"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
@@ -11,7 +12,6 @@ from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task
-from raypfl.methods.server_optimizers import ServerOptimizer
 from raypfl.models.flat import FlatModel
 
 
@@ -22,9 +22,10 @@ class FedAvg(Method):
     Attributes
     ----------
     weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
-    server_optimizer : ``sgd``, ``momentum``, ``adam`` or ``yogi``; see :class:`ServerOptimizer`.
+    server_optimizer : ``sgd``, ``momentum`` (Hsu et al. 2019), ``adam`` or ``yogi``, along ``mean - theta``.
     server_lr : its learning rate; None: 0.1 with ``adam`` and ``yogi``, else 1. 1 with ``sgd`` gives the average.
-    server_beta1, server_beta2, server_tau : decay of the first and of the second moment, and adaptivity.
+    server_beta1, server_beta2 : decay of the first and of the second moment.
+    server_tau : adaptivity. It is added to the root of the second moment, which starts at tau^2.
     """
 
     weighting: Weighting = "samples"
@@ -42,24 +43,35 @@ class FedAvg(Method):
         self.step(server, reply["theta"], cohort.task.model)
 
     def step(self, server: Server, mean: Tensor, model: FlatModel) -> None:
-        """Move the server's model towards the mean of the clients' models."""
+        """Move the server's model toward the clients' mean. Batch-norm statistics become the mean's."""
         default = 0.1 if self.server_optimizer in ("adam", "yogi") else 1.0
-        optimizer = ServerOptimizer(
-            name=self.server_optimizer,
-            lr=default if self.server_lr is None else self.server_lr,
-            beta1=self.server_beta1,
-            beta2=self.server_beta2,
-            tau=self.server_tau,
-        )
-        server["theta"] = optimizer.step(server["theta"], mean, server["moments"], model.num_parameters)
+        lr = default if self.server_lr is None else self.server_lr
+        if self.server_optimizer == "sgd" and lr == 1.0:
+            server["theta"] = mean
+            return
+        theta, size = server["theta"], model.num_parameters
+        moved = theta[:size] + lr * self._direction((mean - theta)[:size], server["moments"])
+        server["theta"] = torch.cat([moved, mean[size:]])
+
+    def _direction(self, d: Tensor, moments: dict[str, Tensor]) -> Tensor:
+        if self.server_optimizer == "sgd":
+            return d
+        beta1, beta2 = self.server_beta1, self.server_beta2
+        first = moments.get("first", torch.zeros_like(d))
+        if self.server_optimizer == "momentum":
+            moments["first"] = beta1 * first + d
+            return moments["first"]
+        second = moments.get("second", torch.full_like(d, self.server_tau**2))
+        moments["first"] = beta1 * first + (1 - beta1) * d
+        if self.server_optimizer == "adam":
+            moments["second"] = beta2 * second + (1 - beta2) * d.square()
+        else:
+            moments["second"] = second - (1 - beta2) * d.square() * torch.sign(second - d.square())
+        return moments["first"] / (moments["second"].sqrt() + self.server_tau)
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         trained = clients.sgd(clients.loss, theta)
-        return {"theta": Mean(trained, weight=self.weights(clients))}
-
-    def weights(self, clients: Clients) -> Tensor | None:
-        """The clients' weights ``[K]`` in the average; None: all the same."""
-        return clients.weights(self.weighting)
+        return {"theta": Mean(trained, weight=clients.weights(self.weighting))}
 
     def global_model(self, server: Server) -> Tensor:
         return server["theta"]

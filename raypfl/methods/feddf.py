@@ -82,7 +82,7 @@ class FedDF(FedAvg):
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         trained = clients.sgd(clients.loss, theta)
-        reply = {"theta": Mean(trained, weight=self.weights(clients))}
+        reply = {"theta": Mean(trained, weight=clients.weights(self.weighting))}
         if self.steps:
             visited = self.batches(clients.pool(self.pool)).once(TOGETHER)
             logits = torch.cat([clients.logits(trained, batch.x) for batch in visited], dim=1)

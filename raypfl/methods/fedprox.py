@@ -26,4 +26,4 @@ class FedProx(FedAvg):
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         trained = clients.sgd(clients.loss, theta, penalty=proximal(self.mu), anchor=theta)
-        return {"theta": Mean(trained, weight=self.weights(clients))}
+        return {"theta": Mean(trained, weight=clients.weights(self.weighting))}

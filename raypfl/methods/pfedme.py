@@ -47,7 +47,7 @@ class PFedMe(FedAvg):
                 personal = batch.step(clients.loss, personal, penalty=penalty, lr=self.inner_lr, anchor=center)
             center = torch.where(batch.active, center - clients.lr * self.lam * (center - personal), center)
         clients.state["personal"] = personal
-        return {"theta": Mean(center, weight=self.weights(clients))}
+        return {"theta": Mean(center, weight=clients.weights(self.weighting))}
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)

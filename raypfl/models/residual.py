@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
 from raypfl.models.networks import MODELS, image_shape
 
 WIDTHS = (64, 128, 256, 512)
-
 
 Layer = Callable[[int], nn.Module]
 """Makes a layer for a number of channels."""
@@ -61,18 +60,26 @@ class BasicBlock(nn.Module):
         return (out + self.downsample(x)).relu()
 
 
-class ResNet(nn.Module):
-    """A stem, four layers of basic blocks, the mean over all positions, and the head ``fc``.
+@MODELS.register("resnet18")
+class ResNet18(nn.Module):
+    """ResNet-18: 11,176,512 parameters for 3 channels in the body, and 5,130 in the head for 10 classes.
+
+    A stem, four layers of basic blocks, the mean over all positions, and the head ``fc``.
 
     Parameters
     ----------
-    blocks : number of blocks in each of the four layers.
-    norm, stem, adapters, head_bias : see :func:`resnet18`.
+    norm : batch norm, or group norm with two groups.
+    stem : ImageNet's 7x7 convolution of stride 2 with max-pooling, or CIFAR's 3x3 convolution of stride 1.
+    adapters : residual adapters after all 16 convolutions of the blocks, with a bias (1,404,160 parameters) or without
+        one (1,400,320).
+    head_bias : whether the head has a bias.
     """
+
+    blocks: ClassVar[tuple[int, ...]] = (2, 2, 2, 2)
+    """Blocks in each of the four layers."""
 
     def __init__(
         self,
-        blocks: Sequence[int],
         input_shape: tuple[int, ...],
         num_classes: int,
         norm: Literal["batch", "group"] = "batch",
@@ -100,7 +107,7 @@ class ResNet(nn.Module):
         self.layer1, self.layer2, self.layer3, self.layer4 = (
             nn.Sequential(
                 BasicBlock(inputs[i], width, 1 if i == 0 else 2, normalise, adapt),
-                *(BasicBlock(width, width, 1, normalise, adapt) for _ in range(blocks[i] - 1)),
+                *(BasicBlock(width, width, 1, normalise, adapt) for _ in range(self.blocks[i] - 1)),
             )
             for i, width in enumerate(WIDTHS)
         )
@@ -115,36 +122,8 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-@MODELS.register("resnet18")
-def resnet18(
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    norm: Literal["batch", "group"] = "batch",
-    stem: Literal["imagenet", "cifar"] = "imagenet",
-    adapters: Literal["none", "bias", "no bias"] = "none",
-    head_bias: bool = True,
-) -> nn.Module:
-    """ResNet-18: 11,176,512 parameters for 3 channels in the body, and 5,130 in the head for 10 classes.
-
-    Parameters
-    ----------
-    norm : batch norm, or group norm with two groups.
-    stem : ImageNet's 7x7 convolution of stride 2 with max-pooling, or CIFAR's 3x3 convolution of stride 1.
-    adapters : residual adapters after all 16 convolutions of the blocks, with a bias (1,404,160 parameters) or without
-        one (1,400,320).
-    head_bias : whether the head has a bias.
-    """
-    return ResNet((2, 2, 2, 2), input_shape, num_classes, norm, stem, adapters, head_bias)
-
-
 @MODELS.register("resnet34")
-def resnet34(
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    norm: Literal["batch", "group"] = "batch",
-    stem: Literal["imagenet", "cifar"] = "imagenet",
-    adapters: Literal["none", "bias", "no bias"] = "none",
-    head_bias: bool = True,
-) -> nn.Module:
+class ResNet34(ResNet18):
     """ResNet-34: 21,284,672 parameters for 3 channels in the body; options as for resnet18."""
-    return ResNet((3, 4, 6, 3), input_shape, num_classes, norm, stem, adapters, head_bias)
+
+    blocks: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)

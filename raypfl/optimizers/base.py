@@ -1,19 +1,42 @@
-"""The base class of local optimizers."""
+"""What a local optimizer is, and one step of local training with it: clipping, weight decay, the optimizer's rule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, dataclass_transform
 
+import torch
 from torch import Tensor
 
 from raypfl.common.registry import Registry
-from raypfl.optimizers.draws import Draws
 
 OPTIMIZERS = Registry("optimizer")
 
 Memory = dict[str, Tensor]
 """An optimizer's state between steps, by name."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Random numbers for an optimizer's step. They depend on the client and the step only.
+
+    Attributes
+    ----------
+    keys : ``int64[...]``, one for each vector.
+    like : ``[..., P]``; draws have its shape, device and dtype.
+    """
+
+    keys: Tensor
+    like: Tensor
+
+    def normal(self) -> Tensor:
+        """Standard normal numbers, ``[..., P]``; every call returns the same ones."""
+        rows = [self._row(key) for key in self.keys.reshape(-1).tolist()]
+        return torch.stack(rows).reshape(self.like.shape)
+
+    def _row(self, key: int) -> Tensor:
+        generator = torch.Generator(self.like.device).manual_seed(key ^ 0x6E6F697365)
+        return torch.randn(self.like.shape[-1], generator=generator, dtype=self.like.dtype, device=self.like.device)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -69,3 +92,51 @@ class LocalOptimizer:
 
 
 LocalOptimizer = dataclass(frozen=True, kw_only=True)(LocalOptimizer)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Update:
+    """A local optimizer's step at a learning rate, with clipping, weight decay and frozen entries.
+
+    The order is that of PyTorch loops: gradients of frozen entries are set to 0, the rest is clipped as by
+    ``clip_grad_norm_``, weight decay is added, and the optimizer takes its step.
+
+    Attributes
+    ----------
+    clip_norm : largest norm of a gradient; None: no clipping.
+    trained : ``bool[P]``, the entries that are trained; None: all.
+    decayed : ``bool[P]``, the entries with weight decay; None: all trained ones.
+    """
+
+    optimizer: LocalOptimizer
+    lr: float
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    trained: Tensor | None = None
+    decayed: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is exactly ``theta - lr * grad``."""
+        alone = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
+        return alone and self.optimizer.plain and not self.optimizer.per_sample
+
+    def init(self, theta: Tensor) -> Memory:
+        """The optimizer's state before the first step of ``theta[..., P]``."""
+        return self.optimizer.init(theta)
+
+    def step_(self, theta: Tensor, grad: Tensor, memory: Memory) -> None:
+        """Update ``theta[..., P]`` in place; overwrites `grad` (same shape) and `memory`."""
+        if self.trained is not None:
+            grad.mul_(self.trained)
+        if self.clip_norm is not None:
+            norm = grad.norm(dim=-1, keepdim=True)
+            grad.mul_((self.clip_norm / (norm + 1e-6)).clamp_max(1.0))
+        if self.weight_decay:
+            acts = self.trained if self.decayed is None else self.decayed
+            decaying = theta if acts is None else theta * acts
+            if self.optimizer.decoupled:
+                theta.sub_(decaying, alpha=self.lr * self.weight_decay)
+            else:
+                grad.add_(decaying, alpha=self.weight_decay)
+        self.optimizer.step_(theta, grad, memory, self.lr)
