@@ -45,8 +45,11 @@ class ClientActor:
         keep_freed_memory()
         job, data = ray.cloudpickle.loads(pickled)
         torch.set_num_threads(job.experiment.engine.threads)
+        gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
+        if 0 < gpus < 1:  # Ray's shares limit nothing by themselves
+            torch.cuda.set_per_process_memory_fraction(gpus)
         task = make_task(job.experiment, data, reserved_device())
-        self._worker = Worker(make_context(job.experiment, data, task), job.experiment.method)
+        self._worker = Worker(make_context(job.experiment, data, task, gpus), job.experiment.method)
         return ray.get_runtime_context().get_node_id()
 
     def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:

@@ -100,8 +100,23 @@ def has_died(ray: Any) -> bool:
     return any(one.process.poll() is not None for kind in ("gcs_server", "raylet") for one in processes.get(kind, ()))
 
 
+def nodes_of(ray: Any) -> list[Mapping[str, float]]:
+    """The resources of each node of the cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 def for_client(settings: RaySettings) -> dict[str, float]:
-    """What a client actor reserves, as options for Ray."""
+    """What a client actor reserves, as options for Ray.
+
+    Raises
+    ------
+    ConfigError : if that is to be measured, as only a run of its own can.
+    """
+    if settings.gpus_per_actor == "auto":
+        raise ConfigError(
+            "ray.gpus_per_actor is auto, which `raypfl run` measures; what runs beside others on a GPU, as a sweep's "
+            "trials and a study's cells do, needs a number, such as 0.25 for four on a GPU."
+        )
     return {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
 
 

@@ -86,7 +86,7 @@ class ServerActor:
         metadata = {
             "backend": "ray",
             "actors": len(self._actors),
-            "device": "cuda" if job.experiment.ray.gpus_per_actor else "cpu",
+            "device": "cuda" if job.experiment.ray.on_gpu else "cpu",
             "ray": ray.__version__,
         }
         backend.wait_for_actors(START_UP)

@@ -25,6 +25,7 @@ class Limit(NamedTuple):
 
 COUNT = Limit("at least 1", lambda v: v >= 1)
 FROM_ZERO = Limit("0 or more", lambda v: 0 <= v < inf)
+FROM_ZERO_OR_AUTO = Limit("0 or more, or auto", lambda v: v == "auto" or FROM_ZERO.holds(v))
 POSITIVE = Limit("above 0", lambda v: 0 < v < inf)
 POSITIVE_OR_INFINITE = Limit("above 0 (.inf for none)", lambda v: v > 0)
 SHARE = Limit("above 0 and at most 1", lambda v: 0 < v <= 1)
@@ -45,8 +46,9 @@ _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
     "evaluation.batch_size evaluation.patience engine.group_size ray.actors "
     "ray.clients_per_actor checkpoint.keep",
-    FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every ray.gpus_per_actor "
+    FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every "
     "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb",
+    FROM_ZERO_OR_AUTO: "ray.gpus_per_actor",
     POSITIVE: "training.lr training.clip_norm training.gamma ray.cpus_per_actor",
     POSITIVE_OR_INFINITE: "failures.loss_limit",
     SHARE: "cohort.fraction training.decay",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,9 @@ class RaySettings:
     address : address of a running cluster (``auto``, ``host:port``); None: ``$RAY_ADDRESS`` or, if that is not set, a
         local cluster that is started and stopped with the run.
     actors : number of client actors; None: as many as the cluster has room for and the cohort has groups.
-    cpus_per_actor, gpus_per_actor : what each client actor reserves; fractions share a device.
+    cpus_per_actor : what each client actor reserves.
+    gpus_per_actor : GPUs that each client actor reserves; 0.25 lets four of them share one, each with a quarter of its
+        memory. ``auto``: as small a share as one group's memory allows, which is measured before the run.
     cpus_for_server, gpus_for_server : what the server reserves. It computes on a GPU if it reserves any share of one.
         To add up what clients send it needs neither; a method that trains on the server may be much faster with them.
     data_share : share of a GPU's memory that the data may take, for all actors on it together; each gets a part by its
@@ -50,12 +52,17 @@ class RaySettings:
     address: str | None = None
     actors: int | None = None
     cpus_per_actor: float = 1.0
-    gpus_per_actor: float = 0.0
+    gpus_per_actor: float | Literal["auto"] = 0.0
     cpus_for_server: float = 0.0
     gpus_for_server: float = 0.0
     data_share: float = 0.25
     clients_per_actor: int | None = None
     dashboard: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether client actors have a GPU, or a share of one."""
+        return self.gpus_per_actor != 0
 
 
 @dataclass(frozen=True, kw_only=True)

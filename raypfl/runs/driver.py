@@ -7,7 +7,7 @@ import json
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from raypfl.models.weights import digest
 from raypfl.objectives import KINDS, OBJECTIVES
 from raypfl.runs.autotune import choose, refuse_channels_last
 from raypfl.runs.folders import new_folder
+from raypfl.runs.gpu_share import with_a_number
 from raypfl.runs.result import (
     METADATA,
     RECIPE,
@@ -201,7 +202,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
             f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
             "at most that many."
         )
-    model = make_model(experiment, data, device_for(experiment.ray.gpus_per_actor))
+    model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     experiment.method.check(model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(model, experiment.training, data)
@@ -295,7 +296,7 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, lockstep: bool,
     if engine.executor in ("auto", "fastest") or (engine.executor == "sequential" and training.channels_last is None):
         emit(Progress("choosing an executor"))
         with threads(engine.threads):
-            chosen, why = choose(experiment, data, device_for(experiment.ray.gpus_per_actor))
+            chosen, why = choose(experiment, data, device_for(experiment.ray.on_gpu))
         layout = str(chosen.channels_last).lower()
         experiment = experiment.override([f"engine.executor={chosen.executor}", f"training.channels_last={layout}"])
     weights, attempt = digest(experiment.model.weights), uuid.uuid4().hex
@@ -303,7 +304,7 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, lockstep: bool,
 
 
 def device_for(gpus: float) -> torch.device:
-    """The device of work that would reserve so many GPUs on Ray: the same for both backends."""
+    """The device of work that would reserve so many GPUs on Ray (or some: True): the same for both backends."""
     return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 
 
@@ -311,11 +312,12 @@ def device_for(gpus: float) -> torch.device:
 def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
     keep_freed_memory()
     experiment = job.experiment
-    here, there = device_for(experiment.ray.gpus_for_server), device_for(experiment.ray.gpus_per_actor)
+    here, there = device_for(experiment.ray.gpus_for_server), device_for(experiment.ray.on_gpu)
     with threads(threads_of_server(experiment)):
         task = make_task(experiment, data, here)
         of_clients = task if here == there else make_task(experiment, data, there)
-        worker = Worker(make_context(experiment, data, of_clients), experiment.method)
+        whole = 1.0 if experiment.ray.gpus_per_actor == "auto" else None
+        worker = Worker(make_context(experiment, data, of_clients, whole), experiment.method)
         metadata = {"backend": "inline", "actors": 1, "device": str(there)}
         pools = pools_of_server(experiment, data, task)
         yield Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, metadata).run()
@@ -326,6 +328,9 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
     with contextlib.ExitStack() as stack:
         with stop.interruptible():
             ray = stack.enter_context(connected(job.experiment.ray, emit))
+            if job.experiment.ray.gpus_per_actor == "auto":
+                _spare.release(ray)
+                job = replace(job, experiment=with_a_number(ray, job.experiment, data, emit))
             emit(Progress("starting actors"))
             settings = job.experiment.ray
             size = cohort_size(job.experiment.cohort, data.num_clients)

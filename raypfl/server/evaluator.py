@@ -99,19 +99,10 @@ class Evaluator:
             self._validated[round] = row
         return columns, summary
 
-    def _selection(self) -> Selection:
-        return select(self.measures, self._validated, self.experiment.evaluation)
-
-    def _columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
-        protocols = self.experiment.evaluation.protocols
-        known = self._evaluated(state, round, self._tested(), [p for p in protocols if p != "unseen"], unseen=False)
-        new = self.task.unseen.tolist()
-        unseen = self._evaluated(state, round, new, [p for p in protocols if p == "unseen"], unseen=True)
-        return {name: values + unseen[name] for name, values in known.items()}
-
-    def _evaluated(
+    def evaluated(
         self, state: dict[str, Any], round: int, clients: list[int], protocols: list[str], unseen: bool
     ) -> dict[str, list[Any]]:
+        """Columns of the evaluations table for some clients, which are all `unseen` or all trained."""
         if not clients or not protocols:
             return tabulate(self.measures, round, {}, [], [])
         # Methods that fine-tune models for evaluation use the learning rate of the round before.
@@ -127,6 +118,16 @@ class Evaluator:
                 replies.add(group, reply.values)
             self.runner.states.abandon()
         return tabulate(self.measures, round, replies.result(), clients, protocols)
+
+    def _selection(self) -> Selection:
+        return select(self.measures, self._validated, self.experiment.evaluation)
+
+    def _columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
+        protocols = self.experiment.evaluation.protocols
+        known = self.evaluated(state, round, self._tested(), [p for p in protocols if p != "unseen"], unseen=False)
+        new = self.task.unseen.tolist()
+        unseen = self.evaluated(state, round, new, [p for p in protocols if p == "unseen"], unseen=True)
+        return {name: values + unseen[name] for name, values in known.items()}
 
     def _arguments(self, state: dict[str, Any], clients: list[int]) -> dict[str, Any]:
         arguments: dict[str, Any] = {}

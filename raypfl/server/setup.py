@@ -83,10 +83,19 @@ def precision_of(experiment: Experiment) -> Precision:
     return Precision(experiment.training.precision == "bf16", bool(experiment.training.channels_last))
 
 
-def make_context(experiment: Experiment, data: ClientData | DataOutline, task: Task) -> Context:
-    """What the clients of one process share."""
+def make_context(
+    experiment: Experiment, data: ClientData | DataOutline, task: Task, gpus: float | None = None
+) -> Context:
+    """What the clients of one process share.
+
+    Parameters
+    ----------
+    gpus : that this process has; None: as the settings say, and 0 as long as that is to be measured.
+    """
     precision = precision_of(experiment)
-    room = room_on(task.model.device, experiment.ray.data_share, experiment.ray.gpus_per_actor)
+    if gpus is None:
+        gpus = 0.0 if experiment.ray.gpus_per_actor == "auto" else experiment.ray.gpus_per_actor
+    room = room_on(task.model.device, experiment.ray.data_share, gpus)
     samples = samples_for(data, task.model, experiment.data.augmentation, room)
     together = experiment.engine.executor == "vectorised"
     executor: Executor = Vectorised(task.model, precision) if together else Sequential(task.model, precision)

@@ -1,0 +1,204 @@
+"""``ray.gpus_per_actor=auto``: how many client actors share a GPU, by the memory that one of them needs.
+
+A process of its own runs a step of training and an evaluation, with one client and with a group of eight. A line
+through both gives the memory of the run's own groups. More actors on a GPU change no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from raypfl.backends.actor_pools import share_of
+from raypfl.backends.cluster import nodes_of
+from raypfl.backends.inline import Inline
+from raypfl.clients.worker import Worker
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.config import Experiment
+from raypfl.data import ClientData, FederatedData
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.ledger import Ledger
+from raypfl.federation.schedule import cohort_size
+from raypfl.federation.server_training import ServerContext
+from raypfl.server.evaluator import Evaluator
+from raypfl.server.events import Listener, Progress
+from raypfl.server.setup import client_costs, groups_for, make_context, make_task, pools_of_server, precision_of
+from raypfl.storage.states import StateTable
+
+PROBED = (1, 8)
+"""Clients of the two groups whose memory is measured."""
+
+USED = 0.9
+"""Share of a GPU's memory that its actors may need together."""
+
+
+class Memory(Protocol):
+    """Reads the memory of this process on its GPU."""
+
+    def peak(self, work: Callable[[], object]) -> float:
+        """The most bytes that tensors have reserved at a time during `work`."""
+        ...
+
+    def context(self) -> float:
+        """Bytes that the process has beside its tensors."""
+        ...
+
+
+class CudaMemory:
+    """Memory as torch and the driver report it; what other processes have on the GPU counts as this one's context."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def peak(self, work: Callable[[], object]) -> float:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def context(self) -> float:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What was measured on a GPU: its memory in bytes, and what of it an actor needs, without the data."""
+
+    total: float
+    actor: float
+
+
+def line(sizes: Sequence[int], peaks: Sequence[float]) -> tuple[float, float]:
+    """``a, b`` with ``a + b * size`` bytes, from one or two measurements; memory never shrinks with the group."""
+    each = max(0.0, (peaks[-1] - peaks[0]) / max(1, sizes[-1] - sizes[0]))
+    return max(peak - each * size for size, peak in zip(sizes, peaks, strict=True)), each
+
+
+def actors_on(card: Card, data: float, data_share: float, most: int) -> int:
+    """How many actors share a GPU: all that its memory holds, but no more than `most`.
+
+    Parameters
+    ----------
+    data : bytes of the data, which each actor holds where all of them together stay within `data_share` of the memory.
+    """
+    for actors in range(max(1, most), 1, -1):
+        held = data if actors * data <= data_share * card.total else 0.0
+        if actors * (card.actor + held) <= USED * card.total:
+            return actors
+    return 1
+
+
+def bytes_needed(experiment: Experiment, data: ClientData, device: torch.device, memory: Memory) -> float:
+    """Bytes on `device` of a process in which this run's largest groups are trained and evaluated.
+
+    Raises
+    ------
+    torch.OutOfMemoryError : if a group of `PROBED` clients does not fit.
+    """
+    trained = data.num_clients - len(data.unseen)
+    cohort = min(cohort_size(experiment.cohort, trained), trained)
+    largest = {
+        _Trial.train: max(groups_for(experiment, cohort)),
+        _Trial.evaluate: max(groups_for(experiment, trained, evaluation=True)),
+    }
+    needed = 0.0
+    for work, group in largest.items():
+        sizes = sorted({min(size, group) for size in PROBED})
+        peaks = [memory.peak(partial(work, _Trial(experiment, data, device, size))) for size in sizes]
+        fixed, each = line(sizes, peaks)
+        needed = max(needed, fixed + each * group)
+    return memory.context() + needed
+
+
+class _Trial:
+    """A round of one step and an evaluation, of the clients with most samples, all in one group."""
+
+    def __init__(self, experiment: Experiment, data: ClientData, device: torch.device, size: int):
+        changes = [f"engine.group_size={size}", "training.steps=1", "failures.loss_limit=.inf"]
+        self._experiment = experiment = experiment.override(changes)
+        self._task = task = make_task(experiment, data, device)
+        context = make_context(experiment, data, task, gpus=0.0)  # without room for the data
+        pools = pools_of_server(experiment, data, task)
+        self._runner = GroupRunner(
+            task=task,
+            backend=Inline(Worker(context, experiment.method), threads=experiment.engine.threads),
+            states=StateTable(),
+            ledger=Ledger(),
+            failures=experiment.failures,
+            context=ServerContext(pools, precision_of(experiment), lambda event: None),
+            costs=client_costs(experiment, task.num_samples),
+            cut_for=lambda cohort: (groups_for(experiment, cohort), experiment.engine.executor),
+            warn=lambda text: None,
+        )
+        self._server = experiment.method.start(task)
+
+    def train(self) -> None:
+        """A round."""
+        cohort = Cohort(self._runner, self._largest(self._task.num_samples), (), 1, self._experiment.training.lr)
+        self._experiment.method.round(self._server, cohort)
+        self._runner.states.commit()
+
+    def evaluate(self) -> None:
+        """The protocols, except for those of unseen clients, which are tested in the same way."""
+        protocols = [protocol for protocol in self._experiment.evaluation.protocols if protocol != "unseen"]
+        clients = list(self._largest(self._task.num_test_samples))
+        Evaluator(self._experiment, self._runner).evaluated(self._server, 1, clients, protocols, unseen=False)
+
+    def _largest(self, samples: np.ndarray) -> tuple[int, ...]:
+        size, unseen = self._experiment.engine.group_size, set(self._task.unseen.tolist())
+        ranked = [c for c in np.argsort(-samples, kind="stable").tolist() if c not in unseen]
+        return tuple(sorted(ranked[:size]))
+
+
+def with_a_number(ray: Any, experiment: Experiment, data: ClientData, emit: Listener) -> Experiment:
+    """The experiment with a number for ``ray.gpus_per_actor=auto``, which is measured on a GPU of the cluster.
+
+    Raises
+    ------
+    ConfigError : if the cluster has no GPU.
+    """
+    settings = experiment.ray
+    if settings.gpus_per_actor != "auto":
+        return experiment
+    with_gpu = [node for node in nodes_of(ray) if node.get("GPU", 0) >= 1]
+    if not with_gpu:
+        raise ConfigError(
+            "ray.gpus_per_actor is auto, but the cluster has no GPU; leave it out, so that clients run on CPUs."
+        )
+    emit(Progress("measuring how many client actors share a GPU"))
+    probe = ray.remote(num_gpus=1, num_cpus=settings.cpus_per_actor, max_calls=1, max_retries=0)(_probe)
+    try:
+        card = ray.get(probe.remote(ray.cloudpickle.dumps((experiment, data))))
+    except ray.exceptions.RayTaskError as error:
+        raise RaypflError(
+            f"The memory that an actor needs could not be measured (ray.gpus_per_actor=auto): {error.cause} Give a "
+            "number instead, such as 0.25 for four actors on a GPU."
+        ) from error
+    per_gpu = max(math.floor(node.get("CPU", 0) / (settings.cpus_per_actor * node["GPU"])) for node in with_gpu)
+    groups = len(groups_for(experiment, cohort_size(experiment.cohort, data.num_clients)))
+    held = data.inputs.nbytes + data.labels.nbytes if isinstance(data, FederatedData) else 0
+    actors = actors_on(card, held, settings.data_share, min(per_gpu, groups))
+    emit(Progress(f"{actors} client actors a GPU: each needs {card.actor / 2**30:.2f} of {card.total / 2**30:.0f} GiB"))
+    return experiment.override([f"ray.gpus_per_actor={share_of(actors)}"])
+
+
+def _probe(pickled: bytes) -> Card:
+    import ray
+
+    experiment, data = ray.cloudpickle.loads(pickled)
+    torch.set_num_threads(experiment.engine.threads)
+    device = torch.device("cuda")
+    total = torch.cuda.get_device_properties(device).total_memory
+    try:
+        return Card(total, bytes_needed(experiment, data, device, CudaMemory(device)))
+    except torch.OutOfMemoryError:  # the run itself, alone on the GPU, has room or says what has not
+        return Card(total, total)
