@@ -158,7 +158,7 @@ def test_a_step_that_fails_while_it_is_measured_is_a_sentence(tmp_path: Path, mo
 @pytest.mark.usefixtures("ray_cluster")
 def test_auto_on_a_cluster_without_a_gpu_is_refused_in_a_sentence(tmp_path: Path):
     events: list[object] = []
-    with pytest.raises(ConfigError, match="ray.gpus_per_actor is auto, but the cluster has no GPU; leave it out"):
+    with pytest.raises(ConfigError, match=r"ray\.gpus_per_actor is auto, but the cluster has no GPU; leave it out"):
         raypfl.run(experiment(tmp_path, engine__backend="ray", ray__gpus_per_actor="auto"), listeners=[events.append])
     assert Progress("measuring how many client actors share a GPU") not in events
 
@@ -170,5 +170,5 @@ def test_what_runs_beside_others_needs_a_number():
 
 @pytest.mark.parametrize("value", ["automatic", -0.5, ".inf"])
 def test_a_share_is_a_number_or_auto(tmp_path: Path, value: object):
-    with pytest.raises(ConfigError, match="ray.gpus_per_actor"):
+    with pytest.raises(ConfigError, match=r"ray\.gpus_per_actor"):
         experiment(tmp_path, ray__gpus_per_actor=value)
