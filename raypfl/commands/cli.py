@@ -110,6 +110,10 @@ def run(
     words: Words = None,
     method: Annotated[str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto")] = "",
     seeds: Annotated[int | None, typer.Option(help="Seeds to run each method with.", min=1)] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of the run. If the run is there already, it continues."),
+    ] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -128,7 +132,7 @@ def run(
                 raise ConfigError(f"Both {option} and {change} are given; keep one of them.")
     changes = [*given, *([f"methods=[{','.join(_names(method))}]"] if method else [])]
     changes += [f"seeds={seeds}"] if seeds else []
-    run_experiments(experiments(settings_of(recipe), changes), [recipe, *changes], quiet, as_json)
+    run_experiments(experiments(settings_of(recipe), changes), [recipe, *changes], run_dir, quiet, as_json)
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)

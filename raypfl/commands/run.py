@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from raypfl.results import outcome
 from raypfl.results.console import view, warner
 from raypfl.results.progress import lines_for
 from raypfl.runs import Result
-from raypfl.runs.folders import Comparison, new_folder
+from raypfl.runs.folders import Comparison, new_folder, with_checkpoints_apart
+from raypfl.runs.identity import differences, moved, refuse_another
 from raypfl.runs.result import RECIPE, description, forget_unbegun, is_finished, write_description
 from raypfl.server.events import Listener
 from raypfl.tracking.connection import how_to_look
@@ -60,7 +61,9 @@ class _Work:
     def left(self) -> dict[Path, Experiment]:
         """The runs that are not finished as described."""
         return {
-            folder: one for folder, one in self.runs.items() if not (is_finished(folder) and description(folder) == one)
+            folder: one
+            for folder, one in self.runs.items()
+            if not (is_finished(folder) and not differences(one, description(folder)))
         }
 
     @property
@@ -69,12 +72,15 @@ class _Work:
         return "To go on: " + shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
 
 
-def run_experiments(planned: Sequence[Experiment], tried: Sequence[str], quiet: bool, as_json: bool) -> None:
+def run_experiments(
+    planned: Sequence[Experiment], tried: Sequence[str], run_dir: Path | None, quiet: bool, as_json: bool
+) -> None:
     """Run an experiment, or several as a comparison.
 
     Parameters
     ----------
     tried : the recipe or file, and the assignments that changed it.
+    run_dir : the folder; what has begun there continues, if it is the same. None: a new one in ``output``.
     quiet : show no progress. as_json : print the results for programs.
 
     Raises
@@ -82,13 +88,17 @@ def run_experiments(planned: Sequence[Experiment], tried: Sequence[str], quiet: 
     Stopped : if it was interrupted; the text says how to go on.
     RaypflError : if a run is refused, or fails.
     """
+    tags = {"recipe": tried[0]}
+    if run_dir is not None and (begun := _begun(run_dir, planned)):
+        _carry_out(replace(begun, tried=tried, tags=tags), quiet, as_json)
+        return
     if len(planned) > 1:
-        comparison = Comparison.new(planned, tried)
+        comparison = Comparison.new(planned, tried, run_dir)
         work, forget = _Work.of(comparison, []), comparison.forget_unbegun
     else:
-        folder = new_folder(planned[0]).absolute()
+        folder = (run_dir or new_folder(planned[0])).absolute()
         write_description(folder, planned[0])
-        work, forget = _Work(folder, {folder: planned[0]}, tried, {"recipe": tried[0]}), partial(forget_unbegun, folder)
+        work, forget = _Work(folder, {folder: planned[0]}, tried, tags), partial(forget_unbegun, folder)
     try:
         _carry_out(work, quiet, as_json)
     except ConfigError:
@@ -96,14 +106,39 @@ def run_experiments(planned: Sequence[Experiment], tried: Sequence[str], quiet: 
         raise
 
 
+def _begun(folder: Path, planned: Sequence[Experiment]) -> _Work | None:
+    """What is left of these runs in the folder where they were started; None if the folder has no runs yet.
+
+    Raises
+    ------
+    ConfigError : if it has others.
+    """
+    comparison = Comparison.load(folder)
+    if comparison is None and not (folder / RECIPE).exists():
+        return None
+    there = len(comparison.runs) if comparison else 1
+    if there != len(planned):
+        kinds = [f"a comparison of {count} runs" if count > 1 else "a single run" for count in (there, len(planned))]
+        raise ConfigError(f"{folder} has {kinds[0]}, and this command {kinds[1]}. Name another folder.")
+    folders = comparison.folders if comparison else [folder]
+    asked = with_checkpoints_apart(planned, folder) if comparison else planned
+    for one, inside in zip(asked, folders, strict=True):
+        refuse_another(inside, one, description(inside))
+    changes = moved(planned[0], description(folders[0]))
+    return _work(folder, comparison, changes)
+
+
 def resume_folder(folder: Path, changes: Sequence[str], quiet: bool, as_json: bool) -> None:
     """Finish the run or comparison in a folder, with ``dotted.key=value`` changes. Raises as `run_experiments` does."""
-    if comparison := Comparison.load(folder):
-        work = _Work.of(comparison, changes)
-    else:
-        planned = {folder.absolute(): description(folder).override(changes)}
-        work = _Work(folder.absolute(), planned, [str(folder / RECIPE)], changes=changes)
-    _carry_out(work, quiet, as_json)
+    _carry_out(_work(folder, Comparison.load(folder), changes), quiet, as_json)
+
+
+def _work(folder: Path, comparison: Comparison | None, changes: Sequence[str]) -> _Work:
+    """The run or comparison that is in a folder, with ``dotted.key=value`` changes."""
+    if comparison:
+        return _Work.of(comparison, changes)
+    planned = {folder.absolute(): description(folder).override(changes)}
+    return _Work(folder.absolute(), planned, [str(folder / RECIPE)], changes=changes)
 
 
 def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -43,14 +44,18 @@ class Comparison:
     runs: tuple[str, ...]
 
     @classmethod
-    def new(cls, experiments: Sequence[Experiment], words: Sequence[str]) -> Comparison:
-        """A comparison of these experiments, in a new folder in their ``output``, ready to be resumed."""
+    def new(cls, experiments: Sequence[Experiment], words: Sequence[str], folder: Path | None = None) -> Comparison:
+        """A comparison of these experiments, ready to be resumed.
+
+        Parameters
+        ----------
+        folder : where; None: a new folder in their ``output``.
+        """
         first = experiments[0]
-        folder = _made(first.output, f"{first.name}-{_now()}")
-        made = [_made(folder, _short_name(one)) for one in experiments]
-        for one, inside in zip(experiments, made, strict=True):
-            write_description(inside, _with_checkpoints_apart(one, folder))
-        new = cls(folder, tuple(words), tuple(inside.name for inside in made))
+        folder = _made(first.output, f"{first.name}-{_now()}") if folder is None else folder
+        new = cls(folder, tuple(words), _names(experiments))
+        for one, inside in zip(with_checkpoints_apart(experiments, folder), new.folders, strict=True):
+            write_description(inside, one)
         files.write(folder / COMPARISON, write({"words": list(new.words), "runs": list(new.runs)}))
         return new
 
@@ -88,16 +93,27 @@ class Comparison:
     def forget_unbegun(self) -> None:
         """Undo `new` if no run has begun."""
         if not any((folder / METADATA).exists() for folder in self.folders):
-            shutil.rmtree(self.folder)
+            for folder in self.folders:
+                shutil.rmtree(folder)
+            (self.folder / COMPARISON).unlink()
+            with contextlib.suppress(OSError):  # it may hold files of the person's own
+                self.folder.rmdir()
 
 
-def _with_checkpoints_apart(experiment: Experiment, folder: Path) -> Experiment:
+def with_checkpoints_apart(experiments: Sequence[Experiment], folder: Path) -> list[Experiment]:
     """In a location with checkpoints of many runs, add the comparison's folder: names of its runs are not unique."""
-    location = experiment.checkpoint.location
+    location = experiments[0].checkpoint.location
     if location is None:
-        return experiment
+        return list(experiments)
     apart = f"{location.rstrip('/')}/{folder.name}"
-    return experiment.override([f"checkpoint.location={json.dumps(apart)}"])
+    return [one.override([f"checkpoint.location={json.dumps(apart)}"]) for one in experiments]
+
+
+def _names(experiments: Sequence[Experiment]) -> tuple[str, ...]:
+    """Of the folders of a comparison's runs; a number distinguishes those of one method and seed."""
+    plain = [re.sub(r"[^\w.-]+", "_", _short_name(one)) for one in experiments]
+    before = (plain[:i].count(name) for i, name in enumerate(plain))
+    return tuple(f"{name}-{count + 1}" if count else name for name, count in zip(plain, before, strict=True))
 
 
 def _short_name(experiment: Experiment) -> str:
@@ -110,7 +126,7 @@ def _now() -> str:
 
 
 def _made(parent: str | Path, name: str) -> Path:
-    """A new folder; a number distinguishes those of one second or, in a comparison, of one method."""
+    """A new folder; a number distinguishes those of one second."""
     name = re.sub(r"[^\w.-]+", "_", name)
     folder, number = Path(parent) / name, 1
     while True:

@@ -13,10 +13,8 @@ from typing import Any
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
 from raypfl.config.limits import aggregates
+from raypfl.runs.identity import deciding
 from raypfl.studies.description import Setting, Study, merged, plain_label
-
-_NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
-"""Parts of a description that do not change the bits of a result."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,7 @@ class Selection:
 
 def identity(experiment: Experiment) -> str:
     """Twelve hexadecimal digits, a hash of everything in a description that may change its result."""
-    values = {key: value for key, value in experiment.to_dict().items() if key not in _NO_EFFECT}
-    data = {key: value for key, value in values["data"].items() if key not in ("cache", "download")}
-    engine = {key: value for key, value in values["engine"].items() if key != "backend"}
-    if data["root"]:
-        data["root"] = str(Path(data["root"]).expanduser().absolute())
-    text = json.dumps(values | {"data": data, "engine": engine}, sort_keys=True, default=str)
+    text = json.dumps(deciding(experiment), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -1,0 +1,70 @@
+"""Which experiments have the same result, and whether a folder's run is the one that is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from raypfl.common.errors import ConfigError
+from raypfl.config import Experiment
+from raypfl.config.assignments import flatten
+
+_NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
+_MAY_MOVE = ("ray", "checkpoint.every", "checkpoint.keep", "tracking", "engine.backend", "data.cache", "data.download")
+
+
+def deciding(experiment: Experiment) -> dict[str, Any]:
+    """Everything in a description that may change its result."""
+    values = {key: value for key, value in experiment.to_dict().items() if key not in _NO_EFFECT}
+    data = {key: value for key, value in values["data"].items() if key not in ("cache", "download")}
+    engine = {key: value for key, value in values["engine"].items() if key != "backend"}
+    if data["root"]:
+        data["root"] = str(Path(data["root"]).expanduser().absolute())
+    return values | {"data": data, "engine": engine}
+
+
+def differences(asked: Experiment, begun: Experiment) -> list[str]:
+    """The settings of a begun run by which its result is not the one asked for; what was left open may be settled."""
+    wanted, there = flatten(deciding(asked)), flatten(deciding(begun))
+    settled = []
+    if asked.objective is None:
+        settled.append("objective")
+    if asked.engine.executor in ("auto", "fastest"):
+        settled.append("engine.executor")
+    if asked.training.channels_last is None:
+        settled.append("training.channels_last")
+    return [
+        key
+        for key in {**wanted, **there}
+        if wanted.get(key) != there.get(key) and not any(_is_in(key, one) for one in settled)
+    ]
+
+
+def refuse_another(folder: Path, asked: Experiment, begun: Experiment) -> None:
+    """Raise a ConfigError unless the run that has begun in a folder is the one that is asked for."""
+    keys = differences(asked, begun)
+    if asked.checkpoint.location != begun.checkpoint.location:
+        keys.append("checkpoint.location")
+    if keys:
+        wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
+        listed = ", ".join(f"{key} is {there.get(key)!r} there, not {wanted.get(key)!r}" for key in keys[:3])
+        more = f", and {len(keys) - 3} more settings differ" if len(keys) > 3 else ""
+        raise ConfigError(
+            f"{folder} has another run: {listed}{more}. Name another folder, or change the run that is there: "
+            f"`raypfl resume {folder} KEY=VALUE`."
+        )
+
+
+def moved(asked: Experiment, begun: Experiment) -> list[str]:
+    """Assignments that let a begun run continue where it is asked for now; its result stays the same."""
+    wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
+    return [
+        f"{key}={json.dumps(value)}"
+        for key, value in wanted.items()
+        if value != there.get(key) and any(_is_in(key, one) for one in _MAY_MOVE)
+    ]
+
+
+def _is_in(key: str, section: str) -> bool:
+    return f"{key}.".startswith(f"{section}.")
