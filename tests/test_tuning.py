@@ -90,6 +90,27 @@ def test_a_value_outside_of_a_settings_range_is_refused_before_anything_runs(tmp
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["data.val_fraction=0"], "is on validation data, but data.val_fraction is 0"),
+        (["scheduler=asha", "scheduler.grace=4"], "so none could ever be stopped"),
+    ],
+)
+def test_what_could_find_nothing_is_refused_before_anything_runs(tmp_path: Path, changes: list[str], sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        check(load(small(), [f"output={tmp_path}", *changes]))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("scheduler", [{"name": "median", "grace": 1}, {"name": "pb2", "interval": 1}])
+def test_other_schedulers_of_ray_tune_take_a_sweep_to_its_end(tmp_path: Path, scheduler: dict):
+    sweep = load(small(search={"training.lr": {"uniform": [0.001, 1]}}, scheduler=scheduler), [f"output={tmp_path}"])
+    trials = search(sweep, *check(sweep), tmp_path / "sweep", silent, silent)
+    assert len(trials) == 3 and all(trial.has_ended and not trial.error and trial.values for trial in trials)
+    assert any(trial.round == 4 for trial in trials)
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "tune_configs").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_search_that_comes_with_raypfl_is_valid_and_says_where_it_is_from(file: Path):
     sweep = load(file)
@@ -107,13 +128,18 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_t
     folder = tmp_path / "runs/small"
     rows = list(csv.DictReader((folder / "trials.csv").open()))
     assert len(rows) == 5 and {row["status"] for row in rows} == {"finished", "stopped"}
-    values = [float(row["val"]) for row in rows]
+    values = [float(row["accuracy/val"]) for row in rows]
     assert values == sorted(values, reverse=True)
     assert all(int(row["round"]) == 4 for row in rows if row["status"] == "finished")
     assert {"configurations.png", "importance.png"} <= {file.name for file in folder.iterdir()}
     best = run(Experiment.from_yaml(folder / "best.yaml"), run_dir=tmp_path / "best")
     trial = Result.load(folder / "trials" / rows[0]["trial"])
     assert best.weights_hash == trial.weights_hash and best.round == 4
+    assert all((folder / "trials" / row["trial"] / "summary.json").exists() for row in rows), "a stopped trial, too"
+    done = raypfl("report", str(folder), "--out", str(tmp_path / "report.html"))
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png") == 2 and f"{100 * values[0]:.1f}" in page
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -145,7 +171,7 @@ def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
     two = [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]
     sweep = load(small(trials=2, searcher="optuna", metric=two), [f"output={tmp_path}"])
     trials = search(sweep, *check(sweep), tmp_path / "optuna", silent, silent)
-    assert [sorted(trial.values) for trial in trials] == [["val", "val/worst_decile"]] * 2
+    assert [sorted(trial.values) for trial in trials] == [["accuracy/val", "worst_decile/val"]] * 2
     assert {path.name for path in (tmp_path / "optuna/trials").iterdir()} == {trial.name for trial in trials}
 
 
@@ -156,7 +182,7 @@ def test_the_mean_over_seeds_counts(tmp_path: Path):
     runs = [Result.load(tmp_path / f"seeds/trials/00000/seed-{k}") for k in range(2)]
     assert [one.experiment.seed for one in runs] == [0, 1]
     values = [next(row["accuracy"] for row in one.summary() if row["protocol"] == "val") for one in runs]
-    assert trial.values == {"val": pytest.approx(sum(values) / 2)}
+    assert trial.values == {"accuracy/val": pytest.approx(sum(values) / 2)}
 
 
 def test_a_sweep_that_is_killed_goes_on_with_what_it_had_below_one_mlflow_run(tmp_path: Path, mlflow_database: Path):

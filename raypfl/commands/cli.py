@@ -156,17 +156,18 @@ def resume(
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN...", help="Folders of runs or comparisons, or folders that contain some."),
+        typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps, or folders that contain some."),
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page about runs, to show, print or send: results, curves, clients, data, bytes, settings."""
     from raypfl.report import found, write
+    from raypfl.report.sweeps import is_sweep
 
     results, left_out = found(runs or [])
     for sentence in left_out:
         _print_error(sentence, "yellow")
-    print(f"Report: {write(results, out, left_out)}")
+    print(f"Report: {write(results, out, left_out, [folder for folder in runs or [] if is_sweep(folder)])}")
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)

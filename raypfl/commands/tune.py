@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.text import Text
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.results.console import warner
-from raypfl.results.outcome import nearby
+from raypfl.results.outcome import nearby, width_of
 from raypfl.runs import Result
 from raypfl.runs.replay import events_of
 from raypfl.server.events import Event
@@ -23,12 +24,11 @@ from raypfl.tracking.connection import is_recorded
 from raypfl.tracking.listener import MLflowListener
 from raypfl.tuning.outcome import BEST, Outcome, tune
 from raypfl.tuning.search import Hear
-from raypfl.tuning.spaces import shown
 from raypfl.tuning.sweep import Sweep, load
-from raypfl.tuning.trial import Show, Trial, finished_runs, metric_names
+from raypfl.tuning.trial import Trial, finished_runs
 
-MOST_LINES = 12
-"""Trials that are shown while a sweep runs."""
+MOST_LINES = 20
+"""Trials that a table shows."""
 
 
 def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: bool) -> None:
@@ -63,68 +63,74 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
     if as_json:
         print(json.dumps({"sweep": sweep.name, "folder": str(folder), "trials": outcome.rows()}, indent=2))
     else:
-        _tell(outcome)
+        _print(outcome)
     if not outcome.is_complete:
-        done = sum(trial.status in ("finished", "stopped", "failed") for trial in outcome.trials)
+        done = sum(trial.has_ended for trial in outcome.trials)
         raise Stopped(f"Stopped. {done} of {len(outcome.trials)} trials have ended. To continue: {again}")
     if outcome.best is None:
         errors = dict.fromkeys(trial.error for trial in outcome.trials if trial.error)
-        raise RaypflError("\n".join(["No trial of the sweep came to an evaluation.", *errors]))
+        raise RaypflError("\n".join(["No trial of the sweep was evaluated.", *errors]))
 
 
 def _searched(sweep: Sweep, progress: Console, quiet: bool, hear: Hear) -> Outcome:
     if quiet or not progress.is_terminal:
         return tune(sweep, hear=hear, show=_lines(progress, quiet))
     with Live(console=progress, refresh_per_second=4) as live:
-        return tune(sweep, hear=hear, show=lambda trials: live.update(_in_progress(sweep, trials)))
+        return tune(sweep, hear=hear, show=lambda outcome: live.update(_table(outcome, _running_first(outcome))))
 
 
-def _lines(progress: Console, quiet: bool) -> Show:
+def _lines(progress: Console, quiet: bool) -> Callable[[Outcome], None]:
     told: set[str] = set()
 
-    def show(trials: Sequence[Trial]) -> None:
-        for trial in trials:
-            if trial.status in ("finished", "failed") and trial.name not in told and not quiet:
+    def show(outcome: Outcome) -> None:
+        for trial in outcome.trials:
+            if trial.has_ended and trial.name not in told and not quiet:
                 told.add(trial.name)
-                values = ", ".join(f"{name} {value:.4g}" for name, value in trial.values.items())
+                values = ", ".join(f"{name} {_number(outcome, trial, name)}" for name in trial.values)
                 progress.print(Text(f"trial {trial.name}: {trial.status} after round {trial.round}  {values}"))
 
     return show
 
 
-def _in_progress(sweep: Sweep, trials: Sequence[Trial]) -> Table:
-    names, spaces = metric_names(sweep), sweep.spaces
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{sweep.name}: {len(trials)} trials", title_justify="left"
-    )
-    for heading in ("trial", "", "round", *names, "settings"):
+def _running_first(outcome: Outcome) -> list[Trial]:
+    return sorted(outcome.ranked, key=lambda trial: trial.status != "running")
+
+
+def _table(outcome: Outcome, trials: Sequence[Trial]) -> Table:
+    units, rows = outcome.units, {row["trial"]: row for row in outcome.rows()}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.title = f"{outcome.sweep.name}: {len(outcome.trials)} trials"
+    for heading in ("trial", "", "round"):
         table.add_column(heading)
-    active = [trial for trial in trials if trial.status == "running"]
-    rest = [trial for trial in reversed(trials) if trial.status != "running"]
-    for trial in [*active, *rest][:MOST_LINES]:
-        settings = ", ".join(f"{key}={_short(value)}" for key, value in shown(spaces, trial.drawn).items())
-        values = [f"{trial.values[name]:.4g}" if name in trial.values else "" for name in names]
-        table.add_row(trial.name, trial.status, str(trial.round), *values, settings)
+    for heading in (*(f"{name}{' (%)' if unit.sign else ''}" for name, unit in units.items()), *outcome.searched):
+        table.add_column(heading, justify="right", overflow="fold")
+    for trial in trials[:MOST_LINES]:
+        settings = [_short(rows[trial.name][key]) for key in outcome.searched]
+        numbers = [_number(outcome, trial, name).removesuffix(" %") for name in units]
+        table.add_row(trial.name, trial.error or trial.status, str(trial.round), *numbers, *settings)
     return table
 
 
-def _tell(outcome: Outcome) -> None:
+def _print(outcome: Outcome) -> None:
     console = Console()
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{outcome.sweep.name}: the best first", title_justify="left"
-    )
-    names = metric_names(outcome.sweep)
-    for heading in ("trial", "round", *names, *outcome.columns(), ""):
-        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
-    for row in outcome.rows()[:20]:
-        values = [_short(row[name]) for name in (*names, *outcome.columns())]
-        table.add_row(row["trial"], str(row["round"]), *values, row["error"] or row["status"])
-    console.print(table)
+    table = _table(outcome, outcome.ranked)
+    console.print(table, width=console.width if console.is_terminal else width_of(console, table))
+    if len(outcome.trials) > MOST_LINES:
+        console.print(Text(f"The {MOST_LINES} best of {len(outcome.trials)} trials.", "dim"))
+    if missing := outcome.never_drawn:
+        console.print(Text(f"Never drawn: {', '.join(missing)}. More trials would try them.", "dim"), soft_wrap=True)
     for file in outcome.files:
         console.print(Text(str(nearby(file))), soft_wrap=True)
     if outcome.best is not None:
-        console.print(Text(f"Try next: raypfl run {nearby(outcome.folder / BEST)}"), soft_wrap=True)
+        console.print(Text(f"Try next: raypfl report {nearby(outcome.folder)}"), soft_wrap=True)
+        console.print(Text(f"          raypfl run {nearby(outcome.folder / BEST)}"), soft_wrap=True)
 
 
-def _short(value: object) -> str:
+def _number(outcome: Outcome, trial: Trial, name: str) -> str:
+    """A metric of a trial in its unit, such as ``94.9 %``; nothing before its first evaluation."""
+    unit = outcome.units[name]
+    return f"{unit.text(*unit.of([trial.values[name]]))}{unit.sign}" if name in trial.values else ""
+
+
+def _short(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

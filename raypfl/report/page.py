@@ -20,6 +20,7 @@ from raypfl.common.version import __version__
 from raypfl.data import load_federated, summarised
 from raypfl.evaluation.measures import Measures
 from raypfl.report import figures, tables
+from raypfl.report import sweeps as searches
 from raypfl.report.figures import Drawing
 from raypfl.report.labels import listed, protocol_name
 from raypfl.results import client_data
@@ -46,7 +47,9 @@ class Holdings:
     rows: dict[str, list[str]] | None = None
 
 
-def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()) -> Path:
+def write(
+    results: Sequence[Result], path: str | Path, notes: Sequence[str] = (), sweeps: Sequence[str | Path] = ()
+) -> Path:
     """Write a report on runs that were evaluated at least once, and return its path.
 
     Parameters
@@ -54,6 +57,7 @@ def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()
     results : at least one; those that differ in their seed alone are one method's repetitions.
     path : of the HTML file; its folder must exist.
     notes : sentences for the reader, such as on what is left out.
+    sweeps : folders of hyperparameter searches that the results are from.
     """
     if not Path(path).parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}.")
@@ -71,6 +75,7 @@ def write(results: Sequence[Result], path: str | Path, notes: Sequence[str] = ()
         title=listed(list(dict.fromkeys(result.experiment.name for result in results))),
         style=Markup(_file("page.css")),
         shades=[shades(i) for i in range(count)],
+        searches=[searches.read(Path(folder), results[0].experiment.measures) for folder in sweeps],
         parts=parts,
         notes=[*notes, *(parts[0]["notes"] if len(parts) == 1 else [])],
         version=__version__,

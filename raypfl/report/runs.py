@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.report.sweeps import best_runs, is_sweep
 from raypfl.results.compared import labels
 from raypfl.runs.folders import Comparison
 from raypfl.runs.result import RECIPE, Result
@@ -17,7 +18,7 @@ _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 
 
 def found(paths: Sequence[str | Path]) -> tuple[list[Result], list[str]]:
-    """The runs in folders, each of a run, of a comparison, or with such in it; and a sentence for all that is left out.
+    """The runs in folders, each of a run, a comparison, a sweep, or with such in it; and sentences on what is left out.
 
     Left out are folders without runs, runs that have not ended, were never evaluated or cannot be read, and all but the
     last of several runs of one experiment from one seed, which are repetitions. Files, such as a picture that a shell's
@@ -31,6 +32,7 @@ def found(paths: Sequence[str | Path]) -> tuple[list[Result], list[str]]:
         raise ConfigError("raypfl report needs a run's folder or several, such as: raypfl report runs/digits-*")
     results: list[Result] = []
     notes: list[str] = []
+    notes += [more for path in paths if is_sweep(Path(path)) and (more := best_runs(Path(path))[1])]
     for folder in dict.fromkeys(folder for path in paths for folder in _folders(Path(path))):
         try:
             results += _evaluated(folder)
@@ -55,6 +57,8 @@ def _folders(path: Path) -> list[Path]:
         raise ConfigError(f"There is no folder {path}. Runs are in the folder that `output` names, else in runs/.")
     if path.is_file():
         return []
+    if is_sweep(path):
+        return best_runs(path)[0] or [path]
     return _runs_of(path) or [run for folder in sorted(path.iterdir()) for run in _runs_of(folder)] or [path]
 
 

@@ -118,7 +118,7 @@ def logged(compared: Sequence[RunGroup]) -> tuple[list[Logged], list[Logged]]:
     ]
     last = {(i, row["name"]): row for i, one in enumerate(compared) for row in one.results[0].images.to_pylist()}
     images = [
-        Logged(i, compared[i].label, name, row["round"], image=_uri(Path(row["file"])))
+        Logged(i, compared[i].label, name, row["round"], image=as_uri(Path(row["file"])))
         for (i, name), row in last.items()
     ]
     return tables, images
@@ -152,7 +152,8 @@ def _excerpt(i: int, label: str, name: str, table: pa.Table) -> Logged:
     return Logged(i, label, name, last, rows.column_names, shown, rows.num_rows - len(shown))
 
 
-def _uri(file: Path) -> str:
+def as_uri(file: Path) -> str:
+    """A PNG file as text that an ``img`` element takes."""
     return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 

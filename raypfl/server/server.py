@@ -131,7 +131,10 @@ class Server:
         RaypflError : if the run cannot begin, so that there is nothing to save.
         """
         self._restore_or_start()
-        self._announce()
+        try:
+            self._announce()
+        except Stopped:
+            return self._end("stopped")
         while True:
             try:
                 return self._finish_rounds()

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ray import tune
 
-from raypfl.tuning.trial import Show, Trial, name_of
+from raypfl.tuning.sweep import Sweep
+from raypfl.tuning.trial import Trial, end_of, name_of
 
 
 class TrialLog(tune.Callback):
     """Shows all trials whenever one has changed."""
 
-    def __init__(self, metrics: list[str], show: Show):
+    def __init__(self, sweep: Sweep, metrics: list[str], show: Callable[[list[Trial]], None]):
         self.trials: dict[str, Trial] = {}
+        self._sweep = sweep
         self._metrics = metrics
         self._show = show
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune pickles its callbacks; a terminal cannot be pickled.
-        return {"trials": self.trials, "_metrics": self._metrics}
+        return {"trials": self.trials, "_sweep": self._sweep, "_metrics": self._metrics}
 
     def _known(self, trial: Any) -> Trial:
         name = name_of(trial.trial_id)
@@ -40,7 +43,7 @@ class TrialLog(tune.Callback):
         self._changed(trial, "running")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._changed(trial, "finished")
+        self._changed(trial, end_of(self._sweep, self._known(trial)))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._changed(trial, "failed")

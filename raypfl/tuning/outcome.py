@@ -5,20 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raypfl.common.files import write
-from raypfl.config import Experiment
+from raypfl.config.yaml_text import write as as_yaml
 from raypfl.evaluation import Measures
 from raypfl.results.units import Unit
 from raypfl.tuning.pictures import draw_configurations, draw_importances, importances
 from raypfl.tuning.search import Hear, check, search
-from raypfl.tuning.spaces import shown
+from raypfl.tuning.spaces import in_words, shown
 from raypfl.tuning.sweep import Sweep, load
-from raypfl.tuning.trial import Show, Trial, metric_names
+from raypfl.tuning.trial import Trial, metric_names
 
 TABLE, BEST, CONFIGURATIONS, IMPORTANCE = "trials.csv", "best.yaml", "configurations.png", "importance.png"
 
@@ -28,7 +28,7 @@ def tune(
     assignments: Iterable[str] = (),
     *,
     hear: Hear = lambda trial, seed, event: None,
-    show: Show = lambda trials: None,
+    show: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
     """Run what is left of a sweep, and write what it found into its folder ``OUTPUT/NAME``.
 
@@ -36,7 +36,7 @@ def tune(
     ----------
     source, assignments : as for :func:`raypfl.tuning.sweep.load`.
     hear : is called with a trial's name, a seed's number and every event of that run.
-    show : is called with all trials that there are, whenever one has changed.
+    show : is called with all trials so far, whenever one has changed.
 
     Raises
     ------
@@ -44,7 +44,11 @@ def tune(
     """
     sweep = source if isinstance(source, Sweep) else load(source, assignments)
     first, modes = check(sweep)
-    outcome = Outcome(sweep, search(sweep, first, modes, sweep.folder, hear, show), modes, first.measures)
+
+    def of(trials: Sequence[Trial]) -> Outcome:
+        return Outcome(sweep, trials, modes, first.measures)
+
+    outcome = of(search(sweep, first, modes, sweep.folder, hear, lambda trials: show(of(trials))))
     if outcome.trials:
         outcome.keep()
     return outcome
@@ -52,11 +56,11 @@ def tune(
 
 @dataclass(frozen=True)
 class Outcome:
-    """A sweep that is over, or was interrupted.
+    """What a sweep has found so far.
 
     Attributes
     ----------
-    trials : all of them, in their order. modes : ``max`` or ``min`` of each metric. measures : of the experiment.
+    trials : in their order. modes : ``max`` or ``min`` of each metric. measures : of the experiment.
     """
 
     sweep: Sweep
@@ -70,14 +74,16 @@ class Outcome:
         return self.sweep.folder
 
     @property
-    def name(self) -> str:
-        """Of the first metric."""
-        return metric_names(self.sweep)[0]
+    def units(self) -> dict[str, Unit]:
+        """The name of each metric -> its unit."""
+        names = metric_names(self.sweep, self.measures)
+        values = [target.value or self.measures.primary.name for target in self.sweep.metric]
+        return {name: Unit(self.measures.of(value)) for name, value in zip(names, values, strict=True)}
 
     @property
-    def unit(self) -> Unit:
+    def name(self) -> str:
         """Of the first metric."""
-        return Unit(self.measures.of(self.sweep.metric[0].value or self.measures.primary.name))
+        return next(iter(self.units))
 
     @property
     def ranked(self) -> list[Trial]:
@@ -91,19 +97,31 @@ class Outcome:
         return sorted(self.trials, key=rank)
 
     @property
-    def best(self) -> Experiment | None:
-        """The experiment of the best configuration; None if no trial has a value."""
+    def best(self) -> Trial | None:
+        """The trial with the best value of the first metric; None if no trial has one."""
         first = self.ranked[0] if self.trials else None
-        return self.sweep.configured(first.drawn) if first and self.name in first.values else None
+        return first if first and self.name in first.values else None
 
     @property
     def is_complete(self) -> bool:
         """Whether every trial came to an end."""
-        return all(trial.status in ("finished", "stopped", "failed") for trial in self.trials)
+        return all(trial.has_ended for trial in self.trials)
 
-    def columns(self) -> list[str]:
+    @property
+    def searched(self) -> list[str]:
         """The settings that were searched."""
         return list(dict.fromkeys(space.key for space in self.sweep.spaces))
+
+    @property
+    def never_drawn(self) -> list[str]:
+        """Values of choices that no configuration has, such as ``method=ditto``."""
+        return [
+            f"{space.key}={in_words(value)}"
+            for space in self.sweep.spaces
+            if not space.is_range and not space.owner
+            for position, value in enumerate(space.values)
+            if all(trial.drawn[space.name] != position for trial in self.trials)
+        ]
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each trial, the best first: trial, status, round, the metrics, the settings, error."""
@@ -113,8 +131,8 @@ class Outcome:
                 "trial": trial.name,
                 "status": trial.status,
                 "round": trial.round,
-                **{name: trial.values.get(name) for name in metric_names(self.sweep)},
-                **{key: shown(spaces, trial.drawn).get(key) for key in self.columns()},
+                **{name: trial.values.get(name) for name in self.units},
+                **{key: shown(spaces, trial.drawn).get(key) for key in self.searched},
                 "error": trial.error,
             }
             for trial in self.ranked
@@ -136,14 +154,15 @@ class Outcome:
         write(self.folder / TABLE, text.getvalue())
         if self.best is not None:
             heading = f"# The best of {len(self.trials)} configurations of the sweep {self.sweep.name}.\n"
-            write(self.folder / BEST, heading + self.best.to_yaml())
+            write(self.folder / BEST, heading + as_yaml(self.sweep.settings(self.best.drawn)))
             self._draw()
 
     def _draw(self) -> None:
         valued = [trial for trial in self.trials if math.isfinite(trial.values.get(self.name, math.nan))]
         drawn = [trial.drawn for trial in valued]
-        values = self.unit.of([trial.values[self.name] for trial in valued])
-        label = f"{self.name}: {self.unit.label}"
+        unit = self.units[self.name]
+        values = unit.of([trial.values[self.name] for trial in valued])
+        label = f"{self.name}{' (%)' if unit.sign else ''}"
         draw_configurations(self.sweep.spaces, drawn, values, label, self.folder / CONFIGURATIONS)
         if shares := importances(self.sweep.spaces, drawn, values):
-            draw_importances(shares, self.unit.words, self.folder / IMPORTANCE)
+            draw_importances(shares, len(valued), self.name, self.folder / IMPORTANCE)

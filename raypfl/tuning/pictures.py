@@ -19,7 +19,10 @@ ABSENT = -0.12
 """Height of a line on the axis of a setting that its configuration does not have."""
 
 FEWEST = 4
-"""Finished trials from which importance is estimated."""
+"""Trials from which importance is estimated."""
+
+ENOUGH = 30
+"""Trials from which the estimate no longer counts as rough."""
 
 
 def draw_configurations(
@@ -108,13 +111,14 @@ def importances(spaces: Sequence[Space], drawn: Sequence[dict[str, Any]], values
     return {str(name): float(share) for name, share in found.items()}
 
 
-def draw_importances(shares: dict[str, float], label: str, path: Path) -> None:
-    """Write a PNG with a bar for each setting."""
+def draw_importances(shares: dict[str, float], trials: int, metric: str, path: Path) -> None:
+    """Write a PNG with a bar for each setting, estimated from so many trials."""
     with png(path, 7, 1.2 + 0.4 * len(shares)) as figure:
         axes = figure.subplots()
         names = list(shares)[::-1]
         bars = axes.barh(names, [100 * shares[name] for name in names], color="#4C72B0")
         axes.bar_label(bars, fmt="%.0f %%", padding=3, fontsize=9)
         axes.set_xlim(0, 112)
-        axes.set_xlabel(f"share of the variance of {label} over the search space (%)")
-        axes.set_title("How much each setting matters")
+        axes.set_xlabel(f"share of the variance of {metric} over the search space (%)")
+        rough = ", a rough estimate" if trials < ENOUGH else ""
+        axes.set_title(f"How much each setting matters ({trials} trials{rough})")

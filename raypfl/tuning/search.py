@@ -24,7 +24,7 @@ from raypfl.server.events import Event
 from raypfl.server.setup import make_measures
 from raypfl.tuning.spaces import Space
 from raypfl.tuning.sweep import Sweep, Target
-from raypfl.tuning.trial import Order, Show, Trial, metric_names, name_of, run_trial
+from raypfl.tuning.trial import Order, Trial, close, end_of, metric_names, name_of, run_folder, run_trial
 
 SWEEP = "sweep.yaml"
 TUNE = "tune"
@@ -35,6 +35,7 @@ POLL = 0.2
 
 
 Hear = Callable[[str, int, Event], None]
+Show = Callable[[list[Trial]], None]
 
 
 def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
@@ -48,6 +49,16 @@ def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
 
     lowest = {space.name: space.values[0] if space.is_range else 0 for space in sweep.spaces}
     first = sweep.configured(lowest)
+    if "val" in (target.protocol for target in sweep.metric) and not first.data.val_fraction:
+        raise ConfigError(
+            f"The metric of the sweep {sweep.name!r} is on validation data, but data.val_fraction is 0. "
+            "Set it under experiment, such as data.val_fraction: 0.2."
+        )
+    if sweep.scheduler.name in ("asha", "median") and sweep.scheduler.grace >= first.rounds:
+        raise ConfigError(
+            f"scheduler.grace of the sweep {sweep.name!r} is {sweep.scheduler.grace}, but a trial has {first.rounds} "
+            "rounds, so none could ever be stopped. Choose a smaller one, or scheduler: none."
+        )
     runs.check([first])
     for space in sweep.spaces:
         positions = space.values if space.is_range else range(len(space.values))
@@ -88,8 +99,9 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
 
         make_room(ray)
         at_once = _at_once(ray, first.ray, sweep.trials)
-        order = Order(sweep, folder, os.getcwd(), events)
-        log = TrialLog(metric_names(sweep), show)
+        names = metric_names(sweep, first.measures)
+        order = Order(sweep, names, folder, os.getcwd(), events)
+        log = TrialLog(sweep, names, show)
         trainable = tune.with_resources(
             tune.with_parameters(run_trial, order=order), tune.PlacementGroupFactory(bundles(first.ray))
         )
@@ -106,7 +118,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
                 tuner = tune.Tuner(
                     trainable,
                     param_space=space,
-                    tune_config=_tune_config(tune, sweep, first, modes, at_once),
+                    tune_config=_tune_config(tune, sweep, first, names, modes, at_once),
                     run_config=tune.RunConfig(
                         name=TUNE,
                         storage_path=str(folder),
@@ -115,7 +127,11 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
                         verbose=0,
                     ),
                 )
-            return _trials(tuner.fit(), sweep)
+            trials = _trials(tuner.fit(), sweep, names)
+    for trial in trials:
+        if trial.status == "stopped":
+            close(run_folder(sweep, folder, trial.name, 0), partial(hear, trial.name, 0))
+    return trials
 
 
 def bundles(settings: RaySettings) -> list[dict[str, float]]:
@@ -151,8 +167,7 @@ def _domain(tune: Any, space: Space) -> Any:
     return getattr(tune, space.kind)(*space.values)
 
 
-def _tune_config(tune: Any, sweep: Sweep, first: Experiment, modes: list[str], at_once: int) -> Any:
-    names = metric_names(sweep)
+def _tune_config(tune: Any, sweep: Sweep, first: Experiment, names: list[str], modes: list[str], at_once: int) -> Any:
     seed = sweep.searcher.seed
     goal = {"metric": names[0], "mode": modes[0]}
     if sweep.searcher.name == "optuna":
@@ -267,19 +282,18 @@ def _quiet_tune() -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _trials(results: Any, sweep: Sweep) -> list[Trial]:
+def _trials(results: Any, sweep: Sweep, names: list[str]) -> list[Trial]:
     """All trials, in order, with what Tune says of their ends; one without an end was interrupted."""
     found = []
     for result in results._experiment_analysis.trials:
         name = name_of(result.trial_id)
         last = result.last_result or {}
-        values = {metric: last[metric] for metric in metric_names(sweep) if metric in last}
+        values = {metric: last[metric] for metric in names if metric in last}
         trial = Trial(name, dict(result.config), round=int(last.get("round", 0)), values=values)
-        rounds = sweep.configured(trial.drawn).rounds
         if result.status == "ERROR":
             trial.status, trial.error = "failed", _sentence(result)
         elif result.status == "TERMINATED":
-            trial.status = "finished" if trial.round >= rounds else "stopped"
+            trial.status = end_of(sweep, trial)
         else:
             trial.status = "waiting"
         found.append(trial)

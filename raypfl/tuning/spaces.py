@@ -44,6 +44,13 @@ class Space:
     def is_range(self) -> bool:
         return self.kind in RANGES
 
+    def value(self, drawn: float) -> Any:
+        """What is drawn as a setting's value: a number, of four digits so that people can read it, or one of a list."""
+        if not self.is_range:
+            return self.values[int(drawn)]
+        low, high = self.values
+        return min(max(float(f"{drawn:.4g}"), low), high) if RANGES[self.kind] is float else drawn
+
 
 def spaces_of(search: Mapping[str, Any]) -> list[Space]:
     """The spaces of a sweep's ``search`` section.
@@ -122,7 +129,7 @@ def chosen(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
     for space in spaces:
         if space.owner and drawn[space.owner] != space.when:
             continue
-        value = drawn[space.name] if space.is_range else space.values[int(drawn[space.name])]
+        value = space.value(drawn[space.name])
         if space.owner:
             inside = values[space.owner]
             values[space.owner] = {**inside, space.key.removeprefix(f"{space.owner}."): value}
@@ -137,11 +144,13 @@ def shown(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
     for space in spaces:
         if space.owner and drawn[space.owner] != space.when:
             continue
-        value = drawn[space.name] if space.is_range else space.values[int(drawn[space.name])]
-        columns[space.key] = _in_words(value) if isinstance(value, Mapping) else value
+        value = space.value(drawn[space.name])
+        columns[space.key] = in_words(value)
     return columns
 
 
-def _in_words(value: Mapping[str, Any]) -> str:
-    """``"ditto lam=0.1"``, of a mapping with a name."""
+def in_words(value: Any) -> Any:
+    """``"ditto lam=0.1"``, of a mapping with a name; another value as such."""
+    if not isinstance(value, Mapping):
+        return value
     return " ".join(str(one) if key == "name" else f"{key}={one}" for key, one in value.items())

@@ -161,15 +161,21 @@ class Sweep(_Part):
         made = Experiment(**values)
         return made.replace(seed=made.seed + seed, name=self.name)
 
-    @cached_property
-    def base(self) -> Experiment:
-        """The experiment without the search, evaluated on what the metrics need, with a checkpoint each time."""
-        values = settings_of(self.recipe) if self.recipe else {}
+    def settings(self, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The experiment's settings as they are given, and those of a configuration: what a YAML file says."""
+        values = {**(settings_of(self.recipe) if self.recipe else {}), "name": self.name}
         if "method" in self.experiment or "method" in self.search:
             values.pop("methods", None)
         for path, value in paths_of(self.experiment):
             assign(values, path, value)
-        made = experiments(values)
+        for key, value in chosen(self.spaces, drawn).items() if drawn else ():
+            assign(values, key.split("."), value)
+        return values
+
+    @cached_property
+    def base(self) -> Experiment:
+        """The experiment without the search, evaluated on what the metrics need, with a checkpoint each time."""
+        made = experiments(self.settings())
         if len(made) != 1:
             raise ConfigError(
                 f"The sweep {self.name!r} is over a comparison of {len(made)} runs; give one method in experiment, "

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,8 @@ from raypfl.common.errors import ConfigError, Stopped
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
-    from raypfl.server.events import Event
+    from raypfl.evaluation import Measures
+    from raypfl.server.events import Event, Listener
     from raypfl.tuning.sweep import Sweep
 
 WHERE = "where.json"
@@ -48,9 +49,15 @@ class Trial:
     values: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left of it to run."""
+        return self.status in ("finished", "stopped", "failed")
 
-Show = Callable[[Sequence[Trial]], None]
-"""Takes all trials that there are, whenever one has changed."""
+
+def end_of(sweep: Sweep, trial: Trial) -> str:
+    """The status of a trial that did not fail: ``finished`` after all its rounds, else ``stopped``."""
+    return "finished" if trial.round >= sweep.configured(trial.drawn).rounds else "stopped"
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,13 @@ class Order:
 
     Attributes
     ----------
-    sweep : its description. folder : of the sweep. home : working directory, to which paths and modules are relative.
+    sweep : its description. metrics : their names (:func:`metric_names`). folder : of the sweep.
+    home : working directory, to which paths and modules are relative.
     events : a Ray queue for ``(trial, seed, pickled event)``.
     """
 
     sweep: Sweep
+    metrics: list[str]
     folder: Path
     home: str
     events: Any
@@ -109,6 +118,24 @@ def run_trial(config: Mapping[str, Any], order: Order) -> None:
         tune.report({**mean, "round": run.experiment.rounds})
 
 
+def close(folder: Path, hear: Listener) -> None:
+    """Write the results of a stopped trial, as of its last checkpoint, if Tune ended its process before that.
+
+    At a sweep's end Tune gives processes five seconds, which are not enough on a busy machine.
+    """
+    from raypfl import runs
+    from raypfl.runs.result import SUMMARY
+    from raypfl.server.events import RunStarted
+
+    def stop_at_once(event: Event) -> None:
+        hear(event)
+        if isinstance(event, RunStarted):
+            raise Stopped("The trial was stopped.")
+
+    if not (folder / SUMMARY).exists():
+        runs.resume(folder, listeners=[stop_at_once], lockstep=True)
+
+
 @dataclass
 class _Run:
     """One run of a trial.
@@ -145,6 +172,7 @@ class _Run:
         _keep_actors(experiment)
         if not is_copy and is_finished(self.folder):  # and Tune was killed before it took note
             result = runs.Result.load(self.folder)
+            self.experiment = result.experiment
         elif (self.folder / RECIPE).exists():
             write_description(self.folder, experiment)
             result = runs.resume(self.folder, listeners=[self._hear], lockstep=True)
@@ -204,7 +232,7 @@ class _Run:
     def _optimised(self, summary: list[dict[str, Any]]) -> dict[str, float]:
         values = {}
         measures = self.experiment.measures
-        for name, target in zip(metric_names(self.order.sweep), self.order.sweep.metric, strict=True):
+        for name, target in zip(self.order.metrics, self.order.sweep.metric, strict=True):
             rows = {row["model"]: row for row in summary if row["protocol"] == target.protocol}
             model = target.model or ("personal" if "personal" in rows else "global")
             if model not in rows:
@@ -243,6 +271,8 @@ def _keep_actors(experiment: Experiment) -> None:
         _kept[0].enter_context(runs.session(experiment))
 
 
-def metric_names(sweep: Sweep) -> list[str]:
-    """What each metric is called in reports and tables: ``val`` or, as far as it is given, ``val/personal/std``."""
-    return ["/".join(filter(None, (one.protocol, one.model, one.value))) for one in sweep.metric]
+def metric_names(sweep: Sweep, measures: Measures) -> list[str]:
+    """What each metric is called, as in MLflow: ``accuracy/val`` or, if a model is given, ``std/val/personal``."""
+    return [
+        "/".join(filter(None, (one.value or measures.primary.name, one.protocol, one.model))) for one in sweep.metric
+    ]
