@@ -1,0 +1,249 @@
+"""Clients a second, memory and utilisation of one GPU that 1, 2, 4, ... processes share.
+
+    python -m benchmarks.gpu                                       # ten minutes
+    python -m benchmarks.gpu --jobs cnn --actors 1 4 --seconds 2   # half a minute
+    python -m benchmarks.gpu --json gpu.json
+
+It needs torch and NumPy, no Ray: every process is what a client actor is, trains groups of clients again and again, and
+may take its share of the GPU's memory. All begin together, after a warm-up. Images are noise.
+
+The table says which ``ray.gpus_per_actor`` is fastest: 1 divided by the processes, as long as there are so many CPUs. The
+last column says whether all processes, however many, had the same model after the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import subprocess
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import BrokenBarrierError
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.circumstances import about
+from raypfl.backends.inline import Inline
+from raypfl.clients.context import Context
+from raypfl.clients.worker import Worker
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.ledger import Ledger
+from raypfl.federation.server_training import ServerContext
+from raypfl.federation.settings import FailureSettings
+from raypfl.federation.task import Task
+from raypfl.methods import FedAvg
+from raypfl.models import MODELS, FlatModel
+from raypfl.storage.states import StateTable
+from raypfl.training.batches import Samples
+from raypfl.training.executor import Precision
+from raypfl.training.pool import Pools
+from raypfl.training.sequential import Sequential
+from raypfl.training.settings import TrainingSettings
+from raypfl.training.vectorised import Vectorised
+
+CLASSES = 10
+SAMPLES = 50
+"""Of each client; an epoch in batches of ten."""
+
+COMPARED = 3
+"""Rounds after which the models of all processes are compared; they also warm up."""
+
+PATIENCE = 300.0
+"""Seconds within which all processes must be warm."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A network, and groups of so many clients that train together or one by one."""
+
+    network: str
+    shape: tuple[int, int, int]
+    executor: str
+    group: int
+
+
+JOBS = {
+    "mlp": Job("mlp", (1, 8, 8), "vectorised", 50),
+    "cnn": Job("cnn", (3, 32, 32), "vectorised", 10),
+    "cnn-one-by-one": Job("cnn", (3, 32, 32), "sequential", 5),
+    "resnet18": Job("resnet18", (3, 32, 32), "sequential", 5),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What so many processes did together.
+
+    Attributes
+    ----------
+    rate : clients a second. process, gpu : most GiB that the tensors of a process took, and that the GPU had in use.
+    busy : mean share of the time in which the GPU was at work.
+    models : SHA-256 of the models after `COMPARED` rounds, of all processes.
+    """
+
+    job: str
+    actors: int
+    rate: float
+    process: float
+    gpu: float | None
+    busy: float | None
+    models: list[str]
+
+
+class Actor:
+    """A process's clients, and a server that averages them."""
+
+    def __init__(self, job: Job, device: torch.device):
+        self.job = job
+        model = FlatModel(lambda: MODELS.get(job.network)(job.shape, CLASSES), 0, torch.float32, device)
+        draws = np.random.default_rng(0)
+        x = torch.from_numpy(draws.integers(0, 256, (job.group * SAMPLES, *job.shape), dtype=np.uint8)).to(device)
+        y = torch.from_numpy(draws.integers(0, CLASSES, job.group * SAMPLES)).to(device)
+        samples = Samples(x, y, torch.tensor(1 / 64, device=device), torch.tensor(-2.0, device=device))
+        pools, sizes = Pools(samples, {}, seed=0), np.full(job.group, SAMPLES)
+        context = Context(
+            model=model,
+            executor=(Vectorised if job.executor == "vectorised" else Sequential)(model, Precision()),
+            samples=samples,
+            split=lambda client, name: np.arange(client * SAMPLES, (client + 1) * SAMPLES),
+            num_clients=job.group,
+            num_classes=CLASSES,
+            training=TrainingSettings(lr=0.01),
+            seed=0,
+            pools=pools,
+        )
+        self.method = FedAvg()
+        self.runner = GroupRunner(
+            task=Task(model, 0, 1, job.group, CLASSES, job.shape, sizes),
+            backend=Inline(Worker(context, self.method)),
+            states=StateTable(),
+            ledger=Ledger(),
+            failures=FailureSettings(),
+            context=ServerContext(pools, Precision(), lambda event: None),
+            costs=sizes.astype(float),
+            cut_for=lambda cohort: ([cohort], job.executor),
+            warn=print,
+        )
+        self.server = self.method.start(self.runner.task)
+        self.rounds = 0
+
+    def round(self) -> None:
+        """Train the group, and average it; waits for the GPU, since the server needs the numbers."""
+        self.rounds += 1
+        cohort = Cohort(self.runner, tuple(range(self.job.group)), (), self.rounds, 0.01)
+        self.method.round(self.server, cohort)
+        self.server["theta"].sum().item()
+
+
+_gate: Any = None
+
+
+def _behind(gate: Any) -> None:
+    global _gate
+    _gate = gate
+
+
+def _work(job: Job, device: str, actors: int, seconds: float) -> tuple[float, float, str]:
+    """``clients a second, GiB, SHA-256 of the model`` of one of so many processes."""
+    try:
+        torch.set_num_threads(1)
+        if device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1 / actors)
+        actor = Actor(job, torch.device(device))
+        for _ in range(COMPARED):
+            actor.round()
+        model = hashlib.sha256(actor.server["theta"].cpu().numpy().tobytes()).hexdigest()
+        _gate.wait(PATIENCE)
+    except BaseException:
+        _gate.abort()
+        raise
+    begun, before = time.perf_counter(), actor.rounds
+    while time.perf_counter() - begun < seconds:
+        actor.round()
+    rate = (actor.rounds - before) * job.group / (time.perf_counter() - begun)
+    return rate, torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else 0.0, model
+
+
+def measured(name: str, actors: int, seconds: float, device: str = "cuda") -> Measured:
+    """What so many processes do in some seconds.
+
+    Raises
+    ------
+    torch.OutOfMemoryError : if they do not fit.
+    """
+    spawning = multiprocessing.get_context("spawn")
+    gate = spawning.Barrier(actors + 1)
+    with ProcessPoolExecutor(actors, spawning, _behind, (gate,)) as processes:
+        work = [processes.submit(_work, JOBS[name], device, actors, seconds) for _ in range(actors)]
+        try:
+            gate.wait(PATIENCE)
+        except BrokenBarrierError:
+            raise _cause(work) from None
+        readings = []
+        while device == "cuda" and not all(one.done() for one in work):
+            readings.append(_smi())
+            time.sleep(0.2)
+        rates, memory, models = zip(*(one.result() for one in work), strict=True)
+    gpu, busy = zip(*readings, strict=True) if readings else ((), ())
+    used = max(gpu) / 1024 if gpu else None
+    return Measured(
+        name, actors, sum(rates), max(memory), used, sum(busy) / len(busy) / 100 if busy else None, [*models]
+    )
+
+
+def _cause(work: list[Future[Any]]) -> BaseException:
+    errors = [error for one in work if (error := one.exception()) is not None]
+    causes = [error for error in errors if not isinstance(error, BrokenBarrierError)]
+    return (causes or errors)[0]
+
+
+def _smi() -> tuple[float, float]:
+    """MiB in use on the first GPU, and the percentage of the last moments in which it was at work."""
+    query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
+    used, busy = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
+    return float(used), float(busy)
+
+
+def main() -> None:
+    """Measure and print; write the numbers with --json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--actors", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU on this machine, so there is nothing to measure.")
+    print(f"{about()}, {torch.cuda.get_device_name()}")
+    print(f"{'job':16}{'processes':>10}{'clients/s':>11}{'of one':>8}{'GiB each':>10}{'GiB GPU':>9}{'busy':>6}  models")
+    results: list[Measured] = []
+    for name in options.jobs:
+        of_job: list[Measured] = []
+        for actors in options.actors:
+            try:
+                one = measured(name, actors, options.seconds)
+            except torch.OutOfMemoryError:
+                print(f"{name:16}{actors:10}  do not fit the GPU's memory", flush=True)
+                break
+            of_job.append(one)
+            same = len({model for m in of_job for model in m.models}) == 1
+            print(
+                f"{name:16}{actors:10}{one.rate:11.1f}{one.rate / of_job[0].rate:7.2f}x{one.process:10.2f}"
+                f"{one.gpu or 0:9.2f}{one.busy or 0:6.0%}  {'equal' if same else 'DIFFERENT'}",
+                flush=True,
+            )
+        results += of_job
+    if options.json:
+        found = {"about": about(), "gpu": torch.cuda.get_device_name(), "results": [asdict(one) for one in results]}
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
