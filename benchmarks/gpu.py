@@ -7,8 +7,8 @@
 It needs torch and NumPy, no Ray: every process is what a client actor is, trains groups of clients again and again, and
 may take its share of the GPU's memory. All begin together, after a warm-up. Images are noise.
 
-The table says which ``ray.gpus_per_actor`` is fastest: 1 divided by the processes, as long as there are so many CPUs. The
-last column says whether all processes, however many, had the same model after the same rounds.
+The table says which ``ray.gpus_per_actor`` is fastest: 1 divided by the processes, as long as there are so many CPUs.
+The last column says whether all processes, however many, had the same model after the same rounds.
 """
 
 from __future__ import annotations
