@@ -20,6 +20,7 @@ from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Worker
 from raypfl.common import rng
 from raypfl.evaluation import Measures
+from raypfl.federation.backend import Backend
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Entry, Ledger
@@ -107,6 +108,7 @@ class Federation:
     failures: FailureSettings = NO_RETRIES
     augmentation: Sequence[Augmentation] = ()
     method: Method | None = None
+    backend: Callable[[Worker], Backend] = Inline
     warnings: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
@@ -169,7 +171,7 @@ class Federation:
     def runner(self) -> GroupRunner:
         return GroupRunner(
             task=self.task,
-            backend=Inline(Worker(self.context, self.method or Method())),
+            backend=self.backend(Worker(self.context, self.method or Method())),
             states=self.states,
             ledger=self.ledger,
             failures=self.failures,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -48,19 +49,12 @@ class Counting(Inline):
         return super().broadcast(arrays, inside)
 
 
-def counting(fed: Federation) -> Counting:
-    backend = Counting(fed.runner.backend._worker)
-    fed.runner.backend = fed.runner._broadcasts._backend = backend
-    return backend
-
-
 def test_a_ring_of_past_models_costs_one_model_a_round_on_the_server_and_on_the_clients():
     SEEN.clear()
-    fed = Federation(method=Ring(), group_size=2)
-    backend = counting(fed)
+    fed = Federation(method=Ring(), group_size=2, backend=Counting)
     for round in range(1, 7):
         fed.play(None)
-        assert backend.large == round
+        assert fed.runner.backend.large == round
     values = [[value for value, _ in past] for past in SEEN[::2]]
     assert values == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
     assert SEEN[::2] == SEEN[1::2]  # both groups are shown the same memory
@@ -68,7 +62,6 @@ def test_a_ring_of_past_models_costs_one_model_a_round_on_the_server_and_on_the_
         kept = dict(after)
         assert all(kept[value] == where for value, where in before if value in kept)
     assert fed.ledger.entries == []
-    assert len(fed.runner.backend._worker._large) <= RING + 1
 
 
 def sends(fed: Federation, **arguments: Any) -> float:
@@ -78,9 +71,9 @@ def sends(fed: Federation, **arguments: Any) -> float:
 
 @pytest.mark.parametrize("changed", ["in place", "through data", "through NumPy", "in one bit"])
 def test_a_tensor_that_was_changed_is_sent_again_however_it_was_changed(changed):
-    fed = federation(lambda clients, theta: {"theta": Mean(theta[:1].repeat(len(clients), 1)[:, 0])}, group_size=2)
-    backend, theta = counting(fed), torch.zeros(LARGE, dtype=torch.float64)
-    assert [sends(fed, theta=theta), sends(fed, theta=theta), backend.large] == [0, 0, 1]
+    first = lambda clients, theta: {"theta": Mean(theta[:1].repeat(len(clients), 1)[:, 0])}  # noqa: E731
+    fed, theta = federation(first, group_size=2, backend=Counting), torch.zeros(LARGE, dtype=torch.float64)
+    assert [sends(fed, theta=theta), sends(fed, theta=theta), fed.runner.backend.large] == [0, 0, 1]
     if changed == "in place":
         theta += 2
     elif changed == "through data":
@@ -89,21 +82,25 @@ def test_a_tensor_that_was_changed_is_sent_again_however_it_was_changed(changed)
         theta.numpy()[0] = 2
     else:
         theta[-1] = -0.0
-    assert sends(fed, theta=theta) == (0 if changed == "in one bit" else 2) and backend.large == 2
+    assert sends(fed, theta=theta) == (0 if changed == "in one bit" else 2) and fed.runner.backend.large == 2
 
 
-def test_what_is_not_sent_for_a_round_or_is_gone_is_forgotten():
-    fed = federation(lambda clients, **arguments: None)
-    counting(fed)
-    kept, gone = (torch.zeros(LARGE, dtype=torch.float64) for _ in range(2))
-    exchange(fed, kept=kept, gone=gone)
-    del gone
+def test_what_is_not_sent_for_a_round_is_forgotten_on_the_server_and_on_the_clients():
+    seen = []
+
+    def answer(clients, **arguments):
+        seen.extend(weakref.ref(tensor) for tensor in arguments.values())
+
+    fed, theta = federation(answer, backend=Counting), torch.zeros(LARGE, dtype=torch.float64)
+    exchange(fed, theta=theta)
     exchange(fed)
-    assert [one.tensor() is kept for one in fed.runner._broadcasts._known.values()] == [True]
+    assert fed.runner.backend.large == 1 and seen[0]() is not None
     fed.round = 2
     exchange(fed)
     exchange(fed, small=torch.zeros(2))
-    assert not fed.runner._broadcasts._known and not fed.runner.backend._worker._large
+    assert seen[0]() is None
+    exchange(fed, theta=theta)
+    assert fed.runner.backend.large == 2
 
 
 @pytest.mark.parametrize("size", [3, LARGE])

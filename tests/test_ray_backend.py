@@ -57,9 +57,9 @@ def backend(stand: Stand) -> Iterator[RayBackend]:
 
 
 def test_only_a_function_whose_states_are_large_returns_an_object_for_each_client(backend, stand):
-    for number, function in enumerate(["train", "evaluate", "train", "evaluate"]):
+    for function in ["train", "evaluate", "train", "evaluate"]:
         group = Group(0, (4, 5, 6), np.arange(3), {}, [None] * 3)
-        list(backend.run(Call(number, function, 1, 0.1, {}, {}), [group]))
+        list(backend.run(Call(function, 1, 0.1), [group]))
     assert stand.objects == [1 + 1, 1 + 1, 1 + 3, 1 + 1]  # the first time, nobody knows yet
 
 
@@ -119,8 +119,8 @@ def test_actors_that_die_while_they_are_set_up_end_no_run_in_which_another_works
         return started[-1]
 
     backend = RayBackend([stand, start()], start, b"", lambda: False, lambda text: None)
-    for number in range(1500):
-        assert len(list(backend.run(Call(number, "evaluate", 1, 0.1, {}, {}), groups(3)))) == 3
+    for _ in range(1500):
+        assert len(list(backend.run(Call("evaluate", 1, 0.1), groups(3)))) == 3
     assert clock.now > PATIENCE and len(started) > MAX_SETUP_FAILURES
 
 
@@ -134,7 +134,7 @@ def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_
     warnings: list[str] = []
     backend = RayBackend([start()], start, b"", lambda: False, warnings.append)
     with pytest.raises(RaypflError, match=r"die while they are set up: \d+ since the last group was finished"):
-        list(backend.run(Call(0, "evaluate", 1, 0.1, {}, {}), groups(1)))
+        list(backend.run(Call("evaluate", 1, 0.1), groups(1)))
     pauses = np.diff(moments)
     assert clock.now > PATIENCE and len(pauses) < 50 and pauses[-1] > 5 * pauses[0]
     assert len(warnings) == 1
@@ -143,11 +143,11 @@ def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_
 def test_where_setting_actors_up_fails_nobody_waits_for_better_times(clock):
     backend = RayBackend([DiesInSetup(True)], lambda: DiesInSetup(True), b"", lambda: False, lambda text: None)
     with pytest.raises(RaypflError, match=f"{MAX_SETUP_FAILURES} since the last group"):
-        list(backend.run(Call(0, "evaluate", 1, 0.1, {}, {}), groups(1)))
+        list(backend.run(Call("evaluate", 1, 0.1), groups(1)))
     assert clock.now < PATIENCE / 10
 
 
 def test_an_actor_that_comes_up_after_others_have_died_does_the_work(stand, clock):
     later = iter([DiesInSetup() for _ in range(5)])
     backend = RayBackend([DiesInSetup()], lambda: next(later, stand), b"", lambda: False, lambda text: None)
-    assert len(list(backend.run(Call(0, "evaluate", 1, 0.1, {}, {}), groups(3)))) == 3
+    assert len(list(backend.run(Call("evaluate", 1, 0.1), groups(3)))) == 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from raypfl.common.errors import ClientError, MethodError
 from raypfl.common.messages import PerClient, unmarked
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import LocalOptimizer, Update
-from raypfl.storage.tree import taken_apart
 from raypfl.training.batches import GroupSamples, Order, order
 from raypfl.training.executor import Executor
 from raypfl.training.loss import LocalLoss, Loss
@@ -71,9 +70,9 @@ class ClientGroup:
         """The k-th client as a group of one; see :class:`ClientState` for `read_only`."""
         return ClientGroup(self.context, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], read_only)
 
-    def received(self, arguments: Mapping[str, Any]) -> None:
+    def received(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors from the server: as extras, their first axis does not run over clients."""
-        self._shared |= {id(a) for a in taken_apart(dict(arguments))[1].values() if not isinstance(a, PerClient)}
+        self._shared |= {id(tensor) for tensor in tensors}
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
         """One client's objective on a batch, at parameters `p`."""

@@ -27,31 +27,18 @@ Open = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
 
 @dataclass(frozen=True)
 class Sent:
-    """The tensors that a call sends to every group.
+    """The tensors that a call makes available to every group.
 
     Attributes
     ----------
-    small : name -> array, or a reference to such a dict.
-    large : name -> the tensor's number, and ``{"": array}`` or a reference to it.
-    kept : numbers of large tensors that later calls may use again.
+    where : name -> number of the object that holds the tensor, and its key in it.
+    objects : number -> ``{key: array}``, or a reference to it.
+    kept : numbers of objects that later calls may use again.
     """
 
-    small: Any
-    large: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    where: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    objects: Mapping[int, Any] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class OfferedState:
-    """The server's state as a call offers it: its tensors are fetched when a client function asks for them.
-
-    Attributes
-    ----------
-    entries : name -> anything, with a :class:`raypfl.storage.tree.Leaf` for each tensor.
-    """
-
-    entries: Mapping[str, Any]
-    tensors: Sent
 
 
 @dataclass(frozen=True)
@@ -60,21 +47,18 @@ class Call:
 
     Attributes
     ----------
-    number : of the call, counted over the run, so that an actor unpacks broadcasts only once.
     function : name of the method's client function, or a function ``f(group, method, **arguments)`` of the engine's.
     round, lr : of the round; rounds are numbered from 1.
-    broadcast : the tensors among the arguments.
     arguments : name -> number or string, or a :class:`raypfl.storage.tree.Leaf` for each tensor, in dicts and lists.
-    server : the server's state, for a function that may look at it.
+    server : the server's state in the same form, if the function may look at it; tensors are fetched on first use.
     """
 
-    number: int
     function: str | Callable[..., Mapping[str, Any]]
     round: int
     lr: float
-    broadcast: Sent
-    arguments: Mapping[str, Any]
-    server: OfferedState | None = None
+    sent: Sent = Sent()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    server: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +130,7 @@ class Worker:
     def __init__(self, context: Context, method: object):
         self.context = context
         self.method = method
-        self._unpacked: tuple[int, dict[str, Tensor]] = (-1, {})
-        self._offered: tuple[int, Mapping[str, Tensor]] = (-1, {})
-        self._large: dict[int, Tensor] = {}
+        self._objects: dict[int, dict[str, Tensor]] = {}
 
     def work(
         self,
@@ -162,21 +144,19 @@ class Worker:
         `opened` fetches the arrays behind the backend's references; large ones are fetched once.
         """
         begun = time.perf_counter()
-        shared = self._shared(call, opened)
         clients = ClientGroup(self.context, group.clients, call.round, call.lr, states)
+        versions: dict[str, tuple[Tensor, int]] = {}
+
+        def fetched(skeleton: Any) -> Any:
+            tensors = self._tensors(call.sent, leaves(skeleton), opened)
+            versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
+            clients.received(tensors.values())
+            return put_together(skeleton, tensors)
+
         rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
-        arguments = {**put_together(dict(call.arguments), shared), **rows}
-        clients.received(arguments)
-        versions = {name: (tensor, tensor._version) for name, tensor in shared.items()}
+        arguments = {**fetched(dict(call.arguments)), **rows}
         if call.server is not None:
-
-            def fetch(entry: Any) -> Any:
-                tensors = self._asked_for(call, entry, opened)
-                versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
-                clients.received(tensors)
-                return put_together(entry, tensors)
-
-            arguments["server"] = _ServerState(call.server.entries, fetch)
+            arguments["server"] = _ServerState(call.server, fetched)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             returned = self._run(call, clients, arguments)
@@ -204,33 +184,14 @@ class Worker:
             )
         return {name: _reduced(who, name, value, clients) for name, value in (returned or {}).items()}
 
-    def _shared(self, call: Call, opened: Open) -> dict[str, Tensor]:
-        """The call's broadcasts."""
-        sent = call.broadcast
-        if self._unpacked[0] != call.number:
-            missing = {number: handle for number, handle in sent.large.values() if number not in self._large}
-            small, *large = opened([sent.small, *missing.values()])
-            new = {number: self._own(arrays[""]) for number, arrays in zip(missing, large, strict=True)}
-            self._large = {number: tensor for number, tensor in self._large.items() if number in sent.kept} | new
-            known = {name: self._large[number] for name, (number, _) in sent.large.items()}
-            self._unpacked = (call.number, known | {name: self._own(array) for name, array in small.items()})
-        return self._unpacked[1]
-
-    def _asked_for(self, call: Call, entry: Any, opened: Open) -> dict[str, Tensor]:
-        """The tensors of an entry of the server's state."""
-        assert call.server is not None
-        sent, tensors = call.server.tensors, {}
-        for name in leaves(entry):
-            if name in sent.large:
-                number, handle = sent.large[name]
-                if number not in self._large:
-                    self._large[number] = self._own(opened([handle])[0][""])
-                tensors[name] = self._large[number]
-            else:
-                if self._offered[0] != call.number:
-                    self._offered = call.number, {n: self._own(a) for n, a in opened([sent.small])[0].items()}
-                tensors[name] = self._offered[1][name]
-        return tensors
+    def _tensors(self, sent: Sent, names: list[str], opened: Open) -> dict[str, Tensor]:
+        """The tensors of these names. What was opened for this call, or is kept for later ones, is not opened again."""
+        self._objects = {n: tensors for n, tensors in self._objects.items() if n in sent.objects or n in sent.kept}
+        places = {name: sent.where[name] for name in names}
+        missing = sorted({number for number, _ in places.values()} - self._objects.keys())
+        for number, arrays in zip(missing, opened([sent.objects[n] for n in missing]), strict=True):
+            self._objects[number] = {key: self._own(array) for key, array in arrays.items()}
+        return {name: self._objects[number][key] for name, (number, key) in places.items()}
 
     def _own(self, array: np.ndarray) -> Tensor:
         # Ray's arrays are read-only shared memory: a tensor must not write to them, and Ray cannot free them while
@@ -244,7 +205,7 @@ class Worker:
     def _refuse_changed(self, versions: Mapping[str, tuple[Tensor, int]]) -> None:
         for name, (tensor, version) in versions.items():
             if tensor._version != version:
-                self._unpacked, self._offered, self._large = (-1, {}), (-1, {}), {}
+                self._objects = {}
                 raise MethodError(
                     f"A client function changed its argument {name!r} in place, but all clients share it; work on "
                     f"{name}.clone()."

@@ -41,17 +41,27 @@ class Broadcasts:
         self._known: dict[int, _Known] = {}  # by the tensor's id, as long as it lives
         self._numbers = count()
 
-    def sent(self, tensors: Mapping[str, Tensor], round: int, on_demand: bool = False) -> Sent:
-        """The tensors of a call in a round; of those that are fetched `on_demand`, none is part of the call itself."""
-        arrays = {name: unmarked(tensor).detach().cpu().numpy() for name, tensor in tensors.items()}
-        large = [name for name, array in arrays.items() if array.nbytes > INSIDE]
-        known = {name: self._sent(tensors[name], arrays.pop(name), round) for name in large}
+    def sent(self, tensors: Mapping[str, Tensor], round: int, on_demand: Mapping[str, Tensor] | None = None) -> Sent:
+        """The tensors of a call in a round; those that are fetched `on_demand` are not part of the call itself."""
+        where: dict[str, tuple[int, str]] = {}
+        objects: dict[int, Any] = {}
+        for some, inside in ((tensors, True), (on_demand or {}, False)):
+            small = {}
+            for name, tensor in some.items():
+                array = unmarked(tensor).detach().cpu().numpy()
+                if array.nbytes > INSIDE:
+                    known = self._sent(tensor, array, round)
+                    where[name], objects[known.number] = (known.number, ""), known.handle
+                else:
+                    small[name] = array
+            if small:
+                number = next(self._numbers)
+                objects[number] = self._backend.broadcast(small, inside)
+                where |= {name: (number, name) for name in small}
         self._known = {
             key: one for key, one in self._known.items() if one.round >= round - 1 and one.tensor() is not None
         }
-        kept = frozenset(one.number for one in self._known.values())
-        small = self._backend.broadcast(arrays, inside=not on_demand)
-        return Sent(small, {name: (o.number, o.handle) for name, o in known.items()}, kept)
+        return Sent(where, objects, frozenset(one.number for one in self._known.values()))
 
     def _sent(self, tensor: Tensor, array: np.ndarray, round: int) -> _Known:
         before = self._known.get(id(tensor))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raypfl.clients.group import ClientGroup
-from raypfl.clients.worker import Call, Group, OfferedState, Reply
+from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import ClientError, RaypflError
 from raypfl.common.messages import Scatter
 from raypfl.federation.backend import Backend, Failed
@@ -63,7 +62,6 @@ class GroupRunner:
     def __post_init__(self) -> None:
         self._timings = Timings(self.costs)
         self._broadcasts = Broadcasts(self.backend)
-        self._numbers = itertools.count()
 
     @property
     def tries(self) -> int:
@@ -105,12 +103,9 @@ class GroupRunner:
             )
             for index, members in enumerate(cut(self.costs[ids], sizes, executor))
         ]
-        offered = None
-        if server is not None:
-            entries, kept = taken_apart(dict(server), "server")
-            offered = OfferedState(entries, self._broadcasts.sent(kept, round, on_demand=True))
-        sent = self._broadcasts.sent(tensors, round)
-        return Call(next(self._numbers), function, round, lr, sent, to_all, offered), groups
+        entries, on_demand = (None, {}) if server is None else taken_apart(dict(server), "server")
+        sent = self._broadcasts.sent(tensors, round, on_demand)
+        return Call(function, round, lr, sent, to_all, entries), groups
 
     def run(self, call: Call, groups: list[Group], lose: Lose) -> Iterator[tuple[Group, Reply]]:
         """Run groups until each has succeeded or lost its failing clients, which `lose` is called with.
@@ -158,7 +153,7 @@ class GroupRunner:
         ]
         if not groups:
             return
-        call = Call(next(self._numbers), _copy_state, round, 0.0, self._broadcasts.sent({}, round), {})
+        call = Call(_copy_state, round, 0.0, self._broadcasts.sent({}, round))
         try:
             for _ in self.run(call, groups, _refuse_lost_state):
                 pass
