@@ -113,7 +113,7 @@ class Reply:
     seconds : that the group took.
     kept : what its clients' new states contain; None if they did not change.
     notes : warnings.
-    logged : name -> sum and count of the numbers that clients logged.
+    logged : the numbers that clients logged, as means.
     """
 
     values: dict[str, Value]
@@ -121,7 +121,7 @@ class Reply:
     seconds: float
     kept: Contents | None = None
     notes: list[str] = field(default_factory=list)
-    logged: dict[str, tuple[float, int]] = field(default_factory=dict)
+    logged: dict[str, Value] = field(default_factory=dict)
 
 
 class Worker:
@@ -165,7 +165,9 @@ class Worker:
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
         stack, kept = clients.state.stack() if clients.state.changed else (None, None)
-        logged = {name: (float(rows.double().sum()), len(rows)) for name, rows in clients.logged.items()}
+        free = np.zeros(len(clients), np.int64)
+        sums = {name: rows.double().sum().cpu().numpy() for name, rows in clients.logged.items()}
+        logged = {name: Value("mean", total, len(clients), free) for name, total in sums.items()}
         return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged), stack
 
     def _run(self, call: Call, clients: ClientGroup, arguments: Mapping[str, Any]) -> Mapping[str, Any]:

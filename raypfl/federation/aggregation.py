@@ -13,22 +13,6 @@ from raypfl.clients.worker import Group, Value
 from raypfl.common.errors import MethodError
 
 
-class LogMeans:
-    """Means over the cohort of the numbers that clients logged."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, int]] = {}
-
-    def add(self, logged: Mapping[str, tuple[float, int]]) -> None:
-        """Add a group's ``(sum, count)`` of each number."""
-        for name, (added, count) in logged.items():
-            total, counted = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + added, counted + count
-
-    def result(self) -> dict[str, float]:
-        return {name: total / count for name, (total, count) in self._sums.items()}
-
-
 class ReplyAggregator:
     """Sums and means over the cohort, and the rows of ``Each``.
 

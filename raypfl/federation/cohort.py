@@ -16,7 +16,7 @@ from raypfl.common import rng
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
 from raypfl.common.user_code import where_defined
-from raypfl.federation.aggregation import LogMeans, ReplyAggregator
+from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Entry, Phase
 from raypfl.federation.logged import Logged, number, png
@@ -116,10 +116,10 @@ class Cohort(ServerTraining):
         self._refuse_empty()
         pairs = [(p, c) for p, c in enumerate(self.ids) if self.present[p]]
         call, groups = self._runner.prepare(name, pairs, self.round, self.lr, arguments)
-        replies, logged = ReplyAggregator(len(self.ids), self.task.model.device), LogMeans()
+        replies, logged = (ReplyAggregator(len(self.ids), self.task.model.device) for _ in range(2))
         for group, reply in self._runner.run(call, groups, self._lose):
             replies.add(group, reply.values)
-            logged.add(reply.logged)
+            logged.add(group, reply.logged)
             self._note(group, reply)
         self._refuse_empty()
         for sent, senders in replies.senders.items():

@@ -113,8 +113,7 @@ class TrainedModels:
         experiment = Experiment.from_yaml(snapshot.meta["experiment"])
         data = snapshot.server["data"]
         outline = DataOutline(
-            **{name: data[name] for name in _OUTLINE},
-            **{name: data[name].numpy() for name in _OUTLINE_ARRAYS},
+            known={name: data[name] for name in _OUTLINE} | {name: data[name].numpy() for name in _OUTLINE_ARRAYS},
             counts={split: data[split].numpy() for split in _SPLITS},
             load=partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed),
         )

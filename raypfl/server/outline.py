@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from raypfl.data import ClientData
 
-_SHARED = ("input_shape", "num_classes", "kind", "discrete", "scale", "mean", "std", "unseen")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataOutline:
-    """Shapes, normalisation and sizes of federated data, whose samples are opened when a method asks for some.
+    """Shapes, normalisation and sizes of federated data, which are opened when a method asks for anything else.
 
     Attributes
     ----------
-    input_shape, num_classes, kind, discrete, scale, mean, std, unseen : as of :class:`raypfl.data.FederatedData`.
+    known : attributes of :class:`raypfl.data.FederatedData` that need not be read from the data.
     counts : samples in each client's ``train`` and ``test`` split, ``int64[num_clients]`` each.
     load : opens the data.
     """
 
-    input_shape: tuple[int, ...]
-    num_classes: int
-    kind: str
-    discrete: bool
-    scale: float
-    mean: np.ndarray
-    std: np.ndarray
-    unseen: np.ndarray
+    known: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, np.ndarray]
     load: Callable[[], ClientData]
 
     @classmethod
     def of(cls, data: ClientData) -> DataOutline:
         """The outline of data that are open."""
-        counts = {split: data.sizes(split) for split in ("train", "test")}
-        return cls(**{name: getattr(data, name) for name in _SHARED}, counts=counts, load=lambda: data)
+        return cls(counts={split: data.sizes(split) for split in ("train", "test")}, load=lambda: data)
 
     @cached_property
     def data(self) -> ClientData:
@@ -57,6 +48,7 @@ class DataOutline:
         """Numbers of a client's samples, ``int64[n]``."""
         return self.data.indices(client, split)
 
-    def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels, ``[n, ...]`` each, of the samples with these numbers."""
-        return self.data.take(where)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.known[name] if name in self.known else getattr(self.data, name)
