@@ -19,7 +19,9 @@ from sklearn.datasets import load_digits
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import IID, Dirichlet, FederatedData, Traits, load_federated
+from raypfl.data.arrays import received
 from raypfl.data.splits import allocate
+from raypfl.data.store import NotHere
 from raypfl.datasets import DataConfig, RawData
 from raypfl.datasets.base import SPLITS
 
@@ -326,16 +328,29 @@ def test_a_constant_channel_does_not_divide_by_zero(tmp_path, opened):
     np.testing.assert_allclose((data.mean, data.std), ([0.2], [1.0]), rtol=1e-6)
 
 
-def test_a_machine_without_the_cache_prepares_it_when_it_unpickles(tmp_path, opened):
-    path = write_table(tmp_path / "data/train.parquet", [encoded(p) for p in colours(4)], [0, 1, 0, 1])
-    pickled = pickle.dumps(opened("parquet"))
+def test_unpickling_finds_the_files_in_either_cache_or_says_where_they_belong(tmp_path, opened, monkeypatch):
+    write_table(tmp_path / "data/train.parquet", [encoded(p) for p in colours(4)], [0, 1, 0, 1])
+    data = opened("parquet")
+    pickled = pickle.dumps(data)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    with pytest.raises(NotHere, match="does not have the prepared data") as missing:
+        pickle.loads(pickled)
+    for there, here in missing.value.files:
+        received(here, [(tmp_path / "elsewhere" / there.relative_to(tmp_path / "cache")).read_bytes()])
+    assert pickle.loads(pickled).fingerprint == data.fingerprint
+    monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "elsewhere"))
     assert np.array_equal(pickle.loads(pickled).labels, [0, 1, 0, 1])
 
-    (tmp_path / "cache").rename(tmp_path / "elsewhere_too")
-    write_table(path, [encoded(p) for p in colours(4, seed=1)], [0, 1, 0, 1])
-    with pytest.raises(DataError, match="differs from the one that the run was started with"):
-        pickle.loads(pickled)
+
+def test_a_file_that_arrives_damaged_is_refused(tmp_path, opened):
+    write_table(tmp_path / "data/train.parquet", [encoded(p) for p in colours(4)], [0, 1, 0, 1])
+    opened("parquet")
+    (sent,) = (tmp_path / "cache").rglob("samples.arrow")
+    content = bytearray(sent.read_bytes())
+    content[len(content) // 2] ^= 1
+    with pytest.raises(DataError, match="did not arrive as it was sent"):
+        received(tmp_path / "here/samples.arrow", [bytes(content)])
+    assert not list((tmp_path / "here").iterdir())
 
 
 GOOD = [encoded(p) for p in colours(3)]

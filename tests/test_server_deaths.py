@@ -39,6 +39,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     )
     monkeypatch.setattr(driver, "has_died", lambda ray: False)
     monkeypatch.setattr(driver, "client_actors", lambda *of: 1)
+    monkeypatch.setattr(driver, "node_for_server", lambda *of: None)
     monkeypatch.setattr(driver, "_server_actor", lambda *of: object())
     monkeypatch.setattr(driver, "_follow", follow)
     return lives

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raypfl.backends.processes import importing
+from raypfl.backends.shipment import Shipment
 from raypfl.common.errors import LostState
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class ClientActor:
             pass
         self._worker: Worker | None = None
 
-    def prepare(self, pickled: bytes) -> str:
-        """Build the network and open the data of a pickled ``(job, data)``, which later groups belong to.
+    def prepare(self, shipment: Shipment) -> str:
+        """Build the network and open the data of a job, which later groups belong to.
 
         Returns the id of the node that this process is on.
         """
@@ -43,7 +44,7 @@ class ClientActor:
         from raypfl.server.setup import make_context, make_task
 
         keep_freed_memory()
-        job, data = ray.cloudpickle.loads(pickled)
+        job, data = shipment.opened()
         torch.set_num_threads(job.experiment.engine.threads)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
         if 0 < gpus < 1:  # Ray's shares limit nothing by themselves

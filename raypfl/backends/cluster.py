@@ -156,6 +156,28 @@ def client_actors(ray: Any, settings: RaySettings, groups: int) -> int:
     return settings.actors or max(1, int(min(room, groups)))
 
 
+def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | None:
+    """The id of the driver's node, where the server must be if its checkpoints are in a folder; else None.
+
+    In a placement group it is None too, since that decides.
+
+    Raises
+    ------
+    ConfigError : if that node does not have what the server reserves.
+    """
+    if "://" in checkpoints or ray.util.get_current_placement_group() is not None:
+        return None
+    node, server = ray.get_runtime_context().get_node_id(), for_server(settings)
+    here = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
+    if _room(here, dict.fromkeys(server, 0.0), server) < 0:
+        raise ConfigError(
+            f"The server reserves {_text(server)}, which this node does not have, and can be on no other node because "
+            f"its checkpoints are in {checkpoints}. Set checkpoint.location to an address that all nodes can reach "
+            "(s3://bucket/folder, file:///shared/folder), or start raypfl on a larger node."
+        )
+    return node
+
+
 def _room(total: Mapping[str, float], each: Mapping[str, float], server: Mapping[str, float]) -> float:
     """How many actors fit beside the server; negative if the server alone does not fit."""
     room = math.inf

@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raypfl.backends.client_actor import get_broadcasts, get_states
 from raypfl.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
+from raypfl.backends.shipment import Shipment
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.federation.backend import Done, Failed
@@ -53,7 +54,7 @@ class RayBackend:
     Parameters
     ----------
     actors : handles of client actors, which may still be starting. start : starts another one.
-    job : what the actors prepare for, pickled.
+    job : what the actors prepare for.
     stopped : whether the run was asked to stop; called between results.
     warn : called with a warning when actors die.
     """
@@ -62,7 +63,7 @@ class RayBackend:
         self,
         actors: Sequence[Any],
         start: Callable[[], Any],
-        job: bytes,
+        job: Shipment,
         stopped: Callable[[], bool],
         warn: Callable[[str], None],
     ):

@@ -17,6 +17,7 @@ import ray
 
 from raypfl.backends.client_actor import ClientActor, reserved_device
 from raypfl.backends.processes import importing
+from raypfl.backends.shipment import Shipment
 
 if TYPE_CHECKING:
     from raypfl.server.events import Event, RunFinished
@@ -66,8 +67,8 @@ class ServerActor:
         self._stopping = ""
         self._stream = _EventStream()
 
-    def run(self, run: str, pickled: bytes) -> RunFinished:
-        """Run a pickled ``(job, data)`` to its end; `run` identifies it for :meth:`events` and :meth:`stop`."""
+    def run(self, run: str, shipment: Shipment) -> RunFinished:
+        """Run a job to its end; `run` identifies it for :meth:`events` and :meth:`stop`."""
         import torch
 
         from raypfl.backends.processes import keep_freed_memory
@@ -77,9 +78,9 @@ class ServerActor:
 
         self._stream = _EventStream(run)
         self._start_actors()
-        backend = RayBackend(self._actors, self._remote.remote, pickled, lambda: self._stopping == run, self._warn)
+        backend = RayBackend(self._actors, self._remote.remote, shipment, lambda: self._stopping == run, self._warn)
         keep_freed_memory()
-        job, data = ray.cloudpickle.loads(pickled)
+        job, data = shipment.opened()
         torch.set_num_threads(threads_of_server(job.experiment))
         task = make_task(job.experiment, data, reserved_device())
         pools = pools_of_server(job.experiment, data, task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +59,24 @@ def cached(path: Path, build: Callable[[], tuple[Mapping[str, np.ndarray], dict[
         with writing(path):
             _write(path, columns, about)
     return opened(path, check=False)
+
+
+def received(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write the Arrow file that another machine sends.
+
+    Raises
+    ------
+    DataError : if it cannot be written, or is not what was sent.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.draft(path) as unfinished:
+            with unfinished.open("wb") as file:
+                file.writelines(chunks)
+            try:
+                opened(unfinished, check=True)
+            except Unreadable as error:
+                raise DataError(f"{path} did not arrive as it was sent: {error}. Try again.") from error
 
 
 @contextmanager

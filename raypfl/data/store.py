@@ -6,6 +6,8 @@ import hashlib
 import os
 import re
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +27,8 @@ from raypfl.objectives import kind_of
 class FederatedData:
     """Samples, and the clients that hold them: a read-only view of memory-mapped files.
 
-    Its pickle has a few hundred bytes. Unpickling opens the same files without reading samples, or prepares them on a
-    machine that does not have them.
+    Its pickle has a few hundred bytes. Unpickling opens the same files without reading samples; on a machine that does
+    not have them, it raises :class:`NotHere`.
 
     Attributes
     ----------
@@ -146,14 +148,24 @@ class FederatedData:
 
 
 class _Origin(NamedTuple):
-    """The files of federated data, and how to prepare them."""
+    """The files of federated data: their names in a cache, and the cache that they were prepared in."""
 
-    samples: Path
-    holdings: Path
     data: DataConfig
-    partition: Partition
-    seed: int
-    cache: str | Path | None
+    files: tuple[str, str]
+    cache: Path
+
+
+class NotHere(DataError):
+    """Federated data were unpickled on a machine that does not have their files.
+
+    Attributes
+    ----------
+    files : where each file is on the machine that prepared it, and where it belongs on this one.
+    """
+
+    def __init__(self, files: Sequence[tuple[Path, Path]]):
+        super().__init__(f"This machine does not have the prepared data {files[0][0].parent}.", tuple(files))
+        self.files = files
 
 
 ClientData = FederatedData | DescribedData
@@ -181,11 +193,12 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
     if is_described(data):
         return DescribedData(data)
     everything = cache_folder(data, cache)
-    folder = everything / f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{samples_key(data, everything)}"
-    samples = cached(folder / "samples.arrow", lambda: prepared_samples(data, folder))
-    path = folder / "partitions" / f"{holdings_key(samples.digest, data, partition, seed)}.arrow"
-    holdings = cached(path, lambda: prepared_holdings(samples, data, partition, seed))
-    opened_data = _joined(samples, holdings, _Origin(folder / "samples.arrow", path, data, partition, seed, cache))
+    name = f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{samples_key(data, everything)}"
+    files = [f"{name}/samples.arrow"]
+    samples = cached(everything / files[0], lambda: prepared_samples(data, everything / name))
+    files.append(f"{name}/partitions/{holdings_key(samples.digest, data, partition, seed)}.arrow")
+    holdings = cached(everything / files[1], lambda: prepared_holdings(samples, data, partition, seed))
+    opened_data = _joined(samples, holdings, _Origin(data, (files[0], files[1]), everything))
     if data.test_fraction and not opened_data.sizes("test").any():
         warnings.warn(
             f"No client of {data.name!r} has a test sample: a client needs two samples for one. Evaluation on the "
@@ -195,19 +208,16 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
     return opened_data
 
 
-def _reopened(origin: _Origin, fingerprint: str) -> ClientData:
-    """Open what another process prepared and checked, or prepare it here."""
-    opened_again: ClientData
-    try:
-        opened_again = _joined(opened(origin.samples, check=False), opened(origin.holdings, check=False), origin)
-    except Unreadable:
-        opened_again = load_federated(origin.data, origin.partition, seed=origin.seed, cache=origin.cache)
-    if opened_again.fingerprint != fingerprint:
-        raise DataError(
-            f"The data set {origin.data.name!r} on this machine differs from the one that the run was started with; "
-            f"give all machines the same files in data.root."
-        )
-    return opened_again
+def _reopened(origin: _Origin, fingerprint: str) -> FederatedData:
+    """Open what another process prepared and checked: in its cache, which may be shared, or in this machine's."""
+    caches = origin.cache, cache_folder(origin.data)
+    for cache in dict.fromkeys(caches):
+        with suppress(Unreadable):
+            samples, holdings = (opened(cache / file, check=False) for file in origin.files)
+            found = _joined(samples, holdings, origin)
+            if found.fingerprint == fingerprint:
+                return found
+    raise NotHere([(origin.cache / file, caches[-1] / file) for file in origin.files])
 
 
 def _joined(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData:

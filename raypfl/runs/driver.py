@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from raypfl.backends.cluster import client_actors, connected, for_client, for_server, has_died
+from raypfl.backends.cluster import client_actors, connected, for_client, for_server, has_died, node_for_server
 from raypfl.backends.inline import Inline
 from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
@@ -335,7 +335,8 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
             settings = job.experiment.ray
             size = cohort_size(job.experiment.cohort, data.num_clients)
             actors = client_actors(ray, settings, len(groups_for(job.experiment, size)))
-            kind = (actors, for_client(settings), for_server(settings))
+            node = node_for_server(ray, settings, job.checkpoints)
+            kind = (actors, for_client(settings), for_server(settings), node)
             server = _spare.take(ray, kind) or _server_actor(ray, *kind)
         finished = None
         try:
@@ -355,28 +356,30 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
                 ray.kill(server)
 
 
-def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, float]) -> Any:
-    """A server actor, on this node if it has room, since the run's folder is here; or in this placement group.
+def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, float], node: str | None) -> Any:
+    """A server actor, in the current placement group if there is one.
 
     Parameters
     ----------
     actors : number of its client actors. each, own : resources of each of them, and of the server itself.
+    node : id of the node that it must be on; None: any.
     """
     from raypfl.backends.server_actor import ServerActor
 
     options: dict[str, Any] = {**own, "max_restarts": 3, "max_task_retries": 3}
-    if ray.util.get_current_placement_group() is None:
-        options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=True
-        )
+    if node is not None:  # not `soft`: Ray would put an actor that reserves nothing on any node
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        options["scheduling_strategy"] = strategy
     remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
     return remote.options(**options).remote(actors, each)
 
 
 def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:
     """Let a server actor run a job, and pass on its events until it ends."""
+    from raypfl.backends.shipment import Shipment
+
     run = uuid.uuid4().hex
-    finished = server.run.remote(run, ray.cloudpickle.dumps(job))
+    finished = server.run.remote(run, Shipment.of(*job))
     stream, received = "", 0
     silent = ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError
     done: list[Any] = []
