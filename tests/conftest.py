@@ -54,7 +54,7 @@ def opened(tmp_path: Path) -> Callable[..., Any]:
     from raypfl.data import IID, load_federated
 
     def open_folder(name: str, partition: Any = None, **options: Any) -> Any:
-        config = Experiment(data={"name": name, "root": str(tmp_path / "data"), **options}).data
+        config = Experiment(data={"name": name, "root": str(tmp_path / "data")} | options).data
         return load_federated(config, partition or IID(clients=2), seed=0, cache=tmp_path / "cache")
 
     return open_folder

@@ -444,3 +444,31 @@ def test_a_reader_whose_parts_do_not_fit_is_refused(tmp_path, monkeypatch, input
 def odd(config: DataConfig) -> RawData:
     """Whatever a test sets as its parts."""
     return RawData(*odd.parts)
+
+
+# --- Addresses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_at_an_address_is_copied_once_and_again_when_a_file_changes(tmp_path, opened):
+    path = write_table(tmp_path / "data/train.parquet", [encoded(p) for p in colours(4)], [0, 1, 0, 1])
+    local, address = opened("parquet"), f"file://{tmp_path}/data"
+    assert opened("parquet", root=address).fingerprint == local.fingerprint
+    (copy,) = (tmp_path / "cache/copies").iterdir()
+    before = copy.stat().st_mtime_ns
+    opened("parquet", root=address)
+    assert [one.stat().st_mtime_ns for one in (tmp_path / "cache/copies").iterdir()] == [before]
+    write_table(path, [encoded(p) for p in colours(4, seed=1)], [0, 1, 0, 1])
+    assert opened("parquet", root=address).fingerprint == opened("parquet").fingerprint != local.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"root": "file:///there/is/none"}, "data.root is 'file:///there/is/none', which cannot be read"),
+        ({"root": "what://bucket/folder"}, "data.root is 'what://bucket/folder', which cannot be read"),
+        ({"root": "s3://bucket/mnist", "download": True}, "a download needs a folder of this machine"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_a_sentence(opened, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        opened("parquet", **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,19 +48,41 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
         nodes.end()
 
 
-def on_nodes(nodes: Nodes, tmp_path: Path, **changes: Any) -> Path:
-    """The file of an experiment on the cluster, whose results go to the driver's own disk."""
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the nodes of `pair` share."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def pair(shared: Path) -> Iterator[Nodes]:
+    """A head without CPUs, and a worker with two; what has run there may still be in their caches."""
+    nodes = Nodes([0, 2], visible=[shared])
+    yield nodes
+    nodes.end()
+
+
+def on_nodes(nodes: Nodes, folder: Path, **changes: Any) -> Path:
+    """The file of an experiment on the cluster, in a folder; results go to the driver's own disk."""
     defaults = {"engine__backend": "ray", "ray__address": nodes.address, "output": OWN_DISK / "runs"}
-    file = tmp_path / "experiment.yaml"
-    file.write_text(experiment(tmp_path, **(defaults | changes)).to_yaml())
+    file = folder / f"{secrets.token_hex(4)}.yaml"
+    file.write_text(experiment(folder, **(defaults | changes)).to_yaml())
     return file
 
 
-def ended(nodes: Nodes, file: Path, where: Node | None = None) -> dict[str, Any]:
-    """What a run ends with that is started on the head, or on another node."""
+def told(nodes: Nodes, file: Path, where: Node | None = None) -> str:
+    """What a run says at its end that is started on the head, or on another node."""
     done = nodes.python(where or nodes.head, "-c", RUN, str(file))
-    assert "END " in done.stdout, done.stdout + done.stderr
-    return json.loads(done.stdout.rpartition("END ")[2])
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("END ", "SENTENCE "))]
+    assert len(lines) == 1, done.stdout + done.stderr
+    return lines[0]
+
+
+def ended(nodes: Nodes, file: Path, where: Node | None = None) -> dict[str, Any]:
+    """The end of a run that does not fail: its hash, its warnings, its number of actors."""
+    end = told(nodes, file, where)
+    assert end.startswith("END "), end
+    return json.loads(end.removeprefix("END "))
 
 
 def write_images(folder: Path, count: int) -> None:
@@ -70,13 +93,12 @@ def write_images(folder: Path, count: int) -> None:
     np.save(folder / "labels.npy", np.arange(count) % 2)
 
 
-def test_data_that_only_the_driver_has_reach_each_node_once(tmp_path, cluster):
-    nodes = cluster(0, 2)
-    (worker,) = nodes.workers
-    write_images(nodes.head.disk(OWN_DISK / "images"), 2000)
+def test_data_that_only_the_driver_has_reach_each_node_once(pair, shared, tmp_path):
+    (worker,) = pair.workers
+    write_images(pair.head.disk(OWN_DISK / "images"), 2000)
     settings = {"data": f"{{name: npy, root: {OWN_DISK}/images}}", "rounds": 2, "model": "{name: mlp, hidden: [4]}"}
     before = worker.received
-    result = ended(nodes, on_nodes(nodes, tmp_path, ray__actors=2, **settings))
+    result = ended(pair, on_nodes(pair, shared, ray__actors=2, **settings))
     size = sum(file.stat().st_size for file in worker.disk(Path("/tmp/cache")).rglob("*.arrow"))
     print(f"{(worker.received - before) / 1e6:.1f} MB received for {size / 1e6:.1f} MB of data")
     assert result["actors"] == 2 and size > 24e6
@@ -84,3 +106,13 @@ def test_data_that_only_the_driver_has_reach_each_node_once(tmp_path, cluster):
     write_images(tmp_path / "images", 2000)
     settings["data"] = f"{{name: npy, root: {tmp_path}/images}}"
     assert raypfl.run(experiment(tmp_path, **settings)).weights_hash == result["hash"]
+
+
+@pytest.mark.slow
+def test_a_server_is_on_another_node_only_if_that_reaches_its_checkpoints(pair, shared, tmp_path):
+    large = {"ray__actors": 1, "ray__cpus_for_server": 1}
+    sentence = told(pair, on_nodes(pair, shared, **large))
+    assert "The server reserves 1 CPUs and 0 GPUs, which this node does not have" in sentence
+    assert "Set checkpoint.location to an address that all nodes can reach" in sentence
+    result = ended(pair, on_nodes(pair, shared, **large, checkpoint__location=f"file://{shared}/checkpoints"))
+    assert result["hash"] == raypfl.run(experiment(tmp_path)).weights_hash

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean, known_pool
+from raypfl.data.addresses import on_this_machine
 from raypfl.data.arrays import Arrays, Unreadable, cached, opened
 from raypfl.data.partitions import Partition
 from raypfl.data.prepare import holdings_key, prepared_holdings, prepared_samples, samples_key
@@ -193,6 +194,7 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
     if is_described(data):
         return DescribedData(data)
     everything = cache_folder(data, cache)
+    data = on_this_machine(data, everything)
     name = f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{samples_key(data, everything)}"
     files = [f"{name}/samples.arrow"]
     samples = cached(everything / files[0], lambda: prepared_samples(data, everything / name))

@@ -33,7 +33,8 @@ class DataSource:
         or a :class:`raypfl.datasets.Population`.
     options : the options that only this reader has; in YAML they stand next to `name`. Options that equal the default
         are dropped.
-    root : folder of the data set's files, for readers that need one.
+    root : folder of the data set's files, for readers that need one; or its address in shared storage, any that
+        ``pyarrow.fs`` knows (``s3://...``, ``gs://...``), from which the whole folder is copied into `cache` once.
     download : allow a reader to download a published data set into `root`, if it can.
     split : ``auto``: a published test split, if there is one, is divided over the clients class by class, in proportion
         to their training samples; ``merged``: it joins the training samples first, and each client holds out

@@ -1,0 +1,73 @@
+"""Data sets at addresses of shared storage: copied to a machine once, and read there."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.arrays import alone, writing
+from raypfl.datasets.base import DataConfig, DataSource
+
+S = TypeVar("S", bound=DataSource)
+
+
+def on_this_machine(data: DataConfig, cache: Path) -> DataConfig:
+    """The data set with all its files on this machine: those at an address such as ``s3://bucket/folder`` are copied.
+
+    A copy is made again when the name, the size or the time of change of any file differs.
+
+    Raises
+    ------
+    ConfigError : if there is no folder at an address.
+    DataError : if it cannot be read, or the copy cannot be written.
+    """
+    pools = {name: _copied(pool, cache) for name, pool in data.sources().items()}
+    return replace(_copied(data, cache), pools=data.pools | pools)
+
+
+def _copied(source: S, cache: Path) -> S:
+    if source.root is None or "://" not in source.root:
+        return source
+    if source.download:
+        raise ConfigError(
+            f"data.root is {source.root!r}, and data.download is true; a download needs a folder of this machine. "
+            "Download into one, and copy it to the address."
+        )
+    try:
+        files, root = pafs.FileSystem.from_uri(source.root)
+        found = files.get_file_info(pafs.FileSelector(root, recursive=True))
+        folder = cache / "copies" / _key(source.root, found)
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        with alone(folder):
+            if not folder.exists():
+                _copy(files, root, folder)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"data.root is {source.root!r}, which cannot be read: {error}.") from error
+    return replace(source, root=str(folder))
+
+
+def _copy(files: pafs.FileSystem, root: str, folder: Path) -> None:
+    """Copy all files below `root`; `folder` exists only once they are complete."""
+    unfinished = folder.with_name(f".{uuid.uuid4().hex}")
+    try:
+        unfinished.mkdir()
+        pafs.copy_files(root, str(unfinished), files, pafs.LocalFileSystem())
+        unfinished.rename(folder)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"The data set at {root} cannot be copied to {folder}: {error}.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _key(address: str, found: list[pafs.FileInfo]) -> str:
+    states = sorted((file.path, file.size, file.mtime_ns) for file in found if file.type == pafs.FileType.File)
+    return hashlib.sha256(f"{address} {states}".encode()).hexdigest()[:16]
