@@ -72,7 +72,8 @@ def scored(fed, personal=None, shared=None, protocols=("local", "global"), group
             else:
                 total[name] = total.get(name, 0) + rows.sum(0)
     table = tabulate(fed.context.measures, 7, total, range(4), protocols)
-    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    known = [[None if value != value else value for value in values] for values in table.values()]  # NaN as None
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*known, strict=True)]
     return {(row["protocol"], row["model"], row["client"]): row for row in rows}
 
 

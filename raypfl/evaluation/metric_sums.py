@@ -130,9 +130,9 @@ class MetricSums:
         every = range(len(sums))
         for k in every:
             chosen = [_of(k, part) for part in parts if k in every[part.models]]
-            outputs, targets = (torch.cat(tensors) for tensors in zip(*chosen, strict=True)) if chosen else (None, None)
-            if outputs is None or targets is None or not len(outputs):
+            if not sum(len(outputs) for outputs, _ in chosen):
                 continue
+            outputs, targets = (torch.cat(tensors) for tensors in zip(*chosen, strict=True))
             for metric in self._sparse:
                 if isinstance(metric, OverAll):
                     sums[k, self.spans[metric.name]] = metric.of_all(outputs, targets) * sums[k, 0]
@@ -140,12 +140,9 @@ class MetricSums:
 
 def _summed(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> list[Tensor]:
     """The terms of a metric's sums for each sample, ``[k, b]`` each."""
-    shape = list(scores.outputs.shape[:2])
+    shape, mean = list(scores.outputs.shape[:2]), isinstance(metric, SampleMean)
     try:
-        if isinstance(metric, SampleMean):
-            rows, says, wanted = metric.each(scores), "each(scores)", shape
-        else:
-            rows, says, wanted = metric.sums(scores), "sums(scores)", [*shape, metric.width(targets)]
+        rows = metric.each(scores) if isinstance(metric, SampleMean) else metric.sums(scores)
     except AttributeError as error:
         if error.obj is not scores:
             raise
@@ -153,12 +150,13 @@ def _summed(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> li
             f"The metric {metric.name!r} needs scores.{error.name}, which the objective "
             f"{type(scores.objective).__name__} does not have; it belongs to another objective."
         ) from error
+    says, wanted = ("each", shape) if mean else ("sums", [*shape, metric.width(targets)])
     if list(rows.shape) != wanted:
         raise MethodError(
             f"The metric {metric.name!r} returned {list(rows.shape)} for {shape[0]} models and {shape[1]} samples; its "
-            f"{says} must return {wanted}, numbers for each sample of each model."
+            f"{says}(scores) must return {wanted}, numbers for each sample of each model."
         )
-    return [rows] if isinstance(metric, SampleMean) else list(rows.unbind(-1))
+    return [rows] if mean else list(rows.unbind(-1))
 
 
 def _add(sums: Tensor, owners: Tensor | None, values: Tensor) -> None:

@@ -50,28 +50,28 @@ def mistakes(protocols: Sequence[str]) -> list[str]:
 def refuse_untestable(protocols: Iterable[str], data: ClientData, objective: Objective) -> None:
     """Raise a ConfigError if a protocol cannot be used with the data and objective."""
     for name in protocols:
-        if name == "val" and not data.sizes("val").any():
-            raise ConfigError(
-                "evaluation.protocols has 'val', but no client has validation samples; set data.val_fraction."
-            )
-        if name == "unseen" and not len(data.unseen):
-            raise ConfigError(
-                "evaluation.protocols has 'unseen', but all clients take part in training; set data.unseen_fraction."
-            )
-        labels = getattr(data, "labels", None)
-        if name.startswith(_CORRUPT) and len(data.input_shape) != 3:
-            raise ConfigError(f"evaluation.protocols has {name!r}, but the samples of {data.name!r} are not images.")
-        if name.startswith(_CORRUPT) and labels is None:
-            raise ConfigError(f"evaluation.protocols has {name!r}, which is not available for a described population.")
-        if name in WEIGHTED and objective.targets != "classes":
-            raise ConfigError(f"evaluation.protocols has {name!r}, which needs one class for each sample.")
-        if name.startswith(_OOD) and not name.startswith(_CORRUPT):
-            pool = pool_of(name, data.pools)
-            classes = labels is not None and objective.targets in ("classes", "labels")
-            if classes and (data.labels[data.pool(pool)] < 0).any():  # type: ignore[union-attr]
-                raise ConfigError(
-                    f"evaluation.protocols has {name!r}, but samples of the pool {pool!r} have no known class."
-                )
+        if why := _untestable(name, data, objective):
+            raise ConfigError(f"evaluation.protocols has {name!r}, {why}")
+
+
+def _untestable(name: str, data: ClientData, objective: Objective) -> str:
+    labels = getattr(data, "labels", None)
+    if name == "val" and not data.sizes("val").any():
+        return "but no client has validation samples; set data.val_fraction."
+    if name == "unseen" and not len(data.unseen):
+        return "but all clients take part in training; set data.unseen_fraction."
+    if name in WEIGHTED and objective.targets != "classes":
+        return "which needs one class for each sample."
+    if name.startswith(_CORRUPT):
+        if len(data.input_shape) != 3:
+            return f"but the samples of {data.name!r} are not images."
+        return "which is not available for a described population." if labels is None else ""
+    if name.startswith(_OOD):
+        pool = pool_of(name, data.pools)
+        classes = labels is not None and objective.targets in ("classes", "labels")
+        if classes and (data.labels[data.pool(pool)] < 0).any():  # type: ignore[union-attr]
+            return f"but samples of the pool {pool!r} have no known class."
+    return ""
 
 
 def pool_of(protocol: str, pools: Collection[str]) -> str:

@@ -18,17 +18,11 @@ class Selection(NamedTuple):
     Attributes
     ----------
     round : the best one, the earliest if several are equal; None: no round has a value.
-    value : its value of the metric.
     waited : number of evaluations since then.
     """
 
     round: int | None
-    value: float | None
     waited: int
-
-    def is_over(self, settings: EvaluationSettings) -> bool:
-        """Whether the run stops early."""
-        return settings.patience is not None and self.waited >= settings.patience
 
 
 def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> Selection:
@@ -44,9 +38,9 @@ def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], setti
     values = {round: sign * row.get(metric, math.nan) for round, row in validated.items()}
     known = {round: value for round, value in values.items() if not math.isnan(value)}
     if not known:
-        return Selection(None, None, len(values))
+        return Selection(None, len(values))
     best = max(known, key=lambda round: (known[round], -round))
-    return Selection(best, sign * known[best], sum(round > best for round in values))
+    return Selection(best, sum(round > best for round in values))
 
 
 def deciding(summary: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

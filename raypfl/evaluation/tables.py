@@ -36,7 +36,8 @@ def tabulate(
             count = len(rows)
             values = {"round": [round] * count, "client": owners.tolist()}
             values |= {"protocol": [protocol] * count, "model": [model] * count}
-            values |= {name: _as_list(measures, name, rows[:, i]) for i, name in enumerate(measures.columns)}
+            values |= {name: rows[:, i].tolist() for i, name in enumerate(measures.columns)}
+            values["samples"] = rows[:, 0].astype(int).tolist()
             for name, column in values.items():
                 columns[name] += column
     return columns
@@ -102,13 +103,3 @@ def _rows(
     if model == "global" and protocol not in OWN:
         return MetricSums(measures).values(found[None]).numpy(), nobody
     return found.numpy(), everybody
-
-
-def _as_list(measures: Measures, name: str, values: np.ndarray) -> list[Any]:
-    if name == "samples":
-        return values.astype(np.int64).tolist()
-    column: list[Any] = values.tolist()
-    if not measures.always(name):
-        for i in np.flatnonzero(np.isnan(values)).tolist():
-            column[i] = None
-    return column

@@ -74,8 +74,8 @@ class Evaluator:
 
     def reason_to_stop(self) -> str | None:
         """Why the run ends before its last round, as a sentence; None: it goes on."""
-        selection, settings = self._selection(), self.experiment.evaluation
-        if not selection.is_over(settings):
+        selection, patience = self._selection(), self.experiment.evaluation.patience
+        if patience is None or selection.waited < patience:
             return None
         best = "none had a value" if selection.round is None else f"round {selection.round} was the best"
         return f"{selection.waited} evaluations in a row were no better on validation data; {best}."
@@ -107,7 +107,11 @@ class Evaluator:
             return tabulate(self.measures, round, {}, [], [])
         # Methods that fine-tune models for evaluation use the learning rate of the round before.
         lr = self.experiment.training.learning_rate(max(round - 1, 0), self.experiment.rounds)
-        arguments = self._arguments(state, clients) | {"protocols": protocols, "maker": maker(unseen)}
+        arguments = {"protocols": protocols, "maker": maker(unseen), "total": len(clients)}
+        arguments["position"] = Scatter(torch.arange(len(clients)))
+        if (shared := self.method.global_model(state)) is not None:
+            last = self.runner.last_exchange
+            arguments["shared"] = _checked(shared, [self.task.model.size], self.method.global_model, last)
         seen = state if self.method.has("personal_model") or self.method.has("unseen_model") else {}
         replies = ReplyAggregator(len(clients), torch.device("cpu"))
         for pairs in self._portions(clients):
@@ -128,14 +132,6 @@ class Evaluator:
         new = self.task.unseen.tolist()
         unseen = self.evaluated(state, round, new, [p for p in protocols if p == "unseen"], unseen=True)
         return {name: values + unseen[name] for name, values in known.items()}
-
-    def _arguments(self, state: dict[str, Any], clients: list[int]) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        if (shared := self.method.global_model(state)) is not None:
-            last = self.runner.last_exchange
-            arguments["shared"] = _checked(shared, [self.task.model.size], self.method.global_model, last)
-        position = Scatter(torch.arange(len(clients)))
-        return arguments | {"position": position, "total": len(clients)}
 
     def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
         """``(position, client)`` of all clients, in cohorts no larger than a round's if the method personalizes."""
@@ -191,9 +187,12 @@ def _score(
     def models(clients: Clients) -> torch.Tensor | Predictor | None:
         with refuse_unkeyed(make, clients.device, ON_CLIENTS):
             made = make(clients, server)
-        if isinstance(made, Predictor):
-            return _checked_predictor(made, len(clients), make)
-        return None if made is None else _checked(made, [len(clients), clients.model.size], make)
+        if isinstance(made, Predictor) and len(made) != len(clients):
+            raise MethodError(
+                f"{where_defined(make)} returned a Predictor of {len(made)} clients, but the group has {len(clients)}: "
+                "a tensor that is passed row by row must have a row for each."
+            )
+        return _checked(made, [len(clients), clients.model.size], make) if isinstance(made, torch.Tensor) else made
 
     return score(group, models, shared, protocols, shares)
 
@@ -207,15 +206,6 @@ def _checked(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], hi
             f"return {shape}: all parameters and buffer entries, {meant}. {hint}"
         )
         raise MethodError(text.rstrip())
-    return made
-
-
-def _checked_predictor(made: Predictor, clients: int, maker: Callable[..., Any]) -> Predictor:
-    if len(made) != clients:
-        raise MethodError(
-            f"{where_defined(maker)} returned a Predictor of {len(made)} clients, but the group has {clients}: a "
-            "tensor that is passed row by row must have a row for each."
-        )
     return made
 
 

@@ -67,8 +67,7 @@ def _personal(group: ClientGroup, personal: PersonalModel, protocols: Collection
                 plainly.of(group.context.answers(models, group.split(OWN[protocol])), count)
             )
         elif protocol.startswith("ood/"):
-            of = parts(protocol, group.context.everyone("test"), group.context.pools.where)
-            rows[protocol] = plainly.values(_on(group, models, of, again=True))
+            rows[protocol] = plainly.values(_on(group, models, _parts(group, protocol), again=True))
     return rows | _everywhere(group, models, protocols)
 
 
@@ -104,22 +103,18 @@ def _shared(
                 values["global"] = Sum(_share(group, model, union, shares) if metric_sums.whole else sums)
     for protocol in protocols:
         if protocol.startswith("ood/"):
-            values[protocol] = Sum(_share(group, model, list(_parts(group, protocol)), shares))
+            values[protocol] = Sum(_share(group, model, _parts(group, protocol), shares))
     if weighted:
         values["alpha"] = Each(_classes(group))
     return values
 
 
-def _share(group: ClientGroup, model: Tensor, whole: list[Part], shares: list[tuple[int, int]]) -> Tensor:
+def _share(group: ClientGroup, model: Tensor, whole: Iterable[Part], shares: list[tuple[int, int]]) -> Tensor:
     """Sums ``[K, W]`` of this group's shares of a common test; it stays whole if the sums of parts do not add up."""
     if MetricSums(group.context.measures).whole:
-        mine = whole if any(i == 0 for i, _ in shares) else []
+        mine = whole if any(i == 0 for i, _ in shares) else ()
     else:
-        cuts = [[(len(part.where) * i // n, len(part.where) * (i + 1) // n) for i, n in shares] for part in whole]
-        mine = [
-            part._replace(where=np.concatenate([part.where[a:b] for a, b in cut]))
-            for part, cut in zip(whole, cuts, strict=True)
-        ]
+        mine = (part._replace(where=np.concatenate([_piece(part.where, *one) for one in shares])) for part in whole)
     sums = _on(group, model, mine)
     return torch.cat([sums, sums.new_zeros(len(group) - 1, sums.shape[1])])
 
@@ -138,27 +133,29 @@ def _parts(group: ClientGroup, protocol: str) -> Iterator[Part]:
     return parts(protocol, group.context.everyone("test"), group.context.pools.where)
 
 
+def _piece(where: np.ndarray, i: int, n: int) -> np.ndarray:
+    """The i-th of n shares."""
+    return where[len(where) * i // n : len(where) * (i + 1) // n]
+
+
 def _change(group: ClientGroup, part: Part, again: bool) -> Change | None:
-    if (corruption := part.corruption) is None:
+    """What corrupts the images of a part; they are computed once in this process, if there is room for them."""
+    context, corruption = group.context, part.corruption
+    if corruption is None:
         return None
-    if again and (images := _kept(group, part)) is not None:
-        return lambda x, where, first: images[first : first + len(where)]
-    return lambda x, where, first: corruption(x, where, group.context.scale)
-
-
-def _kept(group: ClientGroup, part: Part) -> Tensor | None:
-    """The corrupted images of a part, computed once in this process; None if there is no room for them."""
-    context, name = group.context, part.corruption
-    assert name is not None
-    if name not in context.corrupted and len(part.where):
+    if again and corruption not in context.corrupted and len(part.where):
         one, _ = context.samples.take(part.where[:1])
         taken = sum(images.numel() for images in context.corrupted.values())
-        if taken + len(part.where) * one.numel() > context.room:
-            return None
-        size = context.evaluation_batch
-        blocks = [part.where[first : first + size] for first in range(0, len(part.where), size)]
-        context.corrupted[name] = torch.cat([name(context.samples.take(b)[0], b, context.scale) for b in blocks])
-    return context.corrupted.get(name)
+        if taken + len(part.where) * one.numel() <= context.room:
+            blocks = np.array_split(
+                part.where, range(context.evaluation_batch, len(part.where), context.evaluation_batch)
+            )
+            worse = [corruption(context.samples.take(b)[0], b, context.scale) for b in blocks]
+            context.corrupted[corruption] = torch.cat(worse)
+    if again and corruption in context.corrupted:
+        images = context.corrupted[corruption]
+        return lambda x, where, first: images[first : first + len(where)]
+    return lambda x, where, first: corruption(x, where, context.scale)
 
 
 def _answers_for_owners(group: ClientGroup, model: Tensor, where: list[np.ndarray]) -> Iterator[Answers]:
