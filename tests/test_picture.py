@@ -425,6 +425,15 @@ def test_a_step_of_the_start_up_is_told_once_a_run():
     assert lines[-1] == "preparing data"
 
 
+def test_where_the_dashboard_is_stays_on_the_screen():
+    where = Progress("Ray's dashboard: http://127.0.0.1:8265.", stays=True)
+    assert played([Progress("starting Ray"), where, started(1)])[:2] == ["starting Ray", where.text]
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    with LiveView(console, [RunLine("fedavg")]) as shown:
+        shown.listener(0)(where)
+    assert console.file.getvalue().count(where.text) == 1
+
+
 def test_the_end_tells_how_many_rounds_were_run_in_that_time():
     whole = played([started(2), finished(1), finished(2), RunFinished("finished", 2, "3fa2c1")])
     assert whole[-1] == "fedavg: finished, 2 rounds in 0:00 minutes"

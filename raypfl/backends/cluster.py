@@ -52,6 +52,10 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
     emit(Progress("connecting to Ray" if address else "starting Ray"))
     with interrupting(), _local(ray, settings.dashboard) if address is None else _attached(ray, address):
         _silence_deaths(ray)
+        if address is None and settings.dashboard:
+            token = os.environ.get("RAY_AUTH_TOKEN")
+            asks = f" It asks for this token: {token}" if token else ""
+            emit(Progress(f"Ray's dashboard: http://{ray._private.worker.get_dashboard_url()}.{asks}", stays=True))
         yield ray
 
 

@@ -72,14 +72,15 @@ def results(compared: Sequence[RunGroup]) -> tuple[list[str], list[tuple[str, li
 
 
 def costs(compared: Sequence[RunGroup]) -> list[Line]:
-    """Rounds, megabytes up and down, seconds, seconds a round, over seeds."""
+    """Rounds, megabytes up and down, seconds, seconds a round, seconds to start, over seeds."""
     lines = []
     for i, one in enumerate(compared):
         rounds = [result.round for result in one.results]
         up, down = zip(*(result.megabytes for result in one.results), strict=True)
         took = [seconds(result) for result in one.results]
         each = [spent / max(count, 1) for spent, count in zip(took, rounds, strict=True)]
-        numbers = ((rounds, 0 if len(set(rounds)) == 1 else 1), (up, 1), (down, 1), (took, 1), (each, 3))
+        startup = [result.metadata["startup_seconds"] for result in one.results]
+        numbers = ((rounds, 0 if len(set(rounds)) == 1 else 1), (up, 1), (down, 1), (took, 1), (each, 3), (startup, 1))
         # Equal costs of all seeds have no deviation that is worth its place.
         cells = [over_seeds(values if len(set(values)) > 1 else values[:1], digits) for values, digits in numbers]
         lines.append(Line(i, one.label, cells))
@@ -139,7 +140,10 @@ def differences(compared: Sequence[RunGroup]) -> tuple[list[Setting], list[tuple
 
 def environment(compared: Sequence[RunGroup]) -> tuple[list[Setting], list[tuple[str, str]]]:
     """Device, executor, versions and so on: those in which runs differ, and those that all runs share."""
-    return _compare([(one.label, flatten(result.metadata)) for one in compared for result in one.results], ("data",))
+    return _compare(
+        [(one.label, flatten(result.metadata)) for one in compared for result in one.results],
+        ("data", "startup_seconds"),
+    )
 
 
 def _excerpt(i: int, label: str, name: str, table: pa.Table) -> Logged:

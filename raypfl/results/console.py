@@ -77,7 +77,10 @@ class View:
         with contextlib.suppress(OSError):  # a terminal that is closed must not keep a run from being saved
             if isinstance(event, Warned):
                 self.console.print(Text.assemble(("Warning: ", "bold yellow"), event.text))
-            self.update(line, event)
+            if isinstance(event, Progress) and event.stays:
+                self.console.print(Text(event.text), soft_wrap=True)
+            else:
+                self.update(line, event)
 
     def update(self, line: RunLine, event: Event) -> None:
         """Show what happened to a run."""

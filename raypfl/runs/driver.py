@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -424,6 +425,8 @@ class _Audience:
 
     One event at a time, from any thread.
 
+    A run's start is told with the seconds since the audience was made, as ``startup_seconds`` of its metadata.
+
     Attributes
     ----------
     round : the last finished one.
@@ -435,10 +438,14 @@ class _Audience:
         self.round = -1
         self._evaluated = -1
         self._started = False
+        self._began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
         with self._one_at_a_time:
             if self._is_news(event):
+                if isinstance(event, RunStarted):
+                    took = round(time.perf_counter() - self._began, 3)
+                    event = replace(event, metadata={**event.metadata, "startup_seconds": took})
                 for listener in self._listeners:
                     listener(event)
 

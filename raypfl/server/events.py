@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of the start-up, such as ``"starting Ray"``."""
+    """A step of the start-up, such as ``"starting Ray"``; or, if it `stays` on the screen, what the user may need."""
 
     text: str
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RunStarted:
     run : its name. run_dir : its folder.
     metadata : num_clients, parameters, weights (where the initial ones are from), executor, channels_last, why (the
         reason for these two; empty if the settings name them), group_size, actors, data, device (of the clients),
-        server_device, system, versions.
+        server_device, system, versions, startup_seconds (from the command to this event: data, processes, choices).
     """
 
     run: str
