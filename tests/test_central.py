@@ -16,8 +16,7 @@ from raypfl.common.errors import MethodError
 from raypfl.federation import server_training
 from raypfl.models import FlatModel
 from raypfl.optimizers import SGD, Adam, AdamW
-from raypfl.results.console import LiveView, LogView
-from raypfl.results.progress import RunLine
+from raypfl.results.console import LiveView, LogView, RunLine
 from raypfl.server.events import RoundFinished, RunStarted, ServerAtWork
 from raypfl.training.augmentation import Crop, Flip
 from raypfl.training.pool import Pools

@@ -17,7 +17,7 @@ from raypfl.evaluation import Measures, summarise
 from raypfl.methods import METHODS, Ditto, FedAvg, FedAvgFT, Local
 from raypfl.results import numbers
 from raypfl.results.compared import group_runs
-from raypfl.runs.replay import events_of
+from raypfl.runs.result import events_of
 from raypfl.server.events import Evaluated, RoundFinished
 from tests.runs import Interrupt, experiment, same_tables
 from tests.support import EXECUTORS

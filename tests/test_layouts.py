@@ -14,7 +14,7 @@ import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.datasets import RawData
 from raypfl.methods import FedAvg
-from raypfl.results.progress import RunLine
+from raypfl.results.console import RunLine
 from raypfl.server.events import RunStarted, Warned
 from tests.runs import experiment
 from tests.support import EXECUTORS, FP64, Federation, close

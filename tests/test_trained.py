@@ -13,7 +13,8 @@ import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.methods import METHODS
 from raypfl.runs import trained
-from raypfl.runs.trained import TrainedModels, newest
+from raypfl.runs.result import newest
+from raypfl.runs.trained import TrainedModels
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.states import StateShard
@@ -24,7 +25,7 @@ PERSONAL = [name for name in METHODS if METHODS.get(name)().has("personal_model"
 
 def exported(run_dir: Path, folder: Path) -> TrainedModels:
     """A run's models by way of an export."""
-    TrainedModels.of_run(run_dir).export(folder, newest(run_dir)[1].states)
+    TrainedModels.of_snapshot(*newest(run_dir)).export(folder)
     return TrainedModels.of_export(folder)
 
 
@@ -46,7 +47,7 @@ def recorded(result: raypfl.Result, model: str) -> dict[int, float]:
 @pytest.mark.parametrize("method", PERSONAL)
 def test_personal_models_are_those_that_were_evaluated_whatever_the_method(method: str, tmp_path: Path):
     result = raypfl.run(experiment(tmp_path, method=method, rounds=2, evaluation__every=2))
-    folder, file = TrainedModels.of_run(result.run_dir), exported(result.run_dir, tmp_path / "models")
+    folder, file = TrainedModels.of_snapshot(*newest(result.run_dir)), exported(result.run_dir, tmp_path / "models")
     expected = recorded(result, "personal")
     assert len(expected) > 8
     for client, right in expected.items():
@@ -88,13 +89,13 @@ def test_models_are_made_from_an_export_alone_where_the_data_are_not(tmp_path: P
 
 def test_what_is_not_there_is_refused_in_a_sentence(tmp_path: Path):
     result = raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, evaluation__every=0))
-    models = TrainedModels.of_run(result.run_dir)
+    models = TrainedModels.of_snapshot(*newest(result.run_dir))
     with pytest.raises(ConfigError, match="FedAvg makes no personal models"):
         models.personal_model(0)
     with pytest.raises(ConfigError, match="no client 12; clients are numbered from 0 to 11"):
         models.personal_model(12)
     with pytest.raises(CheckpointError, match="is not the folder of a run") as refused:
-        TrainedModels.of_run(tmp_path)
+        TrainedModels.of_snapshot(*newest(tmp_path))
     with pytest.raises(CheckpointError, match=re.escape(str(refused.value))):
         raypfl.resume(tmp_path)
     with pytest.raises(CheckpointError, match=r"There is no checkpoint in .*empty"):
@@ -126,7 +127,7 @@ def test_a_model_that_takes_exchanges_is_made_by_them_from_folder_and_export(tmp
         evaluation__protocols="[local,unseen]",
     )
     result = raypfl.run(described)
-    folder, file = TrainedModels.of_run(result.run_dir), exported(result.run_dir, tmp_path / "models")
+    folder, file = TrainedModels.of_snapshot(*newest(result.run_dir)), exported(result.run_dir, tmp_path / "models")
     rows = [row for row in result.evaluations.to_pylist() if row["round"] == 2 and row["samples"]]
     assert {row["protocol"] for row in rows} == {"local", "unseen"}
     for row in rows:

@@ -16,7 +16,7 @@ import yaml
 
 from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError
-from raypfl.runs import run
+from raypfl.runs.driver import run
 from raypfl.tuning.search import check, search
 from raypfl.tuning.spaces import chosen, shown, spaces_of
 from raypfl.tuning.sweep import load

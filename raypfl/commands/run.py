@@ -12,17 +12,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from raypfl import runs
 from raypfl.common.errors import ConfigError, RaypflError, Stopped, Unwritable
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.config import Experiment
 from raypfl.results import outcome
-from raypfl.results.console import view, warner
-from raypfl.results.progress import lines_for
-from raypfl.runs import Result
+from raypfl.results.console import lines_for, view, warner
+from raypfl.runs import driver as runs
 from raypfl.runs.folders import Comparison, new_folder, with_checkpoints_apart
 from raypfl.runs.identity import differences, moved, refuse_another
-from raypfl.runs.result import RECIPE, description, forget_unbegun, is_finished, write_description
+from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, is_finished, write_description
 from raypfl.server.events import Listener
 from raypfl.tracking.connection import how_to_look
 from raypfl.tracking.entries import comparison_of

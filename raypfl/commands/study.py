@@ -16,11 +16,9 @@ from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.files import draft, write
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.results.compared import colour
-from raypfl.results.console import view, warner
+from raypfl.results.console import RunLine, view, warner
 from raypfl.results.outcome import nearby
-from raypfl.results.progress import RunLine
-from raypfl.runs import Result
-from raypfl.runs.result import is_finished
+from raypfl.runs.result import Result, is_finished
 from raypfl.server.events import Event
 from raypfl.studies import layout
 from raypfl.studies.cells import Cell, plan, select

@@ -17,8 +17,7 @@ from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.results.console import warner
 from raypfl.results.outcome import nearby, width_of
-from raypfl.runs import Result
-from raypfl.runs.replay import events_of
+from raypfl.runs.result import Result, events_of
 from raypfl.server.events import Event
 from raypfl.tracking.connection import is_recorded
 from raypfl.tracking.listener import MLflowListener

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from raypfl.data.summary import Summary
-from raypfl.report.labels import listed, protocol_name
 from raypfl.report.svg import FAINT, drawn, paint
+from raypfl.report.tables import listed, protocol_name
 from raypfl.results import client_data
 from raypfl.results.compared import RunGroup
 from raypfl.results.drawing import Curves, draw_clients, draw_curves, scale

@@ -22,7 +22,7 @@ from raypfl.evaluation.measures import Measures
 from raypfl.report import figures, tables
 from raypfl.report import sweeps as searches
 from raypfl.report.figures import Drawing
-from raypfl.report.labels import listed, protocol_name
+from raypfl.report.tables import listed, protocol_name
 from raypfl.results import client_data
 from raypfl.results.compared import COLOURS, RunGroup, group_runs, mark, setting
 from raypfl.results.numbers import prediction_traffic

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.common.files import draft, write
 from raypfl.config import Experiment
 from raypfl.evaluation import summarise
-from raypfl.federation.logged import ANALYSIS
+from raypfl.federation.logged import ANALYSIS, Logged
 from raypfl.methods import METHODS
-from raypfl.server.events import RunFinished
+from raypfl.server.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.server.server import checkpoints_of
 from raypfl.storage import checkpoint
 from raypfl.storage.columns import Columns
@@ -104,6 +106,12 @@ def write_tables(folder: Path, finished: RunFinished) -> None:
         write(file, image["png"])
     end = {name: getattr(finished, name) for name in ("status", "round", "weights_hash", "error", "best_round")}
     write(folder / SUMMARY, json.dumps(end, indent=1))
+
+
+def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, checkpoint.Snapshot]:
+    """A run's description and its newest checkpoint; `whole` as of :func:`raypfl.storage.checkpoint.load`."""
+    experiment = description(run_dir)
+    return experiment, checkpoint.newest(checkpoints_of(experiment, str(run_dir)), whole)
 
 
 @dataclass(frozen=True, repr=False)
@@ -201,7 +209,7 @@ class Result:
 
     def server_state(self) -> dict[str, Any]:
         """The server's final state, from the newest checkpoint."""
-        return self._snapshot(whole=False).server
+        return newest(self.run_dir, whole=False)[1].server
 
     def server_states(self) -> list[tuple[int, dict[str, Any]]]:
         """The server's state after each round whose checkpoint was kept (``checkpoint.every``, ``.keep``)."""
@@ -227,11 +235,7 @@ class Result:
         ConfigError : if there is no such client.
         """
         refuse_stranger(client, self.metadata["num_clients"])
-        return self._snapshot().state_of(client)
-
-    def _snapshot(self, whole: bool = True) -> checkpoint.Snapshot:
-        location = checkpoints_of(self.experiment, str(self.run_dir))
-        return checkpoint.newest(location, whole)
+        return newest(self.run_dir)[1].state_of(client)
 
 
 def _images(folder: Path) -> pa.Table:
@@ -240,3 +244,39 @@ def _images(folder: Path) -> pa.Table:
     for file in files:
         columns.append(round=int(file.stem), name=file.parent.name, file=str(file))
     return arrow(columns)
+
+
+def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
+    """The events of a tracked run, except checkpoints and warnings.
+
+    `uri` : MLflow's tracking URI; None: that of the experiment.
+    """
+    changes = ["tracking.mlflow=true", *([f"tracking.uri={json.dumps(uri)}"] if uri else [])]
+    yield RunStarted(
+        result.run_dir.name,
+        str(result.run_dir.resolve()),
+        result.experiment.override(changes),
+        result.metadata,
+        0,
+    )
+    judged = set(pc.unique(result.evaluations["round"]).to_pylist())
+    if 0 in judged:
+        yield Evaluated(0, result.summary(0))
+    sent = {way: [*accumulate(result.rounds[f"bytes_{way}"].to_pylist())] for way in ("up", "down")}
+    for i, row in enumerate(result.rounds.to_pylist()):
+        del row["cohort"]
+        logged = _logged(result, row["round"])
+        yield RoundFinished(**row, bytes_up_total=sent["up"][i], bytes_down_total=sent["down"][i], logged=logged)
+        if row["round"] in judged:
+            yield Evaluated(row["round"], result.summary(row["round"]))
+    end = json.loads((result.run_dir / SUMMARY).read_text())
+    yield RunFinished(**end, tables=result.tables)
+
+
+def _logged(result: Result, round: int) -> Logged:
+    """What the method logged in a round, except its tables, which come whole at the end."""
+    values, images = (table.filter(pc.field("round") == round).to_pylist() for table in (result.logged, result.images))
+    return Logged(
+        values={row["name"]: row["value"] for row in values},
+        images={row["name"]: Path(row["file"]).read_bytes() for row in images},
+    )

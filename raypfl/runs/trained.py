@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +23,13 @@ from raypfl.config import Experiment
 from raypfl.data import load_federated
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.method import Method
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.task import Task
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
-from raypfl.runs.result import description, refuse_stranger
+from raypfl.runs.result import refuse_stranger
 from raypfl.server.evaluator import EvaluationCohort, maker, personalize
-from raypfl.server.events import Event
 from raypfl.server.outline import DataOutline
-from raypfl.server.server import checkpoints_of
 from raypfl.server.setup import client_costs, make_context, make_task, normalisation, precision_of
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
@@ -40,9 +38,7 @@ from raypfl.storage.states import StateShard, StateTable, merged
 if TYPE_CHECKING:
     from raypfl.clients.context import Context
 
-_OUTLINE = ("input_shape", "num_classes", "kind", "discrete", "scale")
-_OUTLINE_ARRAYS = ("mean", "std", "unseen")
-_SPLITS = ("train", "test")
+_OUTLINE = ("input_shape", "num_classes", "kind", "discrete", "scale", "mean", "std", "unseen")
 
 
 class TrainedModels:
@@ -51,55 +47,29 @@ class TrainedModels:
     A method that fine-tunes its models for evaluation, or has exchanges with its clients
     (:meth:`raypfl.Method.personalize`), does so here too and needs the clients' data; others need no data.
 
-    Parameters
-    ----------
-    outline : of the run's data.
-    round : rounds finished.
-    server : the server's state.
-    state_of : a client's state, by name.
+    `outline` : of the run's data.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        outline: DataOutline,
-        round: int,
-        server: Mapping[str, Any],
-        state_of: Callable[[int], Mapping[str, np.ndarray]],
-    ):
-        self.experiment, self.outline, self.round = experiment, outline, round
-        self.server = dict(server)
-        self._state_of = state_of
-
-    @classmethod
-    def of_run(cls, run_dir: str | Path) -> TrainedModels:
-        """The models of a run's folder, from its newest checkpoint.
-
-        Raises
-        ------
-        CheckpointError : if the folder has no run, or its checkpoints are damaged or missing.
-        """
-        return cls.of_snapshot(*newest(run_dir))
+    def __init__(self, experiment: Experiment, outline: DataOutline, snapshot: Snapshot):
+        self.experiment, self.outline, self._snapshot = experiment, outline, snapshot
+        self.server, self.round = dict(snapshot.server), snapshot.round
 
     @classmethod
     def of_snapshot(cls, experiment: Experiment, snapshot: Snapshot) -> TrainedModels:
         """The models of a loaded checkpoint."""
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-        return cls(experiment, DataOutline.of(data), snapshot.round, snapshot.server, snapshot.state_of)
+        return cls(experiment, DataOutline.of(data), snapshot)
 
-    def export(self, folder: str | Path, states: Iterable[StateShard]) -> None:
+    def export(self, folder: str | Path) -> None:
         """Write a checkpoint of all that the models are made of: it needs neither the run's folder nor its data.
 
-        `states` : the clients' states, of which one file at a time is in memory.
+        Of the clients' states, one file at a time is in memory.
         """
-        outline = self.outline
-        values = {name: getattr(outline, name) for name in _OUTLINE}
-        arrays = {name: getattr(outline, name) for name in _OUTLINE_ARRAYS}
-        arrays |= {split: outline.sizes(split) for split in _SPLITS}
-        data = values | {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-        content = {"server": self.server, "data": data}
+        values = {name: getattr(self.outline, name) for name in _OUTLINE} | dict(self.outline.counts)
+        arrays = {name: torch.from_numpy(np.array(one)) for name, one in values.items() if isinstance(one, np.ndarray)}
+        content = {"server": self.server, "data": values | arrays}
         meta = {"experiment": self.experiment.to_yaml()}
-        checkpoint.save(str(folder), Snapshot(self.round, content, states, {}, meta), keep=1)
+        checkpoint.save(str(folder), Snapshot(self.round, content, self._snapshot.states, {}, meta), keep=1)
 
     @classmethod
     def of_export(cls, folder: str | Path) -> TrainedModels:
@@ -111,13 +81,12 @@ class TrainedModels:
         """
         snapshot = checkpoint.newest(str(folder))
         experiment = Experiment.from_yaml(snapshot.meta["experiment"])
-        data = snapshot.server["data"]
-        outline = DataOutline(
-            known={name: data[name] for name in _OUTLINE} | {name: data[name].numpy() for name in _OUTLINE_ARRAYS},
-            counts={split: data[split].numpy() for split in _SPLITS},
-            load=partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed),
-        )
-        return cls(experiment, outline, snapshot.round, snapshot.server["server"], snapshot.state_of)
+        stored = snapshot.server["data"].items()
+        values: dict[str, Any] = {n: one.numpy() if isinstance(one, torch.Tensor) else one for n, one in stored}
+        counts = {split: values.pop(split) for split in ("train", "test")}
+        load = partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed)
+        outline = DataOutline(known=values, counts=counts, load=load)
+        return cls(experiment, outline, replace(snapshot, server=snapshot.server["server"]))
 
     @property
     def num_clients(self) -> int:
@@ -159,7 +128,7 @@ class TrainedModels:
 
     def _state_to_judge(self, client: int, unseen: bool) -> Mapping[str, np.ndarray]:
         """A client's state after the method has personalized it, as a cohort of one in this process."""
-        method, state = self.experiment.method, self._state_of(client)
+        method, state = self.experiment.method, self._snapshot.state_of(client)
         if not method.has("personalize"):
             return state
         states = StateTable()
@@ -170,7 +139,7 @@ class TrainedModels:
             task=self._task,
             backend=Inline(Worker(self._context, method)),
             states=states,
-            context=ServerContext(self._context.pools, precision_of(self.experiment), _nobody_watches),
+            context=ServerContext(self._context.pools, precision_of(self.experiment), lambda event: None),
             ledger=Ledger(),
             failures=self.experiment.failures,
             costs=client_costs(self.experiment, self._task.num_samples),
@@ -195,19 +164,3 @@ class TrainedModels:
     def _trained(self, network: nn.Module) -> TrainedModel:
         gain, offset = normalisation(self.outline, self._context.model)
         return TrainedModel(network, gain, offset, self.outline.discrete)
-
-
-def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, Snapshot]:
-    """A run's description and its newest checkpoint; `whole` as of :func:`raypfl.storage.checkpoint.load`."""
-    experiment = description(run_dir)
-    location = checkpoints_of(experiment, str(run_dir))
-    return experiment, checkpoint.newest(location, whole)
-
-
-def makes_personal_models(method: Method) -> bool:
-    """Whether a method gives its clients models of their own."""
-    return method.has("personal_model")
-
-
-def _nobody_watches(event: Event) -> None:
-    pass

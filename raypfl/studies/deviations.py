@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raypfl.config.assignments import flatten
-from raypfl.runs import Result
+from raypfl.runs.result import Result
 from raypfl.studies.cells import Cell, Selection
 from raypfl.studies.description import Study
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.results.units import Unit
-from raypfl.runs import Result
+from raypfl.runs.result import Result
 from raypfl.studies.cells import Cell
 from raypfl.studies.description import Quoted, Study
 

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl import runs
 from raypfl.backends.cluster import client_actors, connected, for_client, in_one_process
 from raypfl.common.stopping import StopRequest
 from raypfl.config import Experiment
+from raypfl.runs import driver as runs
 from raypfl.runs.driver import make_room
 from raypfl.runs.result import is_finished
 from raypfl.server.events import Event, Progress

@@ -37,9 +37,9 @@ class Outcome:
 
 def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Outcome:
     """Run a cell to its end, from its beginning or from its newest checkpoint, unless another process does so."""
-    from raypfl import runs
     from raypfl.common.errors import RaypflError
     from raypfl.common.files import alone
+    from raypfl.runs import driver as runs
     from raypfl.runs.result import RECIPE, is_finished
 
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,7 @@ from raypfl.common.errors import RaypflError, Stopped
 from raypfl.config import Experiment
 from raypfl.results.compared import differing_settings
 from raypfl.runs import folders
-from raypfl.runs.replay import events_of
-from raypfl.runs.result import Result
+from raypfl.runs.result import Result, events_of
 from raypfl.server.events import Event, RunStarted
 from raypfl.tracking import entries
 from raypfl.tracking.run import NOTE, STATUS, Comparison, RunRecord

@@ -14,15 +14,14 @@ import torch
 
 from raypfl.common.errors import CheckpointError
 from raypfl.config import Experiment
-from raypfl.runs.result import RECIPE
-from raypfl.runs.trained import TrainedModels, makes_personal_models, newest
+from raypfl.runs.result import RECIPE, newest
+from raypfl.runs.trained import TrainedModels
 from raypfl.tracking.connection import first_line, quiet_mlflow, tracking_uri, without_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from raypfl.models.trained_model import TrainedModel
-    from raypfl.storage.checkpoint import Snapshot
 
 GLOBAL = "global_model"
 FOLDER = "models"
@@ -46,7 +45,7 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
     ``raypfl.trained_models(result.run_dir).personal_model(17)(images)`` gives client 17's logits.
     """
     if (Path(run) / RECIPE).exists():
-        return TrainedModels.of_run(run)
+        return TrainedModels.of_snapshot(*newest(run))
     uri = uri or tracking_uri(Experiment())
     client = quiet_mlflow().MlflowClient(uri)
     try:
@@ -86,16 +85,16 @@ def log_models(client: MlflowClient, run_id: str, run_dir: str, warn: Callable[[
         if theta is not None:
             shared = partial(_log_global_model, client, run_id, models)
             attempt("The parameters of the run's global model", shared, theta.nbytes, limit)
-        if makes_personal_models(experiment.method):
-            personal = partial(_log_personal_models, client, run_id, models, snapshot)
+        if experiment.method.has("personal_model"):
+            personal = partial(_log_personal_models, client, run_id, models)
             attempt("The parameters of the run's personal models", personal, snapshot.states_bytes, limit)
 
     attempt("The run's models", log)
 
 
-def _log_personal_models(client: MlflowClient, run_id: str, models: TrainedModels, snapshot: Snapshot) -> None:
+def _log_personal_models(client: MlflowClient, run_id: str, models: TrainedModels) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        models.export(folder, snapshot.states)
+        models.export(folder)
         client.log_artifacts(run_id, folder, FOLDER)
 
 

@@ -45,7 +45,7 @@ def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
     ------
     ConfigError : if some value of a space is no value of its setting, or the data do not have what is asked for.
     """
-    from raypfl import runs
+    from raypfl.runs import driver as runs
 
     lowest = {space.name: space.values[0] if space.is_range else 0 for space in sweep.spaces}
     first = sweep.configured(lowest)

@@ -123,7 +123,7 @@ def close(folder: Path, hear: Listener) -> None:
 
     At a sweep's end Tune gives processes five seconds, which are not enough on a busy machine.
     """
-    from raypfl import runs
+    from raypfl.runs import driver as runs
     from raypfl.runs.result import SUMMARY
     from raypfl.server.events import RunStarted
 
@@ -164,7 +164,7 @@ class _Run:
         return run_folder(self.order.sweep, self.order.folder, self.trial, self.seed)
 
     def carry_out(self, start: Any) -> None:
-        from raypfl import runs
+        from raypfl.runs import driver as runs
         from raypfl.runs.result import RECIPE, is_finished, write_description
 
         is_copy = start is not None and self._go_on_from(start)
@@ -264,7 +264,7 @@ _kept: list[contextlib.ExitStack] = []
 
 def _keep_actors(experiment: Experiment) -> None:
     """Keep this process's server and client actors for its next trials; Ray ends them with it."""
-    from raypfl import runs
+    from raypfl.runs import driver as runs
 
     if experiment.engine.backend == "ray" and not _kept:
         _kept.append(contextlib.ExitStack())
