@@ -94,7 +94,7 @@ def test_the_results_are_those_of_the_runs_tables_over_seeds(results, whole):
 def test_the_best_of_a_column_is_bold_and_equals_all_are(results):
     headings, blocks = tables.results(group_runs(results))
     for j, heading in enumerate(headings):
-        column = [line.cells[j] for line in blocks[0][1] if line.cells[j].mean != "–"]
+        column = [cells[j] for _, _, cells in blocks[0][1] if cells[j].mean != "–"]
         wanted = (min if heading in ("std", "ECE") else max)(float(cell.mean) for cell in column)
         assert [cell.best for cell in column] == [float(cell.mean) == wanted for cell in column]
 
@@ -117,7 +117,7 @@ def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_
     ditto = replace(results[2], experiment=results[2].experiment.override(["method.lam=2"]))
     for run, expected in ((results[2], []), (ditto, ["method.lam"])):
         differing, shared = tables.differences(group_runs([results[4], run]))
-        assert [one.key for one in differing] == expected
+        assert [key for key, _ in differing] == expected
         assert ("method.lam" in dict(shared)) == (not expected)
 
 
@@ -125,7 +125,7 @@ def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are
     for personal in (97, 90):
         runs = [shifted(results[0], {"global": 95}), shifted(results[2], {"personal": personal, "global": 94})]
         _, blocks = tables.results(group_runs(runs))
-        fedavg, ditto = (line.cells[:2] for line in blocks[0][1])
+        fedavg, ditto = (cells[:2] for _, _, cells in blocks[0][1])
         assert ditto[0].best == (personal == 97) and fedavg[1].best
 
 
@@ -167,7 +167,7 @@ def test_what_differs_between_runs_is_listed_and_nothing_else(results):
     other = replace(fedavg, experiment=fedavg.experiment.override(["training.lr=0.5", "seed=7", "partition.alpha=1"]))
     differing, shared = tables.differences(group_runs([fedavg, other]))
     names = ["fedavg · settings A", "fedavg · settings B"]
-    assert [(one.key, one.values) for one in differing] == [
+    assert differing == [
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
         ("training.lr", [("0.1", [names[0]]), ("0.5", [names[1]])]),
     ]

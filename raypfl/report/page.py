@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
 from importlib import resources
 from pathlib import Path
@@ -21,7 +20,6 @@ from raypfl.data import load_federated, summarised
 from raypfl.evaluation.measures import Measures
 from raypfl.report import figures, tables
 from raypfl.report import sweeps as searches
-from raypfl.report.figures import Drawing
 from raypfl.report.tables import listed, protocol_name
 from raypfl.results import client_data
 from raypfl.results.compared import COLOURS, RunGroup, group_runs, mark, setting
@@ -35,16 +33,6 @@ _PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val", "train")
 # Some colours are a little darker on white, or lighter on the dark page, so that their contrast is 3:1 (WCAG 2.2).
 _ON_LIGHT = {"#D9A125": "#bb8a20", "#56B4D3": "#4c9eba", "#E58FB2": "#ca7e9d"}
 _ON_DARK = {"#4F55B5": "#565cb8"}
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """Who holds what: a picture and rows of min, median, mean and max; or `why_not`."""
-
-    title: str
-    why_not: str = ""
-    drawing: Drawing | None = None
-    rows: dict[str, list[str]] | None = None
 
 
 def write(
@@ -224,19 +212,20 @@ def _cautions(compared: Sequence[RunGroup]) -> list[str]:
     return cautions
 
 
-def _holdings(first: Result) -> Holdings:
+def _holdings(first: Result) -> dict[str, Any]:
+    """Who holds what: `title`, a `drawing` and `rows` of min, median, mean and max; or `why_not`."""
     experiment = first.experiment
     title = f"{setting(experiment, first.metadata).rpartition(' · ')[0]}, seed {experiment.seed}"
     try:
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         if first.metadata["data"] != data.fingerprint:
-            return Holdings(title, "The data has changed since the run.")
+            return {"title": title, "drawing": None, "why_not": "The data has changed since the run."}
         summary = summarised(data)
     except RaypflError as error:
-        return Holdings(title, str(error))
+        return {"title": title, "drawing": None, "why_not": str(error)}
     samples = {f"{name} samples": row for name, row in client_data.sizes_of(summary).items() if row["max"]}
     rows = {
         name: [client_data.number(value) for value in row.values()]
         for name, row in (samples | client_data.labels_of(summary)).items()
     }
-    return Holdings(title, drawing=figures.partition(summary), rows=rows)
+    return {"title": title, "drawing": figures.partition(summary), "rows": rows}

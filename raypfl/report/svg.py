@@ -6,10 +6,9 @@ import io
 import re
 from collections.abc import Callable
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from raypfl.results.client_data import COLOUR, PALE
@@ -18,12 +17,20 @@ FAINT, GRID = "#020202", "#030303"
 """Placeholders that the page's style sheet gives a colour."""
 
 _VARIABLES = {FAINT: "--faint", GRID: "--grid", COLOUR.lower(): "--data", PALE.lower(): "--grid"}
-_GROUP = re.compile(r"#0505([0-9a-f]{2})")
-_GROUP_CLASS = "of-"
-_NAMESPACE, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
-_FONT, _FAMILY = re.compile(r"font: ([\d.]+px) [^;\"]*"), re.compile(r"font-family: [^;\"]*;? ?")
-_NUMBER, _SPACE = re.compile(r"-?\d+\.\d{2,}"), re.compile(r"\s+")
-_GEOMETRY = ("d", "x", "y", "width", "height", "transform", "viewBox")
+_TIDY = (
+    (r"\A.*?<svg[^>]*( viewBox=\"[^\"]*\")[^>]*>", r"<svg\1>"),
+    (r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>", ""),
+    (r" id=\"(of-\d+)\"", r' class="\1"'),
+    (r" id=\"[\w.]+_\d{1,3}\"", ""),  # of groups, which nothing refers to
+    (r"#0505([0-9a-f]{2})", lambda match: f"var(--m{int(match[1], 16)})"),
+    (r"font: ([\d.]+px) [^;\"]*", r"font-size: \1"),
+    (r"font-family: [^;\"]*;? ?| transform=\"rotate\(-0 [^\"]*\"", ""),
+    (r"xlink:(?=href)", ""),
+    (r">\s+<", "><"),
+)
+"""What the page does not need of Matplotlib's file, or has of its own: size, fonts, ids, colours of groups."""
+_GEOMETRY = re.compile(r"\b(?:d|x|y|width|height|transform|viewBox)=\"[^\"]*\"")
+_NUMBER = re.compile(r"-?\d+\.\d{2,}")
 _STYLE: dict[Any, Any] = {
     "axes.edgecolor": FAINT,
     "axes.facecolor": "none",
@@ -55,7 +62,7 @@ _STYLE: dict[Any, Any] = {
 
 def paint(index: int) -> dict[str, Any]:
     """What to draw the group at `index` with: a placeholder of its colour, and the class by which the page finds it."""
-    return {"color": f"#0505{index:02x}", "gid": f"{_GROUP_CLASS}{index}"}
+    return {"color": f"#0505{index:02x}", "gid": f"of-{index}"}
 
 
 def drawn(name: str, alt: str, width: int, height: int, draw: Callable[[Figure], None]) -> Markup:
@@ -72,38 +79,15 @@ def drawn(name: str, alt: str, width: int, height: int, draw: Callable[[Figure],
         draw(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = _GROUP.sub(lambda match: f"var(--m{int(match[1], 16)})", _FONT.sub(r"font-size: \1", file.getvalue()))
+    text = file.getvalue()
+    for pattern, replacement in _TIDY:
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
-    root = ElementTree.fromstring(_FAMILY.sub("", text))
-    _tidy(root, used=set(re.findall(r"(?:url\(|href=\")#([^)\"]+)", text)))
-    for attribute in ("width", "height", "version"):
-        del root.attrib[attribute]
-    root.attrib.update({"role": "img", "aria-label": alt})
-    return Markup(ElementTree.tostring(root, encoding="unicode"))
+    text = _GEOMETRY.sub(lambda match: _NUMBER.sub(_tenths, match[0]), text)
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1))
 
 
-def _tidy(root: ElementTree.Element, used: set[str]) -> None:
-    """Remove what HTML does not need: namespaces, metadata, styles, and ids other than the `used` ones."""
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("metadata", "style")):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = element.tag.removeprefix(_NAMESPACE)
-        attributes = element.attrib
-        if _LINK in attributes:
-            attributes["href"] = attributes.pop(_LINK)
-        if attributes.get("id", "").startswith(_GROUP_CLASS):
-            attributes["class"] = attributes.pop("id")
-        elif attributes.get("id") not in used:
-            attributes.pop("id", None)
-        if attributes.get("transform", "").startswith("rotate(-0 "):
-            del attributes["transform"]
-        attributes.update({key: _rounded(attributes[key]) for key in _GEOMETRY if key in attributes})
-        element.text, element.tail = (element.text or "").strip(), None
-
-
-def _rounded(text: str) -> str:
+def _tenths(number: re.Match[str]) -> str:
     """A tenth of a pixel is enough, and keeps the page small."""
-    return _SPACE.sub(" ", _NUMBER.sub(lambda match: f"{float(match[0]):.1f}".removesuffix(".0"), text)).strip()
+    return f"{float(number[0]):.1f}".removesuffix(".0")

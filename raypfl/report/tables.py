@@ -55,21 +55,10 @@ _CURVE_ROWS = 20
 _LOGGED_ROWS = 20
 
 
-@dataclass(frozen=True)
-class Line:
-    """A group's row."""
-
-    index: int
-    label: str
-    cells: list[Cell]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting, and each of its values with the labels of the runs that have it."""
-
-    key: str
-    values: list[tuple[str, list[str]]]
+Line = tuple[int, str, list[Cell]]
+"""A group's row: its index, its label and its cells."""
+Setting = tuple[str, list[tuple[str, list[str]]]]
+"""A setting, and each of its values with the labels of the runs that have it."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +88,7 @@ def results(compared: Sequence[RunGroup]) -> tuple[list[str], list[tuple[str, li
     titled = []
     for block in made:
         title = protocol_name(block.protocol) + (", in the round that validation data chose" if block.best else "")
-        lines = [Line(i, compared[i].label, [cells[j] for j in filled]) for i, cells in block.rows.items()]
+        lines = [(i, compared[i].label, [cells[j] for j in filled]) for i, cells in block.rows.items()]
         titled.append((title, lines))
     return [shown[j].heading.replace("\n", " ") for j in filled], titled
 
@@ -116,7 +105,7 @@ def costs(compared: Sequence[RunGroup]) -> list[Line]:
         numbers = ((rounds, 0 if len(set(rounds)) == 1 else 1), (up, 1), (down, 1), (took, 1), (each, 3), (startup, 1))
         # Equal costs of all seeds have no deviation that is worth its place.
         cells = [over_seeds(values if len(set(values)) > 1 else values[:1], digits) for values, digits in numbers]
-        lines.append(Line(i, one.label, cells))
+        lines.append((i, one.label, cells))
     return lines
 
 
@@ -167,8 +156,8 @@ def differences(compared: Sequence[RunGroup]) -> tuple[list[Setting], list[tuple
     methods: list[Any] = [one.results[0].experiment.method for one in compared]
     defaults = {f"method.{field.name}": field.default for method in methods for field in fields(method)}
     differing, shared = _compare(runs, ("method.name", "seed"))
-    usual = [one for one in differing if [value for value, _ in one.values] == [as_yaml(defaults.get(one.key))]]
-    return [one for one in differing if one not in usual], shared + [(one.key, one.values[0][0]) for one in usual]
+    usual = {key: text for key, [(text, _), *more] in differing if not more and text == as_yaml(defaults.get(key))}
+    return [one for one in differing if one[0] not in usual], shared + list(usual.items())
 
 
 def environment(compared: Sequence[RunGroup]) -> tuple[list[Setting], list[tuple[str, str]]]:
@@ -207,7 +196,7 @@ def _compare(
             shared.append((key, next(iter(holders))))
         else:
             kept = [(value, _counted(labels, runs)) for value, labels in holders.items() if value]
-            differing.append(Setting(key, kept))
+            differing.append((key, kept))
     return differing, shared
 
 

@@ -25,7 +25,6 @@ _PREDICTION = "{}: evaluating a client's model takes another {:,.2f} kB up and {
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
 _UNBOUNDED = 10_000  # columns of a terminal
-_SMOOTHS = 0.9  # options whose default is at least this smooth something, and a tenth would be too little for them
 
 
 def table(results: Sequence[Result], without: Sequence[str] = (), fold: bool = False) -> Table:
@@ -172,10 +171,8 @@ def _spent(group: RunGroup) -> dict[str, float]:
 def _suggestions(experiment: Experiment, tried: Sequence[str], folder: Path) -> list[str]:
     """Commands that could come next."""
     skewed = ["partition.alpha=0.1"] if "alpha" in settings(experiment).get("partition", {}) else []
-    other = _other_option(experiment)
     return [
         shlex.join(["raypfl", "report", str(folder)]),
-        *([_again(tried, other)] if other else []),
         _again(tried, [*skewed, "seeds=3"]),
         shlex.join(["raypfl", "resume", str(folder), f"rounds={2 * experiment.rounds}"]),
         "raypfl list methods",
@@ -183,27 +180,9 @@ def _suggestions(experiment: Experiment, tried: Sequence[str], folder: Path) -> 
 
 
 def _again(tried: Sequence[str], changes: Sequence[str]) -> str:
-    """The command that was given, with `changes`: where these name a method, without the methods of a comparison."""
-    recipe, *before = tried
+    """The command that was given, with `changes`."""
     new = {change.partition("=")[0] for change in changes}
-    kept = [one for one in before if one.partition("=")[0] not in new]
-    if "method" in new:
-        kept = [one for one in kept if one.partition("=")[0].partition(".")[0] not in ("method", "methods")]
-    return shlex.join(["raypfl", "run", recipe, *kept, *changes])
-
-
-def _other_option(experiment: Experiment) -> list[str]:
-    """Assignments that give a method another value of its first number, if it has one."""
-    method, kind = experiment.to_dict()["method"], type(experiment.method)
-    for key in vars(kind).get("__annotations__", {}):
-        value, default = method.get(key), getattr(kind, key, None)
-        of_optimizer = key.startswith("server_")  # without effect on the default one
-        if isinstance(value, float) and value > 0 and not of_optimizer:
-            smooths = isinstance(default, float) and _SMOOTHS <= default < 1
-            other = (1 + value) / 2 if smooths else value / 10
-            if other != value:
-                return [f"method={method['name']}", f"method.{key}={other:g}"]
-    return []
+    return shlex.join(["raypfl", "run", *(one for one in tried if one.partition("=")[0] not in new), *changes])
 
 
 def _run_as_json(result: Result) -> dict[str, Any]:
