@@ -42,9 +42,8 @@ from raypfl.methods import FedAvg
 from raypfl.models import MODELS, FlatModel
 from raypfl.storage.states import StateTable
 from raypfl.training.batches import Samples
-from raypfl.training.executor import Precision
+from raypfl.training.executor import Executor, Precision
 from raypfl.training.pool import Pools
-from raypfl.training.sequential import Sequential
 from raypfl.training.settings import TrainingSettings
 from raypfl.training.vectorised import Vectorised
 
@@ -110,7 +109,7 @@ class Actor:
         pools, sizes = Pools(samples, {}, seed=0), np.full(job.group, SAMPLES)
         context = Context(
             model=model,
-            executor=(Vectorised if job.executor == "vectorised" else Sequential)(model, Precision()),
+            executor=(Vectorised if job.executor == "vectorised" else Executor)(model, Precision()),
             samples=samples,
             split=lambda client, name: np.arange(client * SAMPLES, (client + 1) * SAMPLES),
             num_clients=job.group,

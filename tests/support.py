@@ -35,9 +35,8 @@ from raypfl.server.events import Event
 from raypfl.storage.states import StateTable, merged
 from raypfl.training.augmentation import Augmentation, augmented
 from raypfl.training.batches import Samples, order
-from raypfl.training.executor import Precision
+from raypfl.training.executor import Executor, Precision
 from raypfl.training.pool import Pools
-from raypfl.training.sequential import Sequential
 from raypfl.training.settings import TrainingSettings
 from raypfl.training.vectorised import Vectorised
 
@@ -154,7 +153,7 @@ class Federation:
         precision = Precision(self.training.precision == "bf16", bool(self.training.channels_last))
         return Context(
             model=self.model,
-            executor={"vectorised": Vectorised, "sequential": Sequential}[self.executor](self.model, precision),
+            executor={"vectorised": Vectorised, "sequential": Executor}[self.executor](self.model, precision),
             samples=self.all_samples,
             split=lambda client, name: self.split[client] if name == "train" else np.zeros(0, dtype=np.int64),
             num_clients=len(self.sizes),

@@ -202,7 +202,7 @@ def started() -> RunStarted:
 
 def test_all_that_the_server_trains_with_is_on_its_device(monkeypatch):
     """The meta device has shapes and no values, so an operation with a tensor that stayed on the CPU fails on it."""
-    monkeypatch.setattr("raypfl.training.sequential._seed", lambda device, key: None)
+    monkeypatch.setattr("raypfl.training.executor._seed", lambda device, key: None)
     monkeypatch.setattr(server_training.ServerTraining, "_refuse_divergence", lambda self, *what: None)
     fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
     model = FlatModel(NormalisedConv, dtype=torch.float64, device="meta")

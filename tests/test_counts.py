@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from raypfl.methods import METHODS, Method, PartialPersonalization
 from raypfl.models import MODELS
-from raypfl.training.sequential import Sequential
+from raypfl.training.executor import Executor
 from raypfl.training.settings import TrainingSettings
 from tests.support import Federation, sent_per_client
 
 ONE_STEP = TrainingSettings(steps=1, batch_size=4)
 
 
-class Strides(Sequential):
+class Strides(Executor):
     """Trains without computing anything: the n-th time, whatever may move moves by n, so that no two models agree."""
 
     strides = 0

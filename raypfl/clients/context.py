@@ -25,7 +25,6 @@ from raypfl.training.executor import Executor
 from raypfl.training.inference import Answers, Change, on_common, on_own
 from raypfl.training.loss import Loss
 from raypfl.training.pool import Pools
-from raypfl.training.sequential import Sequential
 from raypfl.training.settings import TrainingSettings
 from raypfl.training.vectorised import Vectorised
 
@@ -167,11 +166,10 @@ class Context:
         return self.one_by_one
 
     @cached_property
-    def one_by_one(self) -> Sequential:
+    def one_by_one(self) -> Executor:
         """The executor for what cannot be vectorised."""
-        executor = self.executor
-        return executor if isinstance(executor, Sequential) else Sequential(self.model, executor.precision)
+        return Executor(self.model, self.executor.precision) if isinstance(self.executor, Vectorised) else self.executor
 
     @cached_property
-    def _unlaid(self) -> Sequential:
-        return Sequential(self.model, replace(self.executor.precision, channels_last=False))
+    def _unlaid(self) -> Executor:
+        return Executor(self.model, replace(self.executor.precision, channels_last=False))

@@ -20,10 +20,9 @@ from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import SGD, LocalOptimizer, Update
-from raypfl.training.executor import AS_IT_IS, Precision
+from raypfl.training.executor import AS_IT_IS, Executor, Precision
 from raypfl.training.loss import LocalLoss, Loss
 from raypfl.training.pool import Pool, Pools
-from raypfl.training.sequential import Sequential
 
 Schedule = Literal["constant", "cosine"]
 Item = TypeVar("Item")
@@ -132,9 +131,9 @@ class ServerTraining(ABC):
         trained = None if moving is None else model.parameters(moving)
         update = Update(optimizer or SGD(), lr, weight_decay, clip_norm, trained)
         rate = _scheduled(schedule, lr, _length(batches))
-        executor = Sequential(model, self.context.precision if model is self.task.model else AS_IT_IS)
+        executor = Executor(model, self.context.precision if model is self.task.model else AS_IT_IS)
         local_loss, key = LocalLoss(model, loss), self._key("central" + stream, theta.device)
-        losses = executor.train(local_loss, theta, batches, update, rate, key, extras, mode == "train")
+        losses = executor.train_one(local_loss, theta, batches, update, rate, key, extras, mode == "train")
         total, done = theta.new_zeros(()), 0
         for value in self.progress(text, losses, total=_length(batches)):
             total, done = total + value, done + 1

@@ -22,8 +22,7 @@ from raypfl.data import ClientData
 from raypfl.federation.schedule import cohort_size
 from raypfl.models import FlatModel
 from raypfl.server.setup import groups_for, make_context, make_task
-from raypfl.training.executor import Precision
-from raypfl.training.sequential import Sequential
+from raypfl.training.executor import Executor, Precision
 from raypfl.training.settings import TrainingSettings
 from raypfl.training.vectorised import Vectorised
 
@@ -189,7 +188,7 @@ class _Trial:
     def _step(self, candidate: Candidate, count: int, samples: int, steps: int = 1) -> float:
         """Seconds of a client's step in a training of so many clients and samples a step."""
         precision = Precision(self._context.training.precision == "bf16", candidate.channels_last)
-        kind = Vectorised if candidate.executor == "vectorised" else Sequential
+        kind = Vectorised if candidate.executor == "vectorised" else Executor
         training = replace(self._context.training, batch_size=samples)
         executor = kind(self.model, precision)
         context = replace(self._context, executor=executor, training=training, loss_limit=float("inf"))

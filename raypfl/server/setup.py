@@ -27,7 +27,6 @@ from raypfl.training.augmentation import Augmentation
 from raypfl.training.batches import Samples, moved, room_on
 from raypfl.training.executor import Executor, Precision
 from raypfl.training.pool import Pools
-from raypfl.training.sequential import Sequential
 from raypfl.training.vectorised import Vectorised
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def make_context(
     room = room_on(task.model.device, experiment.ray.data_share, gpus)
     samples = samples_for(data, task.model, experiment.data.augmentation, room)
     together = experiment.engine.executor == "vectorised"
-    executor: Executor = Vectorised(task.model, precision) if together else Sequential(task.model, precision)
+    executor: Executor = Vectorised(task.model, precision) if together else Executor(task.model, precision)
     return Context(
         model=task.model,
         executor=executor,

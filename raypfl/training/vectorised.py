@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, vmap
 
-from raypfl.common.messages import one_client_at_a_time
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FunctionalCall
 from raypfl.models.predictor import Predictor
@@ -48,9 +47,9 @@ class Vectorised(Executor):
             correction = None if correction is None else correction[ranked]
         memory, losses = update.init(theta), torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
         mine = list(rows_of(extras).values())
-        step, still = self._step(loss, extras), still_segments(self.model, update)
+        step, still = self._step_of_all(loss, extras), still_segments(self.model, update)
         descent: Descent | None = None
-        with self.model.mode(train=True), self._inside():
+        with self.model.mode(train=True), self._inside(None):
             for s in range(steps.max(initial=0)):
                 k = int((steps > s).sum())
                 if descent is None or len(descent.theta) > k:
@@ -59,7 +58,7 @@ class Vectorised(Executor):
                     descent = Descent(self.model, update, theta[:k], leaves, own, added)
                 batch, active = batches(slice(k), s), [rows[:k] for rows in mine]
                 if update.optimizer.per_sample:
-                    whole, value = self._by_samples(step, update, descent.theta, keys[:k] + s, batch, active)
+                    whole, value = self._by_samples_of_all(step, update, descent.theta, keys[:k] + s, batch, active)
                     descent.step_whole(whole)
                 else:
                     grads, direct, value, moved = step(
@@ -76,7 +75,7 @@ class Vectorised(Executor):
         back = ranked.argsort()
         return trained[back], losses[back]
 
-    def _by_samples(
+    def _by_samples_of_all(
         self,
         step: Callable[..., Any],
         update: Update,
@@ -104,10 +103,10 @@ class Vectorised(Executor):
     ) -> tuple[Tensor, Tensor, Tensor]:
         theta, statistics = self.model.parameters(at), self.model.buffers(at)
         mine = list(rows_of(extras).values())
-        with self.model.mode(train=True), self._inside():
-            step, batch = self._step(loss, extras), _padded(batches)
+        with self.model.mode(train=True), self._inside(None):
+            step, batch = self._step_of_all(loss, extras), _padded(batches)
             if update is not None and update.optimizer.per_sample:
-                return *self._by_samples(step, update, theta, keys, batch, mine), statistics
+                return *self._by_samples_of_all(step, update, theta, keys, batch, mine), statistics
             grads, direct, value, moved = step(theta, self._leaves(theta), statistics, keys, batch, mine)
         gradient = torch.empty_like(theta, memory_format=torch.contiguous_format)
         assemble(segments(self.model, gradient), grads, direct, into=gradient)
@@ -115,7 +114,7 @@ class Vectorised(Executor):
 
     def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
         one, padded = vmap(lambda p, batch, mine: function(p, batch, **with_rows(extras, mine))), _padded(batches)
-        with self.model.mode(train=False), self._inside():
+        with self.model.mode(train=False), self._inside(None):
             values = one(at, padded, rows_of(extras))
             if values.shape[1:2] != padded.y.shape[1:2] or not self._gives_rows(function, at, batches, extras):
                 return values
@@ -151,7 +150,7 @@ class Vectorised(Executor):
         ]
         with forked(at.device):
             before = torch_streams(at.device)
-            alone, *values = [self._value(function, at, b, extras, train) for b in (batch, *padded)]
+            alone, *values = [self._tried(function, at, b, extras, train) for b in (batch, *padded)]
             if not torch.equal(before, torch_streams(at.device)):
                 return "draws random numbers, so its clients run one by one, each with a stream of its own."
         if alone.shape[:1] == batch.y.shape[:1]:  # perhaps a row for each sample, padding included
@@ -165,9 +164,9 @@ class Vectorised(Executor):
             "run them together."
         )
 
-    def _value(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
+    def _tried(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
         mine = of_client(extras, 0)
-        with self.model.mode(train), self._inside():
+        with self.model.mode(train), self._inside(None):
             if not train:
                 return function(at.detach(), batch, **mine).detach()
             key, p = torch.zeros((), dtype=torch.int64, device=batch.y.device), self.model.parameters(at)
@@ -179,7 +178,7 @@ class Vectorised(Executor):
     def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
         return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]
 
-    def _step(self, loss: LocalLoss, extras: Extras) -> Callable[..., Any]:
+    def _step_of_all(self, loss: LocalLoss, extras: Extras) -> Callable[..., Any]:
         names, segments = list(rows_of(extras)), len(self.model.parameter_names)
 
         # Separate tensors, not a Batch and a dict: flattening those takes vmap a tenth of a small step.
@@ -217,11 +216,6 @@ class Vectorised(Executor):
         if self.model.mixes_rows or self.model.has_dropout or self.model.num_buffers:
             return RowWise(batch.weight, key)
         return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        with one_client_at_a_time(), self.precision.context(self.model.device):
-            yield
 
 
 def _padded(batches: Batches) -> Batch:
