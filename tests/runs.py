@@ -9,7 +9,7 @@ from pathlib import Path
 import raypfl
 from raypfl.server.events import RoundFinished
 
-NEEDED = {"feddf": {"data__pools": "{auxiliary: 0.3}"}}
+NEEDED = {name: {"data__pools": "{auxiliary: 0.3}"} for name in ("feddf", "perada")}
 """What a method must be given."""
 
 

@@ -19,6 +19,7 @@ from raypfl.methods import (
     FedAvg,
     FedAvgFT,
     FedBABU,
+    FedDyn,
     FedNH,
     FedProto,
     FedProx,
@@ -113,6 +114,33 @@ def test_two_steps_of_fedprox_by_hand(executor):
         second = first - lr * (gradient(fed, first, client) + mu * (first - start))
         expected += weights[client] * second
     torch.testing.assert_close(fed.server["theta"], expected, rtol=1e-10, atol=1e-10)
+
+
+@both
+@any_net
+def test_three_rounds_of_feddyn_by_hand(factory, executor):
+    alpha, lr, drawn = 0.3, 0.1, [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
+    fed = played(FedDyn(alpha=alpha), *drawn, factory=factory, executor=executor, training=replace(FP64, steps=2))
+    theta, size = fed.model.init(fed.seed), fed.model.num_parameters
+    linear, h = torch.zeros(4, size, dtype=theta.dtype), torch.zeros(size, dtype=theta.dtype)
+    for round, ids in enumerate(drawn):
+        moved = []
+        for c in ids:
+            w = theta.clone()
+            for samples in fed.visits(c, round)[:2]:
+                pulled = gradient(fed, w, c, samples) - linear[c] + alpha * (w - theta)[:size]
+                net = as_module(factory, w).train()
+                net(samples[0])  # moves the statistics
+                w = torch.cat([w[:size] - lr * pulled, as_vector(net)[size:]])
+            linear[c] -= alpha * (w - theta)[:size]
+            moved.append(w)
+        mean = torch.stack(moved).mean(0)
+        h = h - alpha / 4 * sum((w - theta)[:size] for w in moved)
+        theta = torch.cat([mean[:size] - h / alpha, mean[size:]])
+        if round == 0:
+            torch.testing.assert_close(theta[:size], (2 * mean - fed.model.init(fed.seed))[:size])
+    torch.testing.assert_close(fed.server["theta"], theta, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(kept(fed, "linear"), linear, rtol=1e-9, atol=1e-9)
 
 
 @both
@@ -277,7 +305,7 @@ def test_a_client_that_never_took_part_has_the_initial_model(method):
 
 
 @pytest.mark.parametrize(
-    "method", [FedAvg(), FedProx(), Ditto(), APFL(), PFedMe(), MTL(), FedAvgFT(), Local()], ids=repr
+    "method", [FedAvg(), FedProx(), FedDyn(), Ditto(), APFL(), PFedMe(), MTL(), FedAvgFT(), Local()], ids=repr
 )
 def test_methods_send_one_model_down_and_one_up(method):
     fed = played(method, factory=NormalisedConv)
@@ -289,7 +317,7 @@ def test_methods_send_one_model_down_and_one_up(method):
 @pytest.mark.parametrize(
     "method",
     [
-        *[FedAvg(), FedProx(mu=0.1), Ditto(), Local(), APFL(), PFedMe(), MTL()],
+        *[FedAvg(), FedProx(mu=0.1), FedDyn(), Ditto(), Local(), APFL(), PFedMe(), MTL()],
         *[FedProto(), FedROD(), FedROD(head="hypernetwork")],
         *[FedNH(missing=missing) for missing in ("zero", "owners", "samples")],
     ],

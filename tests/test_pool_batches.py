@@ -89,6 +89,16 @@ def test_a_teachers_row_goes_to_its_sample_however_often_that_is_visited(steps):
     assert [batch.y.tolist() for batch in told] == [[10.0 * p for p in places(fed, batch)] for batch in batches]
 
 
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_a_teachers_row_goes_to_its_view_where_images_are_augmented(steps):
+    fed = Federation(augmentation=[Crop(padding=1), Flip()])
+    batches = pool_of(fed).batches(4, steps=steps, augment=True)
+    seen = torch.cat([batch.x for batch in batches.once(3)]).flatten(1).sum(1)
+    assert [batch.y.tolist() for batch in batches.with_targets(seen)] == [
+        batch.x.flatten(1).sum(1).tolist() for batch in batches
+    ]
+
+
 def test_a_fraction_is_the_same_samples_in_all_rounds_and_a_part_of_every_larger_one():
     fed = Federation()
 

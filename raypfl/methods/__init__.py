@@ -8,6 +8,7 @@ from raypfl.methods.ditto import Ditto
 from raypfl.methods.fedavg import FedAvg
 from raypfl.methods.fedavg_ft import FedAvgFT
 from raypfl.methods.feddf import FedDF
+from raypfl.methods.feddyn import FedDyn
 from raypfl.methods.fednh import FedNH
 from raypfl.methods.fedproto import FedProto
 from raypfl.methods.fedprox import FedProx
@@ -16,6 +17,7 @@ from raypfl.methods.local import Local
 from raypfl.methods.mtl import MTL
 from raypfl.methods.partial import PartialPersonalization
 from raypfl.methods.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
+from raypfl.methods.perada import PerAda
 from raypfl.methods.pfedme import PFedMe
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedDF",
+    "FedDyn",
     "FedNH",
     "FedPer",
     "FedProto",
@@ -42,6 +45,7 @@ __all__ = [
     "Method",
     "PFedMe",
     "PartialPersonalization",
+    "PerAda",
     "Server",
     "Task",
 ]

@@ -41,6 +41,11 @@ class FedDF(FedAvg):
     batch_size : samples in each step.
     lr : learning rate of Adam, which is restarted every round.
     schedule : of that rate over the steps of a round: ``cosine`` decay to 0, or ``constant``.
+    augment : whether the samples are augmented by ``data.augmentation``; the clients' models then see each mini-batch,
+        in place of each sample once.
+    student : whether the server's model distils in training mode, in which batch norm takes the pool's statistics, or
+        in evaluation mode (``train``, ``eval``). The clients' models are in evaluation mode.
+    distill_rounds : how many rounds the server distils, from the first one; None: all.
     """
 
     pool: str = "auxiliary"
@@ -49,9 +54,12 @@ class FedDF(FedAvg):
     batch_size: int = 128
     lr: float = 1e-3
     schedule: Literal["cosine", "constant"] = "cosine"
+    augment: bool = False
+    student: Literal["train", "eval"] = "train"
+    distill_rounds: int | None = None
 
     def __post_init__(self) -> None:
-        refuse_below(0, steps=self.steps)
+        refuse_below(0, steps=self.steps, distill_rounds=self.distill_rounds)
         refuse_below(1, batch_size=self.batch_size)
 
     def start(self, task: Task) -> Server:
@@ -61,7 +69,7 @@ class FedDF(FedAvg):
     def round(self, server: Server, cohort: Cohort) -> None:
         model, reply = cohort.task.model, cohort.run(self.train, theta=server["theta"])
         self.step(server, reply["theta"], model)
-        if not self.steps:
+        if not self.distils(cohort.round):
             return
 
         def distillation(p: Tensor, batch: Batch) -> Tensor:
@@ -76,6 +84,7 @@ class FedDF(FedAvg):
             lr=self.lr,
             optimizer=Adam(),
             schedule=self.schedule,
+            mode=self.student,
             text="distilling",
             log="distillation_loss",
         )
@@ -83,12 +92,16 @@ class FedDF(FedAvg):
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         trained = clients.sgd(clients.loss, theta)
         reply = {"theta": Mean(trained, weight=clients.weights(self.weighting))}
-        if self.steps:
+        if self.distils(clients.round):
             visited = self.batches(clients.pool(self.pool)).once(TOGETHER)
             logits = torch.cat([clients.logits(trained, batch.x) for batch in visited], dim=1)
             reply["logits"] = Mean(logits, charged=False)
         return reply
 
+    def distils(self, round: int) -> bool:
+        """Whether the server distils in this round."""
+        return self.steps > 0 and (self.distill_rounds is None or round <= self.distill_rounds)
+
     def batches(self, pool: Pool) -> PoolBatches:
         """The batches of a round, the same on the server and on clients."""
-        return pool.batches(self.batch_size, steps=self.steps, fraction=self.fraction)
+        return pool.batches(self.batch_size, steps=self.steps, fraction=self.fraction, augment=self.augment)

@@ -9,29 +9,28 @@ from torch import Tensor, nn
 
 from raypfl.models.networks import MODELS, image_shape
 
-WIDTHS = (64, 128, 256, 512)
-
 Layer = Callable[[int], nn.Module]
 """Makes a layer for a number of channels."""
 
 
 class ResidualAdapter(nn.Module):
-    """``y = x + conv1x1(norm(x))`` on feature maps ``[b, C, H, W]`` (Rebuffi et al. 2017; Xie et al. 2024).
+    """``y = x + conv1x1(dropout(norm(x)))`` on feature maps ``[b, C, H, W]`` (Rebuffi et al. 2017; Xie et al. 2024).
 
     It starts close to the identity: the weights of the convolution are drawn from N(0, 1e-4^2), and its bias is zero.
     It has C^2 + 2 C parameters, and C more with a bias.
     """
 
-    def __init__(self, channels: int, norm: nn.Module, bias: bool = True):
+    def __init__(self, channels: int, norm: nn.Module, bias: bool = True, dropout: float = 0.0):
         super().__init__()
         self.norm = norm
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.conv = nn.Conv2d(channels, channels, 1, bias=bias)
         nn.init.normal_(self.conv.weight, std=1e-4)
         if self.conv.bias is not None:
             nn.init.zeros_(self.conv.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(self.norm(x))
+        return x + self.conv(self.dropout(self.norm(x)))
 
 
 class BasicBlock(nn.Module):
@@ -72,6 +71,8 @@ class ResNet18(nn.Module):
     stem : ImageNet's 7x7 convolution of stride 2 with max-pooling, or CIFAR's 3x3 convolution of stride 1.
     adapters : residual adapters after all 16 convolutions of the blocks, with a bias (1,404,160 parameters) or without
         one (1,400,320).
+    adapter_dropout : the share of an adapter's normalised inputs that is dropped in training.
+    width : channels of the stem and of the first layer; every further layer has twice as many.
     head_bias : whether the head has a bias.
     """
 
@@ -85,33 +86,36 @@ class ResNet18(nn.Module):
         norm: Literal["batch", "group"] = "batch",
         stem: Literal["imagenet", "cifar"] = "imagenet",
         adapters: Literal["none", "bias", "no bias"] = "none",
+        adapter_dropout: float = 0.0,
+        width: int = 64,
         head_bias: bool = True,
     ):
-        def normalise(width: int) -> nn.Module:
-            return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(2, width)
+        def normalise(channels: int) -> nn.Module:
+            return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(2, channels)
 
-        def adapt(width: int) -> nn.Module:
+        def adapt(channels: int) -> nn.Module:
             if adapters == "none":
                 return nn.Identity()
-            return ResidualAdapter(width, normalise(width), bias=adapters == "bias")
+            return ResidualAdapter(channels, normalise(channels), adapters == "bias", adapter_dropout)
 
         super().__init__()
         channels, *_ = image_shape("resnet", input_shape)
-        self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        self.conv1 = nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
         self.maxpool: nn.Module = nn.MaxPool2d(3, stride=2, padding=1)
         if stem == "cifar":
-            self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+            self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
             self.maxpool = nn.Identity()
-        self.bn1 = normalise(64)
-        inputs = (64, *WIDTHS)
+        self.bn1 = normalise(width)
+        widths = (width, 2 * width, 4 * width, 8 * width)
+        inputs = (width, *widths)
         self.layer1, self.layer2, self.layer3, self.layer4 = (
             nn.Sequential(
-                BasicBlock(inputs[i], width, 1 if i == 0 else 2, normalise, adapt),
-                *(BasicBlock(width, width, 1, normalise, adapt) for _ in range(self.blocks[i] - 1)),
+                BasicBlock(inputs[i], outputs, 1 if i == 0 else 2, normalise, adapt),
+                *(BasicBlock(outputs, outputs, 1, normalise, adapt) for _ in range(self.blocks[i] - 1)),
             )
-            for i, width in enumerate(WIDTHS)
+            for i, outputs in enumerate(widths)
         )
-        self.fc = nn.Linear(512, num_classes, bias=head_bias)
+        self.fc = nn.Linear(8 * width, num_classes, bias=head_bias)
         for name, module in self.named_modules():
             if isinstance(module, nn.Conv2d) and "adapter" not in name:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -120,6 +124,13 @@ class ResNet18(nn.Module):
         x = self.maxpool(self.bn1(self.conv1(x)).relu())
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(x.mean((2, 3)))
+
+
+@MODELS.register("resnet10")
+class ResNet10(ResNet18):
+    """ResNet-10, with one block a layer: 4,900,224 parameters for 3 channels in the body; options as for resnet18."""
+
+    blocks: ClassVar[tuple[int, ...]] = (1, 1, 1, 1)
 
 
 @MODELS.register("resnet34")

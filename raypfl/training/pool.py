@@ -108,7 +108,7 @@ class PoolBatches:
     ----------
     where : ``int64[m]``, the samples that they are drawn from.
     keys : ``uint64[2]``, of the order of samples, and of augmentation.
-    targets : ``[v, ...]``, in place of labels: a row for each visited sample, in the order of :meth:`once`.
+    targets : ``[v, ...]``, in place of labels: a row for each input, in the order of :meth:`once`.
     """
 
     samples: Samples
@@ -122,7 +122,7 @@ class PoolBatches:
         return self.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        shuffled, visited = self._shuffled(0), self._visited()
+        shuffled, visited, seen = self._shuffled(0), self._visited(), 0
         for step in range(self.steps):
             epoch, place = divmod(step, self._per_epoch)
             if step and not place:
@@ -130,27 +130,46 @@ class PoolBatches:
             index = shuffled[place * self.size : (place + 1) * self.size]
             batch = self.samples.augmented(self._batch(index), self._draws(step, len(index)))
             if self.targets is not None:
-                rows = torch.from_numpy(np.searchsorted(visited, index)).to(self.targets.device)
-                batch = batch._replace(y=self.targets[rows].to(batch.weight.device))
+                rows = np.searchsorted(visited, index)
+                if self.samples.augmentation:
+                    rows = np.arange(seen, seen + len(index))
+                targets = self.targets[torch.from_numpy(rows).to(self.targets.device)]
+                batch = batch._replace(y=targets.to(batch.weight.device))
+            seen += len(index)
             yield batch
 
     def once(self, size: int) -> Iterator[Batch]:
-        """Every visited sample once and not augmented, in ascending order, at most `size` per batch."""
+        """Every input once, at most `size` per batch: the visited samples in ascending order.
+
+        If they are augmented, every visit is another input: then these are the mini-batches themselves.
+        """
+        if self.samples.augmentation:
+            for batch in self:
+                yield from (Batch(*part) for part in zip(*(field.split(size) for field in batch), strict=True))
+            return
         visited = self._visited()
         for first in range(0, len(visited), size):
             yield self._batch(visited[first : first + size])
 
     def with_targets(self, rows: Tensor) -> PoolBatches:
-        """The same batches with rows ``[v, ...]`` in place of labels, where :meth:`once` gives v samples.
+        """The same batches with rows ``[v, ...]`` in place of labels, where :meth:`once` gives v inputs.
 
-        A teacher then runs once on each sample, however often the student sees it.
+        A teacher then runs once on each input, however often the student sees it.
         """
-        if len(rows) != len(self._visited()):
+        if len(rows) != self._inputs:
             raise MethodError(
-                f"Targets have {len(rows)} rows, but {len(self._visited())} samples are visited. Give a row for each "
+                f"Targets have {len(rows)} rows, but {self._inputs} samples are visited. Give a row for each "
                 "sample of once(), in that order."
             )
         return replace(self, targets=rows)
+
+    @property
+    def _inputs(self) -> int:
+        """How many inputs :meth:`once` gives."""
+        if not self.samples.augmentation:
+            return len(self._visited())
+        epochs, rest = divmod(self.steps, self._per_epoch)
+        return epochs * len(self.where) + min(rest * self.size, len(self.where))
 
     @property
     def _per_epoch(self) -> int:

@@ -1,0 +1,211 @@
+"""PerAda: limiting cases to the bit, its steps by hand, what it trains and sends, and what it distils."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypfl.methods import Ditto, FedAvg, FedDF, Local, PerAda
+from raypfl.models import MODELS, FlatModel
+from raypfl.models.residual import ResidualAdapter
+from raypfl.training.augmentation import Crop, Flip
+from tests.support import (
+    CLASSES,
+    FP64,
+    ONE_STEP,
+    POOLED,
+    ROUNDS,
+    Federation,
+    any_net,
+    as_module,
+    as_vector,
+    both,
+    close,
+    gradient,
+    kept,
+    played,
+    sent_per_client,
+    small_mlp,
+)
+
+ADAPTED = "adapters, output layer"
+SAMPLES = {"weighting": "samples"}
+
+
+class AdaptedConv(nn.Module):
+    """A convolution with an adapter, batch norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.adapter = ResidualAdapter(3, nn.BatchNorm2d(3))
+        nn.init.normal_(self.adapter.conv.weight)  # far from the identity
+        self.norm = nn.BatchNorm2d(3)
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.adapter(self.conv(x))).relu().flatten(1))
+
+
+def adapting(method, trained: str = ADAPTED, **options) -> Federation:
+    """A federation whose clients train a part of a network; all else is frozen."""
+    fed = Federation(AdaptedConv, method=method, group_size=2, **options)
+    fed.model = FlatModel(AdaptedConv, seed=11, dtype=torch.float64, trained=trained)
+    return fed
+
+
+def distillation_loss(fed: Federation) -> float:
+    return fed.cohorts[-1].logged.values["distillation_loss"]
+
+
+# Limiting cases
+
+
+@both
+@any_net
+def test_of_a_whole_network_and_without_distillation_it_is_ditto_to_the_bit(factory, executor):
+    ditto = played(Ditto(lam=0.3), factory=factory, executor=executor)
+    perada = played(PerAda(lam=0.3, steps=0, **SAMPLES), factory=factory, executor=executor)
+    assert torch.equal(perada.server["theta"], ditto.server["theta"]) and torch.equal(kept(perada), kept(ditto))
+
+
+@any_net
+def test_of_a_whole_network_and_apart_from_the_personal_models_it_is_feddf_to_the_bit(factory):
+    options = {"steps": 5, "batch_size": 4, "lr": 0.01}
+    feddf = played(FedDF(**options), factory=factory)
+    perada = played(PerAda(**options, **SAMPLES, student="train"), factory=factory)
+    assert torch.equal(perada.server["theta"], feddf.server["theta"])
+    assert not torch.equal(perada.server["theta"], played(FedAvg(), factory=factory).server["theta"])
+
+
+@both
+def test_without_pull_its_personal_adapters_are_trained_alone_to_the_bit(executor):
+    alone, perada = adapting(Local(), executor=executor), adapting(PerAda(lam=0.0, steps=3), executor=executor)
+    for fed in (alone, perada):
+        fed.play(*ROUNDS)
+    assert torch.equal(kept(perada), kept(alone))
+
+
+def test_without_distillation_its_adapters_are_fedavgs_of_clients_that_count_equally():
+    fedavg, perada = adapting(FedAvg(weighting="uniform")), adapting(PerAda(lam=5.0, steps=0))
+    assert torch.equal(perada.play(*ROUNDS)["theta"], fedavg.play(*ROUNDS)["theta"])
+
+
+# Its steps
+
+
+def test_a_personal_step_goes_down_the_loss_and_toward_the_model_that_was_received():
+    lam, lr = 0.7, 0.1
+    fed = Federation(method=PerAda(lam=lam, steps=0), training=ONE_STEP)
+    w = v = fed.model.init(fed.seed)
+    for _ in range(3):
+        fed.play(None)
+        v = v - lr * (gradient(fed, v, 1) + lam * (v - w))
+        w = torch.stack([w - lr * gradient(fed, w, c) for c in range(4)]).mean(0)
+        close(kept(fed)[1], v)
+        close(fed.server["theta"], w)
+
+
+def test_who_is_not_drawn_keeps_its_adapters_and_who_is_drawn_again_goes_on_from_them():
+    fed = adapting(PerAda(steps=0))
+    fed.play([0, 1, 2, 3])
+    before = kept(fed)
+    fed.play([0, 2], [0, 2])
+    after = kept(fed)
+    assert torch.equal(after[[1, 3]], before[[1, 3]]) and not torch.equal(after[0], before[0])
+    clients = fed.clients([1, 3], fed.round, personal=before[[1, 3]])
+    assert torch.equal(fed.method.personal_model(clients, fed.server).as_subclass(Tensor), before[[1, 3]])
+
+
+# What is trained and sent
+
+
+def test_what_is_frozen_stays_as_it_is_and_what_is_trained_is_sent_once_each_way():
+    fed = adapting(PerAda(steps=3, batch_size=4))
+    before = {name: tensor.clone() for name, tensor in fed.model.module.state_dict().items()}
+    fed.play(*ROUNDS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fed.model.module.state_dict().items())
+    assert {name.partition(".")[0] for name in fed.model.segments} == {"adapter", "head"}
+    for number, cohort in enumerate(ROUNDS):
+        assert sent_per_client(fed.ledger, number) == {(d, "theta"): fed.model.size for d in ("down", "up")}
+        sent = {(e.direction, e.clients) for e in fed.ledger.entries if e.round == number}
+        assert sum(clients for direction, clients in sent if direction == "up") in (2, len(cohort))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "trained", "parameters", "statistics"),
+    [
+        ("bias", ADAPTED, 1_409_290, 7_680),
+        ("no bias", ADAPTED, 1_405_450, 7_680),
+        ("no bias", f"{ADAPTED}, bn1.*, *.bn1.*, *.bn2.*", 1_413_258, 7_680 + 7_808),
+    ],
+    ids=["strict_bias", "strict", "bn_tuned"],
+)
+def test_an_adapter_set_of_a_resnet_is_what_the_paper_counts_and_the_statistics_of_its_batch_norm(
+    adapters, trained, parameters, statistics
+):
+    resnet = partial(MODELS.get("resnet18"), (3, 32, 32), 10, adapters=adapters)
+    model = FlatModel(resnet, trained=trained)
+    assert (model.num_parameters, model.num_buffers) == (parameters, statistics)
+
+
+def test_a_network_of_which_all_is_trained_is_told():
+    fed = adapting(PerAda())
+    fed.method.check(fed.model)
+    with pytest.warns(UserWarning, match=r"all 183 parameters of this one are trained and sent: set model\.trained"):
+        fed.method.check(FlatModel(small_mlp))
+
+
+# Distillation
+
+
+@both
+def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_those_who_took_part(executor):
+    drawn, lr = [0, 1, 3], 0.02
+    options = {"training": FP64, "executor": executor, "group_size": 2}
+    fed = Federation(AdaptedConv, method=PerAda(steps=7, batch_size=4, lr=lr), **options)
+    theta = fed.play(drawn)["theta"]
+    start = fed.model.init(fed.seed)
+    clients = fed.clients(drawn)
+    models = clients.sgd(clients.loss, start).as_subclass(Tensor)
+    teachers = [as_module(AdaptedConv, one).eval() for one in models]
+    student = as_module(AdaptedConv, models.mean(0)).eval()
+    statistics = models.mean(0)[fed.model.num_parameters :]
+    adam = torch.optim.Adam(student.parameters(), lr=lr)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 7)
+    for batch in fed.pools.pool("auxiliary", 0).batches(4, steps=7):
+        with torch.no_grad():
+            p = torch.stack([teacher(batch.x) for teacher in teachers]).mean(0).softmax(1)
+        adam.zero_grad()
+        (p * (p.log() - student(batch.x).log_softmax(1))).sum(1).mean().backward()
+        adam.step()
+        cosine.step()
+    close(theta, as_vector(student), 1e-6)
+    assert torch.equal(fed.model.buffers(theta), statistics)  # the pool leaves no trace in them
+
+
+def test_a_head_on_fixed_features_says_what_the_mean_of_heads_says_so_there_is_nothing_to_distil():
+    once = {"steps": 1, "batch_size": POOLED}
+    head, adapters = adapting(PerAda(**once), trained="output layer"), adapting(PerAda(**once))
+    for fed in (head, adapters):
+        fed.play(None)
+    assert abs(distillation_loss(head)) < 1e-12 and distillation_loss(adapters) > 1e-8
+
+
+def test_a_single_teacher_teaches_nothing_new_on_whatever_views_of_the_pool_both_see():
+    still = {"steps": 6, "batch_size": 4, "lr": 1e-12}
+    views = adapting(PerAda(augment=True, **still), augmentation=[Crop(padding=1), Flip()])
+    views.play([2])
+    assert abs(distillation_loss(views)) < 1e-12
+    views.play([0, 2])
+    assert distillation_loss(views) > 1e-8
+
+
+def test_the_server_distils_in_the_first_rounds_only_if_asked_to():
+    fed = adapting(PerAda(steps=2, batch_size=4, distill_rounds=2))
+    fed.round = 1
+    fed.play(None, None, None)
+    assert ["distillation_loss" in cohort.logged.values for cohort in fed.cohorts] == [True, True, False]
