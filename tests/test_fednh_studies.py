@@ -104,7 +104,7 @@ def study_of(name: str) -> Study:
 @cache
 def cells_of(name: str) -> list[Cell]:
     study = study_of(name)
-    return plan(study, select(study))
+    return plan(study)
 
 
 def cells_on(name: str, data: str) -> list[Cell]:
@@ -219,7 +219,7 @@ def test_the_method_of_the_authors_code_joins_the_study_by_the_file_on_the_page(
     (tmp_path / "release.yaml").write_text(written("extends"))
     study, reference = load(str(tmp_path / "release.yaml"))
     assert reference.name == "fednh-table1" and len(study.methods) == 11
-    cells = plan(study, select(study, ("FedNH (release)", "FedNH", "cifar10", "dir0.3")), ["seeds=1"])
+    cells = plan(select(study, ("FedNH (release)", "FedNH", "cifar10", "dir0.3")), ["seeds=1"])
     paper, release = (cell.experiment for cell in cells)
     theirs = {"scale": 1.0, "unit_means": True, "missing": "samples"}
     assert release.to_dict()["method"] == paper.to_dict()["method"] | theirs

@@ -20,7 +20,7 @@ from raypfl.federation.ledger import LEDGER
 from raypfl.results import outcome
 from raypfl.results.compared import group_runs, labels, setting
 from raypfl.results.console import LiveView, LogView, RunLine, View, lines_for, minutes, view
-from raypfl.results.picture import draw
+from raypfl.results.drawing import draw
 from raypfl.results.units import over_seeds
 from raypfl.server.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.storage.columns import Columns

@@ -68,7 +68,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def cells_of(source: str, *assignments: str, only: tuple[str, ...] = ()) -> list:
     study, _ = load(source)
-    return plan(study, select(study, only), assignments)
+    return plan(select(study, only), assignments)
 
 
 def told(*words: str) -> dict:
@@ -145,8 +145,8 @@ def test_a_study_that_extends_another_adds_to_it_takes_away_and_is_held_against_
     )
     study, reference = load("mine.yaml")
     assert (study.name, list(study.methods), reference.name) == ("mine", ["Ditto", "FedPer"], "tiny")
-    cells = plan(study, select(study))
-    lines = deviations(reference, select(study), cells, plan(reference, select(reference)), {})
+    cells = plan(study)
+    lines = deviations(reference, study, cells, plan(reference), {})
     assert "training.lr is 0.5, not 0.1." in lines
     assert "FedPer: not in the published table." in lines and "1 of 2 methods: without FedAvg." in lines
 
@@ -357,8 +357,8 @@ def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():
 def test_deviations_say_where_they_hold_and_are_on_the_page():
     study, _ = load("fednh-table1")
     choice = select(study, ("fedavg", "fednh", "cifar10", "tinyimagenet"))
-    planned = plan(study, select(study))
-    cells = plan(study, choice, ["training.precision=bf16", "method.rho=0.5", "training.weight_decay=1e-5", "seeds=2"])
+    planned = plan(study)
+    cells = plan(choice, ["training.precision=bf16", "method.rho=0.5", "training.weight_decay=1e-5", "seeds=2"])
     lines = deviations(study, choice, cells, planned, {})
     assert lines == [
         "2 of 10 methods: without Local, FedPer, Ditto, FedRep, FedProto, CReFF, FedBABU, FedROD.",
@@ -384,9 +384,9 @@ def test_what_is_true_of_an_unchanged_study_alone_is_not_said_of_a_changed_one()
 def test_reading_a_copy_in_another_format_is_said_and_where_it_lies_is_not():
     study, _ = load("fednh-table1")
     choice = select(study, ("cifar10", "fednh", "dir0.3"))
-    planned = plan(study, select(study))
+    planned = plan(study)
     done = SimpleNamespace(round=1, experiment=raypfl.Experiment(rounds=1))
-    cells = plan(study, choice, ["data.name=parquet", "data.root=/somewhere", "engine.threads=2", "data.label=fine"])
+    cells = plan(choice, ["data.name=parquet", "data.root=/somewhere", "engine.threads=2", "data.label=fine"])
     assert deviations(study, choice, cells, planned, dict.fromkeys(range(3), done))[3:] == [
         "data.name is parquet, not cifar10."
     ]
@@ -398,12 +398,12 @@ def test_the_study_of_the_guide_is_one(tiny: Path):
     for name, text in (("own", own), ("extending", extending)):
         (tiny / f"{name}.yaml").write_text(text)
     study, _ = load("own.yaml")
-    assert len(plan(study, select(study))) == 12 and study.quoted("Ditto", "digits", "Dir(0.1)", "PM(L)") == (
+    assert len(plan(study)) == 12 and study.quoted("Ditto", "digits", "Dir(0.1)", "PM(L)") == (
         95.0,
         None,
     )
     study, reference = load("extending.yaml")
-    assert reference.name == "fednh-table1" and len(plan(study, select(study))) == 180
+    assert reference.name == "fednh-table1" and len(plan(study)) == 180
 
 
 # The studies that come with the package
@@ -412,6 +412,6 @@ def test_the_study_of_the_guide_is_one(tiny: Path):
 @pytest.mark.parametrize("name", list(STUDIES))
 def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     study, reference = load(name)
-    cells = plan(study, select(study))
+    cells = plan(study)
     assert reference is study and STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))

@@ -49,9 +49,9 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     RaypflError : if cells failed.
     """
     study, reference = load(source)
-    chosen = select(study, only)
-    published = plan(reference, select(reference))  # without assignments, so that an error in it is the file's
-    cells = plan(study, chosen, assignments)
+    study = select(study, only)
+    published = plan(reference)  # without assignments, so that an error in it is the file's
+    cells = plan(study, assignments)
     folder = Path(cells[0].experiment.output).absolute() / study.name
     words = ["raypfl", "study", source, *assignments, *(["--only", ",".join(only)] if only else [])]
     to_go_on = f"To go on: {shlex.join(words)}"
@@ -62,7 +62,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
         results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
         if results:
             measured = entries(study, reference, cells, results)
-            departures = deviations(reference, chosen, cells, published, results)
+            departures = deviations(reference, study, cells, published, results)
             page = layout.markdown(study, reference.published, measured, departures)
             _write(folder, study.name, page, measured, cell_table(cells, results))
             tracked.describe(page)

@@ -50,23 +50,14 @@ class Cell:
         return Path(self.experiment.output).absolute() / "cells" / re.sub(r"[^\w.-]+", "_", "-".join(parts))
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The labels of methods, blocks and groups of columns that are run."""
-
-    methods: tuple[str, ...]
-    down: tuple[str, ...]
-    across: tuple[str, ...]
-
-
 def identity(experiment: Experiment) -> str:
     """Twelve hexadecimal digits, a hash of everything in a description that may change its result."""
     text = json.dumps(deciding(experiment), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def select(study: Study, only: Iterable[str] = ()) -> Selection:
-    """The labels in `only`; of an axis of which it names none, all labels.
+def select(study: Study, only: Iterable[str]) -> Study:
+    """The study with the labels in `only`; of an axis of which it names none, all labels.
 
     Case and punctuation do not count: ``dir0.3`` is ``Dir(0.3)``.
 
@@ -74,7 +65,7 @@ def select(study: Study, only: Iterable[str] = ()) -> Selection:
     ------
     ConfigError : for a word that is no label of the study.
     """
-    axes = {"methods": list(study.methods), "down": list(study.down), "across": list(study.across)}
+    axes: dict[str, dict[str, Any]] = {"methods": study.methods, "down": study.down, "across": study.across}
     known = {plain_label(label): (axis, label) for axis, labels in axes.items() for label in labels}
     named: dict[str, set[str]] = {axis: set() for axis in axes}
     for word in only:
@@ -83,10 +74,14 @@ def select(study: Study, only: Iterable[str] = ()) -> Selection:
             raise ConfigError(f"--only names {word!r}, which is no method and no setting of {study.name}; {hint}")
         axis, label = known[plain_label(word)]
         named[axis].add(label)
-    return Selection(*(tuple(one for one in labels if one in (named[axis] or labels)) for axis, labels in axes.items()))
+    chosen = {
+        axis: {label: part for label, part in labels.items() if label in (named[axis] or labels)}
+        for axis, labels in axes.items()
+    }
+    return study.model_copy(update=chosen)
 
 
-def plan(study: Study, selection: Selection, assignments: Sequence[str] = ()) -> list[Cell]:
+def plan(study: Study, assignments: Sequence[str] = ()) -> list[Cell]:
     """The cells to run, all methods and settings of one seed before the next seed.
 
     Parameters
@@ -100,27 +95,29 @@ def plan(study: Study, selection: Selection, assignments: Sequence[str] = ()) ->
     for text in assignments:
         if text.partition("=")[0].strip() in ("method", "methods"):
             raise ConfigError(f"{text!r} cannot be set in a study: it has its methods. Choose among them with --only.")
-    cells = []
-    for down in selection.down or ("",):
-        for across in selection.across or ("",):
-            cells += _cells(study, selection.methods, down, across, assignments)
+    cells = [
+        cell
+        for down in study.down or ("",)
+        for across in study.across or ("",)
+        for cell in _cells(study, down, across, assignments)
+    ]
     for cell in cells:
         _require_metrics(study, cell)
     return sorted(cells, key=lambda cell: cell.experiment.seed)
 
 
-def _cells(study: Study, methods: Sequence[str], down: str, across: str, assignments: Sequence[str]) -> list[Cell]:
+def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> list[Cell]:
     """The cells of all methods and seeds in one setting."""
     values: dict[str, Any] = {"name": study.name, "seeds": study.seeds, **study.experiment}
-    described = {label: study.methods[label] for label in methods}
+    described = dict(study.methods)
     for setting in (study.down.get(down, Setting()), study.across.get(across, Setting())):
         values = merged(values, setting.experiment)
         described |= {
-            label: merged(described[label], setting.methods[label]) for label in methods if label in setting.methods
+            label: merged(described[label], change) for label, change in setting.methods.items() if label in described
         }
     planned = experiments(values | {"methods": list(described.values())}, assignments)
-    seeds = len(planned) // len(methods)
-    return [Cell(methods[i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
+    seeds = len(planned) // len(described)
+    return [Cell([*described][i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
 
 
 def _require_metrics(study: Study, cell: Cell) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from raypfl.config.assignments import flatten
 from raypfl.runs.result import Result
-from raypfl.studies.cells import Cell, Selection
+from raypfl.studies.cells import Cell
 from raypfl.studies.description import Study
 
 _NO_DEVIATION = {
@@ -24,30 +24,29 @@ Position = tuple[str, str, str]
 
 
 def deviations(
-    study: Study, selection: Selection, cells: Sequence[Cell], planned: Sequence[Cell], results: Mapping[int, Result]
+    reference: Study, study: Study, cells: Sequence[Cell], planned: Sequence[Cell], results: Mapping[int, Result]
 ) -> list[str]:
     """A sentence for every departure; none if the whole table was measured as published.
 
     Parameters
     ----------
-    study : with the published table; `planned` are all of its cells.
-    selection : what was asked for.
-    cells, results : what was run, and the results of the finished ones by their index in `cells`.
+    reference : with the published table; `planned` are all of its cells.
+    study : what was asked for. cells, results : what was run, and the results of the finished ones by their index.
     """
     ours, theirs = ({cell.experiment.seed for cell in some} for some in (cells, planned))
     seeds = f"{len(ours)} seed{'s' * (len(ours) > 1)}, not {len(theirs)}."
     return [
-        *_extent(study, selection),
+        *_extent(reference, study),
         *_settings(cells, planned),
         *([seeds] if len(ours) != len(theirs) else []),
         *_unfinished(cells, results),
     ]
 
 
-def _extent(study: Study, selection: Selection) -> list[str]:
+def _extent(reference: Study, study: Study) -> list[str]:
     lines = []
     for axis, name in _AXES.items():
-        published, selected = getattr(study, axis), getattr(selection, axis)
+        published, selected = getattr(reference, axis), getattr(study, axis)
         if left_out := [label for label in published if label not in selected]:
             count = len(published) - len(left_out)
             lines.append(f"{count} of {len(published)} {name}: without {', '.join(left_out)}.")

@@ -8,7 +8,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +166,7 @@ class RunRecord:
         params = entries.params_of(self._started.experiment)
         before = known.data.params if known else {}
         new = [mlflow.entities.Param(key, value) for key, value in params.items() if key not in before]
-        for some in _slices(new, 100):
+        for some in mlflow.utils.chunk_list(new, 100):  # no longer than what MLflow takes in one call
             client.log_batch(self.run_id, params=some)
         for key in params.keys() & before.keys():
             if params[key] != before[key]:  # parameters cannot be changed in MLflow
@@ -235,15 +235,15 @@ class RunRecord:
             if (isinstance(event, RoundFinished) and event.round > self._last_round)
             or (isinstance(event, Evaluated) and event.round > self._last_evaluation)
         ]
-        metric = quiet_mlflow().entities.Metric
+        mlflow = quiet_mlflow()
         points = [
-            metric(key, value, at, step)
+            mlflow.entities.Metric(key, value, at, step)
             for event, at in fresh
             for key, value, step in (
                 entries.evaluation_points(event) if isinstance(event, Evaluated) else entries.round_points(event)
             )
         ]
-        for some in _slices(points, 1000):
+        for some in mlflow.utils.chunk_list(points, 1000):
             client.log_batch(self.run_id, metrics=some)
         for event, at in fresh:
             if isinstance(event, RoundFinished):
@@ -305,8 +305,3 @@ def _mlflow_tags() -> dict[str, str]:
     from mlflow.tracking.context.registry import resolve_tags
 
     return resolve_tags()
-
-
-def _slices(items: list[Any], size: int) -> Iterator[list[Any]]:
-    """Pieces no longer than what MLflow takes in one call."""
-    return (items[start : start + size] for start in range(0, len(items), size))
