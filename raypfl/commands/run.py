@@ -209,12 +209,12 @@ def _pictures(
     folder: Path, results: Sequence[Result], judged: Sequence[Result], warn: Callable[[str], None]
 ) -> dict[str, Path]:
     """The pictures that were drawn, by their headings."""
-    from raypfl.results import latent_picture, picture  # Matplotlib takes a second, which an error need not wait for
+    from raypfl.results import drawing, latent_picture  # Matplotlib takes a second, which an error need not wait for
 
     pictures = {}
     try:
         if judged:
-            pictures["Picture"] = picture.draw(judged, folder / "picture.png")
+            pictures["Picture"] = drawing.draw(judged, folder / "picture.png")
         if latent_picture.shown(results):
             pictures["Latent space"] = latent_picture.draw(results, folder / "picture-latent.png")
     except Unwritable as problem:

@@ -1,4 +1,4 @@
-"""What all pictures share: style, scales, curves, and how a PNG file is written."""
+"""What all pictures share: style, scales, curves, and how a PNG file is written; and the picture of a comparison."""
 
 from __future__ import annotations
 
