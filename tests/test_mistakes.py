@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import raypfl
+from raypfl import Experiment, runs
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.config import experiments
+from raypfl.methods.ditto import Ditto
 from raypfl.server.events import RoundFinished
 from tests import mistaken_methods
 from tests.runs import experiment
@@ -138,3 +140,16 @@ def test_a_module_that_cannot_be_imported_is_told_by_its_line(tmp_path, monkeypa
 def test_a_module_that_is_not_there_is_asked_for():
     with pytest.raises(ConfigError, match=r"No module named 'nowhere_at_all'.*PYTHONPATH"):
         raypfl.Experiment(method="nowhere_at_all:Mine")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("torch.nn:Module", "unexpected keyword argument"), ({"name": "mlp", "hidden": [10**17]}, "overflowed")],
+)
+def test_a_network_that_cannot_be_built_is_refused_in_a_sentence(model: object, reason: str):
+    with pytest.raises(ConfigError, match=rf"^model is .*, which cannot be built with input_shape=.*{reason}"):
+        runs.check([Experiment(model=model)])
+
+
+def test_a_methods_class_stands_for_the_method_with_its_defaults():
+    assert Experiment(method=Ditto) == Experiment(method="ditto")

@@ -36,7 +36,7 @@ _DEFAULTS = {Method: "fedavg", Partition: "dirichlet", LocalOptimizer: "sgd"}
 
 
 def build(base: type, value: Any, where: str = "") -> Any:
-    """An instance of `base`: given as such, by its name, or by options, with a name among them or of the default.
+    """An instance of `base`: given as such, by its class, its name, or options with a name (else the default's).
 
     Parameters
     ----------
@@ -50,6 +50,8 @@ def build(base: type, value: Any, where: str = "") -> Any:
         return value
     registry = _REGISTRIES[base]
     where = where or registry.kind
+    if isinstance(value, type) and issubclass(value, base):
+        return call(value, value.__name__, {}, where)
     name, options = name_and_options(value, where, _DEFAULTS.get(base))
     entry = look_up(registry, name)
     if not (isinstance(entry, type) and issubclass(entry, base)):

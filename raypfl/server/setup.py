@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 
 from raypfl.clients.context import ROOM, Context
 from raypfl.common import rng
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.user_code import with_location
 from raypfl.data import ClientData, FederatedData
 from raypfl.datasets import DescribedData
 from raypfl.evaluation import Measures
@@ -43,15 +45,26 @@ def make_model(experiment: Experiment, data: ClientData | DataOutline, device: t
     """The clients' network for this data."""
     settings = experiment.model
     entry, outputs = MODELS.get(settings.name), make_measures(experiment, data).objective.outputs(data.num_classes)
-    factory: Callable[[], nn.Module] = partial(
-        entry, input_shape=data.input_shape, num_classes=outputs, **settings.options
-    )
+    given = {"input_shape": data.input_shape, "num_classes": outputs, **settings.options}
+    factory: Callable[[], nn.Module] = partial(_built, settings.name, entry, given)
     if settings.weights is not None:
         factory = Pretrained(factory, settings.name, settings.weights)
     factory = partial(_as_the_method_needs_it, experiment.method, factory)
     dtype = torch.float64 if experiment.training.precision == "fp64" else torch.float32
     seed = rng.key(experiment.seed, "network") % 2**31
     return FlatModel(factory, seed, dtype, device, frozen=settings.frozen, trained=settings.trained)
+
+
+def _built(name: str, entry: Callable[..., nn.Module], given: Mapping[str, Any]) -> nn.Module:
+    try:
+        return entry(**given)
+    except RaypflError:
+        raise
+    except Exception as error:  # a class of the user's own may raise anything
+        called = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise ConfigError(
+            f"model is {name!r}, which cannot be built with {called}: {type(error).__name__}: {with_location(error)}"
+        ) from error
 
 
 def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) -> nn.Module:
