@@ -73,6 +73,17 @@ def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_metho
     assert alone.evaluations.equals(two_rounds(method=Local()).evaluations)
 
 
+def test_the_network_of_the_guide_learns_whole_or_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (source,) = blocks("docs/own_network.md", "python")
+    (tmp_path / "my_networks.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = {"name": "my_networks:SmallCNN", "width": 4, "dropout": 0.1}
+    for method in ("fedavg", {"name": "fedper", "personal": "head"}):
+        losses = two_rounds(model=model, method=method).rounds["loss"].to_pylist()
+        assert losses[1] < losses[0]
+
+
 def test_clients_have_exactly_the_members_that_the_guide_documents():
     page = Path("docs/write_a_method.md").read_text()
     listed = page[page.index("`clients` ([`raypfl.Clients`]") : page.index("Each is documented there")]
