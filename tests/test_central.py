@@ -17,7 +17,7 @@ from raypfl.federation import server_training
 from raypfl.models import FlatModel
 from raypfl.optimizers import SGD, Adam, AdamW
 from raypfl.results.console import LiveView, LogView, RunLine
-from raypfl.server.events import RoundFinished, RunStarted, ServerAtWork
+from raypfl.server.events import RoundFinished, RunStarted, ServerProgress
 from raypfl.training.augmentation import Crop, Flip
 from raypfl.training.pool import Pools
 from tests.support import POOLED, Federation, NormalisedConv, as_module, as_vector, close, dropping_mlp, small_mlp
@@ -159,7 +159,7 @@ def test_long_work_is_told_of_now_and_then_and_short_work_never(monkeypatch, sec
     monkeypatch.setattr(server_training.time, "monotonic", lambda: next(clock))
     fed = Federation()
     fed.cohort().descend(lambda x: x.sum(), torch.zeros(2), steps=10, lr=0.1, text="distilling")
-    assert fed.events == [ServerAtWork(0, "distilling", done, 10) for done in told]
+    assert fed.events == [ServerProgress(0, "distilling", done, 10) for done in told]
 
 
 ROUND = RoundFinished(3, 0.5, 9.0, 1, 1, 1, 0, 0, 1, 1)
@@ -175,7 +175,7 @@ def test_on_a_terminal_the_servers_work_is_shown_until_its_round_is_over():
 
     with LiveView(screen, [RunLine("feddf")]) as view:
         view.listener(0)(started())
-        view.listener(0)(ServerAtWork(3, "distilling", 120, 500))
+        view.listener(0)(ServerProgress(3, "distilling", 120, 500))
         assert "round 3: distilling 120/500" in seen()
         view.listener(0)(ROUND)
         assert "distilling" not in seen() and "20 clients" in seen()
@@ -187,7 +187,7 @@ def test_without_a_terminal_the_servers_work_is_told_after_long_silence():
         view.listener(0)(started())
         for seconds in (1.0, 31.0, 32.0):
             now[0] = seconds
-            view.listener(0)(ServerAtWork(3, "distilling", int(seconds), 500))
+            view.listener(0)(ServerProgress(3, "distilling", int(seconds), 500))
     assert file.getvalue().count("distilling") == 1 and "feddf: round 3: distilling 31/500" in file.getvalue()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -239,9 +238,7 @@ class Clients:
         group = self._group
         keys, chosen, rows = group.draws(), batches or group.whole("train"), group.rows(at)
         extras = group.extras(extras)
-        with contextlib.ExitStack() as modes:
-            for network in self.networks.values():
-                modes.enter_context(network.mode(train=False))
+        with self._context.evaluating():
             executor = group.executor_for(function, rows[0], chosen[0].some, _unequal(chosen), extras, train=False)
             values = group.run(executor, lambda e: e.map(function, rows, chosen, keys, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)

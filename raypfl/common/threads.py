@@ -12,9 +12,6 @@ import torch
 def threads(count: int) -> Iterator[None]:
     """While active, torch computes with `count` threads."""
     before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
     torch.set_num_threads(count)
     try:
         yield

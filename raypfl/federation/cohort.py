@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypfl.clients.worker import Group, Reply
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
@@ -120,7 +119,10 @@ class Cohort(ServerTraining):
         for group, reply in self._runner.run(call, groups, self._lose):
             replies.add(group, reply.values)
             logged.add(group, reply.logged)
-            self._note(group, reply)
+            if reply.losses is not None:
+                self.losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
+            for note in reply.notes:
+                self._runner.warn(note)
         self._refuse_empty()
         for sent, senders in replies.senders.items():
             self._charge("up", sent, senders, replies.sample[sent].array.itemsize)
@@ -187,12 +189,6 @@ class Cohort(ServerTraining):
                 f"failures.min_success_fraction = {least} asks for. The last failure: {why}",
                 [client],
             )
-
-    def _note(self, group: Group, reply: Reply) -> None:
-        if reply.losses is not None:
-            self.losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
-        for note in reply.notes:
-            self._runner.warn(note)
 
     def _charge_down(self, arguments: Mapping[str, Any]) -> None:
         for name, value in arguments.items():

@@ -109,12 +109,10 @@ def _grid(images: np.ndarray) -> np.ndarray:
     count, channels, height, width = images.shape
     across = math.ceil(math.sqrt(count))
     down = -(-count // across)
-    shape = (down * (height + _GAP) - _GAP, across * (width + _GAP) - _GAP, channels)
-    grid = np.full(shape, 255, np.uint8)
-    for i, image in enumerate(images):
-        top, left = i // across * (height + _GAP), i % across * (width + _GAP)
-        grid[top : top + height, left : left + width] = image.transpose(1, 2, 0)
-    return grid
+    tiles = np.full((down * across, channels, height + _GAP, width + _GAP), 255, np.uint8)
+    tiles[:count, :, :height, :width] = images
+    rows = tiles.reshape(down, across, *tiles.shape[1:]).transpose(0, 3, 1, 4, 2)
+    return rows.reshape(down * (height + _GAP), -1, channels)[:-_GAP, :-_GAP]
 
 
 def _array(values: Any) -> np.ndarray:

@@ -32,7 +32,7 @@ INTERVAL = 0.5
 
 
 @dataclass(frozen=True)
-class ServerAtWork:
+class ServerProgress:
     """The progress of long work on the server: `done` steps of `total`, or of an unknown number."""
 
     round: int
@@ -54,7 +54,7 @@ class ServerContext:
 
     pools: Pools
     precision: Precision
-    emit: Callable[[ServerAtWork], None]
+    emit: Callable[[ServerProgress], None]
 
 
 class ServerTraining(ABC):
@@ -179,7 +179,7 @@ class ServerTraining(ABC):
         for done, item in enumerate(items, start=1):
             yield item
             if (now := time.monotonic()) - last >= INTERVAL:
-                self.context.emit(ServerAtWork(self.round, text, done, total))
+                self.context.emit(ServerProgress(self.round, text, done, total))
                 last = now
 
     def _refuse_divergence(self, text: str, loss: Tensor, at: Tensor) -> None:

@@ -70,7 +70,10 @@ class FlatModel:
         self.module = self._build(seed)
         self.segments: dict[str, Segment] = {}
         self.common_parts = common_parts(self.module, stored(self.module))
-        freeze(self.module, self._to_freeze(frozen, trained))
+        if trained is not None:
+            freeze(self.module, stored(self.module).keys() - self._selected(trained))
+        elif frozen is not None:
+            freeze(self.module, self._selected(frozen))
         self._frozen_norms = frozen_norms(self.module)
         self._train(True)
         offset, everything = 0, stored(self.module)
@@ -174,11 +177,6 @@ class FlatModel:
                 raise ConfigError(f"No segment of the network matches {part!r}; {did_you_mean(part, known)}")
             chosen |= {*hits, *self.common_parts.get(part, [])}
         return chosen
-
-    def _to_freeze(self, frozen: str | None, trained: str | None) -> set[str]:
-        if trained is not None:
-            return stored(self.module).keys() - self._selected(trained)
-        return self._selected(frozen) if frozen is not None else set()
 
     def mask(self, pattern: str) -> Tensor:
         """``bool[P+B]``: the entries of a model vector in the segments that `pattern` selects."""

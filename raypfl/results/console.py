@@ -31,7 +31,7 @@ from raypfl.server.events import (
     RoundFinished,
     RunFinished,
     RunStarted,
-    ServerAtWork,
+    ServerProgress,
     Warned,
 )
 
@@ -154,7 +154,7 @@ def lines_for(experiments: Sequence[Experiment]) -> list[RunLine]:
     ]
 
 
-def server_work(event: ServerAtWork) -> str:
+def server_work(event: ServerProgress) -> str:
     """``"round 3: distilling 120/500"``."""
     of = "" if event.total is None else f"/{event.total}"
     return f"round {event.round}: {event.text} {event.done}{of}"
@@ -247,7 +247,7 @@ class LiveView(View):
         match event:
             case Progress():
                 self._step = event.text
-            case ServerAtWork():
+            case ServerProgress():
                 self._step = server_work(event)
             case RunStarted() | RoundFinished():
                 self._step = line.overview
@@ -318,7 +318,7 @@ class LogView(View):
                 known = event.text in self._steps
                 self._steps.add(event.text)
                 return "" if known else event.text
-            case ServerAtWork() if self._silent_for_long():
+            case ServerProgress() if self._silent_for_long():
                 return f"{line.label}: {server_work(event)}"
             case RunStarted():
                 return f"{line.label}: {line.overview}, in {nearby(Path(event.run_dir))}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypfl.federation.logged import Logged
-from raypfl.federation.server_training import ServerAtWork
+from raypfl.federation.server_training import ServerProgress
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -109,5 +109,5 @@ class RunFinished:
     images: Any = field(default=None, repr=False)
 
 
-Event = Progress | RunStarted | ServerAtWork | RoundFinished | Evaluated | Checkpointed | Warned | RunFinished
+Event = Progress | RunStarted | ServerProgress | RoundFinished | Evaluated | Checkpointed | Warned | RunFinished
 Listener = Callable[[Event], None]
