@@ -19,7 +19,7 @@ from tests.mlflow_support import with_database
 from tests.support import Federation
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "cluster").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
