@@ -17,7 +17,9 @@ from raypfl.methods.local import Local
 from raypfl.methods.mtl import MTL
 from raypfl.methods.partial import PartialPersonalization
 from raypfl.methods.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
+from raypfl.methods.pefll import PeFLL
 from raypfl.methods.perada import PerAda
+from raypfl.methods.pfedhn import PFedHN
 from raypfl.methods.pfedme import PFedMe
 
 __all__ = [
@@ -43,8 +45,10 @@ __all__ = [
     "LGFedAvg",
     "Local",
     "Method",
+    "PFedHN",
     "PFedMe",
     "PartialPersonalization",
+    "PeFLL",
     "PerAda",
     "Server",
     "Task",

@@ -9,11 +9,23 @@ from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
+from raypfl.methods.local_training import refuse_below
 
 
 @METHODS.register("local")
 class Local(Method):
-    """Each client trains its own model and sends nothing: the baseline that personalization has to beat."""
+    """Each client trains its own model and sends nothing: the baseline that personalization has to beat.
+
+    Attributes
+    ----------
+    unseen_epochs : for which a client that was never drawn trains when it is evaluated as an unseen one; None: as long
+        as in one round.
+    """
+
+    unseen_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        refuse_below(1, unseen_epochs=self.unseen_epochs)
 
     def start(self, task: Task) -> Server:
         return {}
@@ -28,3 +40,6 @@ class Local(Method):
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
+
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
+        return clients.sgd(clients.loss, clients.initial, epochs=self.unseen_epochs, stream="unseen")

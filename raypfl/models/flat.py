@@ -21,6 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from raypfl.common.errors import ConfigError, MethodError, did_you_mean
 from raypfl.models.parts import common_parts, freeze, frozen_norms, stored, trainable
 
+Input = Tensor | tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -192,8 +194,8 @@ class FlatModel:
         place = self.segments[name]
         return theta[..., place.start : place.stop].reshape((*theta.shape[:-1], *place.shape))
 
-    def __call__(self, theta: Tensor, x: Tensor) -> Tensor:
-        """The network's output for inputs ``x[b, ...]`` at a model vector ``[P+B]``.
+    def __call__(self, theta: Tensor, x: Input) -> Tensor:
+        """The network's output for inputs ``x[b, ...]``, or several in a tuple, at a model vector ``[P+B]``.
 
         Inside a loss `theta` may also be parameters ``[P]``; :class:`LossCall` says which statistics go with them.
         """
@@ -273,7 +275,7 @@ class FlatModel:
         finally:
             bound.release()
 
-    def _with(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def _with(self, tensors: Mapping[str, Tensor], x: Input) -> Tensor:
         """The module's output with `tensors` in place of its own.
 
         This is torch.func.functional_call without its checks, which take a tenth of a small network's step.
@@ -331,7 +333,7 @@ class LossCall:
     def __exit__(self, *_: object) -> None:
         self.model._loss = self._outer
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Input) -> Tensor:
         """The network's output for ``x[b, ...]`` at `parameters`."""
         raise NotImplementedError
 
@@ -380,7 +382,7 @@ class FunctionalCall(LossCall):
         if parameters is not None:
             self._tensors = dict(zip(model.parameter_names, leaves, strict=True)) | self.statistics
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Input) -> Tensor:
         return self.model._with(self._tensors, x)
 
     def moved(self) -> Tensor:
@@ -416,7 +418,7 @@ class BoundModel(LossCall):
         """Give the network back the tensors that it was built with."""
         self._place(self._template)
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Input) -> Tensor:
         return self.model.module(x)
 
     def _place(self, tensors: Mapping[str, Tensor]) -> None:
