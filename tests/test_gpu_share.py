@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 import raypfl
 from raypfl.backends.actor_pools import share_of
 from raypfl.backends.cluster import for_client
+from raypfl.backends.shipment import Shipment
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.config.settings import RaySettings
 from raypfl.data import load_federated
 from raypfl.methods import Ditto
 from raypfl.runs import gpu_share
-from raypfl.runs.gpu_share import Card, actors_on, bytes_needed, line, with_a_number
+from raypfl.runs.gpu_share import Card, actors_on, bytes_needed, line, with_numbers
 from raypfl.server.events import Progress
 from tests.runs import experiment
 
@@ -121,9 +122,15 @@ def cluster(*nodes: dict[str, float]) -> SimpleNamespace:
     """Stands for Ray, whose tasks run here."""
     tasks = {"remote": lambda **options: lambda task: SimpleNamespace(remote=task), "get": lambda result: result}
     alive = [{"Alive": True, "Resources": one} for one in nodes]
-    return SimpleNamespace(nodes=lambda: alive, cloudpickle=ray.cloudpickle, exceptions=ray.exceptions, **tasks)
+    return SimpleNamespace(nodes=lambda: alive, exceptions=ray.exceptions, **tasks)
 
 
+@pytest.fixture
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shipment, "of", lambda *of: None)
+
+
+@pytest.mark.usefixtures("_no_cluster")
 def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_share, "_probe", lambda pickled: Card(80 * GIB, 8.9 * GIB))
     given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__group_size=1, engine__backend="ray")
@@ -133,7 +140,7 @@ def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, 
     def share(cpus: float, gpus: float, **changes) -> float:
         asked = given.override([f"{name.replace('__', '.')}={value}" for name, value in changes.items()])
         ray = cluster({"CPU": 64.0}, {"CPU": cpus, "GPU": gpus})
-        return with_a_number(ray, asked, data, lambda event: said.append(event.text)).ray.gpus_per_actor
+        return with_numbers(ray, asked, data, lambda event: said.append(event.text)).ray.gpus_per_actor
 
     assert share(64, 2, cohort__size=12) == share_of(8)  # in 72 GiB
     assert said[-1] == "8 client actors a GPU: each needs 8.90 of 80 GiB"
@@ -141,9 +148,10 @@ def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, 
     assert share(6, 2, cohort__size=12, ray__cpus_per_actor=0.5) == share_of(6)
     assert share(1, 2, cohort__size=12) == 1.0
     assert share(64, 2, cohort__size=5) == share_of(5)
-    assert with_a_number(cluster(), given.override(["ray.gpus_per_actor=0.3"]), data, print).ray.gpus_per_actor == 0.3
+    assert with_numbers(cluster(), given.override(["ray.gpus_per_actor=0.3"]), data, print).ray.gpus_per_actor == 0.3
 
 
+@pytest.mark.usefixtures("_no_cluster")
 def test_a_step_that_fails_while_it_is_measured_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(pickled: bytes) -> None:
         raise ray.exceptions.RayTaskError("f", "trace", ValueError("no such layer."))
@@ -152,7 +160,7 @@ def test_a_step_that_fails_while_it_is_measured_is_a_sentence(tmp_path: Path, mo
     given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__backend="ray")
     data = load_federated(given.data, given.partition, seed=0)
     with pytest.raises(RaypflError, match=r"could not be measured .*no such layer\. Give a number instead"):
-        with_a_number(cluster({"CPU": 1.0, "GPU": 1.0}), given, data, lambda event: None)
+        with_numbers(cluster({"CPU": 1.0, "GPU": 1.0}), given, data, lambda event: None)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -164,7 +172,7 @@ def test_auto_on_a_cluster_without_a_gpu_is_refused_in_a_sentence(tmp_path: Path
 
 
 def test_what_runs_beside_others_needs_a_number():
-    with pytest.raises(ConfigError, match="a sweep's trials and a study's cells do, needs a number"):
+    with pytest.raises(ConfigError, match="one run at a time; a sweep's trials and a study's cells each"):
         for_client(RaySettings(gpus_per_actor="auto"))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from raypfl.clients.worker import Group
-from raypfl.federation.placement import AHEAD, Dispatch, Timings
+from raypfl.federation.placement import AHEAD, UNEQUAL, Dispatch, Speeds, Timings
 from raypfl.storage.states import StackRef
 
 
@@ -107,3 +109,80 @@ def test_a_client_that_turned_out_slow_is_expected_to_be_slow_again():
     assert timings.length([0, 1]) > timings.length([0, 2])
     np.testing.assert_allclose(timings.seconds("train", [1]), 0.4, rtol=0.2)
     assert timings.seconds("evaluate", [1]) == 0.0
+
+
+# --- actors of unequal speed ------------------------------------------------------------------------------------------
+
+
+def replayed(groups: list[Group], slowness: list[float], known: list[float]) -> tuple[float, int]:
+    """Seconds until all groups are done by actors that are so slow and believed to be; and how often it was looked."""
+    dispatch, now, looks = Dispatch(groups), 0.0, 0
+    for actor, believed in enumerate(known):
+        dispatch.join(actor, "x", believed)
+    free, ends = [0.0] * len(slowness), []
+    while not dispatch.done:
+        while chosen := dispatch.next(now):
+            actor, one = chosen
+            free[actor] = max(free[actor], now) + slowness[actor] * one.seconds
+            heapq.heappush(ends, (free[actor], actor, one.index))
+        looks += 1
+        end, moment = ends[0][0], now + dispatch.pause(now)
+        if moment < end:
+            now = moment
+            continue
+        now, actor, index = heapq.heappop(ends)
+        dispatch.finished(actor, groups[index], now)
+    return now, looks
+
+
+@pytest.mark.parametrize("slowness", [[1, 1, 4], [1, 1, 1, 3, 3], [1, 10], [1, 2, 4, 8]])
+def test_slow_actors_get_less_to_do_and_nothing_that_others_would_have_done_sooner(slowness):
+    lengths = [5] * 6 + [4] * 6 + [3] * 6 + [2] * 6 + [1] * 6
+    groups = [group(i, length, seconds=float(length)) for i, length in enumerate(lengths)]
+    least = sum(lengths) / sum(1 / slow for slow in slowness)
+    took, looks = replayed(groups, slowness, slowness)
+    assert took < 1.06 * least
+    assert looks < 20 * len(groups)
+    assert took <= replayed(groups, slowness, [1.0] * len(slowness))[0]
+
+
+def test_a_last_group_waits_for_a_fast_actor_rather_than_going_to_a_slow_one():
+    last = [group(0, 2, seconds=2), group(1, 2, seconds=2)]
+    dispatch = Dispatch(last)
+    for actor, slowness in enumerate([4.0, 1.0]):
+        dispatch.join(actor, "x", slowness)
+    assert handed(dispatch) == [(1, 0)]
+    assert 0 < dispatch.pause(0.0) <= 2 - AHEAD
+    assert handed(dispatch, 2 - AHEAD) == [(1, 1)]
+
+
+def test_small_differences_between_actors_are_taken_for_chance():
+    groups = [group(i, 2, seconds=2) for i in range(2)]
+    dispatch = Dispatch(groups)
+    for actor, slowness in enumerate([0.99 * UNEQUAL, 1.0]):
+        dispatch.join(actor, "x", slowness)
+    assert handed(dispatch) == [(0, 0), (1, 1)]
+
+
+def test_a_place_that_takes_longer_is_known_after_a_few_groups_and_its_clients_are_not_blamed():
+    draws = np.random.default_rng(0)
+    true, timings, speeds = {"gpu": 1.0, "cpu": 4.0, "old": 8.0}, Timings(np.ones(300)), Speeds()
+    for place in true:
+        speeds.slowness(place)
+    for _ in range(20):
+        for place, clients in zip([*true] * 4, draws.permutation(300)[:120].reshape(12, 10), strict=True):
+            one = replace(group(0, timings.length(clients)), clients=tuple(clients.tolist()))
+            seconds = 0.1 * true[place] * 10 * draws.lognormal(0, 0.1)
+            timings.note("train", one.clients, speeds.note(place, "train", one, seconds))
+    known = {place: speeds.slowness(place) / speeds.slowness("gpu") for place in true}
+    assert known == {place: pytest.approx(slow, rel=0.2) for place, slow in true.items()}
+    few, many = np.quantile([timings.length([client]) for client in range(300)], [0.05, 0.95])
+    assert many < 1.7 * few
+    expected = timings.seconds("train", range(10)) * speeds.slowness("cpu")
+    assert expected == pytest.approx(4.0, rel=0.25)
+
+
+def test_where_all_actors_are_in_one_place_nothing_is_learned_of_it():
+    speeds = Speeds()
+    assert [speeds.note("here", "train", group(0, 1.0), seconds) for seconds in (1.0, 9.0)] == [1.0, 9.0]
+    assert speeds.slowness("here") == 1.0

@@ -56,15 +56,15 @@ def test_server_and_client_actors_reserve_what_the_settings_say(tmp_path, own):
 
 
 def cluster(**resources: float) -> Any:
-    """Stands for Ray on a cluster with these resources."""
-    return SimpleNamespace(cluster_resources=lambda: resources)
+    """Stands for Ray on a cluster of one node with these resources."""
+    return SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": resources}])
 
 
 def test_client_actors_get_what_the_server_leaves():
     ray = cluster(CPU=8.0, GPU=2.0)
-    assert client_actors(ray, RaySettings(gpus_per_actor=0.25), 99) == 8
-    assert client_actors(ray, RaySettings(gpus_per_actor=0.25, gpus_for_server=1), 99) == 4
-    assert client_actors(ray, RaySettings(cpus_for_server=3), 99) == 5
+    assert client_actors(ray, RaySettings(gpus_per_actor=0.25), 99) == [8]
+    assert client_actors(ray, RaySettings(gpus_per_actor=0.25, gpus_for_server=1), 99) == [4]
+    assert client_actors(ray, RaySettings(cpus_for_server=3), 99) == [5]
 
 
 @pytest.mark.parametrize("settings", [{"gpus_for_server": 1}, {"cpus_for_server": 2, "gpus_per_actor": 0}])

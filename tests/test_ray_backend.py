@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from raypfl.backends import ray_backend
+from raypfl.backends.actor_pools import ActorPools
+from raypfl.backends.client_actor import Home
 from raypfl.backends.ray_backend import APART, INSIDE, RayBackend
 from raypfl.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import RaypflError
+from raypfl.config.settings import ActorPool
+from raypfl.federation.backend import Failed
 from raypfl.storage.states import Contents
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def backend_of(
+    actors: list[Any],
+    start: Callable[[], Any],
+    warn: Callable[[str], None] = lambda text: None,
+    pools: ActorPools | None = None,
+    **options: Any,
+) -> RayBackend:
+    """A backend of these actors, all of one kind, of which there are always to be as many."""
+    pools = pools or ActorPools([ActorPool(actors=len(actors))], {}, 99, lambda: [{"CPU": 99.0}])
+    every = [(0, actor) for actor in actors]
+    return RayBackend(every, lambda reserved: start(), pools, b"", lambda: False, warn, **options)
+
+
+def sharing(shares: float, gpus: float = 1.0, **counts: int) -> ActorPools:
+    nodes = [{"CPU": 99.0, "GPU": gpus}]
+    return ActorPools([ActorPool(gpus_per_actor=shares, **counts)], {}, 99, lambda: nodes)
 
 
 class Stand:
@@ -27,12 +50,14 @@ class Stand:
     objects : how many it was to return, for each group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, home: Home | None = None) -> None:
         import ray
+
+        home = home or Home("node")
 
         self.put = ray.put
         self.objects: list[int] = []
-        self.prepare = SimpleNamespace(remote=lambda job: self.put("node"))
+        self.prepare = SimpleNamespace(remote=lambda job: self.put(home))
         self.work = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._returning(num_returns)))
 
     def _returning(self, count: int) -> Any:
@@ -52,7 +77,7 @@ def stand() -> Stand:
 @pytest.fixture
 def backend(stand: Stand) -> Iterator[RayBackend]:
     warnings: list[str] = []
-    yield RayBackend([stand], lambda: stand, b"", lambda: False, warnings.append)
+    yield backend_of([stand], lambda: stand, warnings.append)
     assert not warnings
 
 
@@ -100,6 +125,14 @@ class Clock:
 
 
 @pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The actors that were killed."""
+    gone: list[Any] = []
+    monkeypatch.setattr(ray_backend.ray, "kill", gone.append)
+    return gone
+
+
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(ray_backend, "time", clock)
@@ -118,7 +151,7 @@ def test_actors_that_die_while_they_are_set_up_end_no_run_in_which_another_works
         started.append(DiesInSetup())
         return started[-1]
 
-    backend = RayBackend([stand, start()], start, b"", lambda: False, lambda text: None)
+    backend = backend_of([stand, start()], start)
     for _ in range(1500):
         assert len(list(backend.run(Call("evaluate", 1, 0.1), groups(3)))) == 3
     assert clock.now > PATIENCE and len(started) > MAX_SETUP_FAILURES
@@ -132,7 +165,7 @@ def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_
         return DiesInSetup()
 
     warnings: list[str] = []
-    backend = RayBackend([start()], start, b"", lambda: False, warnings.append)
+    backend = backend_of([start()], start, warnings.append)
     with pytest.raises(RaypflError, match=r"die while they are set up: \d+ since the last group was finished"):
         list(backend.run(Call("evaluate", 1, 0.1), groups(1)))
     pauses = np.diff(moments)
@@ -141,7 +174,7 @@ def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_
 
 
 def test_where_setting_actors_up_fails_nobody_waits_for_better_times(clock):
-    backend = RayBackend([DiesInSetup(True)], lambda: DiesInSetup(True), b"", lambda: False, lambda text: None)
+    backend = backend_of([DiesInSetup(True)], lambda: DiesInSetup(True))
     with pytest.raises(RaypflError, match=f"{MAX_SETUP_FAILURES} since the last group"):
         list(backend.run(Call("evaluate", 1, 0.1), groups(1)))
     assert clock.now < PATIENCE / 10
@@ -149,5 +182,142 @@ def test_where_setting_actors_up_fails_nobody_waits_for_better_times(clock):
 
 def test_an_actor_that_comes_up_after_others_have_died_does_the_work(stand, clock):
     later = iter([DiesInSetup() for _ in range(5)])
-    backend = RayBackend([DiesInSetup()], lambda: next(later, stand), b"", lambda: False, lambda text: None)
+    backend = backend_of([DiesInSetup()], lambda: next(later, stand))
     assert len(list(backend.run(Call("evaluate", 1, 0.1), groups(3)))) == 3
+
+
+# --- nodes that join and leave ----------------------------------------------------------------------------------------
+
+
+class Waits:
+    """Stands for a client actor that the cluster has no room for."""
+
+    def __init__(self) -> None:
+        import ray
+
+        never = ray.remote(num_cpus=10_000)(lambda: None)
+        self.prepare = SimpleNamespace(remote=lambda job: never.remote())
+
+
+def evaluated(backend: RayBackend, round: int, count: int = 6) -> list[Any]:
+    return list(backend.run(Call("evaluate", round, 0.1), groups(count)))
+
+
+def test_actors_follow_the_nodes_from_round_to_round_and_never_outnumber_the_groups(clock, killed):
+    nodes, warnings = [{"CPU": 2.0}], []
+    started: list[Any] = []
+
+    def start() -> Any:
+        started.append(Stand() if len(started) < 3 else Waits())
+        return started[-1]
+
+    pools = ActorPools([ActorPool()], {}, 6, lambda: nodes)
+    backend = backend_of([Stand(), Stand()], start, warnings.append, pools)
+    evaluated(backend, 1)
+    assert not started
+    nodes.append({"CPU": 3.0})
+    clock.now += 10
+    assert len(evaluated(backend, 2)) == 6
+    assert len(started) == 3 and all(actor.objects for actor in started[:3])
+    nodes.append({"CPU": 100.0})
+    clock.now += 10
+    evaluated(backend, 3)
+    assert len(started) == 4 and len(backend.actors) == 6  # one waits for room that is gone before it has come
+    del nodes[1:]
+    clock.now += 10
+    assert len(evaluated(backend, 4)) == 6
+    assert killed == [started[3]] and len(backend.actors) == 5
+    assert warnings == [
+        f"The cluster has changed: the run now has {n} client actors, not {m}." for n, m in ((5, 2), (6, 5), (2, 6))
+    ]
+
+
+def test_actors_on_devices_of_several_types_are_refused_unless_they_are_asked_for(killed):
+    homes = [Home("a", "A100"), Home("b", "H100")]
+    backend = backend_of([Stand(home) for home in homes], Stand)
+    with pytest.raises(RaypflError, match=r"compute on A100 and on H100.*ray\.accelerator.*ray\.mixed_devices=true"):
+        evaluated(backend, 1)
+    actors = [Stand(home) for home in homes]
+    assert len(evaluated(backend_of(actors, Stand, mixed_devices=True), 1)) == 6
+    assert all(actor.objects for actor in actors)
+
+
+def test_an_actor_on_another_type_of_device_that_comes_later_is_left_out(clock):
+    nodes, warnings, late = [{"CPU": 1.0}], [], Stand(Home("b", "H100"))
+    pools = ActorPools([ActorPool()], {}, 6, lambda: nodes)
+    backend = backend_of([Stand(Home("a", "A100"))], lambda: late, warnings.append, pools)
+    evaluated(backend, 1)
+    nodes.append({"CPU": 1.0})
+    for round in (2, 3):
+        clock.now += 10
+        assert len(evaluated(backend, round)) == 6
+    assert not late.objects and len(backend.actors) == 2
+    assert warnings[1:] == ["A client actor that came up later is left out: it computes on H100, not A100."]
+
+
+def test_more_actors_on_a_gpu_than_it_has_shares_for_are_reported():
+    warnings: list[str] = []
+    homes = [Home("a", "A100", ("0",)), Home("a", "A100", ("1",)), Home("a", "A100", ("0",)), Home("b", "A100", ("0",))]
+    evaluated(backend_of([Stand(home) for home in homes], Stand, warnings.append, sharing(0.5, 2, actors=4)), 1)
+    assert not warnings
+    homes.append(Home("a", "A100", ("0",)))
+    evaluated(backend_of([Stand(home) for home in homes], Stand, warnings.append, sharing(0.5, 2, actors=5)), 1)
+    assert warnings == ["Ray has put 3 client actors on a GPU, each with 0.5 of it; it may be full."]
+
+
+# --- a GPU's memory ---------------------------------------------------------------------------------------------------
+
+
+class Full(Stand):
+    """Stands for a client actor whose share of a GPU is too small for a group of more than so many clients."""
+
+    def __init__(self, most: int, in_setup: bool = False) -> None:
+        super().__init__()
+        self.most = most
+        if in_setup:
+            import ray
+
+            error = ray.exceptions.RayTaskError("prepare", "", torch.OutOfMemoryError("data"))
+            self.prepare = SimpleNamespace(remote=lambda job: self.put(error))
+
+    def _returning(self, count: int) -> Any:
+        work = super()._returning(count)
+
+        def tried(call: Call, group: Group, apart: bool) -> list[Any]:
+            if len(group.clients) <= self.most:
+                return work(call, group, apart)
+            return [
+                self.put(Failed(torch.OutOfMemoryError("CUDA out of memory."), "")),
+                *[self.put(None)] * (count - 1),
+            ]
+
+        return tried
+
+
+@pytest.mark.parametrize("in_setup", [False, True])
+def test_where_memory_runs_out_fewer_actors_share_a_gpu_and_the_groups_stay_whole(killed, in_setup):
+    asked: list[float] = []
+
+    def start(reserved: dict[str, float]) -> Full:
+        asked.append(reserved["num_gpus"])
+        return Full(5 if reserved["num_gpus"] > 0.3 else 2, in_setup=in_setup and reserved["num_gpus"] < 0.3)
+
+    warnings: list[str] = []
+    first = [(0, start({"num_gpus": 0.2})) for _ in range(5)]
+    backend = RayBackend(first, start, sharing(0.2), b"", lambda: False, warnings.append)
+    large = [Group(i, tuple(range(5)), np.arange(5), {}, [None] * 5, tries=1) for i in range(7)]
+    done = list(backend.run(Call("train", 1, 0.1), large))
+    assert sorted(group.index for group, _ in done) == list(range(7))
+    assert all(not isinstance(outcome, Failed) for _, outcome in done)
+    assert asked == [0.2] * 5 + [0.25] * 4 + [0.3333] * 3
+    assert warnings == [
+        "A GPU's memory was too small for 5 client actors; from now on 4 share it.",
+        "A GPU's memory was too small for 4 client actors; from now on 3 share it.",
+    ]
+
+
+def test_a_group_that_does_not_fit_a_whole_gpu_is_a_failure(killed):
+    backend = backend_of([Full(2)], lambda: Full(2), pools=sharing(0.5, actors=1))
+    large = [Group(0, (0, 1, 2), np.arange(3), {}, [None] * 3, tries=1)]
+    ((_, outcome),) = backend.run(Call("train", 1, 0.1), large)
+    assert isinstance(outcome, Failed) and isinstance(outcome.error, torch.OutOfMemoryError)

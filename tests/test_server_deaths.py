@@ -38,7 +38,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         driver, "connected", lambda *of: contextlib.nullcontext(SimpleNamespace(kill=lambda actor: None))
     )
     monkeypatch.setattr(driver, "has_died", lambda ray: False)
-    monkeypatch.setattr(driver, "client_actors", lambda *of: 1)
+    monkeypatch.setattr(driver, "client_actors", lambda *of: [1])
     monkeypatch.setattr(driver, "node_for_server", lambda *of: None)
     monkeypatch.setattr(driver, "_server_actor", lambda *of: object())
     monkeypatch.setattr(driver, "_follow", follow)

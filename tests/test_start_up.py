@@ -28,7 +28,7 @@ class Remote:
 asked = []
 ray.remote = lambda kind: Remote()
 from raypfl.backends.server_actor import ServerActor
-ServerActor(2, {})
+ServerActor([2], [{}])
 print(asked, "torch" in sys.modules)
 """
 

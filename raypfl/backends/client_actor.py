@@ -7,7 +7,7 @@ made.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from raypfl.storage.states import Stack
 
 
+class Home(NamedTuple):
+    """Where a client actor is: its node, the type of its device, and the GPUs that Ray has given it."""
+
+    node: str
+    device: str = "CPU"
+    gpus: tuple[str, ...] = ()
+
+
 class ClientActor:
     """A process in which virtual clients work, one group at a time."""
 
@@ -32,11 +40,8 @@ class ClientActor:
             pass
         self._worker: Worker | None = None
 
-    def prepare(self, shipment: Shipment) -> str:
-        """Build the network and open the data of a job, which later groups belong to.
-
-        Returns the id of the node that this process is on.
-        """
+    def prepare(self, shipment: Shipment) -> Home:
+        """Build the network and open the data of a job, which later groups belong to."""
         import torch
 
         from raypfl.backends.processes import keep_freed_memory
@@ -49,9 +54,10 @@ class ClientActor:
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
         if 0 < gpus < 1:  # Ray's shares limit nothing by themselves
             torch.cuda.set_per_process_memory_fraction(gpus)
-        task = make_task(job.experiment, data, reserved_device())
+        device = reserved_device()
+        task = make_task(job.experiment, data, device)
         self._worker = Worker(make_context(job.experiment, data, task, gpus), job.experiment.method)
-        return ray.get_runtime_context().get_node_id()
+        return Home(ray.get_runtime_context().get_node_id(), type_of(device), tuple(map(str, ray.get_gpu_ids())))
 
     def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:
         """Run a group. Returns its reply and its clients' new states: one stack or, if `apart`, one a client.
@@ -78,6 +84,15 @@ def reserved_device() -> torch.device:
     import torch
 
     return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
+
+
+def type_of(device: torch.device) -> str:
+    """What rounding depends on: the model of a GPU, or the instructions that torch uses of a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def get_broadcasts(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from raypfl.backends.actor_pools import ActorPools, reserved, room_for
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.stopping import handlers_kept, hangups_ignored, interrupting, undisturbed
 from raypfl.config.settings import RaySettings
@@ -109,19 +109,20 @@ def nodes_of(ray: Any) -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def for_client(settings: RaySettings) -> dict[str, float]:
-    """What a client actor reserves, as options for Ray.
+def for_client(settings: RaySettings) -> dict[str, Any]:
+    """What a client actor reserves, as options for Ray, where all are of one kind.
 
     Raises
     ------
-    ConfigError : if that is to be measured, as only a run of its own can.
+    ConfigError : if they are of several, or if that is to be measured.
     """
-    if settings.gpus_per_actor == "auto":
+    if settings.pools or settings.gpus_per_actor == "auto":
+        which = "ray.pools is set" if settings.pools else "ray.gpus_per_actor is auto"
         raise ConfigError(
-            "ray.gpus_per_actor is auto, which `raypfl run` measures; what runs beside others on a GPU, as a sweep's "
-            "trials and a study's cells do, needs a number, such as 0.25 for four on a GPU."
+            f"{which}, which is for one run at a time; a sweep's trials and a study's cells each reserve "
+            "ray.cpus_per_actor and ray.gpus_per_actor, such as 0.25 for four on a GPU."
         )
-    return {"num_cpus": settings.cpus_per_actor, "num_gpus": settings.gpus_per_actor}
+    return reserved(settings)
 
 
 def for_server(settings: RaySettings) -> dict[str, float]:
@@ -141,23 +142,33 @@ def in_one_process(settings: RaySettings) -> RaySettings:
     )
 
 
-def client_actors(ray: Any, settings: RaySettings, groups: int) -> int:
-    """The number of client actors of a run: ``ray.actors``, or as many as fit the cluster and have a group to run.
+def pools_of(ray: Any, settings: RaySettings, groups: int) -> ActorPools:
+    """The client actors that a run wants whose cohorts have so many groups."""
+    return ActorPools(settings.actor_pools, for_server(settings), groups, lambda: nodes_of(ray))
+
+
+def client_actors(ray: Any, settings: RaySettings, groups: int) -> list[int]:
+    """How many client actors of each pool a run begins with.
 
     Raises
     ------
-    ConfigError : if the cluster cannot hold the server and ``ray.actors`` client actors.
+    ConfigError : if the cluster has no room for the server and them, unless they may wait for nodes to join.
     """
-    total, server, wanted = ray.cluster_resources(), for_server(settings), settings.actors or 1
-    room = _room(total, for_client(settings), server)
-    if room < wanted:
-        beside = f"beside a server with {_text(server)} " if any(server.values()) else ""
-        raise ConfigError(
-            f"{wanted} client actors with {_text(for_client(settings))} each {beside}need more than this cluster has: "
-            f"{total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs. Lower ray.actors, ray.cpus_per_actor or "
-            f"ray.gpus_per_actor{', or what ray.cpus_for_server and ray.gpus_for_server reserve' * bool(beside)}."
-        )
-    return settings.actors or max(1, int(min(room, groups)))
+    pools, nodes, server = pools_of(ray, settings, groups), nodes_of(ray), for_server(settings)
+    with_room = pools.with_room()
+    for pool, room in zip(settings.actor_pools, with_room, strict=True):
+        alone = room_for(reserved(pool), nodes, server)
+        if alone is None or (pool.max_actors is None and (alone < 1 or room < (pool.actors or 0))):
+            total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+            beside = f"beside a server with {_text(server)} " if any(server.values()) else ""
+            less = "Lower ray.actors, ray.cpus_per_actor or ray.gpus_per_actor"
+            less += ", or what ray.cpus_for_server and ray.gpus_for_server reserve" * bool(beside)
+            raise ConfigError(
+                f"{pool.actors or 1} client actors with {_text(reserved(pool))} each {beside}need more than this "
+                f"cluster has: {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {len(nodes)} nodes. {less}; or set "
+                "ray.max_actors instead of ray.actors, if nodes are still to join."
+            )
+    return pools.wanted()
 
 
 def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | None:
@@ -173,7 +184,7 @@ def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | 
         return None
     node, server = ray.get_runtime_context().get_node_id(), for_server(settings)
     here = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
-    if _room(here, dict.fromkeys(server, 0.0), server) < 0:
+    if any(server.values()) and not room_for(server, [here], {}):
         raise ConfigError(
             f"The server reserves {_text(server)}, which this node does not have, and can be on no other node because "
             f"its checkpoints are in {checkpoints}. Set checkpoint.location to an address that all nodes can reach "
@@ -182,18 +193,9 @@ def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | 
     return node
 
 
-def _room(total: Mapping[str, float], each: Mapping[str, float], server: Mapping[str, float]) -> float:
-    """How many actors fit beside the server; negative if the server alone does not fit."""
-    room = math.inf
-    for resource, option in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-        left = total.get(resource, 0.0) - server[option]
-        if each[option] or left < 0:
-            room = min(room, left / (each[option] or 1.0) + 1e-9)
-    return room
-
-
-def _text(options: Mapping[str, float]) -> str:
-    return f"{options['num_cpus']:g} CPUs and {options['num_gpus']:g} GPUs"
+def _text(options: Mapping[str, Any]) -> str:
+    kind = options.get("accelerator_type")
+    return f"{options['num_cpus']:g} CPUs and {options['num_gpus']:g} GPUs{f' of type {kind}' if kind else ''}"
 
 
 def _authenticate(local: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from raypfl.backends.processes import importing
 from raypfl.backends.shipment import Shipment
 
 if TYPE_CHECKING:
+    from raypfl.config.settings import RaySettings
     from raypfl.server.events import Event, RunFinished
 
 LOCKSTEP_POLL = 0.02
@@ -52,13 +53,13 @@ class ServerActor:
 
     Parameters
     ----------
-    actors : how many client actors. options : of each, as for ``ray.remote``.
+    actors : how many client actors of each pool. pools : what each of them reserves, as for ``ray.remote``.
     """
 
-    def __init__(self, actors: int, options: Mapping[str, Any]):
-        self._remote = ray.remote(ClientActor).options(max_restarts=0, **options)
-        self._count = actors
-        self._actors: list[Any] = []
+    def __init__(self, actors: Sequence[int], pools: Sequence[Mapping[str, Any]]):
+        self._remote = ray.remote(ClientActor)
+        self._wanted = list(zip(actors, pools, strict=True))
+        self._actors: list[tuple[int, Any]] = []
         self._start_actors()
         with importing():
             import raypfl.backends.ray_backend
@@ -67,10 +68,14 @@ class ServerActor:
         self._stopping = ""
         self._stream = _EventStream()
 
-    def run(self, run: str, shipment: Shipment) -> RunFinished:
-        """Run a job to its end; `run` identifies it for :meth:`events` and :meth:`stop`."""
+    def run(self, run: str, shipment: Shipment, settings: RaySettings, groups: int) -> RunFinished:
+        """Run a job to its end, whose cohorts have so many groups.
+
+        `run` identifies it for :meth:`events` and :meth:`stop`.
+        """
         import torch
 
+        from raypfl.backends import cluster
         from raypfl.backends.processes import keep_freed_memory
         from raypfl.backends.ray_backend import RayBackend
         from raypfl.server.server import Server
@@ -78,7 +83,16 @@ class ServerActor:
 
         self._stream = _EventStream(run)
         self._start_actors()
-        backend = RayBackend(self._actors, self._remote.remote, shipment, lambda: self._stopping == run, self._warn)
+        pool_sizes = cluster.pools_of(ray, settings, groups)
+        backend = RayBackend(
+            self._actors,
+            self._start,
+            pool_sizes,
+            shipment,
+            lambda: self._stopping == run,
+            self._warn,
+            settings.mixed_devices,
+        )
         keep_freed_memory()
         job, data = shipment.opened()
         torch.set_num_threads(threads_of_server(job.experiment))
@@ -96,10 +110,22 @@ class ServerActor:
             return Server(job, task, pools, backend, emit, metadata).run()
         finally:
             self._actors = backend.actors
+            if pool_sizes.are_smaller:
+                self._kill_actors()  # the next run begins with the shares that the settings say
             gc.collect()  # a server is full of cycles, and keeps clients' states in the object store until it is freed
 
+    def _start(self, options: Mapping[str, Any]) -> Any:
+        return self._remote.options(max_restarts=0, **options).remote()
+
     def _start_actors(self) -> None:
-        self._actors += [self._remote.remote() for _ in range(self._count - len(self._actors))]
+        for pool, (wanted, options) in enumerate(self._wanted):
+            missing = wanted - sum(of == pool for of, _ in self._actors)
+            self._actors += [(pool, self._start(options)) for _ in range(missing)]
+
+    def _kill_actors(self) -> None:
+        for _, actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
 
     def _in_lockstep(self, event: Event) -> None:
         """Keep an event and, if it is of a checkpoint, wait until the driver has passed it on, or stops the run."""

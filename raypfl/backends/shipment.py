@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 if TYPE_CHECKING:
+    from raypfl.config import Experiment
     from raypfl.data import ClientData
     from raypfl.server.server import Job
 
@@ -22,7 +23,7 @@ CHUNK = 32 << 20
 
 @dataclass(frozen=True)
 class Shipment:
-    """A job and its data, whose pickle has a reference to prepared files.
+    """A job, or an experiment to try, and its data, whose pickle has a reference to prepared files.
 
     Attributes
     ----------
@@ -33,11 +34,11 @@ class Shipment:
     content: bytes
 
     @classmethod
-    def of(cls, job: Job, data: ClientData) -> Shipment:
+    def of(cls, job: Job | Experiment, data: ClientData) -> Shipment:
         """What the driver, which calls this, sends."""
         return cls(ray.get_runtime_context().get_node_id(), ray.cloudpickle.dumps((job, data)))
 
-    def opened(self) -> tuple[Job, ClientData]:
+    def opened(self) -> tuple[Any, ClientData]:
         """The job and its data. If this node does not have the files, one of its processes fetches them.
 
         Raises

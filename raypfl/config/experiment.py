@@ -31,7 +31,13 @@ from raypfl.config.components import (
     name_and_options,
     options_of,
 )
-from raypfl.config.limits import cohort_mistakes, evaluation_mistakes, outside_limits, training_mistakes
+from raypfl.config.limits import (
+    cohort_mistakes,
+    evaluation_mistakes,
+    outside_limits,
+    ray_mistakes,
+    training_mistakes,
+)
 from raypfl.config.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
 from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read, write
@@ -220,6 +226,7 @@ class Experiment(BaseModel):
         return [
             *cohort_mistakes(self.cohort, clients),
             *training_mistakes(self.training, self.rounds),
+            *ray_mistakes(self.ray),
             *evaluation_mistakes(self.evaluation, self.objective),
         ]
 

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from raypfl.common.errors import did_you_mean
+from raypfl.config.settings import ActorPool, RaySettings
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import mistakes
 from raypfl.evaluation.settings import EvaluationSettings
@@ -44,7 +45,7 @@ LOCATION = Limit(
 
 _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
-    "evaluation.batch_size evaluation.patience engine.group_size ray.actors "
+    "evaluation.batch_size evaluation.patience engine.group_size ray.actors ray.max_actors "
     "ray.clients_per_actor checkpoint.keep",
     FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every "
     "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb",
@@ -68,6 +69,8 @@ def outside_limits(field: str, value: Any) -> list[str]:
     for path, limit in LIMITS.items():
         section, _, key = path.partition(".")
         if section == field:
+            if key and not hasattr(value, key):  # a pool of actors has some of the settings of its section
+                continue
             setting = getattr(value, key) if key else value
             numbers = setting if isinstance(setting, tuple) else () if setting is None else (setting,)
             lines += [f"{path} is {one!r}; it must be {limit.text}." for one in numbers if not limit.holds(one)]
@@ -85,6 +88,28 @@ def cohort_mistakes(cohort: CohortSettings, clients: int | None) -> list[str]:
     reach = cohort.availability
     if reach is not None and not (set(reach) == {"low", "high"} and 0 <= reach["low"] <= reach["high"] <= 1):
         lines.append(f"cohort.availability is {reach}; it must be {{low: p, high: q}} with 0 <= p <= q <= 1.")
+    return lines
+
+
+def ray_mistakes(ray: RaySettings) -> list[str]:
+    """A sentence for every contradiction, and for every number of a pool that is out of range."""
+    lines, none = [], ActorPool()
+    for number, pool in enumerate(ray.pools):
+        mistakes = outside_limits("ray", pool)
+        lines += [line.replace("ray.", f"ray.pools[{number}].", 1) for line in mistakes]
+    if ray.pools:
+        given = [name for name, default in vars(none).items() if getattr(ray, name) != default]
+        lines += [f"ray.{name} and ray.pools are both set; give each pool its own {name}." for name in given]
+    for number, pool in enumerate(ray.actor_pools):
+        if pool.actors is not None and pool.max_actors is not None:
+            where = f"ray.pools[{number}]" if ray.pools else "ray"
+            lines.append(f"{where}.actors and {where}.max_actors are both set; set one of them.")
+    kinds = {(pool.gpus_per_actor != 0, pool.accelerator) for pool in ray.pools}
+    if len(kinds) > 1 and not ray.mixed_devices:
+        lines.append(
+            "ray.pools has actors on devices of several types, on which rounding differs, so that results would depend "
+            "on which group met which device; set ray.mixed_devices=true to allow that, or name one type of device."
+        )
     return lines
 
 

@@ -29,17 +29,41 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaySettings:
+class ActorPool:
+    """Client actors of one kind: how many, and what each reserves.
+
+    Attributes
+    ----------
+    actors : number of client actors; None: as many as the cluster has room for and the cohort has groups, which grows
+        when nodes join.
+    max_actors : with an autoscaler, in place of `actors`: most client actors. They are asked for at once, but for no
+        more than the cohort has groups; those without room begin when nodes have joined.
+    cpus_per_actor : what each client actor reserves.
+    gpus_per_actor : GPUs that each client actor reserves; 0.25 lets four of them share one, each with a quarter of its
+        memory. ``auto``: as small a share as one group's memory allows, which is measured before the run.
+    accelerator : type of GPU, as Ray names it (``A100``), that client actors must have; None: any.
+    """
+
+    actors: int | None = None
+    max_actors: int | None = None
+    cpus_per_actor: float = 1.0
+    gpus_per_actor: float | Literal["auto"] = 0.0
+    accelerator: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySettings(ActorPool):
     """The cluster, and the resources that a run takes of it.
 
     Attributes
     ----------
+    pools : client actors of several kinds, each with `actors`, `max_actors`, `cpus_per_actor`, `gpus_per_actor` and
+        `accelerator` of its own: ``[{gpus_per_actor: 0.25, accelerator: A100}, {cpus_per_actor: 2, actors: 3}]``. The
+        first ones get room first. Empty: one kind, by the settings of the same names.
+    mixed_devices : whether client actors may compute on devices of several types. Rounding then depends on which group
+        met which device, so runs are not repeatable to the bit.
     address : address of a running cluster (``auto``, ``host:port``); None: ``$RAY_ADDRESS`` or, if that is not set, a
         local cluster that is started and stopped with the run.
-    actors : number of client actors; None: as many as the cluster has room for and the cohort has groups.
-    cpus_per_actor : what each client actor reserves.
-    gpus_per_actor : GPUs that each client actor reserves; 0.25 lets four of them share one, each with a quarter of its
-        memory. ``auto``: as small a share as one group's memory allows, which is measured before the run.
     cpus_for_server, gpus_for_server : what the server reserves. It computes on a GPU if it reserves any share of one.
         To add up what clients send it needs neither; a method that trains on the server may be much faster with them.
     data_share : share of a GPU's memory that the data may take, for all actors on it together; each gets a part by its
@@ -49,10 +73,9 @@ class RaySettings:
     dashboard : whether to start Ray's dashboard with a local cluster.
     """
 
+    pools: tuple[ActorPool, ...] = ()
+    mixed_devices: bool = False
     address: str | None = None
-    actors: int | None = None
-    cpus_per_actor: float = 1.0
-    gpus_per_actor: float | Literal["auto"] = 0.0
     cpus_for_server: float = 0.0
     gpus_for_server: float = 0.0
     data_share: float = 0.25
@@ -60,9 +83,19 @@ class RaySettings:
     dashboard: bool = False
 
     @property
+    def actor_pools(self) -> tuple[ActorPool, ...]:
+        """The client actors by kind."""
+        return self.pools or (self,)
+
+    @property
     def on_gpu(self) -> bool:
         """Whether client actors have a GPU, or a share of one."""
-        return self.gpus_per_actor != 0
+        return any(pool.gpus_per_actor != 0 for pool in self.actor_pools)
+
+    @property
+    def gpus(self) -> float:
+        """The most that a client actor has; 0 where that is still to be measured."""
+        return max(0.0 if pool.gpus_per_actor == "auto" else pool.gpus_per_actor for pool in self.actor_pools)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import ClientError, RaypflError
 from raypfl.common.messages import Scatter
-from raypfl.federation.backend import Backend, Failed
+from raypfl.federation.backend import Backend, Failed, out_of_memory
 from raypfl.federation.broadcasts import Broadcasts
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.placement import Timings
@@ -120,7 +120,7 @@ class GroupRunner:
             failures: list[tuple[Group, Failed]] = []
             for group, outcome in self.backend.run(call, groups):
                 if isinstance(outcome, Failed):
-                    self._raise_if_fatal(call, outcome)
+                    self._raise_if_fatal(call, group, outcome)
                     failures.append((replace(group, tries=group.tries - 1), first.setdefault(group.clients, outcome)))
                     continue
                 for clients, stack, kept in outcome.stacks:
@@ -162,8 +162,13 @@ class GroupRunner:
             self.states.abandon()
             raise
 
-    def _raise_if_fatal(self, call: Call, failed: Failed) -> None:
+    def _raise_if_fatal(self, call: Call, group: Group, failed: Failed) -> None:
         error = failed.error
+        if out_of_memory(error):  # a backend that can give an actor more of it has done so
+            raise RaypflError(
+                f"The GPU's memory is too small for a group of {len(group.clients)} clients. Lower engine.group_size, "
+                f"training.batch_size or evaluation.batch_size. {str(error).splitlines()[0]}"
+            ) from error
         if isinstance(error, RaypflError) and not isinstance(error, ClientError):
             raise error  # no client's fault
         if isinstance(error, ClientError) and error.repeatable and self.failures.on_client_failure == "raise":
@@ -193,7 +198,7 @@ class GroupRunner:
         failing: dict[int, Failed] = {}
         for one, outcome in self.backend.run(call, alone):
             if isinstance(outcome, Failed):
-                self._raise_if_fatal(call, outcome)
+                self._raise_if_fatal(call, one, outcome)
                 failing[one.clients[0]] = outcome
         return failing
 

@@ -24,6 +24,12 @@ Earlier, it could get stuck behind a slow group while another actor is idle."""
 AS_LONG = 0.9
 """A waiting group that takes this share of the longest one's time may be chosen instead, if its states are nearer."""
 
+UNEQUAL = 1.3
+"""Actors are treated as unequal from this ratio of their times on; smaller ones are mostly chance."""
+
+A_MOMENT = 0.005
+"""Seconds after which it is looked again whether an idle, slower actor should take a group after all."""
+
 
 class Timings:
     """Expected durations of groups, from their durations so far.
@@ -58,22 +64,54 @@ class Timings:
         self._rates[function] = 0.9 * rate + 0.1 * seconds / length
 
 
+class Speeds:
+    """How much longer one place takes than another for the same group, from what groups took there.
+
+    A place is any hashable value, such as the actors of one kind on one node.
+    """
+
+    def __init__(self) -> None:
+        self._slowness: dict[Hashable, float] = {}
+        self._rates: dict[Hashable, float] = {}
+
+    def slowness(self, place: Hashable) -> float:
+        """Expected duration of a group there, in relation to other places."""
+        return self._slowness.setdefault(place, 1.0)
+
+    def note(self, place: Hashable, function: Hashable, group: Group, seconds: float) -> float:
+        """Learn from a group that took `seconds`; returns how long it would have taken where the slowness is 1."""
+        slowness, seconds = self.slowness(place), max(seconds, 1e-9)
+        if len(self._slowness) > 1:
+            rate = self._rates.setdefault(function, seconds / slowness / group.length)
+            # A third of the way each time: the group's clients, or others on the machine, may have been the reason.
+            off = seconds / (rate * group.length * slowness)
+            slowness = self._slowness[place] = slowness * float(np.clip(off, 0.1, 10.0)) ** (1 / 3)
+            self._rates[function] = 0.9 * rate + 0.1 * seconds / slowness / group.length
+        return seconds / slowness
+
+
 @dataclass
 class _Queue:
     """The groups of an actor, in order; the first one runs since `since`."""
 
     node: str
+    slowness: float = 1.0
     groups: list[Group] = field(default_factory=list)
     since: float = 0.0
 
+    def takes(self, group: Group) -> float:
+        """Expected seconds of a group here."""
+        return self.slowness * group.seconds
+
     def idle_at(self) -> float:
         """When the actor is expected to be idle."""
-        return self.since + sum(group.seconds for group in self.groups) if self.groups else 0.0
+        return self.since + sum(map(self.takes, self.groups)) if self.groups else 0.0
 
 
 class Dispatch:
     """Assigns groups to actors, the longest first, to the node that has its clients' states if that costs no time.
 
+    Among actors of unequal speed, a group waits for one that is busy if it would be done sooner there.
     An actor is any hashable value.
     """
 
@@ -81,9 +119,9 @@ class Dispatch:
         self._waiting = sorted(groups, key=lambda group: (-group.length, group.index))
         self._queues: dict[Any, _Queue] = {}
 
-    def join(self, actor: Any, node: str) -> None:
-        """An actor is ready for groups; `node` is where it runs."""
-        self._queues.setdefault(actor, _Queue(node))
+    def join(self, actor: Any, node: str, slowness: float = 1.0) -> None:
+        """An actor is ready for groups; `node` is where it runs. For `slowness`, see :class:`Speeds`."""
+        self._queues.setdefault(actor, _Queue(node, slowness))
 
     @property
     def done(self) -> bool:
@@ -94,16 +132,18 @@ class Dispatch:
         """The next ``(actor, group)`` to push now; None if there is none. To be called until it returns None."""
         if not self._waiting:
             return None
-        free = [
-            (len(queue.groups), queue.idle_at(), actor)
-            for actor, queue in self._queues.items()
-            if self._may_get_one(queue, now)
-        ]
+        free = [actor for actor, queue in self._queues.items() if self._may_get_one(queue, now)]
         if not free:
             return None
-        actor = min(free, key=lambda entry: entry[:2])[2]
+        if self._are_unequal():
+            if (chosen := self._done_soonest(free, now)) is None:
+                return None
+            actor, index = chosen
+        else:
+            actor = min(free, key=lambda one: (len(self._queues[one].groups), self._queues[one].idle_at()))
+            index = self._choice(self._queues[actor].node)
         queue = self._queues[actor]
-        group = self._waiting.pop(self._choice(queue.node))
+        group = self._waiting.pop(index)
         if not queue.groups:
             queue.since = now
         queue.groups.append(group)
@@ -113,8 +153,9 @@ class Dispatch:
         """Seconds until :meth:`next` may return a group if nothing else happens; infinite if it will not."""
         if not self._waiting:
             return float("inf")
-        moments = [queue.idle_at() - AHEAD - now for queue in self._queues.values() if self._may_prefetch(queue)]
-        return max(0.0, min(moments, default=float("inf")))
+        queues = [queue for queue in self._queues.values() if queue.groups and self._may_prefetch(queue)]
+        least = A_MOMENT if self._are_unequal() else 0.0  # an actor that was left idle on purpose stays so for a while
+        return max(least, min((queue.idle_at() - AHEAD - now for queue in queues), default=float("inf")))
 
     def finished(self, actor: Hashable, group: Group, now: float) -> None:
         """An actor is done with a group."""
@@ -140,6 +181,23 @@ class Dispatch:
     def _may_prefetch(self, queue: _Queue) -> bool:
         """Whether an actor may get the next group while it has others."""
         return len(queue.groups) < IN_FLIGHT and not any(group.alone for group in (self._waiting[0], *queue.groups))
+
+    def _are_unequal(self) -> bool:
+        """Whether actors are known to take different times for the groups that wait."""
+        slowness = [queue.slowness for queue in self._queues.values()]
+        timed = self._waiting[0].seconds > 0 and not any(group.alone for group in self._waiting)
+        return timed and max(slowness) > UNEQUAL * min(slowness)
+
+    def _done_soonest(self, free: Sequence[Any], now: float) -> tuple[Any, int] | None:
+        """The first free actor, and the index of its group, if each group in turn went where it is done soonest."""
+        ends = {actor: max(now, queue.idle_at()) for actor, queue in self._queues.items()}
+        for index, group in enumerate(self._waiting):
+            done = {actor: end + self._queues[actor].takes(group) for actor, end in ends.items()}
+            actor = min(done, key=done.__getitem__)
+            if actor in free:
+                return actor, index
+            ends[actor] = done[actor]
+        return None
 
     def _choice(self, node: str) -> int:
         """Index of the waiting group to push to an actor on this node."""

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from raypfl.backends.cluster import client_actors, connected, for_client, for_server, has_died, node_for_server
+from raypfl.backends.actor_pools import reserved
+from raypfl.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
 from raypfl.backends.inline import Inline
 from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
@@ -33,7 +34,7 @@ from raypfl.models.weights import digest
 from raypfl.objectives import KINDS, OBJECTIVES
 from raypfl.runs.autotune import choose, refuse_channels_last
 from raypfl.runs.folders import new_folder
-from raypfl.runs.gpu_share import with_a_number
+from raypfl.runs.gpu_share import with_numbers
 from raypfl.runs.result import (
     METADATA,
     RECIPE,
@@ -317,8 +318,7 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> It
     with threads(threads_of_server(experiment)):
         task = make_task(experiment, data, here)
         of_clients = task if here == there else make_task(experiment, data, there)
-        whole = 1.0 if experiment.ray.gpus_per_actor == "auto" else None
-        worker = Worker(make_context(experiment, data, of_clients, whole), experiment.method)
+        worker = Worker(make_context(experiment, data, of_clients, experiment.ray.gpus or 1.0), experiment.method)
         metadata = {"backend": "inline", "actors": 1, "device": str(there)}
         pools = pools_of_server(experiment, data, task)
         yield Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, metadata).run()
@@ -329,15 +329,14 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
     with contextlib.ExitStack() as stack:
         with stop.interruptible():
             ray = stack.enter_context(connected(job.experiment.ray, emit))
-            if job.experiment.ray.gpus_per_actor == "auto":
+            if any(pool.gpus_per_actor == "auto" for pool in job.experiment.ray.actor_pools):
                 _spare.release(ray)
-                job = replace(job, experiment=with_a_number(ray, job.experiment, data, emit))
+                job = replace(job, experiment=with_numbers(ray, job.experiment, data, emit))
             emit(Progress("starting actors"))
             settings = job.experiment.ray
-            size = cohort_size(job.experiment.cohort, data.num_clients)
-            actors = client_actors(ray, settings, len(groups_for(job.experiment, size)))
+            actors = client_actors(ray, settings, _groups(job.experiment, data))
             node = node_for_server(ray, settings, job.checkpoints)
-            kind = (actors, for_client(settings), for_server(settings), node)
+            kind = (actors, [reserved(pool) for pool in settings.actor_pools], for_server(settings), node)
             server = _spare.take(ray, kind) or _server_actor(ray, *kind)
         finished = None
         try:
@@ -357,12 +356,19 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
                 ray.kill(server)
 
 
-def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, float], node: str | None) -> Any:
+def _groups(experiment: Experiment, data: ClientData) -> int:
+    """Groups of a cohort, which is as many client actors as have something to do."""
+    return len(groups_for(experiment, cohort_size(experiment.cohort, data.num_clients)))
+
+
+def _server_actor(
+    ray: Any, actors: list[int], pools: list[dict[str, Any]], own: dict[str, float], node: str | None
+) -> Any:
     """A server actor, in the current placement group if there is one.
 
     Parameters
     ----------
-    actors : number of its client actors. each, own : resources of each of them, and of the server itself.
+    actors : number of its client actors, by pool. pools, own : resources of each of them, and of the server itself.
     node : id of the node that it must be on; None: any.
     """
     from raypfl.backends.server_actor import ServerActor
@@ -372,7 +378,7 @@ def _server_actor(ray: Any, actors: int, each: dict[str, float], own: dict[str, 
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         options["scheduling_strategy"] = strategy
     remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
-    return remote.options(**options).remote(actors, each)
+    return remote.options(**options).remote(actors, pools)
 
 
 def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:
@@ -380,7 +386,8 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
     from raypfl.backends.shipment import Shipment
 
     run = uuid.uuid4().hex
-    finished = server.run.remote(run, Shipment.of(*job))
+    experiment = job[0].experiment
+    finished = server.run.remote(run, Shipment.of(*job), experiment.ray, _groups(experiment, job[1]))
     stream, received = "", 0
     silent = ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError
     done: list[Any] = []

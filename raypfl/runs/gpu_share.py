@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from raypfl.backends.actor_pools import share_of
+from raypfl.backends.actor_pools import reserved, room_for, share_of
 from raypfl.backends.cluster import nodes_of
 from raypfl.backends.inline import Inline
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.config import Experiment
+from raypfl.config.settings import ActorPool
 from raypfl.data import ClientData, FederatedData
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
@@ -31,6 +32,9 @@ from raypfl.server.evaluator import Evaluator
 from raypfl.server.events import Listener, Progress
 from raypfl.server.setup import client_costs, groups_for, make_context, make_task, pools_of_server, precision_of
 from raypfl.storage.states import StateTable
+
+if TYPE_CHECKING:
+    from raypfl.backends.shipment import Shipment
 
 PROBED = (1, 8)
 """Clients of the two groups whose memory is measured."""
@@ -159,42 +163,53 @@ class _Trial:
         return tuple(sorted(ranked[:size]))
 
 
-def with_a_number(ray: Any, experiment: Experiment, data: ClientData, emit: Listener) -> Experiment:
-    """The experiment with a number for ``ray.gpus_per_actor=auto``, which is measured on a GPU of the cluster.
+def with_numbers(ray: Any, experiment: Experiment, data: ClientData, emit: Listener) -> Experiment:
+    """The experiment with a number for every ``gpus_per_actor=auto``, which is measured on a GPU of the cluster.
 
     Raises
     ------
-    ConfigError : if the cluster has no GPU.
+    ConfigError : if the cluster has no such GPU.
     """
     settings = experiment.ray
-    if settings.gpus_per_actor != "auto":
-        return experiment
-    with_gpu = [node for node in nodes_of(ray) if node.get("GPU", 0) >= 1]
-    if not with_gpu:
-        raise ConfigError(
-            "ray.gpus_per_actor is auto, but the cluster has no GPU; leave it out, so that clients run on CPUs."
+    if settings.pools:
+        pools = tuple(
+            replace(pool, gpus_per_actor=_share(ray, pool, experiment, data, emit)) for pool in settings.pools
         )
+        return experiment.replace(ray=replace(settings, pools=pools))
+    return experiment.replace(ray=replace(settings, gpus_per_actor=_share(ray, settings, experiment, data, emit)))
+
+
+def _share(ray: Any, pool: ActorPool, experiment: Experiment, data: ClientData, emit: Listener) -> float:
+    if pool.gpus_per_actor != "auto":
+        return pool.gpus_per_actor
+    one = replace(pool, gpus_per_actor=1.0)
+    with_gpu = [node for node in nodes_of(ray) if room_for(reserved(one), [node], {})]
+    if not with_gpu:
+        kind = f" of type {pool.accelerator}" if pool.accelerator else ""
+        raise ConfigError(
+            f"ray.gpus_per_actor is auto, but the cluster has no GPU{kind}; leave it out, so that clients run on CPUs."
+        )
+    from raypfl.backends.shipment import Shipment  # imports Ray, which inline runs do without
+
     emit(Progress("measuring how many client actors share a GPU"))
-    probe = ray.remote(num_gpus=1, num_cpus=settings.cpus_per_actor, max_calls=1, max_retries=0)(_probe)
+    probe = ray.remote(**reserved(one), max_calls=1, max_retries=0)(_probe)
     try:
-        card = ray.get(probe.remote(ray.cloudpickle.dumps((experiment, data))))
+        card = ray.get(probe.remote(Shipment.of(experiment, data)))
     except ray.exceptions.RayTaskError as error:
         raise RaypflError(
             f"The memory that an actor needs could not be measured (ray.gpus_per_actor=auto): {error.cause} Give a "
             "number instead, such as 0.25 for four actors on a GPU."
         ) from error
-    per_gpu = max(math.floor(node.get("CPU", 0) / (settings.cpus_per_actor * node["GPU"])) for node in with_gpu)
+    per_gpu = max(math.floor(node["CPU"] / (pool.cpus_per_actor * node["GPU"])) for node in with_gpu)
     groups = len(groups_for(experiment, cohort_size(experiment.cohort, data.num_clients)))
     held = data.inputs.nbytes + data.labels.nbytes if isinstance(data, FederatedData) else 0
-    actors = actors_on(card, held, settings.data_share, min(per_gpu, groups))
+    actors = actors_on(card, held, experiment.ray.data_share, min(per_gpu, groups))
     emit(Progress(f"{actors} client actors a GPU: each needs {card.actor / 2**30:.2f} of {card.total / 2**30:.0f} GiB"))
-    return experiment.override([f"ray.gpus_per_actor={share_of(actors)}"])
+    return share_of(actors)
 
 
-def _probe(pickled: bytes) -> Card:
-    import ray
-
-    experiment, data = ray.cloudpickle.loads(pickled)
+def _probe(shipment: Shipment) -> Card:
+    experiment, data = shipment.opened()
     torch.set_num_threads(experiment.engine.threads)
     device = torch.device("cuda")
     total = torch.cuda.get_device_properties(device).total_memory

@@ -105,9 +105,7 @@ def make_context(
     gpus : that this process has; None: as the settings say, and 0 as long as that is to be measured.
     """
     precision = precision_of(experiment)
-    if gpus is None:
-        gpus = 0.0 if experiment.ray.gpus_per_actor == "auto" else experiment.ray.gpus_per_actor
-    room = room_on(task.model.device, experiment.ray.data_share, gpus)
+    room = room_on(task.model.device, experiment.ray.data_share, experiment.ray.gpus if gpus is None else gpus)
     samples = samples_for(data, task.model, experiment.data.augmentation, room)
     together = experiment.engine.executor == "vectorised"
     executor: Executor = Vectorised(task.model, precision) if together else Executor(task.model, precision)

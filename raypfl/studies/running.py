@@ -49,7 +49,7 @@ def run(cells: Sequence[Cell], listen: Listen) -> list[Outcome]:
 
 
 def _needs_this_process(experiment: Experiment) -> bool:
-    return experiment.engine.backend == "inline" or experiment.ray.actors is not None
+    return experiment.engine.backend == "inline" or experiment.ray.actors is not None or bool(experiment.ray.pools)
 
 
 def _one_by_one(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dict[int, Outcome]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,8 +141,10 @@ def bundles(settings: RaySettings) -> list[dict[str, float]]:
     return [{"CPU": 0.0}, *([server] if server else []), *[_bundle(for_client(settings))] * settings.actors]
 
 
-def _bundle(options: dict[str, float]) -> dict[str, float]:
+def _bundle(options: dict[str, Any]) -> dict[str, float]:
     named = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    if kind := options.get("accelerator_type"):
+        named[f"accelerator_type:{kind}"] = 0.001  # as Ray itself asks for it
     return {name: count for name, count in named.items() if count}
 
 
@@ -198,10 +199,10 @@ def _at_once(ray: Any, settings: RaySettings, trials: int) -> int:
     ConfigError : if it will never have room for one: Tune would wait for it.
     """
     client_actors(ray, settings if settings.actors else in_one_process(settings), trials)
-    reserved = bundles(settings)
+    reserved, total = bundles(settings), ray.cluster_resources()
     whole = {name: sum(bundle.get(name, 0.0) for bundle in reserved) for name in ("CPU", "GPU")}
-    one = replace(in_one_process(settings), actors=None, cpus_per_actor=whole["CPU"], gpus_per_actor=whole["GPU"])
-    return client_actors(ray, one, trials)
+    room = min(total.get(name, 0.0) / count for name, count in whole.items() if count)
+    return max(1, min(trials, int(room + 1e-9)))
 
 
 def _scheduler(tune: Any, sweep: Sweep, first: Experiment) -> Any:
