@@ -52,12 +52,13 @@ class Namespaces:
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         self.init = int(children.read_text().split()[0])
 
-    def start(self, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
-        """Start a command inside."""
-        inside = ["nsenter", "--target", str(self.init), "--pid", "--mount", "--net", *command]
-        return subprocess.Popen(inside, text=True, cwd=ROOT, **options)  # type: ignore[call-overload, no-any-return]
+    def start(self, command: Sequence[str], folder: Path = ROOT, **options: Any) -> subprocess.Popen[str]:
+        """Start a command inside, in a folder."""
+        enter = ["nsenter", "--target", str(self.init), "--pid", "--mount", "--net"]
+        there = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+        return subprocess.Popen([*enter, *there, *command], text=True, **options)
 
-    def run(self, command: Sequence[str], timeout: float = 300, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str], timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command inside to its end."""
         process = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         try:
@@ -155,6 +156,7 @@ class Nodes:
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
                 "RAYPFL_CACHE": "/tmp/cache",
                 "PYTHONPATH": str(ROOT),
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             }
         )
         self.environment.pop("RAY_ADDRESS", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,6 @@ OWN_DISK = Path("/tmp/own")
 """A folder that each node has for itself."""
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
-    """Starts a cluster whose nodes share the test's folder; it ends with the test."""
-    running = []
-
-    def start(*cpus: int, **options: Any) -> Nodes:
-        running.append(Nodes(cpus, visible=[tmp_path], **options))
-        return running[-1]
-
-    yield start
-    for nodes in running:
-        nodes.end()
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that the nodes of `pair` share."""
@@ -70,17 +56,17 @@ def on_nodes(nodes: Nodes, folder: Path, **changes: Any) -> Path:
     return file
 
 
-def told(nodes: Nodes, file: Path, where: Node | None = None) -> str:
+def told(nodes: Nodes, file: Path, where: Node | None = None, **options: Any) -> str:
     """What a run says at its end that is started on the head, or on another node."""
-    done = nodes.python(where or nodes.head, "-c", RUN, str(file))
+    done = nodes.python(where or nodes.head, "-c", RUN, str(file), **options)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("END ", "SENTENCE "))]
     assert len(lines) == 1, done.stdout + done.stderr
     return lines[0]
 
 
-def ended(nodes: Nodes, file: Path, where: Node | None = None) -> dict[str, Any]:
+def ended(nodes: Nodes, file: Path, where: Node | None = None, **options: Any) -> dict[str, Any]:
     """The end of a run that does not fail: its hash, its warnings, its number of actors."""
-    end = told(nodes, file, where)
+    end = told(nodes, file, where, **options)
     assert end.startswith("END "), end
     return json.loads(end.removeprefix("END "))
 
@@ -116,3 +102,18 @@ def test_a_server_is_on_another_node_only_if_that_reaches_its_checkpoints(pair, 
     assert "Set checkpoint.location to an address that all nodes can reach" in sentence
     result = ended(pair, on_nodes(pair, shared, **large, checkpoint__location=f"file://{shared}/checkpoints"))
     assert result["hash"] == raypfl.run(experiment(tmp_path)).weights_hash
+
+
+@pytest.mark.slow
+def test_a_broadcast_goes_once_to_a_node(pair, shared, tmp_path):
+    (worker,) = pair.workers
+    model, settings = (
+        4 * 16_000 * (64 + 10),
+        {"model": "{name: mlp, hidden: [16000]}", "method": "fedavg", "rounds": 12},
+    )
+    before = worker.received
+    result = ended(pair, on_nodes(pair, shared, ray__actors=2, evaluation__every=0, **settings))
+    arrived = worker.received - before
+    print(f"{arrived / 1e6:.0f} MB arrived in 12 rounds, for two actors, of a model of {model / 1e6:.1f} MB")
+    assert 12 * model < arrived < 1.2 * 12 * model
+    assert result["hash"] == raypfl.run(experiment(tmp_path, evaluation__every=0, **settings)).weights_hash

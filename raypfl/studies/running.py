@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl.backends.cluster import client_actors, connected, for_client, in_one_process
+from raypfl.backends.cluster import client_actors, connected, for_client, in_one_process, on_this_node
 from raypfl.common.stopping import StopRequest
 from raypfl.config import Experiment
 from raypfl.runs import driver as runs
@@ -70,7 +70,7 @@ def _as_tasks(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dic
         make_room(ray)
         for i in left:
             client_actors(ray, in_one_process(cells[i].experiment.ray), len(left))  # refuses what never has room
-        events = Queue(actor_options={"num_cpus": 0})
+        events = Queue(actor_options=on_this_node(ray))
         try:
             # If its process dies, Ray runs a task again, which costs the rounds since the last checkpoint.
             task = ray.remote(max_retries=3)(run_cell_task)

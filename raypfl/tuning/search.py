@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl.backends.cluster import client_actors, connected, for_client, for_server, in_one_process
+from raypfl.backends.cluster import client_actors, connected, for_client, for_server, in_one_process, on_this_node
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.config import Experiment
@@ -247,7 +248,7 @@ def _events(ray: Any, hear: Hear) -> Iterator[Any]:
     """A queue from which the events of all trials are passed on, in a thread of its own."""
     from ray.util.queue import Queue
 
-    events, over = Queue(actor_options={"num_cpus": 0}), threading.Event()
+    events, over = Queue(actor_options=on_this_node(ray)), threading.Event()
 
     def pass_on() -> None:
         while not over.wait(POLL) or events.size():
@@ -276,9 +277,13 @@ def _quiet_tune() -> Iterator[None]:
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
+    log = logging.getLogger("ray.tune")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # a trial whose node dies is started again, and needs no traceback
     try:
         yield
     finally:
+        log.setLevel(level)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
