@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from raypfl.models import FlatModel as FlatModel
     from raypfl.models import Predictor as Predictor
     from raypfl.objectives.batch import Batch as Batch
-    from raypfl.runs.driver import resume as resume
-    from raypfl.runs.driver import run as run
+    from raypfl.results.interactive import Result as Result
+    from raypfl.results.interactive import resume as resume
+    from raypfl.results.interactive import run as run
     from raypfl.runs.driver import session as session
-    from raypfl.runs.result import Result as Result
     from raypfl.tracking.listener import MLflowListener as MLflowListener
     from raypfl.tracking.models import trained_models as trained_models
     from raypfl.training import augmentation as augmentation
@@ -51,13 +51,13 @@ _HOMES = {
     "Mean": "raypfl.common.messages",
     "Method": "raypfl.methods",
     "Predictor": "raypfl.models",
-    "Result": "raypfl.runs.result",
+    "Result": "raypfl.results.interactive",
     "Scatter": "raypfl.common.messages",
     "Sum": "raypfl.common.messages",
     "Task": "raypfl.methods",
     "per_client": "raypfl.common.messages",
-    "resume": "raypfl.runs.driver",
-    "run": "raypfl.runs.driver",
+    "resume": "raypfl.results.interactive",
+    "run": "raypfl.results.interactive",
     "session": "raypfl.runs.driver",
     "trained_models": "raypfl.tracking.models",
     "tune": "raypfl.tuning.outcome",

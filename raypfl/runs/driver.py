@@ -73,23 +73,9 @@ def run(
     run_dir: str | Path | None = None,
     lockstep: bool = False,
 ) -> Result:
-    """Run an experiment.
+    """Run an experiment and show nothing; the rest is as in :func:`raypfl.run`.
 
-    Parameters
-    ----------
-    listeners : called with every event (:mod:`raypfl.server.events`), in order, in this process. One that raises
-        :class:`raypfl.common.errors.Stopped` at a `Checkpointed` event stops the run.
-    run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
-    lockstep : after a checkpoint, the server waits until all listeners have returned.
-
-    Returns
-    -------
-    Its result; ``result.status`` is ``"stopped"`` if it was asked to stop (Ctrl-C, SIGTERM, SIGHUP).
-
-    Raises
-    ------
-    KeyboardInterrupt : if it was asked to stop before it started, or twice; :func:`resume` continues.
-    RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
+    `lockstep` : after a checkpoint, the server waits until all listeners have returned.
     """
     if not isinstance(experiment, Experiment):
         raise ConfigError(
@@ -116,13 +102,7 @@ def resume(
     overrides: Sequence[str] = (),
     lockstep: bool = False,
 ) -> Result:
-    """Continue a run that was stopped, failed or was killed, to the same bits as an uninterrupted one.
-
-    Parameters
-    ----------
-    run_dir : the run's folder.
-    overrides : ``dotted.key=value`` changes to the experiment, such as ``rounds=200`` for a longer run.
-    """
+    """Continue a run and show nothing; the rest is as in :func:`raypfl.resume`, and `lockstep` as in `run`."""
     folder = Path(run_dir).resolve()
     experiment = description(folder).override(overrides)
     refuse_shorter(folder, experiment)
