@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -81,6 +81,14 @@ Changes = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change.", show_default=False)
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the result only, without progress.")]
+Kind = Literal["run", "tune", "study"]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL", help="The cluster's dashboard, http://HEAD:8265; by default $RAY_ADDRESS.", show_default=False
+    ),
+]
+Job = Annotated[str, typer.Argument(metavar="ID", help="The job, as raypfl jobs lists it.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
 
 
@@ -125,13 +133,7 @@ def run(
     from raypfl.config import experiments
     from raypfl.recipes import settings_of
 
-    recipe, given = _named_and_changes(words or [], "digits")
-    for option, value, keys in (("--method", method, ("method", "methods")), ("--seeds", seeds, ("seeds",))):
-        for change in given:
-            if value and change.partition("=")[0].strip() in keys:
-                raise ConfigError(f"Both {option} and {change} are given; keep one of them.")
-    changes = [*given, *([f"methods=[{','.join(_names(method))}]"] if method else [])]
-    changes += [f"seeds={seeds}"] if seeds else []
+    recipe, changes = _recipe_and_changes(words or [], method, seeds)
     run_experiments(experiments(settings_of(recipe), changes), [recipe, *changes], run_dir, quiet, as_json)
 
 
@@ -185,8 +187,7 @@ def study(
     """
     from raypfl.commands.study import run_study
 
-    source, changes = _named_and_changes(words or [], "digits-personal")
-    changes += [f"{key}={count}" for key, count in (("rounds", rounds), ("seeds", seeds)) if count]
+    source, changes = _study_and_changes(words or [], rounds, seeds)
     run_study(source, _names(only), changes, quiet, as_json)
 
 
@@ -204,6 +205,62 @@ def tune(
     from raypfl.commands import tune as command
 
     command.carry_out(source, changes or [], quiet, as_json)
+
+
+@app.command(context_settings=_KEEP_UNKNOWN)
+def submit(
+    kind: Annotated[Kind, typer.Argument(help="What the job does.", show_default=False)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="WORDS", help="As after raypfl run, tune or study.", show_default=False),
+    ] = None,
+    address: Address = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the job is submitted.")] = False,
+) -> None:
+    """Run, tune or study as a job of a Ray cluster, and follow it to its end and exit code.
+
+    The job takes along the description and your own modules. Results go to output=/FOLDER, which must outlive the job.
+    A job that is submitted again with the same --run-dir (a study or sweep: the same output) continues.
+    """
+    from raypfl.commands import jobs as command
+    from raypfl.jobs.description import Description
+
+    words = words or []
+    given = typer.main.get_command(app).commands[kind].make_context(kind, list(words)).params  # type: ignore[attr-defined]
+    if kind == "run":
+        about = Description.of_run(*_recipe_and_changes(given["words"] or [], given["method"], given["seeds"]))
+    elif kind == "study":
+        source, changes = _study_and_changes(given["words"] or [], given["rounds"], given["seeds"])
+        about = Description.of_study(source, _names(given["only"]), changes)
+    else:
+        about = Description.of_sweep(given["source"], given["changes"] or [])
+    raise typer.Exit(command.submit(kind, words, about, given.get("run_dir"), address, detach))
+
+
+@app.command()
+def jobs(address: Address = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the jobs of a Ray cluster, the newest first."""
+    from raypfl.commands import jobs as command
+
+    command.jobs(address, as_json)
+
+
+@app.command()
+def logs(
+    job: Job, address: Address = None, follow: Annotated[bool, typer.Option(help="Until the job ends.")] = False
+) -> None:
+    """Print a job's log. With --follow, the exit code is the job's."""
+    from raypfl.commands import jobs as command
+
+    raise typer.Exit(command.logs(job, address, follow))
+
+
+@app.command()
+def stop(job: Job, address: Address = None) -> None:
+    """Stop a job. Its finished rounds are saved, and submitted again with the same folder it continues."""
+    from raypfl.commands import jobs as command
+
+    command.stop(job, address)
 
 
 @app.command()
@@ -265,6 +322,22 @@ def show(
     else:
         client_data.show(Console(), summary)
         print(f"Picture: {drawn}")
+
+
+def _recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) -> tuple[str, list[str]]:
+    recipe, given = _named_and_changes(words, "digits")
+    for option, value, keys in (("--method", method, ("method", "methods")), ("--seeds", seeds, ("seeds",))):
+        for change in given:
+            if value and change.partition("=")[0].strip() in keys:
+                raise ConfigError(f"Both {option} and {change} are given; keep one of them.")
+    changes = [*given, *([f"methods=[{','.join(_names(method))}]"] if method else [])]
+    changes += [f"seeds={seeds}"] if seeds else []
+    return recipe, changes
+
+
+def _study_and_changes(words: Sequence[str], rounds: int | None, seeds: int | None) -> tuple[str, list[str]]:
+    source, changes = _named_and_changes(words, "digits-personal")
+    return source, changes + [f"{key}={count}" for key, count in (("rounds", rounds), ("seeds", seeds)) if count]
 
 
 def _named_and_changes(words: Sequence[str], default: str) -> tuple[str, list[str]]:

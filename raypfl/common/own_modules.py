@@ -1,0 +1,109 @@
+"""The files of the user's own modules, which are installed nowhere and must go wherever an experiment goes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from raypfl.common.errors import ConfigError
+
+_ENTRY = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_INSTALLED = {"site-packages", "dist-packages"}
+_LEFT_OUT = {"__pycache__", "mlruns", "mlartifacts", "node_modules"}
+
+
+def named_in(values: Iterable[object]) -> list[str]:
+    """The modules that values of a description name, as in ``my_methods:Mine``."""
+    found = (_ENTRY.fullmatch(value.strip()) for value in values if isinstance(value, str))
+    return list(dict.fromkeys(one[1] for one in found if one))
+
+
+def own_modules(modules: Iterable[str]) -> list[Path]:
+    """The files and folders of these modules and of all that they import, except for what is installed."""
+    waiting, known, found = [_top(module) for module in modules], set[str](), list[Path]()
+    while waiting:
+        name = waiting.pop()
+        if name in known:
+            continue
+        known.add(name)
+        if path := _location(name):
+            found.append(path)
+            for file in files_of(path).values():
+                waiting += _imported(file)
+    return found
+
+
+def files_of(path: Path) -> dict[str, Path]:
+    """The files of a module or of a package, by their paths from the folder that it is in.
+
+    Environments, folders of runs, caches and what is hidden are left out.
+
+    Raises
+    ------
+    ConfigError : if a link leads out of that folder.
+    """
+    root = path.parent.resolve()
+    _refuse_leading_out(path, root)
+    if path.is_file():
+        return {path.name: path}
+    return {file.relative_to(path.parent).as_posix(): file for file in sorted(_walk(path, path.resolve()))}
+
+
+def _walk(folder: Path, root: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not _is_left_out(Path(parent, name))]
+        kept = [name for name in files if not name.startswith(".") and not name.endswith(".pyc")]
+        for name in [*folders, *kept]:
+            _refuse_leading_out(Path(parent, name), root)
+        yield from (Path(parent, name) for name in kept)
+
+
+def _is_left_out(folder: Path) -> bool:
+    is_environment = (folder / "pyvenv.cfg").exists()
+    is_run = (folder / "experiment.yaml").exists() and (folder / "metadata.json").exists()
+    return folder.name.startswith(".") or folder.name in _LEFT_OUT or is_environment or is_run
+
+
+def _refuse_leading_out(path: Path, root: Path) -> None:
+    if path.is_symlink() and not path.resolve().is_relative_to(root):
+        raise ConfigError(
+            f"{path} is a link that leads out of {root}, to {path.resolve()}; only what is inside goes to the cluster. "
+            "Put the file itself there."
+        )
+
+
+def _location(name: str) -> Path | None:
+    """The file or folder of a module; None if it is installed, part of Python, or not there."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or name == "raypfl":
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    place = folders[0] if folders else spec.origin if spec.has_location else None
+    if place is None or _INSTALLED & {*Path(place).parts} or Path(place).is_relative_to(sysconfig.get_path("stdlib")):
+        return None
+    return Path(place)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """The modules that a Python file imports, anywhere in it."""
+    if file.suffix != ".py":
+        return
+    with suppress(SyntaxError, UnicodeDecodeError):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (_top(alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield _top(node.module)
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
