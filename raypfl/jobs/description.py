@@ -52,7 +52,7 @@ class Description:
     def of_study(cls, source: str, only: Sequence[str], changes: Sequence[str]) -> Description:
         """Of the words of `raypfl study`."""
         study, _ = load_study(source)
-        cells = plan(study, select(study, only), changes)
+        cells = plan(select(study, only), changes)
         sources = [source]
         while _is_file(sources[-1]) and isinstance(base := read(Path(sources[-1])).get("extends"), str):
             sources.append(base)
