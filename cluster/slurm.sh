@@ -44,7 +44,7 @@ os.execvp(sys.argv[1], sys.argv[1:])')
     exec ray start --block "${place[@]}" --temp-dir="$FOLDER" --dashboard-agent-listen-port="$((PORT + 2))" \
         --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="${SLURM_GPUS_ON_NODE:-0}" \
         ${SLURM_MEM_PER_NODE:+--object-store-memory="$((SLURM_MEM_PER_NODE * 300000))"}
-' >"ray-$SLURM_JOB_ID.log" 2>&1 &
+' >>"ray-$SLURM_JOB_ID.log" 2>&1 &
 ray=$!
 
 export RAY_ADDRESS=$address # for raypfl, too

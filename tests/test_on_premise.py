@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,5 +102,7 @@ def test_from_one_place(trio: tuple[list[Node], dict[str, str]], tmp_path: Path)
     inline = raypfl.Experiment().override([*SETTINGS.split(), "engine.backend=inline", f"output={tmp_path}/inline"])
     assert raypfl.Result.load(tmp_path / "runs/first").weights_hash == raypfl.run(inline).weights_hash
     shell(laptop, down, environment)
-    for machine in (head, worker):
-        eventually(machine, "! pgrep raylet", environment)
+    until = time.monotonic() + 200
+    while any("raylet/raylet" in command for machine in (head, worker) for _, command in machine.processes()):
+        assert time.monotonic() < until
+        time.sleep(1)

@@ -138,7 +138,7 @@ def test_a_cancelled_job_is_saved(slurm: Slurm):
 
 @pytest.mark.parametrize("cause", ["preempted", "at its time limit"])
 def test_a_job_that_is_requeued_goes_on_to_the_same_bits(slurm: Slurm, cause: str, tmp_path: Path):
-    settings = f"{SETTINGS} rounds=200 evaluation.every=100"
+    settings = f"{SETTINGS} rounds=60 evaluation.every=60"
     job = slurm.submit(f"run {settings} checkpoint.every=200")
     slurm.wait(f"grep -q 'in runs/job-{job}' raypfl-{job}.log")
     if cause == "preempted":
