@@ -180,15 +180,6 @@ def on_this_node(ray: Any) -> dict[str, Any]:
     }
 
 
-def on_this_node(ray: Any) -> dict[str, Any]:
-    """Options for an actor without CPUs on this process's node, with which it dies."""
-    node = ray.get_runtime_context().get_node_id()
-    return {
-        "num_cpus": 0,
-        "scheduling_strategy": ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
-    }
-
-
 def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | None:
     """The id of the driver's node, where the server must be if its checkpoints are in a folder; else None.
 
