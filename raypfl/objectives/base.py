@@ -55,7 +55,7 @@ class Metric:
     ----------
     name : of its column in the evaluations table and of its aggregate.
     heading : in printed tables, with line breaks; empty: the name.
-    words : in sentences; empty: the name.
+    phrase : its name in sentences; if empty, `name`.
     higher_is_better : whether a higher value is better.
     percent : whether it is a fraction, printed in %.
     shown : whether printed tables contain it.
@@ -65,7 +65,7 @@ class Metric:
 
     name: ClassVar[str] = ""
     heading: ClassVar[str] = ""
-    words: ClassVar[str] = ""
+    phrase: ClassVar[str] = ""
     higher_is_better: ClassVar[bool] = True
     percent: ClassVar[bool] = False
     shown: ClassVar[bool] = True

@@ -74,7 +74,7 @@ class CalibrationError(BinnedSums):
 
     name: ClassVar[str] = "ece"
     heading: ClassVar[str] = "ECE"
-    words: ClassVar[str] = "expected calibration error"
+    phrase: ClassVar[str] = "expected calibration error"
     higher_is_better: ClassVar[bool] = False
     percent: ClassVar[bool] = True
 

@@ -31,7 +31,7 @@ class RightLabels(Accuracy):
     """The fraction of correctly predicted labels."""
 
     heading: ClassVar[str] = "right\nlabels"
-    words: ClassVar[str] = "the share of right labels"
+    phrase: ClassVar[str] = "the share of right labels"
 
 
 @METRICS.register("auc")
@@ -43,7 +43,7 @@ class MacroAUC(OverAll):
 
     name: ClassVar[str] = "auc"
     heading: ClassVar[str] = "AUC"
-    words: ClassVar[str] = "macro AUC"
+    phrase: ClassVar[str] = "macro AUC"
     percent: ClassVar[bool] = True
 
     def of_all(self, outputs: Tensor, targets: Tensor) -> float:

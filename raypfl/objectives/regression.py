@@ -45,7 +45,7 @@ class MeanSquaredError(SampleMean):
 
     name: ClassVar[str] = "mse"
     heading: ClassVar[str] = "MSE"
-    words: ClassVar[str] = "mean squared error"
+    phrase: ClassVar[str] = "mean squared error"
     higher_is_better: ClassVar[bool] = False
 
     def each(self, scores: Scores) -> Tensor:
@@ -58,7 +58,7 @@ class MeanAbsoluteError(SampleMean):
 
     name: ClassVar[str] = "mae"
     heading: ClassVar[str] = "MAE"
-    words: ClassVar[str] = "mean absolute error"
+    phrase: ClassVar[str] = "mean absolute error"
     higher_is_better: ClassVar[bool] = False
 
     def each(self, scores: Scores) -> Tensor:
@@ -71,7 +71,7 @@ class Determination(SampleSums):
 
     name: ClassVar[str] = "r2"
     heading: ClassVar[str] = "R²"
-    words: ClassVar[str] = "coefficient of determination"
+    phrase: ClassVar[str] = "coefficient of determination"
 
     def width(self, targets: int) -> int:
         return 3 * targets

@@ -66,7 +66,7 @@ def curves(compared: Sequence[RunGroup], protocol: str, against: Axis, wide: boo
         f"{compared[i].label}, {model} model: from {unit.text(curve.mean[0])} to {unit.text(curve.mean[-1])}{unit.sign}"
         for (i, model), curve in found.items()
     ]
-    alt = f"Lines of {unit.words} on {tested}, against {_AXIS[against]}. {'; '.join(ends)}."
+    alt = f"Lines of {unit.phrase} on {tested}, against {_AXIS[against]}. {'; '.join(ends)}."
     name = f"curves-{protocol}-{against}"
     title = {"round": f"On {tested}", "megabytes": "Against megabytes", "seconds": "Against seconds"}[against]
     large = drawn(f"{name}-wide", alt, *WIDE, draw) if wide else None
@@ -123,7 +123,7 @@ def sorted_clients(compared: Sequence[RunGroup], protocol: str) -> Drawing:
         if len(values):
             worst, middle, best = (unit.text(values[0]), unit.text(float(np.median(values))), unit.text(values[-1]))
             ends.append(f"{one.label}: worst {worst}, median {middle}, best {best}{unit.sign}")
-    alt = f"Sorted final values of {unit.words} of clients on {protocol_name(protocol)}. {'; '.join(ends)}."
+    alt = f"Sorted final values of {unit.phrase} of clients on {protocol_name(protocol)}. {'; '.join(ends)}."
     narrow, wide = drawn("sorted", alt, *NARROW, draw), drawn("sorted-wide", alt, *WIDE, draw)
     return Drawing("Every client, from worst to best", narrow, wide=wide)
 
@@ -185,7 +185,7 @@ def _plane(i: int, one: RunGroup, both: np.ndarray) -> Drawing:
     mean = float((own - shared).mean())
     gain = f"{mean:+.{unit.digits([mean])}f}{' points' if percent else ''}".replace("-", "−")
     caption = f"Better for {better:,} of {len(both):,} clients, worse for {worse:,}; on average {gain}."
-    alt = f"{one.label}: each client's {unit.words} with its personal model against that with the global one. {caption}"
+    alt = f"{one.label}: each client's {unit.phrase} with its personal model against that with the global. {caption}"
     return Drawing(one.label, drawn(f"plane-{i}", alt, *SQUARE, draw), caption)
 
 

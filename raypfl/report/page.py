@@ -166,7 +166,7 @@ def _lead(compared: Sequence[RunGroup], protocol: str) -> str:
 def _printed(unit: Unit, values: Sequence[float]) -> str:
     """``94.2 ± 0.3 %``, or ``a mean squared error of 2,900``."""
     text = unit.text(*values).replace("±", " ± ")
-    return f"{text}{unit.sign}" if unit.sign else f"a {unit.words} of {text}"
+    return f"{text}{unit.sign}" if unit.sign else f"a {unit.phrase} of {text}"
 
 
 def _models(one: RunGroup, protocol: str) -> tuple[str, str, str]:
@@ -178,9 +178,9 @@ def _models(one: RunGroup, protocol: str) -> tuple[str, str, str]:
 
 def _other_metrics(measures: Measures, headings: Sequence[str]) -> str:
     """``", the expected calibration error (ECE)"`` and so on, of the other metrics that are shown."""
-    units = [Unit(metric) for metric in measures.others if metric.words]
+    units = [Unit(metric) for metric in measures.others if metric.phrase]
     return "".join(
-        f", the {unit.words.removeprefix('the ')} ({unit.heading})" for unit in units if unit.heading in headings
+        f", the {unit.phrase.removeprefix('the ')} ({unit.heading})" for unit in units if unit.heading in headings
     )
 
 

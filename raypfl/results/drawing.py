@@ -142,14 +142,14 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     compared = group_runs(results)
     protocol = "local" if "local" in compared[0].protocols else compared[0].protocols[0]
     unit = compared[0].unit
-    what, lower = capital(unit.words), not unit.metric.higher_is_better
+    what, lower = capital(unit.phrase), not unit.metric.higher_is_better
     tested = "their own test data" if protocol == "local" else f"the {protocol} test data"
     found = metric_curves(compared, protocol)
     with png(path, 11, 5, padding=0.1) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
         draw_curves(left, compared, found, _paint)
         left.set(title=f"{what} over rounds, mean over clients", xlabel="round")
-        left.set_ylabel(f"{unit.words} on {tested}{' (%)' if unit.sign else ''}")
+        left.set_ylabel(f"{unit.phrase} on {tested}{' (%)' if unit.sign else ''}")
         low, high = left.get_xlim()
         if high - low < 1:  # a single round, around which fractions of rounds would be marked
             left.set_xlim(low - 1, high + 1)

@@ -120,7 +120,7 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
     lower = "" if unit.metric.higher_is_better else " (lower is better)"
     spread = [name.replace("\n", " ") for name in ("std", "worst\ndecile") if name not in left_out]
     notes = [
-        f"{capital(unit.words)}{' in %' if unit.sign else ''}{lower}, mean over clients, of their personal models and "
+        f"{capital(unit.phrase)}{' in %' if unit.sign else ''}{lower}, mean over clients, of their personal models and "
         "of the global one, tested on a client's own data (local) or on everybody's (global)."
     ]
     if spread:
@@ -129,7 +129,7 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
         names = ", ".join(heading.replace("\n", " ") for heading in left_out)
         notes.append(f"A wider terminal has room for more columns: {names}.")
     others = [Unit(compared[0].measures.of(c.aggregate)) for c in _others(compared) if c.heading not in left_out]
-    if named := [f"{one.heading}: {one.words}{' in %' if one.sign else ''}" for one in others if one.metric.words]:
+    if named := [f"{one.heading}: {one.phrase}{' in %' if one.sign else ''}" for one in others if one.metric.phrase]:
         notes.append(f"{'; '.join(named)}, of the models that the spread is of.")
     notes += [_PREDICTION.format(one.label, *sent) for one in compared if (sent := prediction_traffic(one))]
     notes += [_BEST] if any(one.has_best for one in compared) else []

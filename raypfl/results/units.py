@@ -29,14 +29,14 @@ class Unit:
         return " %" if self.metric.percent else ""
 
     @property
-    def words(self) -> str:
+    def phrase(self) -> str:
         """The metric's name in a sentence: ``"accuracy"``."""
-        return self.metric.words or self.metric.name
+        return self.metric.phrase or self.metric.name
 
     @property
     def label(self) -> str:
         """The label of an axis: ``"accuracy (%)"``."""
-        return f"{self.words} (%)" if self.metric.percent else self.words
+        return f"{self.phrase} (%)" if self.metric.percent else self.phrase
 
     @property
     def heading(self) -> str:
