@@ -19,7 +19,7 @@ from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
 from raypfl.storage.states import Contents, Stack, StackRef
-from raypfl.storage.tree import leaves, put_together
+from raypfl.storage.tree import leaves, unflatten
 from raypfl.training.unkeyed import ON_CLIENTS, refuse_unkeyed
 
 Open = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
@@ -151,7 +151,7 @@ class Worker:
             tensors = self._tensors(call.sent, leaves(skeleton), opened)
             versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
             clients.received(tensors.values())
-            return put_together(skeleton, tensors)
+            return unflatten(skeleton, tensors)
 
         rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
         arguments = {**fetched(dict(call.arguments)), **rows}

@@ -21,7 +21,7 @@ from raypfl.federation.ledger import Entry, Phase
 from raypfl.federation.logged import Logged, number, png
 from raypfl.federation.logged import columns as checked_columns
 from raypfl.federation.server_training import ServerTraining
-from raypfl.storage.tree import taken_apart
+from raypfl.storage.tree import flatten
 
 
 class _Answer(dict[str, Tensor]):
@@ -196,7 +196,7 @@ class Cohort(ServerTraining):
                 self._charge_received(name, value.rows, value.rows.shape[1:].numel(), value.charged)
             else:
                 charged = value.charged if isinstance(value, Broadcast) else True
-                for each, tensor in taken_apart(_tensors_of(value), name)[1].items():
+                for each, tensor in flatten(_tensors_of(value), name)[1].items():
                     self._charge_received(each, tensor, tensor.numel(), charged)
 
     def _charge_received(self, name: str, tensor: Tensor, whole: int, charged: bool | int | Tensor) -> None:
@@ -226,5 +226,5 @@ def _is_broadcast(value: Any) -> bool:
 def _shapes(values: Mapping[str, Any]) -> str:
     """``"theta [9610]"``: the shapes that one client sees."""
     sent = {name: value.rows[0] if isinstance(value, Scatter) else value for name, value in values.items()}
-    shapes = [f"{name} {list(tensor.shape)}" for name, tensor in taken_apart(sent)[1].items()]
+    shapes = [f"{name} {list(tensor.shape)}" for name, tensor in flatten(sent)[1].items()]
     return ", ".join(shapes) or "nothing"

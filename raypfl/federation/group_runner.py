@@ -21,7 +21,7 @@ from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
 from raypfl.storage.states import StateTable
-from raypfl.storage.tree import taken_apart
+from raypfl.storage.tree import flatten
 
 _DETERMINISTIC = (
     *(TypeError, ValueError, NameError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError),
@@ -86,7 +86,7 @@ class GroupRunner:
         cut_for : instead of the run's own.
         server : the server's state, which the function gets as `server` and fetches entry by entry. It is not charged.
         """
-        to_all, tensors = taken_apart({n: a for n, a in arguments.items() if not isinstance(a, Scatter)})
+        to_all, tensors = flatten({n: a for n, a in arguments.items() if not isinstance(a, Scatter)})
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
         ids, positions = np.array([c for _, c in clients]), np.array([p for p, _ in clients])
         sizes, executor = (cut_for or self.cut_for)(len(clients))
@@ -103,7 +103,7 @@ class GroupRunner:
             )
             for index, members in enumerate(cut(self.costs[ids], sizes, executor))
         ]
-        entries, on_demand = (None, {}) if server is None else taken_apart(dict(server), "server")
+        entries, on_demand = (None, {}) if server is None else flatten(dict(server), "server")
         sent = self._broadcasts.sent(tensors, round, on_demand)
         return Call(function, round, lr, sent, to_all, entries), groups
 

@@ -22,7 +22,7 @@ from raypfl.federation.schedule import cohort_size, even
 from raypfl.models.predictor import Predictor
 from raypfl.server.scoring import score
 from raypfl.server.setup import groups_for
-from raypfl.storage.tree import cloned
+from raypfl.storage.tree import clone
 from raypfl.training.unkeyed import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort)
     """Let a method give clients their models, if that takes exchanges, on a copy of the server's state."""
     if method.has("personalize"):
         with refuse_unkeyed(method.personalize, cohort.task.model.device, ON_SERVER):
-            method.personalize(cloned(state), cohort)
+            method.personalize(clone(state), cohort)
 
 
 def maker(unseen: bool) -> str:

@@ -38,7 +38,7 @@ from raypfl.storage.columns import Columns
 from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable, digests, merged
 from raypfl.storage.tables import Table, arrow
-from raypfl.storage.tree import cloned, put_together, taken_apart
+from raypfl.storage.tree import clone, flatten, unflatten
 from raypfl.training.pool import Pools
 from raypfl.training.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
 
@@ -197,7 +197,7 @@ class Server:
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """If the work within is stopped or fails, everything is as it was before."""
-        before, entries = cloned(self.state), len(self.ledger)
+        before, entries = clone(self.state), len(self.ledger)
         try:
             yield
         except BaseException as error:
@@ -303,7 +303,7 @@ class Server:
     def _hash(self) -> str:
         """SHA-256 of the server's tensors, in the order of names, and of every client's SHA-256, in that of clients."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(taken_apart(self.state)[1].items()):
+        for name, tensor in sorted(flatten(self.state)[1].items()):
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
         clients: dict[int, bytes] = {}
         for held, slots in self.states.by_stacks():  # a few stacks at a time: all of them may be more than memory
@@ -352,8 +352,8 @@ class Server:
         self._tables = _empty_tables(self._evaluator.measures) | snapshot.tables
         self._refuse_other_run(snapshot.meta)
         device = self.task.model.device
-        skeleton, tensors = taken_apart(snapshot.server)
-        self.state = put_together(skeleton, {name: t.to(device) for name, t in tensors.items()})
+        skeleton, tensors = flatten(snapshot.server)
+        self.state = unflatten(skeleton, {name: t.to(device) for name, t in tensors.items()})
         for shard in snapshot.states:
             clients, stack = shard.clients.tolist(), shard.stack()
             handle = self.backend.put_states(stack)

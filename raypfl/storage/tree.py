@@ -1,4 +1,4 @@
-"""Trees of dicts, lists and tuples with tensors, such as a server's state: taking the tensors out, and back in."""
+"""Trees of dicts, lists and tuples with tensors, such as a server's state: flattened, cloned, or encoded as JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Leaf:
     name: str
 
 
-def taken_apart(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """The tree with a :class:`Leaf` for each tensor, and the tensors by name."""
+def flatten(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """The tree with a :class:`Leaf` in place of each tensor, and the tensors by path."""
     if isinstance(tree, Tensor):
         return Leaf(path), {path: tree}
     if not isinstance(tree, dict | list | tuple):
@@ -27,7 +27,7 @@ def taken_apart(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     parts = []
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        part, below = taken_apart(value, f"{path}/{key}" if path else str(key))
+        part, below = flatten(value, f"{path}/{key}" if path else str(key))
         parts.append((key, part))
         if clash := tensors.keys() & below.keys():
             raise MethodError(f"The server's state has two tensors that are both called {min(clash)!r}; rename a key.")
@@ -36,7 +36,7 @@ def taken_apart(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def leaves(skeleton: Any) -> list[str]:
-    """The names of the tensors in a tree that was taken apart."""
+    """The names of the tensors of a flattened tree."""
     if isinstance(skeleton, Leaf):
         return [skeleton.name]
     if isinstance(skeleton, dict):
@@ -46,21 +46,21 @@ def leaves(skeleton: Any) -> list[str]:
     return [name for part in skeleton for name in leaves(part)]
 
 
-def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of :func:`taken_apart`."""
+def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of :func:`flatten`."""
     if isinstance(skeleton, Leaf):
         return tensors[skeleton.name]
     if isinstance(skeleton, dict):
-        return {key: put_together(value, tensors) for key, value in skeleton.items()}
+        return {key: unflatten(value, tensors) for key, value in skeleton.items()}
     if isinstance(skeleton, list | tuple):
-        return type(skeleton)(put_together(value, tensors) for value in skeleton)
+        return type(skeleton)(unflatten(value, tensors) for value in skeleton)
     return skeleton
 
 
-def cloned(tree: Any) -> Any:
+def clone(tree: Any) -> Any:
     """A deep copy."""
-    skeleton, tensors = taken_apart(tree)
-    return put_together(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+    skeleton, tensors = flatten(tree)
+    return unflatten(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 
 
 def encoded(server: dict[str, Any], tensors: dict[str, Tensor]) -> list[Any]:
