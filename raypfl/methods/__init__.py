@@ -13,12 +13,14 @@ from raypfl.methods.fednh import FedNH
 from raypfl.methods.fedproto import FedProto
 from raypfl.methods.fedprox import FedProx
 from raypfl.methods.fedrod import FedROD
+from raypfl.methods.knn_per import KNNPer
 from raypfl.methods.local import Local
 from raypfl.methods.mtl import MTL
 from raypfl.methods.partial import PartialPersonalization
 from raypfl.methods.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
 from raypfl.methods.pefll import PeFLL
 from raypfl.methods.perada import PerAda
+from raypfl.methods.perfedavg import PerFedAvg
 from raypfl.methods.pfedhn import PFedHN
 from raypfl.methods.pfedme import PFedMe
 
@@ -42,6 +44,7 @@ __all__ = [
     "FedROD",
     "FedRep",
     "FedSim",
+    "KNNPer",
     "LGFedAvg",
     "Local",
     "Method",
@@ -50,6 +53,7 @@ __all__ = [
     "PartialPersonalization",
     "PeFLL",
     "PerAda",
+    "PerFedAvg",
     "Server",
     "Task",
 ]
