@@ -51,6 +51,8 @@ class PartialPersonalization(Method):
     personal_epochs, shared_epochs : epochs of a part that is trained on its own; None: training.epochs.
     body : the shared part of personal models in evaluations: the server's ``average``, or what the client trained
         ``last``, which it then has to keep.
+    unseen_epochs : epochs of the personal part of a client that was never trained, the shared part being fixed; None:
+        personal_epochs.
     finetune_epochs : epochs of fine-tuning before each evaluation. It trains the whole model, frozen parts too, and the
         run does not use the result.
     finetune_lr : learning rate of fine-tuning; None: that of the last round.
@@ -62,6 +64,7 @@ class PartialPersonalization(Method):
     order: Literal["together", "personal first", "shared first"] = "together"
     personal_epochs: int | None = None
     shared_epochs: int | None = None
+    unseen_epochs: int | None = None
     body: Literal["average", "last"] = "average"
     finetune_epochs: int = 0
     finetune_lr: float | None = None
@@ -69,7 +72,7 @@ class PartialPersonalization(Method):
 
     def __post_init__(self) -> None:
         own = {"personal_epochs": self.personal_epochs, "shared_epochs": self.shared_epochs}
-        refuse_below(0, finetune_epochs=self.finetune_epochs, **own)
+        refuse_below(0, finetune_epochs=self.finetune_epochs, unseen_epochs=self.unseen_epochs, **own)
         for name, epochs in own.items():
             if epochs is not None and self.order == "together":
                 raise ConfigError(
@@ -135,7 +138,8 @@ class PartialPersonalization(Method):
         """A client that never took part trains its personal part from the initial values; the shared part is fixed."""
         personal, theta = self.parts(clients.model).personal, server["theta"]
         if bool(personal.any()):
-            theta = clients.sgd(clients.loss, theta, train=personal, epochs=self.personal_epochs, stream="unseen")
+            epochs = self.personal_epochs if self.unseen_epochs is None else self.unseen_epochs
+            theta = clients.sgd(clients.loss, theta, train=personal, epochs=epochs, stream="unseen")
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
     def _with_personal(self, clients: Clients, theta: Tensor) -> Tensor:

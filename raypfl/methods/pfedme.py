@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,14 +32,17 @@ class PFedMe(FedAvg):
     lam : weight of the proximal term, lambda. ``w_k`` moves the fraction ``training.lr * lam`` of the way to ``v_k``.
     inner_steps : steps on each mini-batch, K; with 0, ``w`` does not change.
     inner_lr : learning rate of the personal model; None: training.lr.
+    unseen_epochs : epochs on the inner problem of a client that was never trained, from the global model; None: as long
+        as in one round.
     """
 
     lam: float = 1.0
     inner_steps: int = 3
     inner_lr: float | None = None
+    unseen_epochs: int | None = None
 
     def __post_init__(self) -> None:
-        refuse_below(0, inner_steps=self.inner_steps)
+        refuse_below(0, inner_steps=self.inner_steps, unseen_epochs=self.unseen_epochs)
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         center: Tensor = per_client(theta.repeat(len(clients), 1))
@@ -51,3 +56,8 @@ class PFedMe(FedAvg):
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
+
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
+        theta = server["theta"]
+        schedule: dict[str, Any] = {"epochs": self.unseen_epochs, "lr": self.inner_lr, "stream": "unseen"}
+        return clients.sgd(clients.loss, theta, penalty=proximal(self.lam), anchor=theta, **schedule)

@@ -1,0 +1,1 @@
+"""Bounds and rates that papers prove, as functions of their quantities."""
