@@ -173,7 +173,7 @@ def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
     assert "nowhere is not the folder of a run" in result.stderr
 
 
-def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):
     real = driver.resume
 
     def interrupted(folder, *, listeners, overrides):
@@ -187,7 +187,7 @@ def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_go_on(monkeypatch: pytest
     result = raypfl("run", *SMALL, "rounds=50", "--method", "fedavg")
     assert result.exit_code == 130
     assert result.output.count("raypfl resume") == 1
-    assert "To go on: raypfl resume runs/digits-fedavg" in result.stderr
+    assert "To continue: raypfl resume runs/digits-fedavg" in result.stderr
 
 
 def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.MonkeyPatch):
@@ -198,7 +198,7 @@ def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.Monke
         patch.setattr(driver, "_job", interrupted)
         result = raypfl("run", *SMALL, "--method", "fedavg")
     (run,) = Path("runs").iterdir()
-    assert result.exit_code == 130 and f"Stopped. To go on: raypfl resume {run}\n" in result.stderr
+    assert result.exit_code == 130 and f"Stopped. To continue: raypfl resume {run}\n" in result.stderr
     assert told("resume", str(run))["runs"][0]["status"] == "finished"
 
 

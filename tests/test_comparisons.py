@@ -95,7 +95,7 @@ def test_an_interrupted_comparison_goes_on_to_all_its_ends_and_the_same_bits(
     stopped = cut_off("ditto", "run", *tracked, "--method", "fedavg,ditto,local")
     folder = only_folder()
     assert stopped.exit_code == 130
-    assert f"Stopped. 1 of 3 runs are finished. To go on: raypfl resume {folder}\n" in stopped.stderr
+    assert f"Stopped. 1 of 3 runs are finished. To continue: raypfl resume {folder}\n" in stopped.stderr
     assert "Try next" not in stopped.stdout
     finished = (folder / "fedavg-s0" / "summary.json").stat().st_mtime_ns
 
@@ -127,7 +127,7 @@ def test_what_is_finished_of_an_interrupted_comparison_is_reported_on(cut_off):
         assert any(f"`raypfl resume {folder / 'local-s0'}` finishes an interrupted one" in note for note in notes)
 
 
-def test_a_comparison_interrupted_before_its_first_round_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_a_comparison_interrupted_before_its_first_round_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):
     def pressed(*given, **named):
         raise KeyboardInterrupt
 
@@ -136,7 +136,7 @@ def test_a_comparison_interrupted_before_its_first_round_says_how_to_go_on(monke
         stopped = raypfl("run", *QUIETLY)
     folder = only_folder()
     assert stopped.exit_code == 130
-    assert f"Stopped. 0 of 2 runs are finished. To go on: raypfl resume {folder}\n" in stopped.stderr
+    assert f"Stopped. 0 of 2 runs are finished. To continue: raypfl resume {folder}\n" in stopped.stderr
     assert [run["status"] for run in told("resume", str(folder))["runs"]] == ["finished", "finished"]
 
 
@@ -158,7 +158,7 @@ def test_going_on_with_a_change_that_was_interrupted_repeats_the_change(monkeypa
 
     monkeypatch.setattr(driver, "resume", pressed)
     stopped = raypfl("resume", str(folder), "rounds=3")
-    assert f"0 of 2 runs are finished. To go on: raypfl resume {folder} rounds=3\n" in stopped.stderr
+    assert f"0 of 2 runs are finished. To continue: raypfl resume {folder} rounds=3\n" in stopped.stderr
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_failed_run_of_a_comparison_is_run_again_by_resume(monkeypatch: pytest
         failed = raypfl("run", *QUIETLY)
     folder = only_folder()
     assert failed.exit_code == 1 and "Client 3 lost its mind." in failed.stderr and "fedavg" in failed.stdout
-    assert f"1 of 2 runs are finished. To go on: raypfl resume {folder}\n" in failed.stderr
+    assert f"1 of 2 runs are finished. To continue: raypfl resume {folder}\n" in failed.stderr
     assert [run["status"] for run in told("resume", str(folder))["runs"]] == ["finished", "finished"]
 
 

@@ -99,7 +99,7 @@ def test_a_node_that_fails_changes_no_bit(tmp_path, nodes, undisturbed, happens)
     wait_for(lambda: not any("Actor" in command for _, command in nodes.head.processes() if "Agent" not in command))
 
 
-def test_a_head_that_dies_ends_the_run_with_how_to_go_on(tmp_path, nodes, undisturbed):
+def test_a_head_that_dies_ends_the_run_with_how_to_continue(tmp_path, nodes, undisturbed):
     nodes.environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
     (worker,) = nodes.workers
     run = start(nodes, worker, tmp_path)

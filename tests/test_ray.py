@@ -103,7 +103,7 @@ def test_a_run_with_a_ray_of_its_own_is_saved_and_leaves_nothing_behind_when_it_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", ["raylet", "gcs_server"])
-def test_a_ray_that_dies_is_a_sentence_that_says_how_to_go_on(tmp_path, process):
+def test_a_ray_that_dies_is_a_sentence_that_says_how_to_continue(tmp_path, process):
     (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, rounds=500).to_yaml())
     script = (
         "import os, sys, raypfl\n"

@@ -132,7 +132,7 @@ def test_a_cancelled_job_is_saved(slurm: Slurm):
     slurm.wait(f"test -e runs/job-{job}/checkpoints && sleep 5")
     slurm(f"scancel {job}")
     assert slurm.ended(job).endswith("JobState=CANCELLED")
-    assert "Stopped. To go on" in slurm.log(job)
+    assert "Stopped. To continue" in slurm.log(job)
     assert 0 < raypfl.Result.load(slurm.folder / f"runs/job-{job}").round < 5000
 
 
@@ -145,7 +145,7 @@ def test_a_job_that_is_requeued_goes_on_to_the_same_bits(slurm: Slurm, cause: st
         slurm("sbatch --partition=high --nodes=2 --exclusive --wrap true")
     else:
         slurm(f"scancel --batch --signal=USR1 {job}")  # as Slurm does, by --signal
-    slurm.wait(f"grep -q 'Stopped. To go on' raypfl-{job}.log")
+    slurm.wait(f"grep -q 'Stopped. To continue' raypfl-{job}.log")
     slurm.wait(f"squeue --noheader --jobs={job} --states=PD | grep -q .")
     slurm(f"scontrol update JobId={job} StartTime=now")  # Slurm would wait for two minutes
     assert slurm.ended(job) == "ExitCode=0:0 JobState=COMPLETED", slurm.log(job)

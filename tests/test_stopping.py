@@ -135,10 +135,12 @@ def test_a_terminal_that_is_closed_does_not_end_the_run(monkeypatch: pytest.Monk
     View(console, [RunLine("ditto", 3, "cyan")]).listener(0)(Warned("A client actor died."))
 
 
-@pytest.mark.parametrize(("end", "said"), [("os.kill(os.getpid(), 9)", ["To go on: raypfl resume runs/a"]), ("", [])])
-def test_a_process_that_is_killed_is_followed_by_how_to_go_on(end: str, said: list[str]):
+@pytest.mark.parametrize(
+    ("end", "said"), [("os.kill(os.getpid(), 9)", ["To continue: raypfl resume runs/a"]), ("", [])]
+)
+def test_a_process_that_is_killed_is_followed_by_how_to_continue(end: str, said: list[str]):
     imports = f"import os\nfrom {message_if_killed.__module__} import message_if_killed\n"
-    script = f"{imports}with message_if_killed('To go on: raypfl resume runs/a'):\n    {end or 'pass'}"
+    script = f"{imports}with message_if_killed('To continue: raypfl resume runs/a'):\n    {end or 'pass'}"
     # The pipe ends once the process that says so has ended too.
     told = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True).stderr.splitlines()
     assert [line[-len(text) :] for line, text in zip(told, said, strict=True)] == said

@@ -271,7 +271,7 @@ def test_a_cell_that_fails_is_told_in_a_sentence_and_leaves_the_others_alone(tin
     result = CliRunner().invoke(app, ["study", "tiny.yaml", "seeds=1", "--only", "dir0.1", "--quiet"])
     assert result.exit_code == 1
     assert "Ditto · Dir(0.1) · seed 0: " in result.stderr and "1 of 2 cells are finished" in result.stderr
-    assert "To go on: raypfl study tiny.yaml seeds=1 --only dir0.1" in result.stderr
+    assert "To continue: raypfl study tiny.yaml seeds=1 --only dir0.1" in result.stderr
     assert "FedAvg" in result.stdout and "1 of 2 cells are not finished" in result.stdout
 
 
@@ -285,9 +285,7 @@ def test_ctrl_c_ends_with_130_tells_what_there_is_and_the_command_that_goes_on(m
     words = ["study", "tiny.yaml", "training.lr=0.05", "--only", "FedAvg,Dir(0.1)", "--quiet"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 130
-    go_on = (
-        "Stopped. 1 of 2 cells are finished. To go on: raypfl study tiny.yaml training.lr=0.05 --only 'FedAvg,Dir(0.1)'"
-    )
+    go_on = "1 of 2 cells are finished. To continue: raypfl study tiny.yaml training.lr=0.05 --only 'FedAvg,Dir(0.1)'"
     assert go_on in result.stderr
     assert "…" in result.stdout and "training.lr is 0.05, not 0.1." in result.stdout
 

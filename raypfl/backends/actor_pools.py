@@ -28,7 +28,7 @@ def reserved(pool: ActorPool) -> dict[str, Any]:
 
 
 def room_for(options: Mapping[str, Any], nodes: Nodes, server: Mapping[str, float]) -> int | None:
-    """Actors with these options that the nodes hold beside the server; None if not even the server has room."""
+    """Actors with these options that fit the nodes together with the server; None if not even the server has room."""
     left = _beside(server, nodes)
     return None if left is None else sum(node.fits(options) for node in left)
 

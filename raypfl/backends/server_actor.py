@@ -49,7 +49,7 @@ class _EventStream:
 class ServerActor:
     """Runs jobs, one after the other, in a process of the cluster, with client actors of its own.
 
-    If it dies, Ray starts it again and repeats `run`, which goes on from the job's checkpoint.
+    If it dies, Ray starts it again and repeats `run`, which continues from the job's checkpoint.
 
     Parameters
     ----------

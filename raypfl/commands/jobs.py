@@ -63,7 +63,7 @@ def submit(
     console = Console(stderr=True)
     _tell(console, f"Submitted {job} with {package.listed(files)}. Results: {run_dir or about.output}")
     if detach:
-        _tell(console, _how_to_go_on(job, address))
+        _tell(console, _how_to_continue(job, address))
         return 0
     return _follow(cluster, job, address, console)
 
@@ -111,7 +111,7 @@ def _follow(cluster: JobSubmissionClient, job: str, address: str | None, console
         with interrupting():
             details = follow(cluster, job, _show)
     except KeyboardInterrupt:
-        _tell(console, f"No longer following; the job continues. {_how_to_go_on(job, address)}", "yellow")
+        _tell(console, f"No longer following; the job continues. {_how_to_continue(job, address)}", "yellow")
         return STOPPED
     code = exit_code(details)
     if code == STOPPED:
@@ -128,7 +128,7 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _how_to_go_on(job: str, address: str | None) -> str:
+def _how_to_continue(job: str, address: str | None) -> str:
     where = ["--address", address] if address else []
     words = (["raypfl", "logs", job, "--follow", *where], ["raypfl", "stop", job, *where])
     return "Follow it: {}. Stop it: {}".format(*map(shlex.join, words))

@@ -65,9 +65,9 @@ class _Work:
         }
 
     @property
-    def to_go_on(self) -> str:
+    def to_continue(self) -> str:
         """The command that continues it, announced as such."""
-        return "To go on: " + shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
+        return "To continue: " + shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
 
 
 def run_experiments(
@@ -83,7 +83,7 @@ def run_experiments(
 
     Raises
     ------
-    Stopped : if it was interrupted; the text says how to go on.
+    Stopped : if it was interrupted; the text says how to continue.
     RaypflError : if a run is refused, or fails.
     """
     tags = {"recipe": tried[0]}
@@ -150,7 +150,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
     results: list[Result] = []
     name, kept_in = (work.tried[0], work.folder) if work.is_comparison else (None, None)
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
-    with interrupting(), message_if_killed(work.to_go_on), tracking as tracked:
+    with interrupting(), message_if_killed(work.to_continue), tracking as tracked:
         trackers = tracked.for_each(planned)
         try:
             with view(progress, lines, quiet) as shown, _session(list(left.values()), shown.listener(0)):
@@ -188,7 +188,7 @@ def _unfinished(work: _Work, results: Sequence[Result]) -> str:
     """How many runs are finished, and the command that continues."""
     finished = sum(result.status == "finished" for result in results)
     count = f"{finished} of {len(work.runs)} runs are finished. " if work.is_comparison else ""
-    return f"{count}{work.to_go_on}"
+    return f"{count}{work.to_continue}"
 
 
 def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_json: bool) -> None:

@@ -45,7 +45,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     Raises
     ------
     ConfigError : before anything runs, if the study, a label or an assignment is wrong.
-    Stopped : if it was interrupted; the text says how to go on.
+    Stopped : if it was interrupted; the text says how to continue.
     RaypflError : if cells failed.
     """
     study, reference = load(source)
@@ -54,10 +54,10 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     cells = plan(study, assignments)
     folder = Path(cells[0].experiment.output).absolute() / study.name
     words = ["raypfl", "study", source, *assignments, *(["--only", ",".join(only)] if only else [])]
-    to_go_on = f"To go on: {shlex.join(words)}"
+    to_continue = f"To continue: {shlex.join(words)}"
     progress = Console(stderr=True)
     tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
-    with interrupting(), message_if_killed(to_go_on), tracking as tracked:
+    with interrupting(), message_if_killed(to_continue), tracking as tracked:
         outcomes = _run(cells, tracked, progress, quiet)
         results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
         if results:
@@ -73,7 +73,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
                 print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
             else:
                 _show(study, reference, measured, departures, folder)
-        _raise_for(outcomes, cells, to_go_on)
+        _raise_for(outcomes, cells, to_continue)
 
 
 def _run(cells: Sequence[Cell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[Outcome]:
@@ -114,10 +114,10 @@ def _show(study: Study, reference: Study, measured: Sequence[Entry], departures:
         console.print(Text(str(nearby(folder / name))), soft_wrap=True)
 
 
-def _raise_for(outcomes: Sequence[Outcome], cells: Sequence[Cell], to_go_on: str) -> None:
+def _raise_for(outcomes: Sequence[Outcome], cells: Sequence[Cell], to_continue: str) -> None:
     failed = [f"{cell.label}: {one.error}" for cell, one in zip(cells, outcomes, strict=True) if one.status == FAILED]
     finished = sum(one.status == FINISHED for one in outcomes)
-    summary = f"{finished} of {len(outcomes)} cells are finished. {to_go_on}"
+    summary = f"{finished} of {len(outcomes)} cells are finished. {to_continue}"
     if failed:
         raise RaypflError("\n".join([*failed, summary]))
     if finished < len(outcomes):

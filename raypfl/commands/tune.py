@@ -31,7 +31,7 @@ MOST_LINES = 20
 
 
 def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: bool) -> None:
-    """Run a sweep, or go on with one, and show its trials, the best first.
+    """Run a sweep, or continue one, and show its trials, the best first.
 
     Raises
     ------

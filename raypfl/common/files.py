@@ -52,7 +52,7 @@ def sync(path: str | Path) -> None:
 def alone(path: Path) -> Iterator[None]:
     """Hold a lock on `path`, which other processes that call this wait for.
 
-    The lock is a file beside `path`, removed afterwards. On a file system without locks nobody waits.
+    The lock is a file next to `path`, removed afterwards. A file system without locks does not wait.
 
     Raises
     ------

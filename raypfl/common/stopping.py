@@ -126,15 +126,15 @@ def _handled(by: Any = None, numbers: Iterable[int] = ASKING, where: Any = None)
 
 
 @contextlib.contextmanager
-def message_if_killed(how_to_go_on: str) -> Iterator[None]:
+def message_if_killed(how_to_continue: str) -> Iterator[None]:
     """While active, another process prints a message on stderr if this one is killed or exits in a library's C++ code.
 
     Parameters
     ----------
-    how_to_go_on : the end of the message.
+    how_to_continue : the end of the message.
     """
     reason = "killed, out of memory, or by Ray after one of its processes died"
-    message = f"raypfl was ended from outside: {reason}. {how_to_go_on}"
+    message = f"raypfl was ended from outside: {reason}. {how_to_continue}"
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # the run is worth starting even if there is no room for one more process
             # A session of its own keeps signals to our process group away from it.

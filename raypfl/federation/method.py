@@ -61,7 +61,7 @@ class Method:
         """Raise a ConfigError if the options do not fit the clients' network; asked before anything is started."""
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
-        """Networks beside the clients' model; later they are in ``task.networks`` and ``clients.networks``."""
+        """Networks other than the clients' model; later they are in ``task.networks`` and ``clients.networks``."""
         return {}
 
     def start(self, task: Task) -> Server:

@@ -168,7 +168,7 @@ class ServerTraining(ABC):
         return at
 
     def progress(self, text: str, items: Iterable[Item], *, total: int | None = None) -> Iterator[Item]:
-        """Yield the items; if that takes long, listeners are told how many are done.
+        """Yield the items; if that takes long, report progress to the listeners.
 
         Parameters
         ----------

@@ -53,7 +53,7 @@ class FailureSettings:
 
     Attributes
     ----------
-    on_client_failure : ``raise`` stops the run with a sentence; ``skip`` goes on without the client and counts it.
+    on_client_failure : ``raise`` stops the run with a sentence; ``skip`` continues without the client and counts it.
     retries : further tries of a group, after an error or the death of its process, before its failing clients are
         singled out by one try of each alone. A mistake in the method's code, such as a TypeError or KeyError, gets
         none: it would fail again.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 _ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""Where an address may be named, beside ``--address``. Ray lets both win over an address that is given."""
+"""Where an address may be set, in addition to ``--address``. Ray lets both win over an address that is given."""
 _TALKATIVE = ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging")
 
 

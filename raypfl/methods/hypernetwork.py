@@ -25,7 +25,7 @@ LEARNING_RATES = {"average": 1.0, "sgd": 1e-2, "adam": 1e-3}
 
 
 def network(task: Task, name: str, factory: Callable[[], nn.Module]) -> FlatModel:
-    """A network that the server trains, beside the clients' own."""
+    """A network that the server trains, in addition to the clients'."""
     return FlatModel(factory, rng.key(task.seed, name) % 2**31, task.model.dtype, task.model.device)
 
 

@@ -42,7 +42,7 @@ class Block:
 
 
 def columns(compared: Sequence[RunGroup]) -> list[Column]:
-    """The primary metric of both models, its spread, and the other metrics that are shown and that somebody has."""
+    """The primary metric of both models, its spread, and the other shown metrics that have a value."""
     measures = compared[0].measures
     spread = [Column("std", "std"), Column("worst\ndecile", "worst_decile"), Column("by\nsamples", "weighted")]
     others = [

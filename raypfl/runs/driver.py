@@ -412,7 +412,7 @@ class _Audience:
 
     One event at a time, from any thread.
 
-    A run's start is told with the seconds since the audience was made, as ``startup_seconds`` of its metadata.
+    The event of a run's start has the seconds since the audience was made, as ``startup_seconds`` of its metadata.
 
     Attributes
     ----------

@@ -51,7 +51,7 @@ class Memory(Protocol):
         ...
 
     def context(self) -> float:
-        """Bytes that the process has beside its tensors."""
+        """Bytes that the process uses in addition to its tensors."""
         ...
 
 

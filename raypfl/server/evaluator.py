@@ -73,7 +73,7 @@ class Evaluator:
         return round > self._last and (round == 0 or is_due(round, settings.every, self.experiment.rounds))
 
     def reason_to_stop(self) -> str | None:
-        """Why the run ends before its last round, as a sentence; None: it goes on."""
+        """Why the run ends before its last round, as a sentence; None if it continues."""
         selection, patience = self._selection(), self.experiment.evaluation.patience
         if patience is None or selection.waited < patience:
             return None

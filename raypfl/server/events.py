@@ -23,7 +23,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run begins, or goes on after `first_round` rounds.
+    """A run starts, or continues after `first_round` rounds.
 
     Attributes
     ----------

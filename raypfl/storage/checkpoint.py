@@ -54,7 +54,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a run needs to go on to the same bits.
+    """All that a run needs to continue to the same bits.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint of round {snapshot.round} cannot be written to {location}: {error}. Free some space "
-            f"there, or set checkpoint.location to another place; `raypfl resume` goes on from the checkpoint before."
+            f"there, or set checkpoint.location to another place; `raypfl resume` continues from the checkpoint before."
         ) from error
     for file, stacks in written:
         for stack in stacks:

@@ -1,4 +1,4 @@
-"""A study's figure: what was measured beside what was published, method by method."""
+"""A study's figure: measured and published numbers side by side, by method."""
 
 from __future__ import annotations
 

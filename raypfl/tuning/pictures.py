@@ -62,7 +62,7 @@ def draw_configurations(
 
 
 def _column(values: list[Any], logarithmic: bool) -> tuple[list[float], list[tuple[float, str]]]:
-    """Heights from 0 to 1, `ABSENT` where a configuration has no such setting, and what stands beside the axis."""
+    """Heights from 0 to 1, `ABSENT` where a configuration has no such setting, and the axis's tick labels."""
     known = [value for value in values if value is not None]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
         scaled = [math.log10(value) if logarithmic else float(value) for value in known]

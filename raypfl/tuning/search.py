@@ -87,7 +87,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
     Parameters
     ----------
     first, modes : as :func:`check` gives them.
-    folder : of the sweep. A sweep that is in it already goes on.
+    folder : of the sweep. A sweep that is already in it continues.
     hear : is called with a trial's name, a seed's number and every event of that run.
     show : is called with all trials that there are, whenever one has changed.
     """

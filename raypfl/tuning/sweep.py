@@ -56,8 +56,8 @@ class Scheduler(_Part):
     Attributes
     ----------
     name : ``none``; ``asha``, which stops trials that are behind; ``median``, which stops those below the median;
-        ``pbt`` and ``pb2``, in which trials that are behind go on from better ones with changed settings.
-    grace : rounds that every trial gets. factor : of ASHA: one in so many trials goes on at each rung.
+        ``pbt`` and ``pb2``, in which bad trials continue from the checkpoints of better ones, with changed settings.
+    grace : rounds that every trial gets. factor : of ASHA: one in so many trials continues at each rung.
     interval : of PBT and PB2: rounds between changes; None: those between evaluations.
     """
 
@@ -68,7 +68,7 @@ class Scheduler(_Part):
 
     @property
     def copies(self) -> bool:
-        """Whether trials go on from checkpoints of others."""
+        """Whether trials continue from checkpoints of others."""
         return self.name in ("pbt", "pb2")
 
 

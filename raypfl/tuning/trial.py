@@ -1,7 +1,7 @@
 """One trial: a configuration's run, in the process that Ray Tune gives it.
 
 What a trial reports carries no copy of its checkpoint but says where that is: a trial keeps its checkpoints in its own
-folder, all of them where others may go on from them.
+folder, all of them if other trials may continue from them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def name_of(trial_id: str) -> str:
 
 
 def run_trial(config: Mapping[str, Any], order: Order) -> None:
-    """Run a configuration to its end, or until Tune stops it; goes on from a checkpoint that Tune gives."""
+    """Run a configuration to its end, or until Tune stops it; continues from a checkpoint that Tune gives."""
     from ray import tune
 
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(STOP_SECONDS)
@@ -187,7 +187,7 @@ class _Run:
             self._report(result.round, done=True)
 
     def _as_a_trial(self) -> Experiment:
-        """In this process alone, unless the trial has actors; with all checkpoints, if others may go on from them."""
+        """In this process alone, unless the trial has actors; with all checkpoints, if others may continue from one."""
         changes = [] if self.experiment.ray.actors else ["engine.backend=inline"]
         changes += ["checkpoint.keep=1000000"] if self.order.sweep.scheduler.copies else []
         return self.experiment.override(changes)
