@@ -41,9 +41,11 @@ def test_fedproto_without_pull_is_training_alone_to_the_bit(factory, executor):
 
 
 @both
-def test_two_rounds_of_fedproto_by_hand(executor):
+@pytest.mark.parametrize("paper", [False, True])
+def test_two_rounds_of_fedproto_by_hand(executor, paper):
     lam, lr = 0.7, 0.1
-    fed = played(FedProto(lam=lam), None, None, executor=executor, training=ONE_STEP)
+    options = {"distance": "sum", "weighting": "samples", "prediction": "prototypes"} if paper else {}
+    fed = played(FedProto(lam=lam, **options), None, None, executor=executor, training=ONE_STEP)
     nets = [as_module(small_mlp, fed.model.init(fed.seed)) for _ in range(4)]
     means = torch.zeros(CLASSES, 5, dtype=torch.float64)
     for _ in range(2):
@@ -53,7 +55,7 @@ def test_two_rounds_of_fedproto_by_hand(executor):
             z = latent(net, x)
             loss = F.cross_entropy(net[3](z), y)
             pulls = [(z[y == c].mean(0) - means[c]).square().sum() for c in y.unique() if means[c].any()]
-            loss = loss + lam * sum(pulls) / max(len(pulls), 1)
+            loss = loss + lam * sum(pulls) / (1 if paper else max(len(pulls), 1))
             net.zero_grad()
             loss.backward()
             with torch.no_grad():
@@ -61,12 +63,18 @@ def test_two_rounds_of_fedproto_by_hand(executor):
                     p.sub_(lr * p.grad)
                 z = latent(net, x)
                 for c in y.unique():
-                    sums[c] += z[y == c].mean(0)
-                    owners[c] += 1
+                    weight = (y == c).sum() if paper else 1
+                    sums[c] += weight * z[y == c].mean(0)
+                    owners[c] += weight
         means = sums / owners
     torch.testing.assert_close(fed.server["means"], means, rtol=1e-10, atol=1e-10)
     expected = torch.stack([torch.cat([p.detach().reshape(-1) for p in net.parameters()]) for net in nets])
     torch.testing.assert_close(kept(fed, "model"), expected, rtol=1e-10, atol=1e-10)
+    if paper:
+        x, _ = fed.samples(2)
+        predicted = fed.method.personal_model(fed.clients([2]), fed.server)
+        outputs = predicted.function(x, own=fed.clients([2]).other(expected[2]), means=means)
+        assert outputs.argmax(1).equal(torch.cdist(latent(nets[2], x), means).argmin(1))
 
 
 def test_a_class_that_nobody_brings_keeps_the_mean_that_it_had():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from raypfl.common.messages import Sum
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
+from raypfl.models.predictor import Other, Predictor
 from raypfl.objectives import Classification, Objective
 from raypfl.objectives.batch import Batch
 
@@ -27,18 +28,23 @@ class FedProto(Method):
     owners of a class. Kept: the model, which starts at the initial model; with ``lam = 0`` it is local training. There
     is no global model.
 
-    Where this departs from the paper: the distance is a mean over the classes of a mini-batch (the paper: a sum over
-    the client's classes), owners count equally (the paper: by samples), and models predict with their output layer (the
-    paper: by the nearest prototype).
+    The defaults are those of FedNH's comparison; the paper has ``distance: sum, weighting: samples, prediction:
+    prototypes``. Its distance is over all of the client's classes, this one's over those of a mini-batch.
 
     Attributes
     ----------
     lam : weight of the distance to the server's mean features, lambda.
+    distance : over the classes of a mini-batch, their ``mean`` or ``sum``.
+    weighting : owners of a class count equally (``uniform``) or by their ``samples`` of it.
+    prediction : by the output layer (``head``) or by the nearest of the server's ``prototypes``.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
     lam: float = 0.1
+    distance: Literal["mean", "sum"] = "mean"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    prediction: Literal["head", "prototypes"] = "head"
 
     def start(self, task: Task) -> Server:
         weight = task.model.segments[task.model.names("output layer")[0]]
@@ -46,8 +52,8 @@ class FedProto(Method):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         reply = cohort.run(self.train, means=server["means"])
-        owners = reply["owners"][:, None]
-        server["means"] = torch.where(owners > 0, reply["means"] / owners.clamp_min(1), server["means"])
+        weight = reply["weight"][:, None]
+        server["means"] = torch.where(weight > 0, reply["means"] / weight.clamp_min(1), server["means"])
 
     def train(self, clients: Clients, means: Tensor) -> dict[str, Sum]:
         run, classes = clients.model.features, clients.num_classes
@@ -58,15 +64,28 @@ class FedProto(Method):
             count = member.sum(0)
             distance = (member.T @ z / count.clamp_min(1)[:, None] - means).square().sum(1)
             here = ((count > 0) & (means != 0).any(1)).to(z.dtype)
-            penalty = self.lam * (distance * here).sum() / here.sum().clamp_min(1)
-            return clients.objective.loss(logits, batch), penalty
+            total = (distance * here).sum()
+            mean = total / here.sum().clamp_min(1)
+            return clients.objective.loss(logits, batch), self.lam * (mean if self.distance == "mean" else total)
 
         model = clients.state.get("model", default=clients.initial)
         clients.state["model"] = clients.sgd(pulled, model, means=means)
         own, counts = clients.class_means(lambda theta, x: run(theta, x)[0], clients.state["model"])
         owned = counts > 0
+        weight = (counts if self.weighting == "samples" else owned).to(own.dtype)
         sent = owned.sum(1) * own.shape[2]
-        return {"means": Sum(own, charged=sent), "owners": Sum(owned.to(own.dtype), charged=False)}
+        return {
+            "means": Sum(own * weight[:, :, None], charged=sent),
+            "weight": Sum(weight, charged=owned.sum(1) if self.weighting == "samples" else False),
+        }
 
-    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
-        return clients.state.get("model", default=clients.initial)
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor | Predictor:
+        model = clients.state.get("model", default=clients.initial)
+        if self.prediction == "head" or not (known := (server["means"] != 0).any(1)).any():
+            return model
+
+        def nearest(x: Tensor, own: Other, means: Tensor) -> Tensor:
+            distance = (own.features(x)[:, None] - means).square().sum(2)
+            return torch.where(known, -distance, torch.finfo(distance.dtype).min)
+
+        return Predictor(nearest, own=clients.other(model), means=server["means"])
