@@ -64,9 +64,10 @@ class FedProto(Method):
             count = member.sum(0)
             distance = (member.T @ z / count.clamp_min(1)[:, None] - means).square().sum(1)
             here = ((count > 0) & (means != 0).any(1)).to(z.dtype)
-            total = (distance * here).sum()
-            mean = total / here.sum().clamp_min(1)
-            return clients.objective.loss(logits, batch), self.lam * (mean if self.distance == "mean" else total)
+            penalty = self.lam * (distance * here).sum()
+            if self.distance == "mean":
+                penalty = penalty / here.sum().clamp_min(1)
+            return clients.objective.loss(logits, batch), penalty
 
         model = clients.state.get("model", default=clients.initial)
         clients.state["model"] = clients.sgd(pulled, model, means=means)
