@@ -45,6 +45,16 @@ def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(
             assert len(epoch[-1]) == size - batch_size * (per_epoch - 1)
 
 
+@given(sizes=SIZES, batch_size=st.integers(1, 12), smallest=st.integers(1, 12), steps=st.sampled_from([None, 7]))
+def test_a_last_batch_that_is_too_small_is_left_out_unless_it_is_the_only_one(sizes, batch_size, smallest, steps):
+    whole = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs=12)
+    fewer = order(keys_for(len(sizes)), np.array(sizes), batch_size, 2, steps, smallest)
+    for k, size in enumerate(sizes):
+        kept = [batch for batch in visited(whole, k) if len(batch) >= min(smallest, batch_size) or size <= batch_size]
+        assert visited(fewer, k) == kept[: len(visited(fewer, k))]
+        assert len(visited(fewer, k)) == (steps or 2 * len(kept) // 12)
+
+
 @given(
     sizes=SIZES,
     batch_size=st.integers(1, 12),

@@ -89,7 +89,9 @@ class Clients:
     ) -> PerClient:
         """``[K]``: steps that :meth:`sgd` takes on each client with the same arguments, in floating point."""
         sizes = self._group.samples("train").sizes
-        return self._numbers(num_steps(sizes, *self._group.pace(epochs, steps, batch_size)))
+        return self._numbers(
+            num_steps(sizes, *self._group.pace(epochs, steps, batch_size), self.training.smallest_batch)
+        )
 
     def label_counts(self, split: str = "train") -> PerClient:
         """``[K, num_classes]``: number of samples of each class; with several labels per sample, how often each is 1.

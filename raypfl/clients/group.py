@@ -130,12 +130,14 @@ class ClientGroup:
         ClientError : if batch norm would see a batch of one sample.
         """
         samples, (size, epochs, steps) = self.samples("train"), self.pace(epochs, steps, batch_size)
-        visits = order(self.keys("batches" + stream), samples.sizes, min(size, samples.width), epochs, steps)
+        size, smallest = min(size, samples.width), self.context.training.smallest_batch
+        visits = order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest)
         lone = np.flatnonzero((visits.counts == 1).any(1))
         if len(lone) and self.model.normalises_vectors:
             raise ClientError(
                 f"Client {self.ids[lone[0]]} has a batch of one sample, over which the network's batch norm is "
-                "undefined. Choose another training.batch_size, or a network with group norm.",
+                "undefined. Set training.smallest_batch to 2, which leaves it out, or choose another "
+                "training.batch_size, or a network with group norm.",
                 clients=[self.ids[k] for k in lone],
                 repeatable=True,
             )

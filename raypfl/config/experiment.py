@@ -250,8 +250,9 @@ def _to_plain(value: Any) -> Any:
         shared = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _to_plain({"name": value.name, **shared.pop("options"), **shared})
     if isinstance(value, ModelSettings):
-        fixed = {"weights": value.weights, "frozen": value.frozen, "trained": value.trained}
-        return _to_plain({"name": value.name, **fixed, **value.options})
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        options = given.pop("options")
+        return _to_plain(given | options)
     if component := describe(value):
         return _to_plain(component)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

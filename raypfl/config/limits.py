@@ -45,7 +45,7 @@ LOCATION = Limit(
 
 _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
-    "evaluation.batch_size evaluation.patience engine.group_size ray.actors ray.max_actors "
+    "training.smallest_batch evaluation.batch_size evaluation.patience engine.group_size ray.actors ray.max_actors "
     "ray.clients_per_actor checkpoint.keep",
     FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every "
     "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb",

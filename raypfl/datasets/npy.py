@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -109,7 +110,7 @@ class Cifar10C(_LikeCifar10):
 
     Attributes
     ----------
-    image : the corruption's file, such as ``gaussian_noise.npy``.
+    image : the corruption's file, such as ``gaussian_noise.npy``; or ``all`` corruptions, one after the other.
     variant : the severity, 1 to 5; None: all of them.
     """
 
@@ -128,6 +129,24 @@ class Cifar10C(_LikeCifar10):
                 "'gaussian_noise.npy', or make a pool of each with a star in the pool's name, as in 'ood/*'."
             )
         return self.image, "labels.npy"
+
+    def paths(self) -> list[Path]:
+        return list(dict.fromkeys(path for one in self._each() for path in super(Cifar10C, one).paths()))
+
+    def read(self) -> RawData:
+        parts = [super(Cifar10C, one).read() for one in self._each()]
+        inputs = chain.from_iterable(part.blocks() for part in parts)
+        return RawData(inputs, np.concatenate([part.labels for part in parts]), CIFAR10_CLASSES)
+
+    def _each(self) -> list[Self]:
+        """A reader for each file of images."""
+        if self.image != "all":
+            return [self]
+        root = self.config.folder("the .npy files")
+        files = sorted(path.name for path in root.glob("*.npy") if path.name != "labels.npy")
+        if not files:
+            raise ConfigError(f"There is no .npy file of a corruption in {root}, which data.root names.")
+        return [replace(self, image=file) for file in files]
 
     def chosen(self, count: int) -> slice:
         if self.variant is None:

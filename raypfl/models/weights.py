@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.models.parts import common_parts
 
+RANDOM = "random weights"
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -46,7 +47,7 @@ class Pretrained:
 
 def origin(network: nn.Module) -> str:
     """A short description of where a network's initial weights come from."""
-    return str(getattr(network, "origin", "random weights"))
+    return str(getattr(network, "origin", RANDOM))
 
 
 def digest(source: str | None) -> str:

@@ -30,11 +30,12 @@ from raypfl.evaluation import Measures, refuse_untestable
 from raypfl.federation.schedule import cohort_size
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
-from raypfl.models.weights import digest
+from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.objectives import KINDS, OBJECTIVES
 from raypfl.runs.autotune import choose, refuse_channels_last
 from raypfl.runs.folders import new_folder
 from raypfl.runs.gpu_share import with_numbers
+from raypfl.runs.pretraining import with_pretrained
 from raypfl.runs.result import (
     METADATA,
     RECIPE,
@@ -273,6 +274,9 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, lockstep: bool,
     """The server's job. It says what the settings left open, so that a resume does the same."""
     engine, training = experiment.engine, experiment.training
     _fitting_model(experiment, data)
+    with threads(threads_of_server(experiment)):
+        experiment = with_pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
+    _warn_of_random_weights(_fitting_model(experiment, data), emit)
     experiment = experiment.replace(objective=make_measures(experiment, data).objective)
     why = reason_before(folder, experiment)
     if engine.executor in ("auto", "fastest") or (engine.executor == "sequential" and training.channels_last is None):
@@ -283,6 +287,17 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, lockstep: bool,
         experiment = experiment.override([f"engine.executor={chosen.executor}", f"training.channels_last={layout}"])
     weights, attempt = digest(experiment.model.weights), uuid.uuid4().hex
     return Job(folder.name, str(folder), experiment, why, data.fingerprint, weights, attempt, lockstep)
+
+
+def _warn_of_random_weights(model: FlatModel, emit: Listener) -> None:
+    total = sum(parameter.numel() for parameter in model.module.parameters())
+    if model.num_parameters < total and origin(model.module) == RANDOM:
+        emit(
+            Warned(
+                f"{total - model.num_parameters:,} of the network's {total:,} parameters are frozen at random values. "
+                "Start from trained ones: model.weights, or model.pretrain."
+            )
+        )
 
 
 def device_for(gpus: float) -> torch.device:

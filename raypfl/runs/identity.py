@@ -34,6 +34,8 @@ def differences(asked: Experiment, begun: Experiment) -> list[str]:
         settled.append("engine.executor")
     if asked.training.channels_last is None:
         settled.append("training.channels_last")
+    if asked.model.pretrain is not None and asked.model.weights is None:
+        settled.append("model.weights")
     return [
         key
         for key in {**wanted, **there}

@@ -125,6 +125,8 @@ def _require_metrics(study: Study, cell: Cell) -> None:
     tested = experiment.evaluation.protocols
     known = aggregates(experiment.objective, experiment.evaluation.metrics)
     for heading, metric in study.metrics.items():
+        if metric.down is not None and cell.down not in metric.down:
+            continue
         if metric.protocol not in tested:
             raise ConfigError(
                 f"The study's metric {heading} is of the protocol {metric.protocol!r}, but evaluation.protocols is "

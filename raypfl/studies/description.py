@@ -40,12 +40,14 @@ class Metric(_Part):
     protocol, model : which rows of an evaluation. value : which of their aggregates: a metric, or ``weighted``,
         ``worst_decile`` or ``std`` of the primary one; None: the primary one. Shares are shown in percent.
     spread : what the ± is: the standard deviation over the ``seeds``, or over the ``clients``.
+    down : the blocks in which the column is measured; None: all.
     """
 
     protocol: str
     model: Literal["personal", "global"] = "personal"
     value: str | None = None
     spread: Literal["seeds", "clients"] = "seeds"
+    down: list[str] | None = None
 
 
 class Setting(_Part):
@@ -187,6 +189,10 @@ def _label_mistakes(study: Study) -> Iterable[str]:
 
 
 def _option_mistakes(study: Study) -> Iterable[str]:
+    for heading, metric in study.metrics.items():
+        for block in metric.down or ():
+            if block not in study.down:
+                yield f"metrics.{heading}.down has {block!r}, which is no block; {did_you_mean(block, study.down)}"
     for axis in ("down", "across"):
         for label, setting in getattr(study, axis).items():
             for method in setting.methods:

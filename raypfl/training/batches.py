@@ -225,7 +225,14 @@ def draws(keys: np.ndarray, size: int, each: int) -> np.ndarray:
         return rng.uniform(of_place[..., None] + np.arange(each, dtype=np.uint64))
 
 
-def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> Order:
+def order(
+    keys: np.ndarray,
+    sizes: np.ndarray,
+    batch_size: int,
+    epochs: int = 1,
+    steps: int | None = None,
+    smallest: int = 1,
+) -> Order:
     """Batches of ``batch_size``, reshuffled every epoch; the last batch of an epoch may be smaller.
 
     Row k depends only on ``keys[k]`` and ``sizes[k]``, so a client's batches are the same in every group.
@@ -234,9 +241,10 @@ def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1,
     ----------
     keys : ``uint64[K]``. sizes : ``int64[K]``, at least 1.
     epochs, steps : `epochs` passes, or exactly `steps` batches if given.
+    smallest : a last batch of fewer samples is left out, unless it is the client's only one.
     """
-    per_epoch = -(-sizes // batch_size)
-    totals = num_steps(sizes, batch_size, epochs, steps)
+    per_epoch = num_steps(sizes, batch_size, smallest=smallest)
+    totals = num_steps(sizes, batch_size, epochs, steps, smallest)
     step = np.arange(int(totals.max(initial=0)))
     epoch, place = np.divmod(step, per_epoch[:, None])
     at = place[:, :, None] * batch_size + np.arange(batch_size)
@@ -248,9 +256,13 @@ def order(keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1,
     return Order(index, real.sum(2))
 
 
-def num_steps(sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None) -> np.ndarray:
+def num_steps(
+    sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None, smallest: int = 1
+) -> np.ndarray:
     """``int64[K]``: how many batches :func:`order` gives each client."""
-    per_epoch = -(-sizes // batch_size)
+    rest = sizes % batch_size
+    left_out = (rest > 0) & (rest < smallest) & (sizes > batch_size)
+    per_epoch = -(-sizes // batch_size) - left_out
     return per_epoch * epochs if steps is None else np.full_like(per_epoch, steps)
 
 

@@ -18,6 +18,8 @@ class TrainingSettings:
     ----------
     epochs, steps : passes over the client's data, or SGD steps if `steps` is given (batches continue over epochs).
     batch_size : samples per step; the last batch of an epoch may be smaller.
+    smallest_batch : a last batch of fewer samples is left out, unless it is the client's only one. Batch norm needs 2
+        where it normalises vectors or single pixels.
     optimizer : ``sgd``, another registered one, or your own: ``adam``, ``{name: adamw, beta2: 0.99}``,
         ``module:Name``. Its memory (momentum, moments) starts at zero in every round.
     momentum, nesterov : of SGD, as in ``torch.optim.SGD``.
@@ -36,6 +38,7 @@ class TrainingSettings:
     epochs: int = 1
     steps: int | None = None
     batch_size: int = 10
+    smallest_batch: int = 1
     lr: float = 0.1
     optimizer: LocalOptimizer | Literal["sgd"] = "sgd"
     momentum: float = 0.0

@@ -1,0 +1,113 @@
+"""The studies of PerAda's Tables 1 to 3 hold the paper's protocol and its numbers, to the digit."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+
+from raypfl.config import experiments
+from raypfl.recipes import settings_of
+from raypfl.server.setup import make_model
+from raypfl.studies.cells import Cell, plan, select
+from raypfl.studies.description import Study, load
+
+NAMES = ("perada-table1", "perada-table2", "perada-table3")
+
+# Of the entries that the paper prints: how many, the sum of their means, the sum of their spreads.
+PRINTED = {
+    "perada-table1": (136, 8255.53, 631.86),
+    "perada-table2": (27, 1679.24, 0),
+    "perada-table3": (64, 4440.29, 84.23),
+}
+RUNS = {"perada-table1": 51, "perada-table2": 9, "perada-table3": 32}
+
+# Clients a round, epochs, batch size, rounds, learning rate, lambda, and of the distillation: rate, steps, batch size.
+VALUES = {
+    "CIFAR-10": (8, 10, 64, 200, 0.01, 1.0, 1e-3, 500, 2048),
+    "Office-Home": (None, 1, 128, 100, 0.05, 0.1, 1e-4, 100, 256),
+    "CheXpert": (8, 1, 256, 30, 0.01, 1.0, 1e-5, 50, 128),
+}
+
+
+@cache
+def study_of(name: str) -> Study:
+    return load(name)[0]
+
+
+@cache
+def cells_of(name: str) -> list[Cell]:
+    return plan(study_of(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_numbers_are_those_that_are_printed_and_every_method_is_run(name):
+    study = study_of(name)
+    places = product(study.methods, study.down or [""], study.across or [""], study.metrics)
+    quoted = [one for place in places if (one := study.quoted(*place)) is not None]
+    sums = [sum(getattr(one, part) or 0 for one in quoted) for part in ("value", "spread")]
+    assert (len(quoted), *sums) == pytest.approx(PRINTED[name])
+    assert len(cells_of(name)) == RUNS[name] and "2302.06637" in study.published.source
+
+
+def test_gains_over_the_best_other_method_are_those_that_the_text_claims():
+    study = study_of("perada-table1")
+    others = [method for method in study.methods if not method.startswith("PerAda")]
+
+    def gain(data: str, metric: str, rivals: list[str] = others) -> float:
+        best = max(study.quoted(method, data, "", metric).value for method in rivals)
+        return round(study.quoted("PerAda", data, "", metric).value - best, 2)
+
+    cifar = [gain("CIFAR-10", metric) for metric in ("Local", "Global", "CIFAR-10.1", "CIFAR-10-C")]
+    assert cifar == [1.08, 5.23, 4.53, 4.21]
+    assert [gain("CheXpert", metric) for metric in ("Local", "Global")] == [4.85, 3.21]
+    assert [gain("Office-Home", "Local"), gain("Office-Home", "Global", ["APFL"])] == [0.34, 0.22]
+
+
+@pytest.mark.parametrize("data", list(VALUES))
+def test_perada_has_the_values_of_the_paper(data):
+    (cell,) = [one for one in cells_of("perada-table1") if (one.method, one.down) == ("PerAda", data)]
+    one, method = cell.experiment, cell.experiment.method
+    training = (one.cohort.size, one.training.epochs, one.training.batch_size, one.rounds, one.training.lr)
+    assert (*training, method.lam, method.lr, method.steps, method.batch_size) == VALUES[data]
+    assert one.training.momentum == one.training.weight_decay == 0 and method.weighting == "uniform"
+    (without,) = [one for one in cells_of("perada-table1") if (one.method, one.down) == ("PerAda w/o KD", data)]
+    assert (without.experiment.method.steps, without.experiment.method.lam) == (0, method.lam)
+
+
+def test_a_block_that_lacks_a_column_of_another_can_be_run_alone():
+    study = study_of("perada-table1")
+    (cell,) = plan(select(study, ("PerAda", "officehome")))
+    assert cell.down == "Office-Home" and "ood/cifar10_1" not in cell.experiment.evaluation.protocols
+
+
+def test_methods_of_table_3_and_global_models_of_table_2_are_runs_of_table_1_where_settings_are_equal():
+    first, second, third = ({cell.folder for cell in cells_of(name)} for name in NAMES)
+    assert len(first & second) == 5 and len(first & third) == 16
+
+
+class Shape:
+    """What a network needs to know of data."""
+
+    input_shape, num_classes, kind = (3, 32, 32), 10, "classes"
+
+
+def test_perada_trains_and_sends_an_eighth_of_what_the_other_methods_do():
+    cells = {cell.method: cell.experiment for cell in cells_of("perada-table1") if cell.down == "CIFAR-10"}
+    random = {name: one.override(["model.weights=null"]) for name, one in cells.items()}
+    counts = {name: make_model(one, Shape, torch.device("cpu")).num_parameters for name, one in random.items()}
+    assert counts["PerAda"] == counts["PerAda w/o KD"] == 1_409_290
+    adapted = {name: counts[name] for name in counts if name.endswith("(adapter)")}
+    assert set(adapted.values()) == {11_181_642 + 1_404_160} and len(adapted) == 2
+    rest = counts.keys() - adapted.keys() - {"PerAda", "PerAda w/o KD"}
+    assert {counts[name] for name in rest} == {11_181_642}
+
+
+def test_the_recipes_methods_start_from_one_body_and_differ_in_what_they_train():
+    compared = experiments(settings_of("perada-digits"))
+    assert {one.model.pretrain for one in compared} == {"body"} and len({str(one.data) for one in compared}) == 1
+    kinds = {(one.method.__class__.__name__, one.model.trained, one.model.options["adapters"]) for one in compared}
+    whole = {(name, None, "none") for name in ("Ditto", "FedAvgFT", "Local")}
+    assert kinds == {("PerAda", "adapters, output layer", "bias"), *whole}
