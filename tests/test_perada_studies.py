@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +88,18 @@ def test_a_block_that_lacks_a_column_of_another_can_be_run_alone():
 def test_methods_of_table_3_and_global_models_of_table_2_are_runs_of_table_1_where_settings_are_equal():
     first, second, third = ({cell.folder for cell in cells_of(name)} for name in NAMES)
     assert len(first & second) == 5 and len(first & third) == 16
+
+
+def test_the_settings_of_the_authors_code_join_the_study_by_the_file_on_the_page(tmp_path):
+    page = (Path(__file__).parents[1] / "docs/perada.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "release.yaml").write_text(text)
+    study, reference = load(str(tmp_path / "release.yaml"))
+    assert reference.name == "perada-table1" and len(study.methods) == 18
+    (cell,) = plan(select(study, ("PerAda (release)", "cifar10")))
+    model = make_model(cell.experiment.override(["model.weights=null"]), Shape, torch.device("cpu"))
+    assert model.num_parameters == 1_413_258 and model.has_dropout
+    assert (cell.experiment.method.lam, cell.experiment.method.distill_rounds) == (2.0, 30)
 
 
 class Shape:
