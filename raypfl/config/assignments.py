@@ -22,7 +22,7 @@ def parse_assignments(assignments: Iterable[str]) -> list[tuple[list[str], Any]]
         path = key.strip().split(".")
         if not equals or not all(path):
             raise ConfigError(f"{text!r} is not an assignment; write dotted.key=value, such as training.lr=0.05.")
-        # In YAML a star begins an alias; nobody can mean one here, but a pattern such as *.bias.
+        # In YAML a star starts an alias. Here it can only mean a pattern, such as *.bias.
         pattern = value.lstrip().startswith("*")
         pairs.append((path, value.strip() if pattern else parse(value, f"The value in {text!r}")))
     return sorted(pairs, key=lambda pair: len(pair[0]))

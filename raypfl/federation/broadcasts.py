@@ -74,7 +74,7 @@ class Broadcasts:
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    # The version of a tensor does not tell: a change through tensor.data or a NumPy view leaves it as it is.
+    # The version of a tensor does not tell: a change through tensor.data or a NumPy view does not change it.
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     bits = f"u{min(a.itemsize, 8)}"

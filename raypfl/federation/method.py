@@ -23,7 +23,7 @@ Server = dict[str, Any]
 """A method's server state: tensors, numbers, strings, dicts and lists of them. Assign to it, never to the method."""
 
 ServerView = Mapping[str, Any]
-"""The server's state as clients see it in an evaluation. An entry is fetched when it is asked for."""
+"""The server's state as clients see it in an evaluation. An entry is fetched when it is read."""
 
 
 def _refused(method: Method, name: str, value: Any) -> None:
@@ -91,7 +91,7 @@ class Method:
         """Each client's own model ``[K, P+B]``, or None if the method has none. Runs on the clients.
 
         A model that is not the network at a vector (a memory of samples, a mixture of models) is a
-        :class:`raypfl.Predictor`. An entry of `server` is sent to the clients when it is asked for; it is not charged.
+        :class:`raypfl.Predictor`. An entry of `server` is sent to the clients when it is read; it is not charged.
         """
         return None
 

@@ -66,7 +66,7 @@ class Description:
 
     @property
     def modules(self) -> list[str]:
-        """The modules of one's own that are named, as in ``my_methods:Mine``."""
+        """The user's modules that are named, as in ``my_methods:Mine``."""
         return named_in(value for _, value in self._leaves())
 
     def refuse_lost_paths(self, run_dir: Path | None) -> None:

@@ -74,7 +74,7 @@ def curves(compared: Sequence[RunGroup], protocol: str, against: Axis, wide: boo
 
 
 def losses(compared: Sequence[RunGroup]) -> Drawing | None:
-    """Mean training loss of the cohort over rounds; None: nobody trained."""
+    """Mean training loss of the cohort over rounds; None if no client trained."""
     found = {i: curve for i, one in enumerate(compared) if (curve := loss_curve(one))}
     return _by_round(compared, found, "loss", "training loss", "Training loss, mean over the cohort")
 

@@ -1,4 +1,4 @@
-"""Which experiments have the same result, and whether a folder's run is the one that is asked for."""
+"""Which experiments have the same result, and whether a folder has the requested run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def differences(asked: Experiment, begun: Experiment) -> list[str]:
 
 
 def refuse_another(folder: Path, asked: Experiment, begun: Experiment) -> None:
-    """Raise a ConfigError unless the run that has begun in a folder is the one that is asked for."""
+    """Raise a ConfigError unless the run in a folder is the requested one."""
     keys = differences(asked, begun)
     if asked.checkpoint.location != begun.checkpoint.location:
         keys.append("checkpoint.location")
@@ -59,7 +59,7 @@ def refuse_another(folder: Path, asked: Experiment, begun: Experiment) -> None:
 
 
 def moved(asked: Experiment, begun: Experiment) -> list[str]:
-    """Assignments that let a begun run continue where it is asked for now; its result stays the same."""
+    """Assignments with which a started run continues as requested now, with the same result."""
     wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
     return [
         f"{key}={json.dumps(value)}"

@@ -43,7 +43,7 @@ def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
 
     Raises
     ------
-    ConfigError : if some value of a space is no value of its setting, or the data do not have what is asked for.
+    ConfigError : if a space has a value that its setting refuses, or the data lack what the sweep needs.
     """
     from raypfl.runs import driver as runs
 
@@ -154,7 +154,7 @@ def _keep_description(sweep: Sweep, folder: Path) -> None:
     file = folder / SWEEP
     if file.exists() and file.read_text() != text:
         raise ConfigError(
-            f"{folder} holds another sweep of the name {sweep.name!r}: its {SWEEP} differs from what is asked for now. "
+            f"{folder} holds another sweep of the name {sweep.name!r}: its {SWEEP} differs from the one given now. "
             "Choose another name, or delete that folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -267,7 +267,7 @@ def _events(ray: Any, hear: Hear) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Within: Tune writes no logs of its own, and leaves the working directory as it is."""
+    """Within: Tune writes no logs of its own, and does not change the working directory."""
     wanted = {
         "RAY_AIR_NEW_OUTPUT": "0",
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",

@@ -205,7 +205,7 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
 
     Raises
     ------
-    ConfigError : for everything that is wrong with it, and with the experiment as it is without the search.
+    ConfigError : for every mistake in it, and in the experiment without the search.
     """
     values = dict(source) if isinstance(source, Mapping) else {"name": Path(source).stem, **read(Path(source))}
     own = set(Sweep.model_fields) - {"experiment"}
