@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import raypfl
-from raypfl import Experiment, runs
+from raypfl import Experiment
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.config import experiments
 from raypfl.methods.ditto import Ditto
+from raypfl.runs import driver
 from raypfl.server.events import RoundFinished
 from tests import mistaken_methods
 from tests.runs import experiment
@@ -148,7 +149,7 @@ def test_a_module_that_is_not_there_is_asked_for():
 )
 def test_a_network_that_cannot_be_built_is_refused_in_a_sentence(model: object, reason: str):
     with pytest.raises(ConfigError, match=rf"^model is .*, which cannot be built with input_shape=.*{reason}"):
-        runs.check([Experiment(model=model)])
+        driver.check([Experiment(model=model)])
 
 
 def test_a_methods_class_stands_for_the_method_with_its_defaults():

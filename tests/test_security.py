@@ -14,7 +14,7 @@ import torch
 
 import raypfl
 from raypfl.common.errors import RaypflError
-from raypfl.runs import Result
+from raypfl.runs.result import Result
 from tests.runs import experiment
 
 ROOT = Path(raypfl.__file__).parent

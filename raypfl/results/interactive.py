@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment
 from raypfl.results.console import lines_for, view
 from raypfl.results.outcome import table
@@ -35,6 +36,10 @@ class Result(result.Result):
         ------
         ConfigError : if the run was never evaluated.
         """
+        if not self.evaluations.num_rows:
+            raise ConfigError(
+                f"The run in {self.run_dir} is {self.status} and was never evaluated, so there is no plot."
+            )
         from PIL import Image
 
         from raypfl.results import drawing  # Matplotlib takes a second to import
