@@ -38,7 +38,7 @@ class Result(result.Result):
         """
         if not self.evaluations.num_rows:
             raise ConfigError(
-                f"The run in {self.run_dir} is {self.status} and was never evaluated, so there is no plot."
+                f"The run in {self.run_dir} is {self.status} and was never evaluated: nothing to plot."
             )
         from PIL import Image
 
