@@ -37,9 +37,7 @@ class Result(result.Result):
         ConfigError : if the run was never evaluated.
         """
         if not self.evaluations.num_rows:
-            raise ConfigError(
-                f"The run in {self.run_dir} is {self.status} and was never evaluated: nothing to plot."
-            )
+            raise ConfigError(f"The run in {self.run_dir} is {self.status} and was never evaluated: nothing to plot.")
         from PIL import Image
 
         from raypfl.results import drawing  # Matplotlib takes a second to import
