@@ -117,10 +117,10 @@ def test_methods_and_seeds_that_are_given_in_two_ways_are_refused():
 def test_suggested_commands_do_what_was_done_but_for_one_thing():
     suggested = raypfl("run", *SMALL, "data.cache=my cache").stdout.split("Try next")[1]
     changed = shlex.join([*SMALL, "data.cache=my cache"])
-    assert f"raypfl run digits {changed} method=ditto method.lam=0.075\n" in suggested
+    assert f"raypfl run digits {changed} partition.alpha=0.1 seeds=3\n" in suggested
     (run,) = Path("runs").glob("*/ditto-s0")
     suggested = raypfl("resume", str(run), "rounds=3").stdout.split("Try next")[1]
-    assert f"raypfl run {run}/experiment.yaml method=ditto method.lam=0.075\n" in suggested
+    assert f"raypfl run {run}/experiment.yaml partition.alpha=0.1 seeds=3\n" in suggested
     assert told("run", f"{run}/experiment.yaml", "method=ditto")["runs"][0]["experiment"]["data"]["cache"] == "my cache"
 
 

@@ -178,7 +178,7 @@ def test_an_extra_with_as_many_rows_as_clients_must_say_whose_they_are():
     for work in (clients.sgd, clients.grad, clients.map):
         with pytest.raises(ValueError, match=re.escape("pass raypfl.per_client(table)")):
             work(loss, clients.initial, table=rows)
-    group.received({"sent": rows})
+    group.received([rows])
     clients.sgd(loss, clients.initial, table=rows)
     clients.sgd(loss, clients.initial, table=per_client(rows))
     clients.sgd(loss, clients.initial, table=torch.zeros(5, 4))

@@ -9,6 +9,7 @@ from typing import Any
 
 from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
+from raypfl.config.settings import ModelSettings
 from raypfl.datasets.population import is_described
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.results.units import Unit
@@ -23,6 +24,7 @@ COLOURS = (
 _MARKS = ("", "●", "■", "▲", "◆", "▼")
 
 # Settings that do not change a result, or only by rounding.
+_NETWORK = {field.name: field.default for field in fields(ModelSettings) if field.name != "name"}
 _NO_EFFECT = ("name", "seed", "output", "engine", "ray", "checkpoint", "tracking", "method")
 _NO_EFFECT_KEYS = ("data.root", "data.download", "data.cache", "training.channels_last")
 
@@ -124,7 +126,8 @@ def setting(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     `metadata` : what the run found out; the number of clients of a population, which has no partition, is there.
     """
     values = settings(experiment)
-    data, model, partition = values["data"]["name"], _called(values["model"]), values.get("partition")
+    network = {key: value for key, value in values["model"].items() if value != _NETWORK.get(key)}
+    data, model, partition = values["data"]["name"], _called(network), values.get("partition")
     if partition is None:
         clients = [f"{metadata['num_clients']:,} clients"] if "num_clients" in metadata else []
         return " · ".join([data, *clients, model])
