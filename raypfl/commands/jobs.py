@@ -81,10 +81,12 @@ def jobs(address: str | None, as_json: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("job", "status", "began", "minutes"):
         table.add_column(heading, no_wrap=True, justify="right" if heading == "minutes" else "left")
-    table.add_column("command", no_wrap=True, overflow="ellipsis")
+    table.add_column("command", overflow="fold")  # the only one that may be narrower than its text
     for row in rows:
         minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
-        table.add_row(row["job"], row["status"], row["began"], minutes, Text(row["command"]))
+        table.add_row(
+            row["job"], row["status"], row["began"], minutes, Text(row["command"].removeprefix("exec python -m "))
+        )
     Console().print(table if rows else "No jobs.")
 
 

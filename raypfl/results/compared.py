@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from raypfl.config import Experiment
@@ -127,6 +128,8 @@ def setting(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     """
     values = settings(experiment)
     network = {key: value for key, value in values["model"].items() if value != _NETWORK.get(key)}
+    if "weights" in network:
+        network["weights"] = Path(network["weights"]).name
     data, model, partition = values["data"]["name"], _called(network), values.get("partition")
     if partition is None:
         clients = [f"{metadata['num_clients']:,} clients"] if "num_clients" in metadata else []
