@@ -117,3 +117,40 @@ def test_a_broadcast_goes_once_to_a_node(pair, shared, tmp_path):
     print(f"{arrived / 1e6:.0f} MB arrived in 12 rounds, for two actors, of a model of {model / 1e6:.1f} MB")
     assert 12 * model < arrived < 1.2 * 12 * model
     assert result["hash"] == raypfl.run(experiment(tmp_path, evaluation__every=0, **settings)).weights_hash
+
+
+OWN_METHOD = """
+from my_losses import pulled
+from raypfl.methods import FedAvg
+
+
+class Mine(FedAvg):
+    lam: float = 0.5
+
+    def train(self, clients, theta):
+        return {"theta": raypfl_mean(clients, clients.sgd(pulled(clients, self.lam), theta, anchor=theta))}
+
+
+def raypfl_mean(clients, trained):
+    from raypfl import Mean
+
+    return Mean(trained, weight=clients.num_samples)
+"""
+OWN_LOSSES = """
+def pulled(clients, lam):
+    return lambda p, batch, anchor: clients.loss(p, batch) + lam / 2 * (p - anchor).square().sum()
+"""
+
+
+@pytest.mark.slow
+def test_modules_of_ones_own_reach_other_nodes_with_what_they_import(pair, shared, tmp_path, monkeypatch):
+    mine = pair.head.disk(OWN_DISK / "mine")
+    for folder in (mine, tmp_path):
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "my_methods.py").write_text(OWN_METHOD)
+        (folder / "my_losses.py").write_text(OWN_LOSSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"method": "my_methods:Mine", "method__lam": 0.25}
+    file = on_nodes(pair, shared, ray__actors=2, **changes)
+    result = ended(pair, file, folder=OWN_DISK / "mine")
+    assert result["hash"] == raypfl.run(experiment(tmp_path, **changes)).weights_hash

@@ -12,6 +12,9 @@ from raypfl.common.user_code import traceback_text
 
 T = TypeVar("T")
 
+own: set[str] = set()
+"""Modules of the user's own from which this process has components."""
+
 
 class Registry:
     """Maps a name, or a ``module:attribute`` path of the user's own, to a class or function.
@@ -58,6 +61,7 @@ class Registry:
         for name, known in self._entries.items():
             if known is entry:
                 return name
+        own.add(entry.__module__)
         return f"{entry.__module__}:{entry.__qualname__}"  # type: ignore[attr-defined]
 
     def summary(self, name: str) -> str:
@@ -78,6 +82,7 @@ class Registry:
                 f"The {self.kind} {path!r} cannot be imported, because its module raises an error:\n"
                 f"{traceback_text(error)}"
             ) from error
+        own.add(module)
         try:
             return getattr(imported, attribute)
         except AttributeError as error:
