@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -119,10 +120,15 @@ def install(venv: Path) -> None:
     if not uv.exists():
         say("Installing uv, which installs the rest")
         attempt([python, "-m", "pip", "install", "--quiet", "uv"])
-    say("Installing raypfl and its dependencies: a few GB, mostly PyTorch, that are downloaded once")
+    say(
+        "Installing raypfl and its dependencies: a few GB, mostly PyTorch, that are downloaded once. This takes some "
+        "minutes, in which nothing is printed"
+    )
+    begun = time.monotonic()
     # Compiled here, with all cores: else each process of the first run compiles thousands of modules on its own.
-    options = ["--compile-bytecode", "--constraint", "constraints.txt"]
+    options = ["--quiet", "--compile-bytecode", "--constraint", "constraints.txt"]
     attempt([str(uv), "pip", "install", "--python", python, *options, "--editable", ".[dev]"])
+    say(f"Installed in {(time.monotonic() - begun) / 60:.1f} minutes")
 
 
 def attempt(command: "list[str]") -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from raypfl.common.messages import Sum as Sum
     from raypfl.common.messages import per_client as per_client
     from raypfl.config import Experiment as Experiment
+    from raypfl.display.interactive import Result as Result
+    from raypfl.display.interactive import resume as resume
+    from raypfl.display.interactive import run as run
     from raypfl.federation.cohort import Cohort as Cohort
     from raypfl.methods import METHODS as METHODS
     from raypfl.methods import Method as Method
@@ -28,12 +31,10 @@ if TYPE_CHECKING:
     from raypfl.models import FlatModel as FlatModel
     from raypfl.models import Predictor as Predictor
     from raypfl.objectives.batch import Batch as Batch
-    from raypfl.results.interactive import Result as Result
-    from raypfl.results.interactive import resume as resume
-    from raypfl.results.interactive import run as run
     from raypfl.runs.driver import session as session
     from raypfl.tracking.listener import MLflowListener as MLflowListener
     from raypfl.tracking.models import trained_models as trained_models
+    from raypfl.trained.saved_model import load_model as load_model
     from raypfl.training import augmentation as augmentation
     from raypfl.tuning.outcome import tune as tune
 
@@ -51,13 +52,14 @@ _HOMES = {
     "Mean": "raypfl.common.messages",
     "Method": "raypfl.methods",
     "Predictor": "raypfl.models",
-    "Result": "raypfl.results.interactive",
+    "Result": "raypfl.display.interactive",
     "Scatter": "raypfl.common.messages",
     "Sum": "raypfl.common.messages",
     "Task": "raypfl.methods",
+    "load_model": "raypfl.trained.saved_model",
     "per_client": "raypfl.common.messages",
-    "resume": "raypfl.results.interactive",
-    "run": "raypfl.results.interactive",
+    "resume": "raypfl.display.interactive",
+    "run": "raypfl.display.interactive",
     "session": "raypfl.runs.driver",
     "trained_models": "raypfl.tracking.models",
     "tune": "raypfl.tuning.outcome",

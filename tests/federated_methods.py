@@ -21,7 +21,7 @@ from raypfl.methods import Ditto, FedAvg
 class Marked(Ditto):
     """Does something once, on a client of its choice."""
 
-    marks: str = ""
+    marks: str
 
     def once(self, what: str) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Machines without Ray, on this one, for launchers to start it on: namespaces with addresses, as in `tests.nodes`."""
+"""Machines without Ray, on this one, for launchers to start it on: namespaces with addresses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.nodes import NETWORK, ROOT, Namespaces, Node
+from tests.nodes import NETWORK, ROOT, Node, Outside
 
 
 @contextlib.contextmanager
@@ -18,10 +18,8 @@ def machines(count: int, shared: Sequence[Path]) -> Iterator[list[Node]]:
     """A context with machines on one network; `shared` folders are the same on all, and so is what is not in /tmp."""
     visible = [ROOT, *shared]
     with contextlib.ExitStack() as stack:
-        outside = Namespaces(visible)
+        outside = Outside(visible)
         stack.callback(outside.end)
-        for command in ("link add bridge type bridge", f"addr add {NETWORK}.254/24 dev bridge", "link set bridge up"):
-            outside.network(command)
         made = []
         for number in range(1, count + 1):
             made.append(Node(outside, number, visible))

@@ -100,6 +100,15 @@ class Namespaces:
         self._process.communicate()
 
 
+class Outside(Namespaces):
+    """A machine whose bridge joins all nodes."""
+
+    def __init__(self, visible: Sequence[Path]):
+        super().__init__(visible)
+        for command in ("link add bridge type bridge", f"addr add {NETWORK}.254/24 dev bridge", "link set bridge up"):
+            self.network(command)
+
+
 class Node(Namespaces):
     """A machine with an address.
 
@@ -108,7 +117,7 @@ class Node(Namespaces):
     address : of the machine.
     """
 
-    def __init__(self, outside: Namespaces, number: int, visible: Sequence[Path]):
+    def __init__(self, outside: Outside, number: int, visible: Sequence[Path]):
         super().__init__(visible)
         self.address, self._outside, self._link = f"{NETWORK}.{number}", outside, f"node{number}"
         outside.network(f"link add {self._link} type veth peer name eth0 netns {self.init}")
@@ -162,10 +171,7 @@ class Nodes:
         self.environment.pop("RAY_ADDRESS", None)
         self.address = f"{NETWORK}.1:{PORT}"
         try:
-            self.outside = self._new(Namespaces(self._visible))
-            self.outside.network("link add bridge type bridge")
-            self.outside.network(f"addr add {NETWORK}.254/24 dev bridge")
-            self.outside.network("link set bridge up")
+            self.outside = self._new(Outside(self._visible))
             self._nodes = [self._new(Node(self.outside, number, self._visible)) for number in range(1, len(cpus) + 1)]
             for node, count in zip(self._nodes, cpus, strict=True):
                 self._join(node, count)

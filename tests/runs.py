@@ -12,6 +12,9 @@ from raypfl.server.events import RoundFinished
 NEEDED = {name: {"data__pools": "{auxiliary: 0.3}"} for name in ("feddf", "perada")}
 """What a method must be given."""
 
+ON_RAY = {"engine__backend": "ray", "ray__actors": 2, "ray__cpus_per_actor": 0.5}
+"""Changes of `experiment` for two client actors, which a session keeps for the next test of the same process."""
+
 
 def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
     changes = NEEDED.get(str(changes.get("method")), {}) | changes

@@ -31,6 +31,7 @@ from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
 from raypfl.models import FlatModel
 from raypfl.objectives import fitting, kind_of
+from raypfl.privacy import PrivacySettings
 from raypfl.server.events import Event
 from raypfl.storage.states import StateTable, merged
 from raypfl.training.augmentation import Augmentation, augmented
@@ -106,6 +107,7 @@ class Federation:
     loss_limit: float = 1e6
     failures: FailureSettings = NO_RETRIES
     augmentation: Sequence[Augmentation] = ()
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
     method: Method | None = None
     backend: Callable[[Worker], Backend] = Inline
     warnings: list[str] = field(default_factory=list)
@@ -164,6 +166,7 @@ class Federation:
             networks=self.task.networks,
             pools=self.pools,
             loss_limit=self.loss_limit,
+            privacy=self.privacy,
         )
 
     @cached_property
@@ -178,6 +181,7 @@ class Federation:
             costs=np.array(self.sizes, dtype=float),
             cut_for=lambda cohort: (even(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
             warn=self.warnings.append,
+            privacy=self.privacy,
         )
 
     def clients(self, ids: Iterable[int] | None = None, round: int = 0, **state: Any) -> Clients:

@@ -17,7 +17,7 @@ from raypfl.datasets import DataConfig
 from raypfl.training.augmentation import Crop, Cutout, Flip, augmented
 from raypfl.training.batches import Samples, order
 from tests.federated_images import Brighter, Smaller
-from tests.runs import Interrupt, experiment, same_tables
+from tests.runs import ON_RAY, Interrupt, experiment, same_tables
 from tests.support import EXECUTORS, Federation, NormalisedConv, bare_loop, close, small_mlp, starts_of
 
 SEVERAL = (Crop(padding=1, p=0.8), Flip(), Cutout(size=2, p=0.5))
@@ -233,8 +233,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path, executor):
 def test_actors_see_the_same_images_as_one_process(tmp_path, ray_cluster):
     own = "[crop, {name: 'tests.federated_images:Brighter', by: 0.5}]"
     inline, on_ray = (
-        raypfl.run(experiment(tmp_path, rounds=2, data__augmentation=own, engine__backend=backend))
-        for backend in ("inline", "ray")
+        raypfl.run(experiment(tmp_path, rounds=2, data__augmentation=own, **where)) for where in ({}, ON_RAY)
     )
     assert inline.weights_hash == on_ray.weights_hash
 

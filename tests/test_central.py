@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.common.errors import MethodError
+from raypfl.display.console import LiveView, LogView, RunLine
 from raypfl.federation import server_training
 from raypfl.models import FlatModel
 from raypfl.optimizers import SGD, Adam, AdamW
-from raypfl.results.console import LiveView, LogView, RunLine
 from raypfl.server.events import RoundFinished, RunStarted, ServerProgress
 from raypfl.training.augmentation import Crop, Flip
 from raypfl.training.pool import Pools

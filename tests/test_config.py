@@ -190,7 +190,7 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
         ({"data": {"rot": "x"}}, "data.rot is not an option of digits; did you mean 'root'?"),
         (
             {"model": {"name": "lenet", "hidden": [3]}},
-            "model.hidden is not an option of lenet; known are: frozen, pretrain,",
+            "model.hidden is not an option of lenet; known are: frozen, lora, pretrain,",
         ),
         ({"model": {"name": "mlp", "hidden": 3}}, "model.hidden is 3; it must be a list."),
         ({"method": {"name": "ditto", "lam": "much"}}, "method.lam is 'much'; it must be a number."),

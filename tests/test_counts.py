@@ -23,7 +23,7 @@ class Strides(Executor):
 
     strides = 0
 
-    def sgd(self, loss, start, samples, visits, update, keys, extras, correction=None):
+    def sgd(self, loss, start, samples, visits, update, keys, extras, correction=None, observe=None):
         self.strides += 1
         trained = start.clone()
         trained[:, : self.model.num_parameters] += self.strides * (1 if update.trained is None else update.trained)

@@ -6,6 +6,8 @@ import ast
 import importlib
 import os
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -13,13 +15,16 @@ import pyarrow.compute as pc
 import pytest
 
 import raypfl
+from raypfl.commands.cli import app
 from raypfl.config.reference import SETTINGS, markdown
 from raypfl.methods import METHODS, Local
+from raypfl.recipes import settings_of
 from tests.mlflow_support import with_database
 from tests.support import Federation
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "cluster").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "cluster").glob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.py"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -34,6 +39,17 @@ def test_the_readmes_experiment_is_two_methods_from_two_seeds():
     assert [(type(one.method).__name__, one.seed) for one in planned] == [
         ("FedAvg", 0), ("FedAvg", 1), ("Ditto", 0), ("Ditto", 1),
     ]  # fmt: skip
+
+
+def test_the_experiment_for_those_who_come_from_elsewhere_is_two_methods_from_three_seeds():
+    (text,) = blocks("docs/coming_from.md", "yaml")
+    planned = raypfl.config.experiments(text)
+    assert [type(one.method).__name__ for one in planned] == 3 * ["FedAvg"] + 3 * ["Ditto"]
+    here = re.findall(
+        r"\| ([^|]*) \|$", (ROOT / "docs/coming_from.md").read_text().split("## The same experiment")[1], re.M
+    )
+    settings = {name for cell in here for name in re.findall(r"`([a-z]+\.[a-z_]+)`", cell)}
+    assert len(settings) > 5 and settings - set(SETTINGS) == {"partition.clients"}
 
 
 @pytest.fixture
@@ -171,7 +187,7 @@ def test_the_guide_to_trackings_python_runs(tmp_path, mlflow_database, monkeypat
 
 def test_the_readmes_method_is_the_packages():
     (shown,) = [code for code in blocks("README.md", "python") if "class " in code]
-    package = ast.parse((ROOT / "raypfl/methods/ditto.py").read_text())
+    package = ast.parse((ROOT / "raypfl/methods/personal_models/ditto.py").read_text())
     ours = next(node for node in package.body if isinstance(node, ast.ClassDef))
     ours.decorator_list, ours.body = [], ours.body[1:]  # but for its registration and docstring
     assert ast.dump(ast.parse(shown).body[-1]) == ast.dump(ours)
@@ -192,13 +208,38 @@ def test_every_method_has_a_row_and_an_example_that_an_experiment_takes():
     assert [METHODS.name_of(example) for example in examples] == list(dict.fromkeys(map(METHODS.name_of, examples)))
     rows = re.findall(r"^\| `([\w-]+)` \| .*\|$", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
     assert set(METHODS) == {METHODS.name_of(example) for example in examples} and set(METHODS) <= set(rows)
-    assert {raypfl.Experiment.from_yaml(line).model.name for block in models for line in block} == {"resnet18"}
+    named = {raypfl.Experiment.from_yaml(line).model.name for block in models for line in block}
+    assert named == {"resnet18", "vit_s_16"}
+
+
+def commands() -> list[str]:
+    """The commands of raypfl in blocks on pages that name no language."""
+    pages = (re.split(r"^```(\w*)\n", page.read_text(), flags=re.MULTILINE) for page in PAGES)
+    shown = [block for page in pages for language, block in zip(page[1::4], page[2::4], strict=True) if not language]
+    lines = [line for block in shown for line in block.replace("\\\n", " ").splitlines()]
+    return sorted({line for line in lines if line.startswith("raypfl ")})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_a_page_exists_and_its_settings_make_experiments(line: str):
+    words = [word for word in shlex.split(line, comments=True)[1:] if not re.match("submit$|data$", word)]
+    assert words[0] in {
+        "--version",
+        *(str(one.callback.__name__).strip("_") for one in app.registered_commands),
+        "show",
+    }
+    if words[0] not in ("run", "show", "pretrain") or re.search(r"\bmy_\w+:|\.yaml\b", line):  # a file of the reader's
+        return
+    changes = [word for word in words if "=" in word and word[0] != "-"]
+    named = [word for before, word in pairwise(words) if not re.search("=|^-", word) and before[:2] != "--"]
+    assert raypfl.config.experiments(settings_of(*(named or ["digits"])), changes)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_relative_link_leads_to_a_file(page):
     targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
-    assert not [target for target in targets if target and not (page.parent / target).exists()]
+    files = [(page.parent / target).resolve() for target in targets if target]
+    assert not [file for file in files if not file.exists() and file.with_suffix(".py") not in TUTORIALS]
 
 
 def test_the_page_of_settings_is_current():
@@ -218,3 +259,8 @@ def test_every_test_that_the_documentation_names_exists():
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
     settings = {name.rpartition(".")[2] for name in SETTINGS}
     assert not [name for name in sorted(named - settings) if f"def {name}(" not in tests]
+
+
+def test_every_tutorial_has_a_place_in_the_navigation():
+    placed = re.findall(r"- tutorials/(\w+)\.md", (ROOT / "docs/.nav.yml").read_text())
+    assert sorted(placed) == [file.stem for file in TUTORIALS]

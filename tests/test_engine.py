@@ -31,6 +31,16 @@ def test_a_run_tells_its_listeners_everything_in_order(tmp_path):
     assert result.status == "finished" and result.round == 6
 
 
+@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+def test_a_process_in_which_something_left_gradients_off_trains_all_the_same(tmp_path, executor):
+    """A KeyboardInterrupt in an earlier run of the process can leave torch's gradient mode switched off."""
+    one = experiment(tmp_path, rounds=2, engine__executor=executor)
+    whole = raypfl.run(one)
+    with torch.no_grad():
+        assert raypfl.run(one).weights_hash == whole.weights_hash
+    assert whole.rounds["loss"][1].as_py() < whole.rounds["loss"][0].as_py()
+
+
 def test_training_learns_and_personal_models_fit_their_own_clients_better(tmp_path):
     result = raypfl.run(experiment(tmp_path, rounds=25, cohort__size=12))
     accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}

@@ -22,6 +22,7 @@ from raypfl.data import load_federated
 from raypfl.methods import Ditto
 from raypfl.runs import gpu_share
 from raypfl.runs.gpu_share import Card, actors_on, bytes_needed, line, with_numbers
+from raypfl.server import setup
 from raypfl.server.events import Progress
 from tests.runs import experiment
 
@@ -180,3 +181,17 @@ def test_what_runs_beside_others_needs_a_number():
 def test_a_share_is_a_number_or_auto(tmp_path: Path, value: object):
     with pytest.raises(ConfigError, match=r"ray\.gpus_per_actor"):
         experiment(tmp_path, ray__gpus_per_actor=value)
+
+
+def test_a_process_with_a_gpu_uses_the_algorithms_that_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: asked.append((on, warn_only)))
+    monkeypatch.setattr(setup, "FlatModel", lambda *given, **more: None)
+    given = experiment(tmp_path)
+    data = load_federated(given.data, given.partition, seed=0)
+    setup.make_model(given, data, CPU)
+    assert not asked
+    setup.make_model(given, data, torch.device("cuda"))
+    assert asked == [(True, True)]

@@ -133,6 +133,10 @@ def test_sweeps_and_studies_take_the_files_that_they_name(server: Server, home: 
     assert raypfl("submit", "tune", "plans/sweep.yaml", "trials=2").exit_code == 0
     assert set(server.packed) == {"mine.yaml", "plans/sweep.yaml", "job_methods.py", "job_layers.py"}
     assert server.words == "exec python -m raypfl tune plans/sweep.yaml trials=2"
+    server.submitted.clear()
+    too_long = refused("tune", "plans/sweep.yaml", "scheduler=asha", "scheduler.grace=1000")
+    assert "so none could ever be stopped" in too_long and not server.submitted
+    server.streams = [["one\n"]]
     (home / "study.yaml").write_text("extends: digits-personal\nmethods: {own: 'job_methods:Mine'}\n")
     (home / "again.yaml").write_text("extends: study.yaml\nseeds: 1\n")
     server.streams = [["one\n"]]
@@ -273,6 +277,12 @@ def test_ctrl_c_ends_the_following_and_not_the_job(server: Server, monkeypatch: 
     result = raypfl("submit", "run", "mine.yaml")
     assert result.exit_code == 130
     assert "No longer following; the job continues. Follow it: raypfl logs mine-" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
+def test_a_run_refuses_addresses_that_are_not_the_cluster_s_own(address: str):
+    done = raypfl("run", "digits", f"ray.address={address}")
+    assert done.exit_code == 2 and "Send a job: raypfl submit run" in " ".join(done.output.split())
 
 
 def test_an_address_that_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch):

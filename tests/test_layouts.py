@@ -13,8 +13,8 @@ from torch import nn
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.datasets import RawData
+from raypfl.display.console import RunLine
 from raypfl.methods import FedAvg
-from raypfl.results.console import RunLine
 from raypfl.server.events import RunStarted, Warned
 from tests.runs import experiment
 from tests.support import EXECUTORS, FP64, Federation, close

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +16,7 @@ import pytest
 import raypfl
 from raypfl.common.errors import CheckpointError, RaypflError
 from raypfl.server.events import RoundFinished
-from raypfl.storage import lease
+from raypfl.storage import checkpoint, lease
 from tests.runs import experiment, same_tables
 
 
@@ -103,13 +107,38 @@ def test_who_gives_signs_of_life_elsewhere_is_left_alone(place, monkeypatch, tmp
     lease.refuse_unless_held(place, "another")
 
 
+def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_bit(tmp_path, monkeypatch):
+    for name, seconds in {"BEAT": 0.02, "PATIENCE": 0.5, "_LOOK": 0.01}.items():
+        monkeypatch.setattr(lease, name, seconds)
+    monkeypatch.setattr(lease._Holder, "lives", None)  # as seen from another machine
+    save, met = checkpoint.save, []
+
+    def slowly(location: str, *given):
+        def look():
+            with pytest.raises(CheckpointError, match="already running"), lease.held(location, "another", print):
+                pytest.fail("two attempts at a time")
+            met.append(location)
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        watcher.join()  # as long as the write takes
+        return save(location, *given)
+
+    whole = raypfl.run(experiment(tmp_path))
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    assert raypfl.run(experiment(tmp_path)).weights_hash == whole.weights_hash
+    assert len(met) == 3
+
+
 def test_signs_of_life_are_given_until_the_lease_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "BEAT", 0.001)
     location = tmp_path / "run"
     with lease.held(str(location), "mine", pytest.fail):
         while json.loads((location / "lease.json").read_text())["beat"] < 3:
             pass
-        take(location, elsewhere())
+        while any(thread.name == "raypfl-lease" for thread in threading.enumerate()):  # a beat may be on its way
+            take(location, elsewhere())
+            time.sleep(0.01)
     assert json.loads((location / "lease.json").read_text()) == asdict(elsewhere())
 
 
@@ -120,3 +149,13 @@ def test_a_process_of_this_machine_that_is_gone_is_known_by_more_than_its_number
     assert parent.lives is True
     assert replace(parent, born="1").lives is False
     assert elsewhere().lives is None
+
+
+def test_a_process_that_has_ended_holds_nothing_though_nobody_has_waited_for_it(tmp_path: Path):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    held = replace(lease._Holder.me("mine"), process=child.pid, born=lease._born(child.pid))
+    take(tmp_path, held)
+    assert held.lives is True
+    lease.wait_until_free(str(tmp_path), seconds=60)
+    assert held.lives is False and child.returncode is None
+    child.wait()

@@ -18,6 +18,7 @@ import raypfl
 from raypfl.common.errors import MethodError
 from raypfl.federation.logged import png
 from raypfl.report import write
+from raypfl.results import logged_picture
 from raypfl.server.events import RoundFinished
 from raypfl.tracking.listener import track
 from tests.mlflow_support import client_of, runs_of, with_database
@@ -122,7 +123,7 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
 )
 def test_what_cannot_be_logged_is_refused_in_a_sentence(log, sentence):
     cohort = federation(lambda clients: None).cohort()
-    cohort._analysis = {"old": {"a": "int64"}}
+    cohort._known = {"old": {"a": "int64"}}
     with pytest.raises(MethodError, match=re.escape(sentence)):
         log(cohort)
 
@@ -134,7 +135,7 @@ def test_clients_log_a_number_each():
 
 def test_whole_numbers_fit_a_column_of_others():
     cohort = federation(lambda clients: None).cohort()
-    cohort._analysis = {"t": {"a": "float64"}}
+    cohort._known = {"t": {"a": "float64"}}
     cohort.log_table("t", {"a": [1, 2]})
     assert cohort.logged.tables["t"]["a"].dtype == float
 
@@ -182,3 +183,13 @@ def test_mlflow_has_numbers_by_round_tables_and_images(tmp_path, monkeypatch, ml
         assert sorted({re.search(r"\Wstep\W(\d+)", path)[1] for path in images}) == ["1", "3", "5"]
         table = client.download_artifacts(run.info.run_id, "analysis-segments.parquet", str(tmp_path))
         assert pq.ParquetFile(table).read().equals(pa.table(whole.analysis["segments"]))
+
+
+def test_a_picture_shows_the_logged_images_over_rounds(whole, tmp_path):
+    (strip,) = logged_picture.shown([whole])
+    assert (strip.group.label, strip.name) == ("Logs", "weights")
+    odd = whole.images["round"].to_pylist()
+    assert strip.rounds[0] == odd[0] and strip.rounds[-1] == odd[-1] and set(strip.rounds) <= set(odd)
+    path = logged_picture.draw([whole], tmp_path / "images.png")
+    height, width = Image.open(path).size[::-1]
+    assert height > len(strip.rounds) * width  # square images, one below the other

@@ -9,12 +9,12 @@ import pytest
 
 import raypfl
 from raypfl import Experiment
-from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.config import experiments
-from raypfl.methods.ditto import Ditto
+from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver
 from raypfl.server.events import RoundFinished
-from tests import mistaken_methods
+from tests import command, mistaken_methods
 from tests.runs import experiment
 
 MODULE = "tests.mistaken_methods"
@@ -154,3 +154,21 @@ def test_a_network_that_cannot_be_built_is_refused_in_a_sentence(model: object, 
 
 def test_a_methods_class_stands_for_the_method_with_its_defaults():
     assert Experiment(method=Ditto) == Experiment(method="ditto")
+
+
+def test_batch_norm_with_one_sample_says_which_setting_leaves_it_out(tmp_path: Path):
+    alone = experiment(tmp_path, model="{name: resnet10, width: 4}", training__batch_size=1, rounds=1)
+    with pytest.raises(RaypflError, match=r"Set training.smallest_batch=2, which leaves such batches out"):
+        raypfl.run(alone)
+
+
+def test_checkpoints_that_cannot_be_read_do_not_hide_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unreadable(*_: object) -> int:
+        raise CheckpointError("The location is gone.")
+
+    monkeypatch.setattr("raypfl.commands.run.rounds_saved", unreadable)
+    file = tmp_path / "alone.yaml"
+    file.write_text(experiment(tmp_path, model="{name: resnet10, width: 4}", training__batch_size=1).to_yaml())
+    failed = command.raypfl("run", str(file))
+    assert failed.exit_code == 1 and "one sample" in failed.output and "gone" not in failed.output
+    assert "To continue" not in failed.output

@@ -12,14 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import raypfl
 from raypfl.common.files import alone
 from raypfl.server.events import RunFinished
 from raypfl.tracking.connection import how_to_look
 from raypfl.tracking.listener import MLflowListener
 from raypfl.tracking.run import RunRecord
 from tests.mlflow_support import client_of, events, record, runs_of, with_database
+from tests.test_flntk import two_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")  # inside MLflow
 
@@ -59,6 +64,24 @@ def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path)
     assert run.data.tags["checkpoint"].endswith("000001-round-3")
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"experiment.yaml", "rounds.parquet"}
     assert (folder / "mlartifacts" / run.info.run_id).is_dir()
+
+
+def test_an_analysis_is_recorded_with_its_numbers_tables_figures_and_arrays(folder: Path) -> None:
+    tracked = {"tracking__mlflow": "true", "tracking__models_mb": 0, "tracking__system_metrics": "false"}
+    made = two_layer(folder.parent, rounds=2, output=folder, **tracked)
+    result = raypfl.run(made, listeners=[MLflowListener(warn=pytest.fail)])
+    (run,) = runs_of(folder)
+    client = client_of(folder)
+    history = client.get_metric_history(run.info.run_id, "method/flntk_error")
+    logged = [row["value"] for row in result.logged.to_pylist() if row["name"] == "flntk_error"]
+    assert [point.step for point in history] == [0, 1, 2] and [point.value for point in history] == logged
+    assert run.data.metrics["method/flntk_lambda"] > 0
+    local = Path(client.download_artifacts(run.info.run_id, ""))
+    assert len(pq.read_table(local / "analysis-flntk_spectra.parquet")) == 2 * 24
+    kernels, theirs = (load_file(one / "analyses/flntk/kernels.safetensors") for one in (local, result.run_dir))
+    assert torch.equal(kernels["finite"], theirs["finite"]) and kernels["finite"].shape == (24, 24)
+    assert (local / "analyses/flntk/diagnosis.json").exists() and not list(local.rglob("client-*"))
+    assert list(local.glob("images/flntk*.png"))
 
 
 @pytest.mark.parametrize(("status", "recorded"), [("stopped", "KILLED"), ("failed", "FAILED")])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import raypfl
 from raypfl.common.errors import CheckpointError, RaypflError
-from raypfl.runs.trained import TrainedModels
 from raypfl.tracking.listener import MLflowListener, track
+from raypfl.trained.models import TrainedModels
 from tests.mlflow_support import client_of, runs_of, with_database
 from tests.runs import experiment
 

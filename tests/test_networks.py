@@ -41,6 +41,8 @@ def count(model: FlatModel, pattern: str) -> int:
         ("resnet34", {"classes": 65}, 21_318_017, 17_024),
         ("resnet18", {"stem": "cifar"}, 11_173_962, 9_600),
         ("resnet18", {"classes": 200, "norm": "group", "head_bias": False}, 11_176_512 + 512 * 200, 0),
+        ("resnet56", {}, 591_322, 8_992),
+        ("resnet56", {"norm": "group", "shape": (1, 28, 28)}, 591_322 - 288, 0),
     ],
 )
 def test_networks_have_the_published_number_of_parameters(name, options, parameters, statistics):

@@ -8,6 +8,7 @@ import pytest
 import raypfl
 from raypfl.common.errors import ConfigError, DataError
 from tests import datasets
+from tests.runs import experiment
 
 
 def test_cifar10_c_is_read_by_corruption_and_severity(tmp_path, opened):
@@ -16,6 +17,27 @@ def test_cifar10_c_is_read_by_corruption_and_severity(tmp_path, opened):
     assert np.array_equal(all_five.inputs, np.load(root / "snow.npy").transpose(0, 3, 1, 2))
     assert np.array_equal(fourth.inputs, all_five.inputs[12:16])
     assert fourth.class_names == datasets.CIFAR10_CLASSES
+
+
+def test_all_corruptions_are_one_pool_whose_accuracy_is_the_mean_over_corruptions(tmp_path):
+    root = tmp_path / "data"
+    datasets.cifar10(root)
+    datasets.cifar10_c(root / "CIFAR-10-C", each=8, corruptions=("snow", "fog", "frost"))
+    np.save(root / "cifar10.1_v6_data.npy", datasets.pixels(6, 32, 32, 3))
+    np.save(root / "cifar10.1_v6_labels.npy", np.arange(6))
+    corrupted = {"name": "cifar10_c", "root": str(root / "CIFAR-10-C")}
+    pools = {"ood/all": corrupted | {"image": "all"}, "ood/c-*": corrupted, "ood/new": {"name": "cifar10_1"}}
+    protocols = ["ood/all", "ood/new", *(f"ood/c-{name}" for name in ("fog", "frost", "snow"))]
+    asked = experiment(tmp_path, method="fedavg", rounds=1, cohort__size=2, partition__clients=2)
+    pools["ood/new"]["root"] = str(root)
+    asked = asked.replace(data={"name": "cifar10", "root": str(root), "pools": pools})
+    result = raypfl.run(asked.replace(evaluation={"protocols": protocols}))
+    rows = {row["protocol"]: row for row in result.evaluations.to_pylist() if row["client"] == -1}
+    assert {name: row["samples"] for name, row in rows.items()} == dict(
+        zip(protocols, [120, 6, 40, 40, 40], strict=True)
+    )
+    assert rows["ood/all"]["accuracy"] == pytest.approx(np.mean([rows[name]["accuracy"] for name in protocols[2:]]))
+    assert len({row["loss"] for row in rows.values()}) == 5
 
 
 def test_cifar10_c_that_is_not_five_severities_of_equal_length_is_refused(tmp_path, opened):

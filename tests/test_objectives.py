@@ -331,10 +331,18 @@ def test_each_text_is_a_client_and_the_target_is_the_text_one_character_on(tmp_p
         assert (y.ravel()[len(codes) - 1 :] == -1).all()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_next_characters_are_learnt_and_own_models_know_their_writer(tmp_path, executor):
+@pytest.mark.parametrize(
+    ("model", "executor"),
+    [
+        ("{name: causal_cnn, width: 16, layers: 2}", "sequential"),
+        ("{name: causal_cnn, width: 16, layers: 2}", "vectorised"),
+        ("{name: gru, width: 32}", "auto"),
+        ("{name: causal_transformer, width: 16, depth: 1, heads: 2}", "vectorised"),
+    ],
+)
+def test_next_characters_are_learnt_and_own_models_know_their_writer(tmp_path, model, executor):
     changes = {"data": "text", "data__root": folder_of_texts(tmp_path), "data__size": 16, "partition": "by_column"}
-    changes |= {"cohort__size": 3, "model": "{name: causal_cnn, width: 16, layers: 2}", "training__lr": 0.5}
+    changes |= {"cohort__size": 3, "model": model, "training__lr": 0.5}
     described = experiment(tmp_path, **changes, partition__clients=0, engine__executor=executor, engine__group_size=3)
     result = raypfl.run(described)
     rows = {row["model"]: row for row in result.summary() if row["protocol"] == "local"}
@@ -343,8 +351,9 @@ def test_next_characters_are_learnt_and_own_models_know_their_writer(tmp_path, e
     assert rows["personal"]["perplexity"] >= np.exp(rows["personal"]["loss"]) - 1e-6
 
 
-def test_a_causal_network_does_not_look_ahead():
-    net = MODELS.get("causal_cnn")(input_shape=(12,), num_classes=5, width=8)
+@pytest.mark.parametrize("name", ["causal_cnn", "gru", "causal_transformer"])
+def test_a_causal_network_does_not_look_ahead(name):
+    net = MODELS.get(name)(input_shape=(12,), num_classes=5, width=8)
     x = torch.randint(0, 5, (1, 12), generator=DRAWS)
     other = x.clone()
     other[0, 7:] = (other[0, 7:] + 1) % 5

@@ -25,7 +25,7 @@ from raypfl.methods import (
     PartialPersonalization,
 )
 from tests import support
-from tests.runs import experiment, same_tables
+from tests.runs import ON_RAY, experiment, same_tables
 from tests.support import (
     FP64,
     Federation,
@@ -222,8 +222,5 @@ def test_epochs_that_cannot_be_meant_are_refused_with_the_experiment():
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_on_ray_it_is_the_inline_run_to_the_bit(tmp_path):
-    inline, ray = (
-        raypfl.run(experiment(tmp_path, method="fedalt", engine__backend=backend, rounds=3))
-        for backend in ("inline", "ray")
-    )
+    inline, ray = (raypfl.run(experiment(tmp_path, method="fedalt", rounds=3, **where)) for where in ({}, ON_RAY))
     assert inline.weights_hash == ray.weights_hash and same_tables(inline, ray)

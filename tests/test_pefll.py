@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 import raypfl
 from raypfl.common.errors import ConfigError
+from raypfl.config import experiments
 from raypfl.methods import PeFLL, PFedHN
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.hypernetworks import EmbeddingNetwork, hypernetwork
+from raypfl.recipes import settings_of
 from tests import datasets
 from tests.runs import experiment
 from tests.support import CLASSES, FP64, SHAPE, Federation, NormalisedConv, as_module, both, close, sent_per_client
@@ -93,6 +95,33 @@ def test_clients_steps_of_any_kind_are_pulled_back_through_both_networks(executo
     fed.play(None)
     close(fed.server["hyper"], expected[0])
     close(fed.server["embed"], expected[1])
+
+
+def test_a_small_step_with_one_client_lowers_its_objective():
+    method = PeFLL(**SOME, batch=None, lam_theta=0.02)
+    fed = Federation(training=replace(FULL, lr=1e-3), method=method)
+    fed.server = method.start(fed.task)
+
+    def reached() -> Tensor:
+        hyper, embed = networks(fed)
+        return objective(fed, hyper(descriptors(fed, embed, [2]))[0], 2)
+
+    before = reached()
+    fed.play([2])
+    assert reached() < before
+
+
+def test_neither_the_order_of_clients_nor_having_each_of_them_twice_changes_a_round():
+    def after(*data: int) -> dict[str, Tensor]:
+        fed = Federation(training=FULL, method=PeFLL(**SOME, batch=None))
+        fed.split = [fed.split[i] for i in data] + fed.split[len(data) :]
+        fed.play(list(range(len(data))))
+        return fed.server
+
+    once, turned, twice = after(0, 1), after(1, 0), after(0, 1, 1, 0)
+    for name in ("hyper", "embed"):
+        close(turned[name], once[name])
+        close(twice[name], once[name])
 
 
 @both
@@ -273,6 +302,20 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
     assert still.weights_hash == result.weights_hash
     losses = [pc.mean(r.evaluations.filter(pc.field("protocol") == "unseen")["loss"]).as_py() for r in (result, still)]
     assert losses[0] < losses[1]
+
+
+@pytest.mark.slow
+def test_in_the_recipe_pefll_is_ahead_of_fedavg_and_of_training_alone_on_clients_that_were_never_trained(tmp_path):
+    changes = ["engine.backend=inline", "tracking={mlflow: false}", f"output={tmp_path}"]
+    planned = experiments(settings_of("pefll-digits"), changes)
+    assert len(planned) == 9
+    reached: dict[tuple[str, str], list[float]] = {}
+    for one in planned:
+        for row in raypfl.run(one).summary():
+            reached.setdefault((type(one.method).__name__, row["protocol"]), []).append(row["accuracy"])
+    pefll = np.array(reached["PeFLL", "unseen"])
+    assert (pefll > reached["FedAvg", "unseen"]).all() and (pefll > reached["Local", "unseen"]).all()
+    assert abs(pefll.mean() - np.mean(reached["PeFLL", "local"])) < 0.03
 
 
 @pytest.mark.parametrize("method", ["pefll", "pfedhn"])

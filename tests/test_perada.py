@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from raypfl.common.messages import per_client
 from raypfl.methods import Ditto, FedAvg, FedDF, Local, PerAda
+from raypfl.methods.local_training import proximal
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.residual import ResidualAdapter
 from raypfl.training.augmentation import Crop, Flip
@@ -120,7 +124,75 @@ def test_who_is_not_drawn_keeps_its_adapters_and_who_is_drawn_again_goes_on_from
     assert torch.equal(fed.method.personal_model(clients, fed.server).as_subclass(Tensor), before[[1, 3]])
 
 
+class LocalFirst(PerAda):
+    """Trains the set that is sent before the one that stays."""
+
+    def train(self, clients, theta):
+        reply = FedDF.train(self, clients, theta)
+        super().train(clients, theta)
+        return reply
+
+
+def test_the_order_of_a_clients_two_trainings_does_not_matter_to_the_bit():
+    first, second = adapting(PerAda(steps=2, batch_size=4)), adapting(LocalFirst(steps=2, batch_size=4))
+    assert torch.equal(first.play(*ROUNDS)["theta"], second.play(*ROUNDS)["theta"])
+    assert torch.equal(kept(first), kept(second))
+
+
+@both
+def test_on_a_quadratic_both_trainings_are_the_closed_form_and_a_harder_pull_ends_closer(executor):
+    fed = Federation(executor=executor, training=replace(FP64, lr=0.2))
+    clients, draws = fed.clients(), torch.Generator().manual_seed(0)
+    size = fed.model.size
+    curvature = torch.rand(size, generator=draws, dtype=torch.float64) + 0.1
+    w, own, start = (torch.randn(n, size, generator=draws, dtype=torch.float64) for n in (1, 4, 4))
+
+    def quadratic(p, batch, own):
+        return (curvature * (p - own).square()).sum() / 2
+
+    def after(steps: int, lam: float) -> Tensor:
+        options = {"penalty": proximal(lam), "anchor": w[0], "own": per_client(own), "steps": steps}
+        return clients.sgd(quadratic, per_client(start), **options).as_subclass(Tensor)
+
+    for lam in (0.0, 0.5, 1 / 0.2):
+        fixed = (curvature * own + lam * w) / (curvature + lam)
+        close(after(7, lam), fixed + (1 - 0.2 * (curvature + lam)) ** 7 * (start - fixed))
+    apart = [(after(200, lam) - w).norm(dim=1) for lam in (0.0, 0.5, 2.0)]
+    assert (apart[0] > apart[1]).all() and (apart[1] > apart[2]).all()
+
+
+@pytest.mark.slow
+def test_squared_gradients_fall_with_the_number_of_rounds_at_the_theorems_step_sizes():
+    lam, means = 1.0, {}
+    for rounds in (25, 400):
+        step = 1 / math.sqrt(rounds)  # of a loss that is about 1-smooth, with one local step
+        method = PerAda(lam=lam, steps=2, batch_size=POOLED, lr=1e-3 * step, schedule="constant")
+        fed = Federation(method=method, training=replace(ONE_STEP, lr=step / (1 + lam)))
+        found = []
+        w = v = fed.model.init(fed.seed)
+        for _ in range(rounds):
+            common = torch.stack([gradient(fed, w, c) for c in range(4)]).mean(0)
+            found.append((common.square().sum(), (gradient(fed, v, 1) + lam * (v - w)).square().sum()))
+            fed.play(None)
+            w, v = fed.server["theta"].clone(), kept(fed)[1]
+        means[rounds] = torch.tensor(found).mean(0)
+    assert (means[400] <= means[25] / 2).all(), means
+
+
 # What is trained and sent
+
+
+def test_a_step_moves_every_tensor_of_the_adapters_and_the_head():
+    fed = adapting(PerAda(steps=0))
+    start = fed.model.unflatten(fed.model.init(fed.seed))
+    after = fed.model.unflatten(fed.play(None)["theta"])
+    assert after.keys() == {"adapter.norm.weight", "adapter.norm.bias", "adapter.conv.weight", "adapter.conv.bias"} | {
+        "adapter.norm.running_mean",
+        "adapter.norm.running_var",
+        "head.weight",
+        "head.bias",
+    }
+    assert all(bool((after[name] != start[name]).any()) for name in after)
 
 
 def test_what_is_frozen_stays_as_it_is_and_what_is_trained_is_sent_once_each_way():
@@ -202,6 +274,9 @@ def test_a_single_teacher_teaches_nothing_new_on_whatever_views_of_the_pool_both
     assert abs(distillation_loss(views)) < 1e-12
     views.play([0, 2])
     assert distillation_loss(views) > 1e-8
+    alike = Federation(method=PerAda(**still), training=replace(FP64, lr=1e-300))  # all end where they begin
+    alike.play(None)
+    assert abs(distillation_loss(alike)) < 1e-12
 
 
 def test_the_server_distils_in_the_first_rounds_only_if_asked_to():

@@ -1,4 +1,4 @@
-"""The studies of PerAda's Tables 1 to 3 hold the paper's protocol and its numbers, to the digit."""
+"""The studies of PerAda's Tables 1 to 3 and 5 hold the paper's protocol and its numbers, to the digit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from raypfl.recipes import settings_of
 from raypfl.server.setup import make_model
 from raypfl.studies.cells import Cell, plan, select
 from raypfl.studies.description import Study, load
+from raypfl.tuning.sweep import load as load_sweep
 
-NAMES = ("perada-table1", "perada-table2", "perada-table3")
+SWEEPS = Path(__file__).parents[1] / "tune_configs"
+NAMES = ("perada-table1", "perada-table2", "perada-table3", "perada-table5")
 
 # Of the entries that the paper prints: how many, the sum of their means, the sum of their spreads.
 PRINTED = {
     "perada-table1": (136, 8255.53, 631.86),
     "perada-table2": (27, 1679.24, 0),
     "perada-table3": (64, 4440.29, 84.23),
+    "perada-table5": (12, 993.98, 201.25),
 }
-RUNS = {"perada-table1": 51, "perada-table2": 9, "perada-table3": 32}
+RUNS = {"perada-table1": 51, "perada-table2": 9, "perada-table3": 32, "perada-table5": 12}
 
 # Clients a round, epochs, batch size, rounds, learning rate, lambda, and of the distillation: rate, steps, batch size.
 VALUES = {
@@ -86,13 +89,14 @@ def test_a_block_that_lacks_a_column_of_another_can_be_run_alone():
 
 
 def test_methods_of_table_3_and_global_models_of_table_2_are_runs_of_table_1_where_settings_are_equal():
-    first, second, third = ({cell.folder for cell in cells_of(name)} for name in NAMES)
+    first, second, third = ({cell.folder for cell in cells_of(name)} for name in NAMES[:3])
     assert len(first & second) == 5 and len(first & third) == 16
 
 
 def test_the_settings_of_the_authors_code_join_the_study_by_the_file_on_the_page(tmp_path):
     page = (Path(__file__).parents[1] / "docs/perada.md").read_text()
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    compared, text = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(experiments(compared)) == 6
     (tmp_path / "release.yaml").write_text(text)
     study, reference = load(str(tmp_path / "release.yaml"))
     assert reference.name == "perada-table1" and len(study.methods) == 18
@@ -125,3 +129,39 @@ def test_the_recipes_methods_start_from_one_body_and_differ_in_what_they_train()
     kinds = {(one.method.__class__.__name__, one.model.trained, one.model.options["adapters"]) for one in compared}
     whole = {(name, None, "none") for name in ("Ditto", "FedAvgFT", "Local")}
     assert kinds == {("PerAda", "adapters, output layer", "bias"), *whole}
+
+
+def test_table_5_trains_by_dp_sgd_at_the_papers_noise_and_plainly_without():
+    cells = {(cell.method, cell.across): cell.experiment for cell in cells_of("perada-table5")}
+    rates = {method: cells[method, "eps = inf"].training.lr for method in ("Ditto", "PerAda w/o KD", "PerAda")}
+    assert rates == {"Ditto": 0.05, "PerAda w/o KD": 0.1, "PerAda": 0.2}
+    noises = [cells["PerAda", name].privacy.noise for name in study_of("perada-table5").across]
+    assert noises == [None, 0.8, 1.0, 1.5]
+    one = cells["PerAda", "eps = 3.7"]
+    assert (one.rounds, one.training.epochs, one.training.batch_size, one.method.batch_size) == (10, 1, 32, 32)
+    assert (one.cohort.size, one.privacy.delta, one.privacy.unit, one.method.lr) == (None, 1e-5, "sample", 0.005)
+    model = make_model(one.override(["model.weights=null"]), Shape, torch.device("cpu"))
+    assert model.num_parameters == 599_050 and not model.mixes_rows
+
+
+def test_the_searches_have_the_papers_grids_and_the_studys_settings():
+    rates, weights = [0.0005, 0.001, 0.005, 0.01], {"lambda": [0.1, 1], "alpha": [0.1, 0.3, 0.5, 0.7]}
+    own, others = (load_sweep(SWEEPS / name) for name in ("perada.yaml", "perada-baselines.yaml"))
+    grids = {space.name: list(space.values) for space in own.spaces}
+    assert grids == {"training.lr": rates, "method.lr": [1e-5, 1e-4, 1e-3, 1e-2], "method.lam": weights["lambda"]}
+    searched = {space.name: list(space.values) for space in others.spaces}
+    assert searched.keys() == {"method", "training.lr"} and searched["training.lr"] == rates
+    for name, key in (("ditto", "lambda"), ("pfedme", "lambda"), ("mtl", "lambda"), ("apfl", "alpha")):
+        tried = [one["alpha" if key == "alpha" else "lam"] for one in searched["method"] if one["name"] == name]
+        assert tried == weights[key]
+    cells = {cell.method: cell.experiment for cell in cells_of("perada-table1") if cell.down == "CIFAR-10"}
+    whole = {method: one for method, one in cells.items() if "adapter" not in method and "PerAda" not in method}
+    tried = [others.configured({"method": i, "training.lr": 3}) for i in range(len(searched["method"]))]
+    assert {type(one.method) for one in tried} == {type(one.method) for one in whole.values()}
+    assert all(one.method in [other.method for other in tried] for one in whole.values())
+    best = own.configured({"training.lr": 3, "method.lr": 2, "method.lam": 1})
+    assert best.method == cells["PerAda"].method
+    for mine, theirs in ((best, cells["PerAda"]), (tried[0], cells["Ditto"])):
+        assert all(
+            getattr(mine, part) == getattr(theirs, part) for part in ("partition", "model", "cohort", "training")
+        )

@@ -15,11 +15,11 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from raypfl.config import Experiment, experiments
+from raypfl.display import outcome
+from raypfl.display.console import LiveView, LogView, RunLine, View, lines_for, minutes, view
 from raypfl.evaluation import summarise
 from raypfl.federation.ledger import LEDGER
-from raypfl.results import outcome
-from raypfl.results.compared import group_runs, labels, setting
-from raypfl.results.console import LiveView, LogView, RunLine, View, lines_for, minutes, view
+from raypfl.results.compared import group_runs, labels, lettered_settings, setting
 from raypfl.results.drawing import draw
 from raypfl.results.units import over_seeds
 from raypfl.server.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
@@ -43,6 +43,7 @@ class MadeUp:
     megabytes: tuple[float, float] = (23.1, 23.0)
     best_round: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    privacy: pa.Table | None = None
     ledger: pa.Table = field(default_factory=lambda: arrow(Columns(LEDGER)))
 
     def summary(self, round: int | None = None) -> list[dict]:
@@ -147,6 +148,10 @@ def test_settings_of_a_methods_own_are_told_beside_its_name_and_of_the_first_one
     many = {f"training.{key}": 3 for key in ("epochs", "batch_size", "clip_norm", "weight_decay")}
     methods[1] = {"name": "ditto", "settings": many}
     assert labels(experiments({"methods": methods[:2]})) == ["fedavg · settings A", "ditto · settings B"]
+    methods[1] = {"name": "ditto", "settings": {"model.hidden": [8, 8], "training.lr": 0.05, "training.epochs": 3}}
+    assert labels(experiments({"methods": methods[:2]})) == ["fedavg · settings A", "ditto · settings B"]
+    meant = "settings B: model.hidden=[8, 8], training.epochs=3, training.lr=0.05"
+    assert lettered_settings(experiments({"methods": methods[:2]})) == [meant]
     twice = ["fedavg", {"name": "fedavg", "settings": {"training.lr": 0.2}}]
     assert labels(experiments({"methods": twice})) == ["fedavg training.lr=0.1", "fedavg training.lr=0.2"]
 
@@ -164,9 +169,10 @@ def test_runs_of_other_settings_are_told_by_the_one_that_differs_or_by_a_letter(
         "ditto lam=0.1 · settings B",
         "ditto lam=0.1 · settings C",
     ]
-    assert labels([one.override([f"rounds={n + 1}", f"training.lr={n + 1}"]) for n, one in enumerate([faster] * 28)])[
-        25:
-    ] == ["ditto · settings Z", "ditto · settings AA", "ditto · settings AB"]
+    searched = [faster.override([f"rounds={n}", f"training.lr={n}"]) for n in range(1, 29)]
+    assert labels(searched)[:2] == ["ditto rounds=1 training.lr=1.0", "ditto rounds=2 training.lr=2.0"]
+    many = [one.override([f"training.weight_decay={one.rounds}"]) for one in searched]
+    assert labels(many)[25:] == ["ditto · settings Z", "ditto · settings AA", "ditto · settings AB"]
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_contender():
@@ -343,6 +349,18 @@ def test_without_a_terminal_a_long_run_takes_about_ten_lines():
     )
 
 
+@pytest.mark.parametrize(
+    ("seeds", "line"), [(1, ""), (2, "2 runs: fedavg · seed 0, fedavg · seed 1"), (40, "40 runs: fedavg · seed 0, ")]
+)
+def test_without_a_terminal_several_runs_are_announced(seeds: int, line: str):
+    def begin(console: Console) -> None:
+        with view(console, lines_for([Experiment(seed=seed) for seed in range(seeds)])):
+            pass
+
+    text = printed(begin)
+    assert text.startswith(line) and len(text) < 400 and bool(text) == bool(line)
+
+
 def played(happened, clock=lambda: 0.0) -> list[str]:
     """What is printed of one run without a terminal, line by line."""
 
@@ -378,9 +396,9 @@ def test_after_half_a_minute_of_silence_a_round_has_a_line_before_the_next_tenth
 def test_the_accuracy_of_an_earlier_round_is_said_to_be_of_that_round():
     happened = [started(3), finished(1), finished(2), judged(2), finished(3), RunFinished("stopped", 3, "3fa2c1")]
     first, second, third, end = played(happened)[1:]
-    assert "personal / global" not in first
-    assert "personal / global – / 20.0 %, " in second
-    assert "personal / global – / 20.0 % (round 2), " in third and end.endswith("– / 20.0 % (round 2)")
+    assert "global" not in first
+    assert "global 20.0 %, " in second
+    assert "global 20.0 % (round 2), " in third and end.endswith("global 20.0 % (round 2)")
 
 
 def test_the_table_on_a_terminal_marks_the_accuracy_of_an_earlier_round_too():
@@ -411,9 +429,9 @@ def test_where_the_dashboard_is_stays_on_the_screen():
 
 def test_the_end_tells_how_many_rounds_were_run_in_that_time():
     whole = played([started(2), finished(1), finished(2), RunFinished("finished", 2, "3fa2c1")])
-    assert whole[-1] == "fedavg: finished, 2 rounds in 0:00 minutes"
+    assert whole[-1] == "fedavg: finished, 2 rounds in 0:00"
     resumed = played([started(3, 2), finished(3), RunFinished("finished", 3, "3fa2c1")])
-    assert resumed[-1] == "fedavg: finished after round 3, 1 round in 0:00 minutes"
+    assert resumed[-1] == "fedavg: finished after round 3, 1 round in 0:00"
 
 
 def test_on_a_terminal_the_table_shows_every_run():

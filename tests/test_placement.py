@@ -57,11 +57,15 @@ def test_the_next_group_is_there_just_before_an_actor_runs_dry():
     assert handed(dispatch, 1 - AHEAD) == []
 
 
+def test_of_actors_that_wait_the_one_that_has_a_group_s_states_gets_it():
+    groups = [group(i, 10, homes=home * 2) for i, home in enumerate("yyxx")]
+    assert handed(dispatching(*groups, nodes="xyxy")) == [(1, 0), (3, 1), (0, 2), (2, 3)]
+
+
 def test_among_groups_that_take_about_as_long_the_one_whose_states_are_near_goes():
     groups = [group(0, 10, homes="yy"), group(1, 9.5, homes="yx"), group(2, 9.4, homes="xx"), group(3, 5, homes="xx")]
-    assert handed(dispatching(*groups, nodes="xy"))[:2] == [(0, 1), (1, 0)]  # of as many groups as there are actors
-    assert handed(dispatching(*groups, nodes="xyy"))[:1] == [(0, 2)]
-    assert handed(dispatching(*groups, nodes="yy"))[:1] == [(0, 0)]
+    assert handed(dispatching(*groups, nodes="xy"))[:2] == [(1, 0), (0, 2)]
+    assert handed(dispatching(*groups, nodes="xx"))[:1] == [(0, 0)]
 
 
 def test_a_lost_actors_groups_wait_again_before_all_others():
@@ -83,10 +87,10 @@ def test_a_lost_actors_groups_wait_again_before_all_others():
 def test_a_group_that_is_to_be_alone_waits_for_an_idle_actor_and_has_nothing_behind_it():
     groups = [replace(group(i, 9 - i, homes="y"), alone=i < 2) for i in range(4)]
     dispatch = dispatching(*groups, nodes="xy")
-    assert handed(dispatch) == [(0, 0), (1, 1)]
+    assert handed(dispatch) == [(1, 0), (0, 1)]
     assert dispatch.pause(0.0) == math.inf
-    dispatch.finished(0, groups[0], 1.0)
-    assert handed(dispatch) == [(0, 2), (0, 3)]
+    dispatch.finished(1, groups[0], 1.0)
+    assert handed(dispatch) == [(1, 2), (1, 3)]
 
     busy = [group(0, 9), replace(group(1, 8), alone=True), group(2, 7)]
     dispatch = dispatching(*busy, nodes="x")
@@ -96,7 +100,7 @@ def test_a_group_that_is_to_be_alone_waits_for_an_idle_actor_and_has_nothing_beh
 
     near = replace(group(3, 9, homes="y"), alone=True)
     dispatch = dispatching(group(0, 10, homes="y"), group(1, 10, homes="x"), group(2, 9, homes="x"), near, nodes="yx")
-    assert handed(dispatch) == [(0, 0), (1, 1), (0, 2)]
+    assert handed(dispatch) == [(0, 0), (1, 1), (1, 2)]
 
 
 def test_a_client_that_turned_out_slow_is_expected_to_be_slow_again():

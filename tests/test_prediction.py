@@ -13,9 +13,9 @@ from raypfl import report
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Mean, Scatter, per_client
+from raypfl.display import outcome
 from raypfl.methods import FedAvg
 from raypfl.models import Predictor
-from raypfl.results import outcome
 from raypfl.results.compared import group_runs
 from raypfl.results.numbers import messages
 from tests.prediction_methods import Hypernetwork, NearestNeighbours
@@ -161,6 +161,27 @@ def test_a_client_that_cannot_be_given_its_model_is_not_left_out_of_the_mean(tmp
     skipping = experiment(tmp_path, rounds=1, failures__on_client_failure="skip", failures__retries=0)
     with pytest.raises(RaypflError, match=r"Client \d+ could not be given its model. Training diverged on client"):
         raypfl.run(skipping.replace(method=Adrift()))
+
+
+class Hiccups(Shifted):
+    """Fails at the first try of each group of clients that is given its models."""
+
+    def keep(self, clients, theta):
+        if (clients.round, clients.ids) not in TRIED:
+            TRIED.append((clients.round, clients.ids))
+            raise OSError("a hiccup")
+        super().keep(clients, theta)
+
+
+TRIED: list[tuple[int, tuple[int, ...]]] = []
+
+
+def test_clients_that_fail_to_get_their_models_are_tried_again(tmp_path):
+    TRIED.clear()
+    base = experiment(tmp_path, rounds=1, **NEWCOMERS)
+    result, calm = (raypfl.run(base.replace(method=method)) for method in (Hiccups(), Shifted()))
+    assert sorted(client for _, ids in TRIED for client in ids) == list(range(12))
+    assert result.evaluations.equals(calm.evaluations) and result.ledger.equals(calm.ledger)
 
 
 def test_the_table_and_the_report_say_what_a_model_takes_beside_training(tmp_path):

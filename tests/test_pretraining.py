@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 import raypfl
@@ -13,6 +14,8 @@ from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.server.events import Progress, RunStarted, Warned
 from tests import datasets
+from tests.command import raypfl as command
+from tests.command import told
 from tests.runs import experiment
 
 FROZEN = {"model__trained": "output layer", "data__pools": "{backbone: 0.4}"}
@@ -99,3 +102,23 @@ def test_pools_that_cannot_pretrain_are_refused(tmp_path):
     asked = asked.replace(data=data, model={"name": "mlp", "pretrain": "backbone"})
     with pytest.raises(ConfigError, match="the pool 'backbone' has no labels of the clients' classes"):
         raypfl.run(asked)
+
+
+def test_a_command_trains_it_once_records_it_and_a_run_finds_it(tmp_path):
+    words = [f"data.cache={tmp_path / 'cache'}", f"output={tmp_path}", "model.pretrain=body", "data.pools={body: 0.3}"]
+    words += ["model.pretrain_epochs=2", "model.trained=output layer"]
+    first = told("pretrain", *words)
+    assert first["seconds"] > 0 and 0 < first["loss"] < 3 and Path(first["weights"]).exists()
+    assert told("pretrain", *words) == first | {"seconds": None}
+    runs = told("run", *words, "engine.backend=inline", "rounds=1", "tracking.mlflow=false")["runs"]
+    assert {one["experiment"]["model"]["weights"] for one in runs} == {first["weights"]}
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("raypfl").experiment_id])
+    assert run.data.metrics["loss"] == pytest.approx(first["loss"]) and run.data.params["pretrain"] == "body"
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == [Path(first["weights"]).name]
+
+
+def test_the_command_needs_the_name_of_a_pool():
+    result = command("pretrain", "rounds=1")
+    assert result.exit_code == 2
+    assert "model.pretrain is not set; raypfl pretrain needs the name of a pool" in " ".join(result.output.split())

@@ -15,19 +15,25 @@ import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.server.events import RunFinished, RunStarted, Warned
 from raypfl.storage.checkpoint import reached
-from tests.runs import Interrupt, experiment, same_tables
+from tests.runs import ON_RAY, Interrupt, experiment, same_tables
+from tests.test_analyses import observed
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def on_ray(tmp_path: Path, actors: int | str = 2, **changes) -> raypfl.Experiment:
-    defaults = {"engine__backend": "ray", "ray__actors": actors, "ray__cpus_per_actor": 0.5}
-    return experiment(tmp_path, **(defaults | changes))
+    return experiment(tmp_path, **(ON_RAY | {"ray__actors": actors} | changes))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     return raypfl.run(experiment(tmp_path_factory.mktemp("undisturbed")))
+
+
+@pytest.fixture(scope="module", params=[2, 1, 3])
+def actors(request):
+    """How many there are; all tests of one number run after each other, on the same actors."""
+    return request.param
 
 
 def test_fedavg_on_ray_is_fedavg_inline(tmp_path):
@@ -160,8 +166,7 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
         f"try: raypfl.run(raypfl.Experiment(ray={{'address': '127.0.0.1:1'}}, output={str(tmp_path)!r}))\n"
         "except ConfigError as error: print('SENTENCE', error)\n"
     )
-    environment = os.environ | {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_gcs_rpc_server_connect_timeout_s": "2"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "SENTENCE No Ray cluster can be reached at '127.0.0.1:1'" in done.stdout
 
 
@@ -171,10 +176,28 @@ def test_events_end_with_the_end(tmp_path):
     assert isinstance(events[-1], RunFinished) and events[-1].status == "finished"
 
 
-@pytest.mark.parametrize("actors", [2, 1, 3])
 def test_any_number_of_actors_gives_the_bits_of_an_inline_run(tmp_path, undisturbed, actors):
     result = raypfl.run(on_ray(tmp_path, actors))
     assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+@pytest.mark.parametrize("changes", [{"noise": 1.0}, {"noise": 1.0, "unit": "client", "secure_aggregation": True}])
+def test_noise_and_masks_have_the_same_bits_on_any_number_of_actors(tmp_path, actors, changes):
+    settings = {"rounds": 2, "method__weighting": "uniform"} | {f"privacy__{k}": v for k, v in changes.items()}
+    inline, result = raypfl.run(experiment(tmp_path, **settings)), raypfl.run(on_ray(tmp_path, actors, **settings))
+    assert result.weights_hash == inline.weights_hash and result.privacy.equals(inline.privacy)
+
+
+def test_analyses_keep_the_same_files_on_any_number_of_actors(tmp_path, actors):
+    def files(**changes) -> tuple[str, dict[Path, bytes]]:
+        result = raypfl.run(observed(tmp_path, rounds=2, **changes))
+        return result.weights_hash, {
+            p.relative_to(result.run_dir): p.read_bytes() for p in result.run_dir.rglob("client-*")
+        }
+
+    inline = files()
+    assert len(inline[1]) == 6
+    assert inline == files(**(ON_RAY | {"ray__actors": actors}))
 
 
 def test_one_actor_per_client_for_cross_silo_studies(tmp_path):

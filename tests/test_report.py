@@ -166,7 +166,7 @@ def test_what_differs_between_runs_is_listed_and_nothing_else(results):
     fedavg = results[0]
     other = replace(fedavg, experiment=fedavg.experiment.override(["training.lr=0.5", "seed=7", "partition.alpha=1"]))
     differing, shared = tables.differences(group_runs([fedavg, other]))
-    names = ["fedavg · settings A", "fedavg · settings B"]
+    names = ["fedavg partition.alpha=0.3 training.lr=0.1", "fedavg partition.alpha=1.0 training.lr=0.5"]
     assert differing == [
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
         ("training.lr", [("0.1", [names[0]]), ("0.5", [names[1]])]),

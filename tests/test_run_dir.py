@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from raypfl.runs import driver
@@ -99,3 +101,13 @@ def test_what_changes_no_result_may_differ_the_second_time(monkeypatch: pytest.M
     assert told(*COMMAND, "ray.address=other:6379", "checkpoint.keep=7")["runs"][0]["status"] == "finished"
     kept = description(elsewhere / "kept" / "mine")
     assert (kept.ray.address, kept.checkpoint.keep) == ("other:6379", 7)
+
+
+def test_a_folder_that_was_lost_is_written_again_from_the_checkpoints_of_a_finished_run(elsewhere: Path):
+    location = f"checkpoint.location=file://{elsewhere}/store"
+    first = told(*COMMAND, location)
+    mine, tables = elsewhere / "kept" / "mine", ("rounds", "evaluations", "ledger")
+    before = [pq.read_table(mine / f"{name}.parquet") for name in tables]
+    shutil.rmtree(elsewhere / "kept")
+    assert hashes(told(*COMMAND, location)) == hashes(first)
+    assert [pq.read_table(mine / f"{name}.parquet") for name in tables] == before

@@ -31,8 +31,9 @@ MESSAGES = {
 """Files that unpickle, with `loads`, what another process of the same run has sent over Ray."""
 FILES = {
     "config/yaml_text.py": "Loader=_Loader",
-    "datasets/npy.py": "allow_pickle=False",
+    "datasets/readers/npy.py": "allow_pickle=False",
     "models/weights.py": "weights_only=True",
+    "trained/samples.py": "allow_pickle=False",
 }
 """Files that read formats which could hold code, and what keeps that from being run."""
 

@@ -14,7 +14,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.config import experiments
 from raypfl.datasets import DataConfig
-from raypfl.datasets.spiral import EXTENT, Spiral, as_bytes, spirals
+from raypfl.datasets.readers.spiral import EXTENT, Spiral, as_bytes, spirals
 from raypfl.models import MODELS
 from raypfl.recipes import RECIPES
 from raypfl.results import latent_picture

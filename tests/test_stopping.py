@@ -15,7 +15,7 @@ from rich.console import Console
 import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.common.stopping import StopRequest, handlers_kept, interrupting, message_if_killed, undisturbed
-from raypfl.results.console import RunLine, View
+from raypfl.display.console import RunLine, View
 from raypfl.server.events import Progress, RunFinished, Warned
 from tests.runs import experiment
 

@@ -12,12 +12,12 @@ import torch
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.methods import METHODS
-from raypfl.runs import trained
 from raypfl.runs.result import newest
-from raypfl.runs.trained import TrainedModels
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.states import StateShard
+from raypfl.trained import models as trained
+from raypfl.trained.models import TrainedModels
 from tests.runs import experiment
 
 PERSONAL = [name for name in METHODS if METHODS.get(name)().has("personal_model")]

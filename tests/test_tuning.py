@@ -102,6 +102,7 @@ def test_what_could_find_nothing_is_refused_before_anything_runs(tmp_path: Path,
         check(load(small(), [f"output={tmp_path}", *changes]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("scheduler", [{"name": "median", "grace": 1}, {"name": "pb2", "interval": 1}])
 def test_other_schedulers_of_ray_tune_take_a_sweep_to_its_end(tmp_path: Path, scheduler: dict):
@@ -166,6 +167,7 @@ def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_pat
     assert result.weights_hash == inline.weights_hash
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
     two = [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]

@@ -56,7 +56,8 @@ class ClientActor:
             torch.cuda.set_per_process_memory_fraction(gpus)
         device = reserved_device()
         task = make_task(job.experiment, data, device)
-        self._worker = Worker(make_context(job.experiment, data, task, gpus), job.experiment.method)
+        context = make_context(job.experiment, data, task, gpus)
+        self._worker = Worker(context, job.experiment.method, job.experiment.analyses)
         return Home(ray.get_runtime_context().get_node_id(), type_of(device), tuple(map(str, ray.get_gpu_ids())))
 
     def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from raypfl.backends.actor_pools import ActorPools, reserved, room_for
 from raypfl.common import registry
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.common.own_modules import files_of, own_modules
+from raypfl.common.own_modules import copy_files, own_files
 from raypfl.common.stopping import handlers_kept, hangups_ignored, interrupting, undisturbed
 from raypfl.config.settings import RaySettings
 from raypfl.server.events import Listener, Progress
@@ -48,6 +49,12 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
     RaypflError : if a local cluster cannot be started.
     """
     address = settings.address or os.environ.get("RAY_ADDRESS")
+    if address and "://" in address:
+        kind = "of Ray Client, with whose connection a run would end" if address.startswith("ray:") else "for jobs"
+        raise ConfigError(
+            f"The address {address!r} is one {kind}. Send a job: raypfl submit run ... --address http://HEAD:8265. Or "
+            "give the cluster's own address, such as HEAD:6379, on a machine that is one of its nodes."
+        )
     if "ray" not in sys.modules:  # Ray reads its authentication settings when it is imported
         _authenticate(local=address is None)
     import ray
@@ -90,10 +97,13 @@ def _local(ray: Any, dashboard: bool) -> Iterator[None]:
 def _attached(ray: Any, address: str) -> Iterator[None]:
     try:
         with handlers_kept(), _without_sigterm_handler(ray), tempfile.TemporaryDirectory() as folder:
-            modules = [] if IN_A_JOB in os.environ else _own_modules(Path(folder))
+            if IN_A_JOB not in os.environ:
+                copy_files(own_files(registry.own), Path(folder))
+            modules = [str(path) for path in Path(folder).iterdir()]
             try:
+                _knock(address)
                 ray.init(address=address, runtime_env={"py_modules": modules} if modules else None, **QUIET)
-            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise ConfigError(
                     f"No Ray cluster can be reached at {address!r}: {str(error).splitlines()[0]} Is it running, and "
                     "has this machine its token (RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH)? Without ray.address, a local "
@@ -105,13 +115,11 @@ def _attached(ray: Any, address: str) -> Iterator[None]:
             ray.shutdown()
 
 
-def _own_modules(folder: Path) -> list[str]:
-    """Copies, in a folder, of the user's own modules that this process has components of, and of what they import."""
-    for module in own_modules(registry.own):
-        for name, file in files_of(module).items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, folder / name)
-    return [str(path) for path in folder.iterdir()]
+def _knock(address: str) -> None:
+    """Raise an OSError if nothing listens at ``HOST:PORT``; Ray would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def has_died(ray: Any) -> bool:

@@ -79,7 +79,7 @@ class ServerActor:
         from raypfl.backends.processes import keep_freed_memory
         from raypfl.backends.ray_backend import RayBackend
         from raypfl.server.server import Server
-        from raypfl.server.setup import make_task, pools_of_server, threads_of_server
+        from raypfl.server.setup import make_task, threads_of_server
 
         self._stream = _EventStream(run)
         self._start_actors()
@@ -97,7 +97,6 @@ class ServerActor:
         job, data = shipment.opened()
         torch.set_num_threads(threads_of_server(job.experiment))
         task = make_task(job.experiment, data, reserved_device())
-        pools = pools_of_server(job.experiment, data, task)
         metadata = {
             "backend": "ray",
             "actors": len(self._actors),
@@ -107,7 +106,7 @@ class ServerActor:
         backend.wait_for_actors(START_UP)
         emit = self._in_lockstep if job.lockstep else self._stream.events.append
         try:
-            return Server(job, task, pools, backend, emit, metadata).run()
+            return Server(job, task, data, backend, emit, metadata).run()
         finally:
             self._actors = backend.actors
             if pool_sizes.are_smaller:

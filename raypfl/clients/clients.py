@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from raypfl.models.predictor import Predictor
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import LocalOptimizer
 from raypfl.training.batches import num_steps, order
+from raypfl.training.executor import Executor
 from raypfl.training.loss import LocalLoss, Loss, Report
 from raypfl.training.pool import Pool
+from raypfl.training.vectorised import Vectorised
 
 
 class Clients:
@@ -101,6 +103,7 @@ class Clients:
         MethodError : if targets are numbers or tokens.
         """
         self._refuse_without_classes("label_counts")
+        self._group.refuse_unprotected("clients.label_counts")
         labels = [self._context.samples.labels_of(where) for where in self._group.split(split)]
         rows = [y.sum(0) if y.dim() > 1 else torch.bincount(y, minlength=self.num_classes) for y in labels]
         return per_client(torch.stack(rows).to(self.model.dtype))
@@ -196,17 +199,21 @@ class Clients:
         ClientError : if a client's reported loss or model is not finite, or its loss is above the limit.
         """
         group = self._group
-        visits, keys = group.visits(epochs, steps, batch_size, stream), group.draws(stream)
+        visits, keys, _, rule = group.training(epochs, steps, batch_size, stream)
         moving, decayed = (self.model.mask(which) if isinstance(which, str) else which for which in (train, decay))
-        update = group.update(optimizer, lr, moving, decayed)
+        update = group.update(optimizer, lr, moving, decayed, rule)
         rows, local_loss = group.models(start), LocalLoss(self.model, loss, penalty, report)
         added, extras = group.corrections(correction), group.extras(extras)
+        observe = None if group.observer is None else group.observer.training(rows, visits, update.lr)
         trained, losses = group.run(
             group.trainer(local_loss, rows, visits, extras),
-            lambda e: e.sgd(local_loss, rows, group.samples("train"), visits, update, keys, extras, added),
+            lambda e: e.sgd(local_loss, rows, group.samples("train"), visits, update, keys, extras, added, observe),
         )
         group.report(trained, losses if report is not None and visits.index.shape[1] else None)
-        return per_client(trained if moving is None else torch.where(moving, trained, rows))
+        trained = trained if moving is None else torch.where(moving, trained, rows)
+        if observe is not None:
+            observe.ended(trained)
+        return per_client(trained)
 
     def minibatches(
         self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None, stream: str = ""
@@ -215,8 +222,7 @@ class Clients:
 
         ``for batch in clients.minibatches(): theta = batch.step(loss, theta)`` is ``sgd``; see :meth:`MiniBatch.step`.
         """
-        visits = self._group.visits(epochs, steps, batch_size, stream)
-        batches = MiniBatches(self._group, visits, self._group.draws(stream))
+        batches = MiniBatches(self._group, *self._group.training(epochs, steps, batch_size, stream))
         yield from batches
         batches.report()
 
@@ -226,6 +232,7 @@ class Clients:
         `batches` is what :meth:`batches` gave; None: all training samples of each client.
         """
         group, local_loss = self._group, LocalLoss(self.model, loss)
+        group.refuse_unprotected("clients.grad")
         keys, chosen, rows = group.draws(), batches or group.whole("train"), group.rows(at)
         extras = group.extras(extras)
         executor = group.executor_for(local_loss, rows[0], chosen[0].some, _unequal(chosen), extras, train=True)
@@ -238,12 +245,27 @@ class Clients:
         each sample, ``[b, ...]``, the result is ``[K, b, ...]`` for the largest b, padded with zeros.
         """
         group = self._group
+        group.refuse_unprotected("clients.map")
         keys, chosen, rows = group.draws(), batches or group.whole("train"), group.rows(at)
         extras = group.extras(extras)
         with self._context.evaluating():
             executor = group.executor_for(function, rows[0], chosen[0].some, _unequal(chosen), extras, train=False)
             values = group.run(executor, lambda e: e.map(function, rows, chosen, keys, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
+
+    def compute(self, function: Callable[..., Sequence[Tensor]], *rows: Tensor) -> list[PerClient]:
+        """``function(*rows)`` of tensors ``[n, ...]`` with a row for each of n clients, which gives such tensors.
+
+        It is called once where clients are taken together, else with one client's rows at a time.
+        """
+        mine = [unmarked(one) for one in rows]
+
+        def computed(executor: Executor) -> list[Tensor]:
+            size = len(mine[0]) if isinstance(executor, Vectorised) else 1
+            parts = [function(*part) for part in zip(*(one.split(size) for one in mine), strict=True)]
+            return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+        return [per_client(column) for column in self._group.run(self._context.executor, computed)]
 
     def vjp(
         self, function: Loss, at: Tensor, cotangent: Tensor, batches: list[Batch] | None = None, **extras: Any
@@ -256,6 +278,7 @@ class Clients:
 
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
         """A random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream."""
+        self._group.refuse_unprotected("clients.batches")
         samples = self._group.samples(split)
         visits = order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
         positions = [torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]]) for k in range(len(self))]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypfl.common import rng
 from raypfl.common.messages import unmarked
 from raypfl.evaluation.measures import Measures
 from raypfl.models.extras import Extras
@@ -20,6 +21,7 @@ from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
 from raypfl.objectives import Objective
 from raypfl.objectives.batch import Batch
+from raypfl.privacy import PrivacySettings
 from raypfl.training.batches import Samples
 from raypfl.training.executor import Executor
 from raypfl.training.inference import Answers, Change, on_common, on_own
@@ -45,6 +47,7 @@ class Context:
     ----------
     split : ``split(client, name) -> int64[n]``, the sample numbers of one client's split.
     measures : the objective and the metrics that models are evaluated by.
+    privacy : how training is made private.
     pools : samples that belong to no client.
     networks : further networks of the method (:meth:`raypfl.Method.networks`).
     loss_limit : a training loss above it is a failure.
@@ -65,6 +68,7 @@ class Context:
     seed: int
     pools: Pools = field(kw_only=True)
     measures: Measures = field(default_factory=Measures)
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
     evaluation_batch: int = 512
@@ -83,6 +87,10 @@ class Context:
     def initial(self) -> Tensor:
         """The model that every client and the server begin with, ``[P+B]``."""
         return self.model.init(self.seed)
+
+    def keys(self, purpose: str, round: int, clients: Sequence[int]) -> np.ndarray:
+        """``uint64[K]``, of these clients' draws for this purpose in this round."""
+        return rng.keys(self.seed, purpose, round, clients)
 
     def everyone(self, split: str) -> np.ndarray:
         """The union of the splits of all clients that are trained, ``int64[N]``."""

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.context import Context
+from raypfl.clients.observation import Observer
 from raypfl.clients.state import ClientState
-from raypfl.common import rng
 from raypfl.common.errors import ClientError, MethodError
 from raypfl.common.messages import PerClient, unmarked
 from raypfl.objectives.batch import Batch
-from raypfl.optimizers import LocalOptimizer, Update
-from raypfl.training.batches import GroupSamples, Order, order
+from raypfl.optimizers import LocalOptimizer, SampleRule, Update
+from raypfl.privacy import Branch, NoisySum
+from raypfl.training.batches import GroupSamples, Order, order, sampled_order, sampling_rates
 from raypfl.training.executor import Executor
 from raypfl.training.loss import LocalLoss, Loss
 from raypfl.training.vectorised import Vectorised
@@ -33,6 +34,9 @@ class ClientGroup:
     state : what stays on the clients between rounds.
     losses : ``[K]``, reported by the last training; None before any.
     logged : name -> ``[K]`` numbers that the clients logged.
+    observer : shows local steps to analyses; None: none is due.
+    exchange : the client function, and what tells this exchange from others of the round.
+    branches : the private trainings so far.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class ClientGroup:
         lr: float,
         states: list[Mapping[str, np.ndarray]] | None = None,
         read_only: bool = False,
+        exchange: tuple[str, str] = ("", ""),
     ):
         self.context = context
         self.model = context.model
@@ -52,6 +57,9 @@ class ClientGroup:
         self.state = ClientState(states or [{} for _ in ids], context.model.device, read_only)
         self.losses: Tensor | None = None
         self.logged: dict[str, Tensor] = {}
+        self.observer: Observer | None = None
+        self.exchange = exchange
+        self.branches: list[Branch] = []
         self._samples: dict[str, GroupSamples] = {}
         self._shared: set[int] = set()
 
@@ -68,7 +76,10 @@ class ClientGroup:
 
     def alone(self, k: int, read_only: bool = False) -> ClientGroup:
         """The k-th client as a group of one; see :class:`ClientState` for `read_only`."""
-        return ClientGroup(self.context, (self.ids[k],), self.round, self.lr, [self.state._rows[k]], read_only)
+        states = [self.state._rows[k]]
+        one = ClientGroup(self.context, (self.ids[k],), self.round, self.lr, states, read_only, self.exchange)
+        one.branches = self.branches
+        return one
 
     def received(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors from the server: as extras, their first axis does not run over clients."""
@@ -109,7 +120,7 @@ class ClientGroup:
 
     def keys(self, purpose: str) -> np.ndarray:
         """``uint64[K]``, of draws for this purpose in this round."""
-        return rng.keys(self.context.seed, purpose, self.round, self.ids)
+        return self.context.keys(purpose, self.round, self.ids)
 
     def draws(self, stream: str = "") -> Tensor:
         """``int64[K]`` on the device: keys of what networks and losses draw."""
@@ -121,6 +132,33 @@ class ClientGroup:
         if epochs is None and steps is None:
             epochs, steps = training.epochs, training.steps
         return batch_size or training.batch_size, 1 if epochs is None else epochs, steps
+
+    def training(
+        self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str
+    ) -> tuple[Order, Tensor, Branch | None, SampleRule | None]:
+        """The mini-batches of a local training, the keys ``int64[K]`` of its draws, and, if it is private, what it
+        spends and how. Each private training of a round has batches and noise of its own."""
+        privacy = self.context.privacy
+        if not privacy.of_samples:
+            return self.visits(epochs, steps, batch_size, stream), self.draws(stream), None, None
+        function, exchange = self.exchange
+        number = 1 + sum(self.ids == other.ids for other in self.branches)
+        stream = f"{stream} {exchange} {number}"
+        samples, (size, epochs, steps) = self.samples("train"), self.pace(epochs, steps, batch_size)
+        visits = self._augmented(
+            sampled_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps), stream
+        )
+        branch = Branch(f"{function} {number}", self.ids, sampling_rates(samples.sizes, size), visits.steps)
+        self.branches.append(branch)
+        return visits, self.draws(stream), branch, NoisySum(privacy.clip, privacy.deviation, size)
+
+    def refuse_unprotected(self, called: str) -> None:
+        """Raise a MethodError if training data are private, since what `called` computes of them is not."""
+        if self.context.privacy.of_samples:
+            raise MethodError(
+                f"{called} reads clients' training data without noise, so privacy.noise would not hold. Choose a "
+                "method that reads them by clients.sgd and batch.step only, privacy.unit=client, or no privacy."
+            )
 
     def visits(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> Order:
         """The mini-batches of local training.
@@ -141,8 +179,11 @@ class ClientGroup:
                 clients=[self.ids[k] for k in lone],
                 repeatable=True,
             )
+        return self._augmented(visits, stream)
+
+    def _augmented(self, visits: Order, stream: str) -> Order:
         if augmentation := self.context.samples.augmentation:
-            visits = visits.drawn(self.keys("augmentation" + stream), sum(one.draws for one in augmentation))
+            return visits.drawn(self.keys("augmentation" + stream), sum(one.draws for one in augmentation))
         return visits
 
     def update(
@@ -151,9 +192,18 @@ class ClientGroup:
         lr: float | None = None,
         moving: Tensor | None = None,
         decayed: Tensor | None = None,
+        rule: SampleRule | None = None,
     ) -> Update:
-        """A local step; None stands for the experiment's optimizer, the round's rate, and all entries ``bool[P+B]``."""
+        """A local step; None stands for the experiment's optimizer, the round's rate, and all entries ``bool[P+B]``.
+
+        `rule` : what makes a batch's gradient of per-sample gradients; None: the optimizer, if it needs them.
+        """
         training, optimizer = self.context.training, optimizer or self.context.training.local_optimizer
+        if optimizer.per_sample and rule is not None:
+            raise MethodError(
+                f"{type(optimizer).__name__} makes a gradient of per-sample gradients, and so does privacy.noise; "
+                "choose another optimizer, or no privacy."
+            )
         if optimizer.per_sample and self.model.mixes_rows:
             raise MethodError(
                 f"{type(optimizer).__name__} needs the gradient of each sample, but batch norm mixes the samples of "
@@ -161,8 +211,9 @@ class ClientGroup:
             )
         if moving is not None and decayed is not None:
             decayed = decayed & moving
-        masks = [mask if mask is None else self.model.parameters(mask) for mask in (moving, decayed)]
-        return Update(optimizer, self.lr if lr is None else lr, training.weight_decay, training.clip_norm, *masks)
+        trained, decayed = (mask if mask is None else self.model.parameters(mask) for mask in (moving, decayed))
+        lr = self.lr if lr is None else lr
+        return Update(optimizer, lr, training.weight_decay, training.clip_norm, trained, decayed, rule)
 
     def rows(self, vector: Tensor) -> Tensor:
         """A vector for all clients, or one per client, as ``[K, ...]``."""

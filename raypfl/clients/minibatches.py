@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.group import ClientGroup
+from raypfl.clients.observation import ObservedTraining
 from raypfl.common.messages import PerClient, per_client
 from raypfl.models.extras import of_clients
-from raypfl.optimizers import LocalOptimizer, Memory
+from raypfl.optimizers import LocalOptimizer, Memory, SampleRule
+from raypfl.privacy import Branch
 from raypfl.training.batches import Order, StackedBatches, StepBatches
 from raypfl.training.executor import Executor
 from raypfl.training.loss import LocalLoss, Loss, Report
@@ -29,6 +31,7 @@ class Trained:
     executor : what its gradients are computed with.
     losses : ``[K]``, sums of what its steps report. steps : ``[K]``, how many these are.
     rows : ``[K, P+B]``, the model after its last step.
+    observe : shows its steps to analyses.
     """
 
     executor: Executor
@@ -36,15 +39,18 @@ class Trained:
     steps: Tensor
     rows: Tensor
     memories: dict[LocalOptimizer, Memory] = field(default_factory=dict)
+    observe: ObservedTraining | None = None
 
 
 class MiniBatches:
     """All mini-batches of a group's local training."""
 
-    def __init__(self, group: ClientGroup, visits: Order, keys: Tensor):
+    def __init__(self, group: ClientGroup, visits: Order, keys: Tensor, branch: Branch | None, rule: SampleRule | None):
         self.group = group
         self.visits = visits
         self.keys = keys
+        self.branch = branch
+        self.rule = rule
         self._models: dict[str, Trained] = {}
 
     def __iter__(self) -> Iterator[MiniBatch]:
@@ -56,12 +62,14 @@ class MiniBatches:
         """Gathers the batches of several clients at once."""
         return self.group.samples("train").stacked(np.arange(len(self.group)), self.visits)
 
-    def trained(self, of: str, loss: LocalLoss, rows: Tensor, extras: Mapping[str, Any]) -> Trained:
+    def trained(self, of: str, loss: LocalLoss, rows: Tensor, lr: float, extras: Mapping[str, Any]) -> Trained:
         """The model `of`; its first step decides on the executor."""
         if of not in self._models:
             executor = self.group.trainer(loss, rows, self.visits, self.group.extras(extras))
             losses, steps = torch.zeros(2, len(rows), dtype=rows.dtype, device=rows.device)
-            self._models[of] = Trained(executor, losses, steps, rows)
+            observer = self.group.observer
+            observe = None if observer is None else observer.training(rows, self.visits, lr)
+            self._models[of] = Trained(executor, losses, steps, rows, observe=observe)
         return self._models[of]
 
     def report(self) -> None:
@@ -69,6 +77,8 @@ class MiniBatches:
         for model in self._models.values():
             reported = bool(model.steps.any())
             self.group.report(model.rows, model.losses / model.steps.clamp_min(1) if reported else None)
+            if model.observe is not None:
+                model.observe.ended(model.rows)
 
 
 class MiniBatch:
@@ -83,6 +93,7 @@ class MiniBatch:
         samples, visits, device = steps.group.samples("train"), steps.visits, steps.keys.device
         here = np.flatnonzero(visits.steps > s)
         self._steps = steps
+        self._number = s
         self._rows = torch.from_numpy(here).to(device)
         self._everybody = len(here) == len(steps.keys)
         self._keys = steps.keys[self._rows] + s
@@ -90,6 +101,7 @@ class MiniBatch:
             alone=lambda: [samples.step(k, visits, s) for k in here.tolist()],
             padded=lambda: steps.stacked(self._rows, s, int(visits.counts[here, s].max())),
         )
+        self._uses = 0
         self.active = torch.zeros(len(steps.keys), 1, dtype=torch.bool, device=device)
         self.active[self._rows] = True
 
@@ -121,11 +133,16 @@ class MiniBatch:
         """
         group, here, rows = self._steps.group, self._rows, self._steps.group.models(theta)
         size, local_loss = group.model.num_parameters, LocalLoss(group.model, loss, penalty, report)
-        trained, update = self._steps.trained(of, local_loss, rows, extras), group.update(optimizer, lr)
+        update = group.update(optimizer, lr, rule=self._steps.rule)
+        trained = self._steps.trained(of, local_loss, rows, update.lr, extras)
         mine = extras if self._everybody else of_clients(extras, here)
         moved = rows.clone(memory_format=torch.contiguous_format) if self._everybody else rows[here]
+        keys = self._keys_of_use()
+        if trained.observe is not None:
+            for k, model in zip(here.tolist(), moved, strict=True):
+                trained.observe(k, self._number, model)
         (gradient, reported, statistics), trained.executor = group.context.run(
-            trained.executor, lambda e: e.grad(local_loss, moved, self._batches, self._keys, mine, update)
+            trained.executor, lambda e: e.grad(local_loss, moved, self._batches, keys, mine, update)
         )
         if (added := group.corrections(correction)) is not None:
             gradient += self._mine(added)
@@ -143,6 +160,15 @@ class MiniBatch:
             trained.losses[here] += reported
             trained.steps[here] += 1
         return per_client(trained.rows)
+
+    def _keys_of_use(self) -> Tensor:
+        """Keys of a step's draws. Where steps are private, each on this mini-batch has noise of its own."""
+        if (branch := self._steps.branch) is None:
+            return self._keys
+        keys = self._keys + self._uses * 0x2545F4914F6CDD1D
+        self._uses += 1
+        branch.uses = max(branch.uses, self._uses)
+        return keys
 
     def _mine(self, rows: Tensor) -> Tensor:
         """Those of clients that are active; not a copy if all are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,9 +15,11 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
+from raypfl.clients.observation import Observation, Observer, Observing
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
+from raypfl.privacy import Masks, Spending, clipped_updates
 from raypfl.storage.states import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, unflatten
 from raypfl.training.unkeyed import ON_CLIENTS, refuse_unkeyed
@@ -50,7 +52,10 @@ class Call:
     function : name of the method's client function, or a function ``f(group, method, **arguments)`` of the engine's.
     round, lr : of the round; rounds are numbered from 1.
     arguments : name -> number or string, or a :class:`raypfl.storage.tree.Leaf` for each tensor, in dicts and lists.
+    exchange : what tells this exchange from others of the round.
     server : the server's state in the same form, if the function may look at it; tensors are fetched on first use.
+    observers : numbers of the experiment's analyses that see the local steps.
+    masked : all clients of the exchange, if they send sums under masks.
     """
 
     function: str | Callable[..., Mapping[str, Any]]
@@ -58,7 +63,10 @@ class Call:
     lr: float
     sent: Sent = Sent()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    exchange: str = ""
     server: Mapping[str, Any] | None = None
+    observers: tuple[int, ...] = ()
+    masked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +103,14 @@ class Value:
     ----------
     kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
     numbers : ``int64[K]``, how many numbers each client sends; zeros if it is not charged.
+    masked : what `array` is under its masks; None: it has none.
     """
 
     kind: Literal["each", "sum", "mean"]
     array: np.ndarray
     weight: float
     numbers: np.ndarray
+    masked: torch.dtype | None = None
 
 
 @dataclass
@@ -114,6 +124,8 @@ class Reply:
     kept : what its clients' new states contain; None if they did not change.
     notes : warnings.
     logged : the numbers that clients logged, as means.
+    observed : what analyses keep of the local steps, by their numbers.
+    spent : of the clients' privacy.
     """
 
     values: dict[str, Value]
@@ -122,16 +134,20 @@ class Reply:
     kept: Contents | None = None
     notes: list[str] = field(default_factory=list)
     logged: dict[str, Value] = field(default_factory=dict)
+    observed: dict[int, list[Observation]] = field(default_factory=dict)
+    spent: list[Spending] = field(default_factory=list)
 
 
 class Worker:
     """The clients' side of one process: runs client functions on groups. The same object inline and in a Ray actor."""
 
-    def __init__(self, context: Context, method: object):
+    def __init__(self, context: Context, method: object, analyses: Sequence[Observing] = ()):
         self.context = context
         self.method = method
+        self.analyses = analyses
         self._objects: dict[int, dict[str, Tensor]] = {}
 
+    @torch.enable_grad()  # whatever this process did before
     def work(
         self,
         call: Call,
@@ -144,7 +160,12 @@ class Worker:
         `opened` fetches the arrays behind the backend's references; large ones are fetched once.
         """
         begun = time.perf_counter()
-        clients = ClientGroup(self.context, group.clients, call.round, call.lr, states)
+        name = call.function if isinstance(call.function, str) else "personal model"
+        exchange = (name, call.exchange)
+        clients = ClientGroup(self.context, group.clients, call.round, call.lr, states, exchange=exchange)
+        if call.observers:
+            analyses = {number: self.analyses[number] for number in call.observers}
+            clients.observer = Observer(self.context, analyses, group.clients, call.round)
         versions: dict[str, tuple[Tensor, int]] = {}
 
         def fetched(skeleton: Any) -> Any:
@@ -161,14 +182,16 @@ class Worker:
             warnings.simplefilter("always", UserWarning)
             returned = self._run(call, clients, arguments)
         self._refuse_changed(versions)
-        values = self._values(call, returned, len(clients))
+        values = self._values(call, returned, clients.ids, arguments)
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
         stack, kept = clients.state.stack() if clients.state.changed else (None, None)
         free = np.zeros(len(clients), np.int64)
         sums = {name: rows.double().sum().cpu().numpy() for name, rows in clients.logged.items()}
         logged = {name: Value("mean", total, len(clients), free) for name, total in sums.items()}
-        return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged), stack
+        observed = clients.observer.seen if clients.observer else {}
+        spent = [row for branch in clients.branches for row in branch.rows()]
+        return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged, observed, spent), stack
 
     def _run(self, call: Call, clients: ClientGroup, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(call.function, str):
@@ -177,14 +200,52 @@ class Worker:
         with refuse_unkeyed(function, self.context.model.device, ON_CLIENTS):
             return function(Clients(clients), **arguments)
 
-    def _values(self, call: Call, returned: Mapping[str, Any] | None, clients: int) -> dict[str, Value]:
+    def _values(
+        self, call: Call, returned: Mapping[str, Any] | None, ids: tuple[int, ...], arguments: Mapping[str, Any]
+    ) -> dict[str, Value]:
         who = where_defined(getattr(self.method, call.function)) if isinstance(call.function, str) else "The engine"
         if not isinstance(returned, Mapping | None):
             raise MethodError(
                 f"{who} returned a {type(returned).__name__}; it must return a dict, such as "
                 '{"theta": Mean(trained)}.'
             )
-        return {name: _reduced(who, name, value, clients) for name, value in (returned or {}).items()}
+        if self.context.privacy.of_clients and isinstance(call.function, str):
+            returned = {name: self._clipped(who, name, value, arguments) for name, value in (returned or {}).items()}
+        if call.masked:
+            return {name: self._masked(call, who, name, value, ids) for name, value in (returned or {}).items()}
+        return {name: _reduced(who, name, value, len(ids)) for name, value in (returned or {}).items()}
+
+    def _masked(self, call: Call, who: str, name: str, value: Any, ids: tuple[int, ...]) -> Value:
+        """A sum of what clients send under masks, in which no row has gaps."""
+        plain = _reduced(who, name, value, len(ids))
+        if isinstance(value, Each):
+            raise MethodError(
+                f"{who} returns {name!r} as a row for each client, but with privacy.secure_aggregation the server sees "
+                "sums over the cohort only. Choose a method that needs no more (fedavg, ditto, ...), or set it to "
+                "false."
+            )
+        rows = unmarked(value.rows).detach().double()
+        if isinstance(value, Mean) and value.weight is not None:
+            rows = rows * unmarked(value.weight).double().view(-1, *[1] * (rows.dim() - 1))
+        masks = Masks(call.masked, self.context.seed, f"mask {call.exchange} {name}", call.round)
+        numbers = numbers_charged(name, True, len(ids), rows[0].numel())
+        return replace(plain, array=masks.sum_of(ids, rows), numbers=numbers, masked=unmarked(value.rows).dtype)
+
+    def _clipped(self, who: str, name: str, value: object, arguments: Mapping[str, Any]) -> Mean:
+        """A mean of updates, each clipped."""
+        sent = arguments.get(name)
+        if not (isinstance(value, Mean) and isinstance(sent, Tensor) and value.rows.shape[1:] == sent.shape):
+            raise MethodError(
+                f"{who} returns {name!r}, which is not the mean of an argument of that name after training, so that "
+                "the server cannot clip clients' updates of it and add noise. Choose a method that returns only such "
+                "means (fedavg, ditto, ...), privacy.unit=sample, or no privacy."
+            )
+        if value.weight is not None:
+            raise MethodError(
+                f"{who} weights {name!r}, so that clients would need noise of different size; set "
+                "method.weighting=uniform, or no privacy."
+            )
+        return replace(value, rows=clipped_updates(unmarked(value.rows), sent, self.context.privacy))
 
     def _tensors(self, sent: Sent, names: list[str], opened: Open) -> dict[str, Tensor]:
         """The tensors of these names. What was opened for this call, or is kept for later ones, is not opened again."""

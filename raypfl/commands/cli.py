@@ -34,6 +34,7 @@ LISTED = {
     "optimizers": "raypfl.optimizers:OPTIMIZERS",
     "objectives": "raypfl.objectives:OBJECTIVES",
     "metrics": "raypfl.objectives:METRICS",
+    "analyses": "raypfl.analyses:ANALYSES",
     "settings": "raypfl.config.reference:SETTINGS",
     "recipes": "raypfl.recipes:RECIPES",
     "studies": "raypfl.studies:STUDIES",
@@ -154,6 +155,20 @@ def resume(
     resume_folder(folder, changes or [], quiet, as_json)
 
 
+@app.command(context_settings=_KEEP_UNKNOWN)
+def pretrain(words: Words = None, quiet: Quiet = False, as_json: AsJson = False) -> None:
+    """Train a network on a pool that is no client's (model.pretrain), as a run would before its first round.
+
+    The file of weights is kept in data.cache, where runs with the same network, data and seed find it.
+    """
+    from raypfl.commands.pretrain import carry_out
+    from raypfl.config import experiments
+    from raypfl.recipes import settings_of
+
+    recipe, changes = _recipe_and_changes(words or [], "", None)
+    carry_out(experiments(settings_of(recipe), changes)[0], quiet, as_json)
+
+
 @app.command()
 def report(
     runs: Annotated[
@@ -189,6 +204,26 @@ def study(
 
     source, changes = _study_and_changes(words or [], rounds, seeds)
     run_study(source, _names(only), changes, quiet, as_json)
+
+
+@app.command(context_settings=_KEEP_UNKNOWN)
+def ntk(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="RUN|RECIPE", help="A run's or comparison's folder, or a recipe.", show_default=False),
+    ],
+    changes: Changes = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say why training converges or does not, by its neural tangent kernel: of a finished run, or a recipe to run.
+
+    KEY=VALUE changes a setting of the recipe.
+    """
+    from raypfl.commands.ntk import ntk as show_ntk
+
+    _refuse_options(changes or [])
+    show_ntk(source, changes or [], quiet, as_json)
 
 
 @app.command()
@@ -261,6 +296,44 @@ def stop(job: Job, address: Address = None) -> None:
     from raypfl.commands import jobs as command
 
     command.stop(job, address)
+
+
+@app.command()
+def personalize(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    data: Annotated[
+        Path,
+        typer.Option(metavar="PATH", help="Its samples: a .npz file with x and y, or a folder.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the model.")] = Path("model.safetensors"),
+    held_out: Annotated[float, typer.Option(help="Share of the samples to test the model on.", min=0)] = 0.25,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make a model for a new client from some labelled samples, by the run's method, and write it as safetensors.
+
+    A folder has images in a folder for each class, or files like those that the run's data set was read from.
+    """
+    from raypfl.commands import personalize as command
+
+    command.personalize(run, data, out, held_out, as_json)
+
+
+@app.command()
+def serve(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    replicas: Annotated[int, typer.Option(help="Processes that make models.", min=1)] = 1,
+    max_mb: Annotated[float, typer.Option(help="Megabytes of a request, at most.", min=0.001)] = 10.0,
+    max_samples: Annotated[int, typer.Option(help="Samples of a request, at most.", min=1)] = 1000,
+) -> None:
+    """Make models for new clients over HTTP, through Ray Serve (pip install 'raypfl\\[serve]').
+
+    Requests need a token: that of $RAYPFL_TOKEN, or a new one, which is printed.
+    """
+    from raypfl.commands import personalize as command
+
+    command.serve(run, host, port, replicas, max_mb, max_samples)
 
 
 @app.command()
@@ -368,7 +441,7 @@ def _options(registry: Registry, name: str) -> str:
     from raypfl.config.components import GIVEN_BY_ENGINE, options_of
 
     entry = registry.get(name)
-    known = {key: option.default for key, option in options_of(entry, ("config", *GIVEN_BY_ENGINE)).items()}
+    known = {key: option.default for key, option in options_of(entry, ("config", "member", *GIVEN_BY_ENGINE)).items()}
     base = next((base for base in getattr(entry, "__mro__", ())[1:] if ":" not in registry.name_of(base)), None)
     inherited = options_of(base) if base else {}
     same = {key for key, option in inherited.items() if key in known and option.default == known[key]}

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raypfl.common.own_modules import copy_files
 from raypfl.common.stopping import interrupting
 from raypfl.jobs import package
 from raypfl.jobs.cluster import client, sentences
@@ -54,14 +55,15 @@ def submit(
         words += ["--run-dir", str(run_dir)]
     cluster = client(address)
     with tempfile.TemporaryDirectory() as folder, sentences():
-        package.write(files, Path(folder))
+        copy_files(files, Path(folder))
         cluster.submit_job(
             entrypoint=shlex.join(["exec", "python", "-m", "raypfl", kind, *words]),  # exec: signals reach raypfl
             submission_id=job,
             runtime_env={"working_dir": folder, "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}},
         )
     console = Console(stderr=True)
-    _tell(console, f"Submitted {job} with {package.listed(files)}. Results: {run_dir or about.output}")
+    results = run_dir or Path(about.output, about.name)
+    _tell(console, f"Submitted {job} with {package.listed(files)}. Results: {results}")
     if detach:
         _tell(console, _how_to_continue(job, address))
         return 0
@@ -84,9 +86,7 @@ def jobs(address: str | None, as_json: bool) -> None:
     table.add_column("command", overflow="fold")  # the only one that may be narrower than its text
     for row in rows:
         minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
-        table.add_row(
-            row["job"], row["status"], row["began"], minutes, Text(row["command"].removeprefix("exec python -m "))
-        )
+        table.add_row(row["job"], row["status"], row["began"], minutes, Text(row["command"]))
     Console().print(table if rows else "No jobs.")
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from raypfl.common.errors import ConfigError, RaypflError, Stopped, Unwritable
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Stopped, Unwritable
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.config import Experiment
-from raypfl.results import outcome
-from raypfl.results.console import lines_for, view, warner
+from raypfl.display import outcome
+from raypfl.display.console import lines_for, view, warner
 from raypfl.runs import driver as runs
 from raypfl.runs.folders import Comparison, new_folder, with_checkpoints_apart
 from raypfl.runs.identity import differences, moved, refuse_another
-from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, is_finished, write_description
+from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, is_finished, rounds_saved, write_description
 from raypfl.server.events import Listener
 from raypfl.tracking.connection import how_to_look
 from raypfl.tracking.entries import comparison_of
@@ -36,6 +36,7 @@ class _Work:
     folder : of the run or of the comparison. runs : the folder of each run, and what is run there.
     tried : recipe or file, and the assignments that changed it. tags : for MLflow.
     changes : assignments that this resume was given, and the next one needs.
+    command : of raypfl, which is suggested again.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class _Work:
     tried: Sequence[str]
     tags: Mapping[str, str] = field(default_factory=dict)
     changes: Sequence[str] = ()
+    command: str = "run"
 
     @classmethod
     def of(cls, comparison: Comparison, changes: Sequence[str]) -> _Work:
@@ -65,13 +67,25 @@ class _Work:
         }
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there is a checkpoint to continue from; an error of the location must not hide that of the run."""
+        with suppress(CheckpointError):
+            return any(rounds_saved(folder, one) for folder, one in self.runs.items())
+        return False
+
+    @property
     def to_continue(self) -> str:
         """The command that continues it, announced as such."""
         return "To continue: " + shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
 
 
 def run_experiments(
-    planned: Sequence[Experiment], tried: Sequence[str], run_dir: Path | None, quiet: bool, as_json: bool
+    planned: Sequence[Experiment],
+    tried: Sequence[str],
+    run_dir: Path | None,
+    quiet: bool,
+    as_json: bool,
+    command: str = "run",
 ) -> None:
     """Run an experiment, or several as a comparison.
 
@@ -79,7 +93,7 @@ def run_experiments(
     ----------
     tried : the recipe or file, and the assignments that changed it.
     run_dir : the folder; what has begun there continues, if it is the same. None: a new one in ``output``.
-    quiet : show no progress. as_json : print the results for programs.
+    quiet : show no progress. as_json : print the results for programs. command : of raypfl, which is suggested again.
 
     Raises
     ------
@@ -88,7 +102,7 @@ def run_experiments(
     """
     tags = {"recipe": tried[0]}
     if run_dir is not None and (begun := _begun(run_dir, planned)):
-        _carry_out(replace(begun, tried=tried, tags=tags), quiet, as_json)
+        _carry_out(replace(begun, tried=tried, tags=tags, command=command), quiet, as_json)
         return
     if len(planned) > 1:
         comparison = Comparison.new(planned, tried, run_dir)
@@ -98,7 +112,7 @@ def run_experiments(
         write_description(folder, planned[0])
         work, forget = _Work(folder, {folder: planned[0]}, tried, tags), partial(forget_unbegun, folder)
     try:
-        _carry_out(work, quiet, as_json)
+        _carry_out(replace(work, command=command), quiet, as_json)
     except ConfigError:
         forget()
         raise
@@ -167,6 +181,8 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
         except ConfigError:
             raise
         except RaypflError as error:
+            if not results and not work.has_begun:
+                raise
             raise RaypflError(f"{error}\n{_unfinished(work, results)}") from error
         finally:
             if results:
@@ -202,14 +218,16 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
         print(json.dumps(outcome.as_json(results, pictures), indent=2))
     else:
         mlflow = how_to_look(results[0].experiment, tracked.experiment_id)
-        outcome.show(Console(), results, pictures, work.tried, work.folder, mlflow)
+        outcome.show(Console(), results, pictures, work.tried, work.folder, mlflow, work.command)
 
 
 def _pictures(
     folder: Path, results: Sequence[Result], judged: Sequence[Result], warn: Callable[[str], None]
 ) -> dict[str, Path]:
     """The pictures that were drawn, by their headings."""
-    from raypfl.results import drawing, latent_picture  # Matplotlib takes a second, which an error need not wait for
+    # Matplotlib takes a second, which an error need not wait for.
+    from raypfl.results import drawing, latent_picture, logged_picture
+    from raypfl.trained import descriptor_picture
 
     pictures = {}
     try:
@@ -217,6 +235,10 @@ def _pictures(
             pictures["Picture"] = drawing.draw(judged, folder / "picture.png")
         if latent_picture.shown(results):
             pictures["Latent space"] = latent_picture.draw(results, folder / "picture-latent.png")
+        if logged_picture.shown(results):
+            pictures["Logged images"] = logged_picture.draw(results, folder / "picture-images.png")
+        if descriptor_picture.shown(results):
+            pictures["Descriptors"] = descriptor_picture.draw(results, folder / "picture-descriptors.png")
     except Unwritable as problem:
         warn(str(problem))
     return pictures

@@ -15,9 +15,9 @@ from rich.text import Text
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.files import draft, write
 from raypfl.common.stopping import interrupting, message_if_killed
+from raypfl.display.console import RunLine, view, warner
+from raypfl.display.outcome import nearby
 from raypfl.results.compared import colour
-from raypfl.results.console import RunLine, view, warner
-from raypfl.results.outcome import nearby
 from raypfl.runs.result import Result, is_finished
 from raypfl.server.events import Event
 from raypfl.studies import layout

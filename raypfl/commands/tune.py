@@ -15,8 +15,8 @@ from rich.text import Text
 
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import interrupting, message_if_killed
-from raypfl.results.console import warner
-from raypfl.results.outcome import nearby, width_of
+from raypfl.display.console import warner
+from raypfl.display.outcome import nearby, width_of
 from raypfl.runs.result import Result, events_of
 from raypfl.server.events import Event
 from raypfl.tracking.connection import is_recorded

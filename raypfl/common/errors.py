@@ -70,7 +70,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     meant = {full: short for full, short in _ABBREVIATED.items() if short in known} | {one: one for one in known}
     near = difflib.get_close_matches(name, meant, n=1, cutoff=0.5)
-    return f"did you mean {meant[near[0]]!r}?" if near else f"known are: {', '.join(known)}."
+    more = f" and {len(known) - 50} more" if len(known) > 50 else ""
+    return f"did you mean {meant[near[0]]!r}?" if near else f"known are: {', '.join(known[:50])}{more}."
 
 
 def known_pool(name: str, pools: Collection[str]) -> str:

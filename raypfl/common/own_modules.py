@@ -6,10 +6,11 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from raypfl.common.errors import ConfigError
 
@@ -24,30 +25,39 @@ def named_in(values: Iterable[object]) -> list[str]:
     return list(dict.fromkeys(one[1] for one in found if one))
 
 
-def own_modules(modules: Iterable[str]) -> list[Path]:
-    """The files and folders of these modules and of all that they import, except for what is installed."""
-    waiting, known, found = [_top(module) for module in modules], set[str](), list[Path]()
+def own_files(modules: Iterable[str]) -> dict[str, Path]:
+    """The files of these modules and of all that they import, except for what is installed, by their paths.
+
+    Paths are relative to the folder that Python finds a module in. Environments, folders of runs, caches and what is
+    hidden are left out.
+
+    Raises
+    ------
+    ConfigError : if a link leads out of that folder.
+    """
+    waiting, known, found = [_top(module) for module in modules], set[str](), dict[str, Path]()
     while waiting:
         name = waiting.pop()
         if name in known:
             continue
         known.add(name)
         if path := _location(name):
-            found.append(path)
-            for file in files_of(path).values():
+            files = _files_of(path)
+            found |= files
+            for file in files.values():
                 waiting += _imported(file)
     return found
 
 
-def files_of(path: Path) -> dict[str, Path]:
-    """The files of a module or of a package, by their paths from the folder that it is in.
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy files to their paths in a folder."""
+    for name, source in files.items():
+        target = folder / PurePosixPath(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
 
-    Environments, folders of runs, caches and what is hidden are left out.
 
-    Raises
-    ------
-    ConfigError : if a link leads out of that folder.
-    """
+def _files_of(path: Path) -> dict[str, Path]:
     root = path.parent.resolve()
     _refuse_leading_out(path, root)
     if path.is_file():

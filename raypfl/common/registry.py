@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any, TypeVar
 
 from raypfl.common.errors import ConfigError, did_you_mean
@@ -19,6 +22,9 @@ own: set[str] = set()
 class Registry:
     """Maps a name, or a ``module:attribute`` path of the user's own, to a class or function.
 
+    Installed packages add names by entry points of the group ``raypfl.methods`` (``.models``, ``.datasets``, ...). What
+    is registered as ``timm:NAME`` is a function that gets the name after ``timm:`` and returns the entry.
+
     Parameters
     ----------
     kind : what is registered, in the singular, as error messages say it (``"method"``).
@@ -26,6 +32,7 @@ class Registry:
 
     def __init__(self, kind: str):
         self.kind = kind
+        self.group = f"raypfl.{kind.replace(' ', '')}s"
         self._entries: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -38,13 +45,13 @@ class Registry:
         return add
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._entries))
+        return iter(sorted(self._entries.keys() | self._installed().names))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._installed().names
 
     def get(self, name: str) -> Callable[..., Any]:
-        """The entry called `name`, or imported from ``module:attribute``.
+        """The entry called `name`, of raypfl or else of an installed package, or imported from ``module:attribute``.
 
         Raises
         ------
@@ -52,8 +59,13 @@ class Registry:
         """
         if name in self._entries:
             return self._entries[name]
-        if ":" in name:
+        family, colon, member = name.partition(":")
+        if f"{family}:NAME" in self._entries:
+            return self._entries[f"{family}:NAME"](member)
+        if colon:
             return self._import(name)
+        if name in self._installed().names:
+            return self._load(name)
         raise ConfigError(f"There is no {self.kind} called {name!r}; {did_you_mean(name, self)}")
 
     def name_of(self, entry: object) -> str:
@@ -66,7 +78,23 @@ class Registry:
 
     def summary(self, name: str) -> str:
         """First line of the entry's docstring."""
-        return (inspect.getdoc(self._entries[name]) or "").partition("\n")[0]
+        return (inspect.getdoc(self.get(name)) or "").partition("\n")[0]
+
+    def _installed(self) -> EntryPoints:
+        return _entry_points(self.group, tuple(sys.path))
+
+    def _load(self, name: str) -> Callable[..., Any]:
+        """The entry of an installed package, which is registered under its name."""
+        (point, *_) = self._installed().select(name=name)
+        try:
+            self._entries[name] = point.load()
+        except Exception as error:
+            package = point.dist.name if point.dist else point.value
+            raise ConfigError(
+                f"The {self.kind} {name!r} of the package {package} cannot be imported ({point.value}): "
+                f"{type(error).__name__}: {error}. Install another version of the package, or uninstall it."
+            ) from error
+        return self._entries[name]
 
     def _import(self, path: str) -> Callable[..., Any]:
         module, _, attribute = path.partition(":")
@@ -89,3 +117,9 @@ class Registry:
             raise ConfigError(
                 f"The module {module!r} has no {attribute!r}, which {self.kind} {path!r} asks for."
             ) from error
+
+
+@functools.cache
+def _entry_points(group: str, _path: tuple[str, ...]) -> EntryPoints:
+    """Those of the packages on a search path, whose files are read once."""
+    return entry_points(group=group)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
 
+from raypfl.analyses import ANALYSES, Analysis
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.config.validation import sentences
@@ -31,6 +32,7 @@ _REGISTRIES: dict[type, Registry] = {
     LocalOptimizer: OPTIMIZERS,
     Objective: OBJECTIVES,
     Metric: METRICS,
+    Analysis: ANALYSES,
 }
 _DEFAULTS = {Method: "fedavg", Partition: "dirichlet", LocalOptimizer: "sgd"}
 
@@ -119,9 +121,22 @@ def checked_options(
     ValueError : with a sentence a line for every option that is unknown, missing or of the wrong type.
     """
     try:
-        known, hints = options_of(entry, hidden), _hints(entry)
+        known, model = _options_model(entry, where, tuple(hidden), shared)
     except (TypeError, ValueError):
         raise ValueError(f"{where} is {name!r}, which is not a class or function with options.") from None
+    try:
+        valid = model(**options)
+    except ValidationError as error:
+        lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry), (where,))
+        raise ValueError("\n".join(lines)) from None
+    return {key: getattr(valid, key) for key in options}
+
+
+@lru_cache(maxsize=512)  # a study builds some hundreds of experiments
+def _options_model(
+    entry: Callable[..., Any], where: str, hidden: tuple[str, ...], shared: type | None
+) -> tuple[dict[str, Option], type[BaseModel]]:
+    known, hints = options_of(entry, hidden), _hints(entry)
     if shared:
         known, hints = {**known, **options_of(shared, ("name", "options"))}, {**hints, **_hints(shared)}
     fields: dict[str, Any] = {
@@ -130,12 +145,7 @@ def checked_options(
     }
     takes_any = any(option.kind is Option.VAR_KEYWORD for option in inspect.signature(entry).parameters.values())
     config = ConfigDict(extra="allow" if takes_any else "forbid", arbitrary_types_allowed=True, protected_namespaces=())
-    try:
-        valid = create_model("Options", __config__=config, **fields)(**options)
-    except ValidationError as error:
-        lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry), (where,))
-        raise ValueError("\n".join(lines)) from None
-    return {key: getattr(valid, key) for key in options}
+    return known, create_model("Options", __config__=config, **fields)
 
 
 def unknown_option(option: str, name: str, known: Iterable[str], *entries: Callable[..., Any]) -> str:

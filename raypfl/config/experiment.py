@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from raypfl.analyses import Analysis
+from raypfl.analyses.base import name_of
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config.assignments import assign, parse_assignments
 from raypfl.config.components import (
@@ -35,6 +37,7 @@ from raypfl.config.limits import (
     cohort_mistakes,
     evaluation_mistakes,
     outside_limits,
+    privacy_mistakes,
     ray_mistakes,
     training_mistakes,
 )
@@ -52,6 +55,7 @@ from raypfl.models import MODELS
 from raypfl.models.weights import is_file
 from raypfl.objectives import Classification, Metric, Objective
 from raypfl.optimizers import SGD, LocalOptimizer
+from raypfl.privacy import PrivacySettings
 from raypfl.training.settings import TrainingSettings
 
 
@@ -120,6 +124,15 @@ def _evaluation(value: EvaluationSettings) -> EvaluationSettings:
     return dataclasses.replace(value, metrics=metrics)
 
 
+def _analyses(value: Any) -> tuple[Analysis, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"analyses is {value!r}; it must be a list of names, or of options with a name.")
+    made = tuple(build(Analysis, one, "analyses") for one in value)
+    if len({name_of(one) for one in made}) < len(made):
+        raise ValueError("analyses names the same one twice, whose files would have the same names.")
+    return made
+
+
 def _objective(value: Any) -> Objective | None:
     return None if value is None else build(Objective, value)
 
@@ -138,6 +151,7 @@ class Experiment(BaseModel):
     partition : which client holds which samples.
     objective : what is learned: loss and metrics; None: what the data's targets say.
     method : the federated method.
+    analyses : studies of the training, which change nothing in it; a list of names, or of options with a name.
     output : folder in which every run gets its own.
 
     Raises
@@ -164,11 +178,13 @@ class Experiment(BaseModel):
     cohort: CohortSettings = CohortSettings()
     training: Annotated[TrainingSettings, WrapValidator(_training)] = TrainingSettings()
     evaluation: Annotated[EvaluationSettings, AfterValidator(_evaluation)] = EvaluationSettings()
+    analyses: Annotated[tuple[Analysis, ...], PlainValidator(_analyses)] = ()
     engine: EngineSettings = EngineSettings()
     ray: RaySettings = RaySettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
     failures: FailureSettings = FailureSettings()
+    privacy: PrivacySettings = PrivacySettings()
     output: str = "runs"
 
     @property
@@ -228,6 +244,7 @@ class Experiment(BaseModel):
             *training_mistakes(self.training, self.rounds),
             *ray_mistakes(self.ray),
             *evaluation_mistakes(self.evaluation, self.objective),
+            *privacy_mistakes(self.privacy, self.failures),
         ]
 
 

@@ -12,8 +12,9 @@ from raypfl.config.settings import ActorPool, RaySettings
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import mistakes
 from raypfl.evaluation.settings import EvaluationSettings
-from raypfl.federation.settings import CohortSettings
+from raypfl.federation.settings import CohortSettings, FailureSettings
 from raypfl.objectives import OBJECTIVES, Metric, Objective
+from raypfl.privacy import PrivacySettings
 from raypfl.training.settings import TrainingSettings
 
 
@@ -31,6 +32,7 @@ POSITIVE = Limit("above 0", lambda v: 0 < v < inf)
 POSITIVE_OR_INFINITE = Limit("above 0 (.inf for none)", lambda v: v > 0)
 SHARE = Limit("above 0 and at most 1", lambda v: 0 < v <= 1)
 CHANCE = Limit("between 0 and 1", lambda v: 0 <= v <= 1)
+INSIDE = Limit("above 0 and below 1", lambda v: 0 < v < 1)
 BELOW_ONE = Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
 THREADS = Limit("at least 1 and at most 1024", lambda v: 1 <= v <= 1024)
 FILE_NAME = Limit(
@@ -47,11 +49,12 @@ _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
     "training.smallest_batch evaluation.batch_size evaluation.patience engine.group_size ray.actors ray.max_actors "
     "ray.clients_per_actor checkpoint.keep",
-    FROM_ZERO: "seed training.weight_decay training.warmup_rounds evaluation.every "
-    "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb",
+    FROM_ZERO: "seed model.lora training.weight_decay training.warmup_rounds evaluation.every "
+    "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb privacy.noise",
     FROM_ZERO_OR_AUTO: "ray.gpus_per_actor",
     POSITIVE: "training.lr training.clip_norm training.gamma ray.cpus_per_actor",
-    POSITIVE_OR_INFINITE: "failures.loss_limit",
+    POSITIVE_OR_INFINITE: "failures.loss_limit privacy.clip",
+    INSIDE: "privacy.delta",
     SHARE: "cohort.fraction training.decay",
     CHANCE: "failures.min_success_fraction ray.data_share",
     BELOW_ONE: "cohort.dropout training.momentum",
@@ -137,6 +140,21 @@ def training_mistakes(training: TrainingSettings, rounds: int) -> list[str]:
         )
     if training.warmup_rounds > rounds:
         lines.append(f"training.warmup_rounds is {training.warmup_rounds}, but rounds is {rounds}.")
+    return lines
+
+
+def privacy_mistakes(privacy: PrivacySettings, failures: FailureSettings) -> list[str]:
+    """A sentence for every contradiction."""
+    lines = []
+    if privacy.noise and privacy.clip == inf:
+        lines.append(
+            f"privacy.clip is .inf, but privacy.noise is {privacy.noise}, which multiplies it; give a norm such as 1."
+        )
+    if privacy.secure_aggregation and failures.on_client_failure == "skip":
+        lines.append(
+            "privacy.secure_aggregation is true, but failures.on_client_failure is 'skip': the masks of a client that "
+            "is skipped would not cancel. Set it to 'raise'."
+        )
     return lines
 
 

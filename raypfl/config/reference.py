@@ -1,4 +1,4 @@
-"""All settings of an experiment, each with its default and what the docstring of its section says."""
+"""All settings of an experiment, each with its type, its default and what the docstring of its section says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from raypfl.config.experiment import Experiment
 
@@ -15,8 +17,9 @@ _HEAD = """\
 <!-- Written by `python -m raypfl.config.reference > docs/settings.md`, from the docstrings of the sections. -->
 
 A file has them by section, the command line by dotted name, as in `raypfl run training.lr=0.05`. `raypfl list settings`
-prints this page. `data`, `partition`, `model`, `objective`, `method`, `training.optimizer` and `data.augmentation` have
-options of their own, which `raypfl list methods` and the like print."""
+prints this page. A `name` may also be options with one, as in `method: {name: ditto, lam: 1}`. `data`, `partition`,
+`model`, `objective`, `method`, `training.optimizer` and `data.augmentation` have options of their own, which
+`raypfl list methods` and the like print."""
 
 
 def _documented(kind: type) -> dict[str, str]:
@@ -31,16 +34,35 @@ def _documented(kind: type) -> dict[str, str]:
     return {name: text for name, text in texts.items() if name != "options"}
 
 
+_TYPES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "mapping", NoneType: "null"}
+
+
+def _said(hint: Any) -> str:
+    """A type as a reader of YAML knows it; ``name`` for components, which are given by a name, or options with one."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _said(inside[0])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inside)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_said, inside)))
+    if origin is tuple:
+        return "list"
+    return _TYPES.get(origin or hint, "name")
+
+
 class Settings:
     """Settings by their dotted names, in order."""
 
     def __init__(self) -> None:
         self._defaults = Experiment().to_dict()
         self._texts = _documented(Experiment)
+        self._hints = get_type_hints(Experiment)
         for section in ("data", "model", *Experiment.model_fields):
             kind = Experiment.model_fields[section].annotation
             if section not in self._texts and isinstance(kind, type):
                 self._texts |= {f"{section}.{name}": text for name, text in _documented(kind).items()}
+                self._hints |= {f"{section}.{name}": hint for name, hint in get_type_hints(kind).items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._texts)
@@ -48,6 +70,10 @@ class Settings:
     def summary(self, name: str) -> str:
         """What a setting is."""
         return self._texts[name]
+
+    def type(self, name: str) -> str:
+        """What values it takes."""
+        return _said(self._hints[name])
 
     def default(self, name: str) -> str:
         """Its default, as YAML; of a component, its name."""
@@ -68,8 +94,12 @@ def markdown() -> str:
         if section != (section := name.rpartition(".")[0]):
             kind = Experiment.model_fields[section].annotation if section else None
             about = (inspect.getdoc(kind) or "").partition("\n")[0] if kind else "Settings outside of any section."
-            lines += [f"\n## {section or 'The experiment'}\n", about, "\n| setting | default | |\n|---|---|---|"]
-        lines.append(f"| `{name}` | `{SETTINGS.default(name)}` | {SETTINGS.summary(name)} |")
+            lines += [
+                f"\n## {section or 'The experiment'}\n",
+                about,
+                "\n| setting | type | default | |\n|---|---|---|---|",
+            ]
+        lines.append(f"| `{name}` | {SETTINGS.type(name)} | `{SETTINGS.default(name)}` | {SETTINGS.summary(name)} |")
     return "\n".join(lines) + "\n"
 
 

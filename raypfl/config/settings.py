@@ -12,9 +12,12 @@ class ModelSettings:
 
     Attributes
     ----------
-    name : a registered model, or ``module:attribute`` of your own ``nn.Module`` class or function.
+    name : a registered model, ``torchvision:NAME``, ``timm:NAME``, or ``module:attribute`` of your own ``nn.Module``
+        class or function.
     weights : initial weights: a file (safetensors, or a state dict from ``torch.save``), or the name of torchvision's
-        pretrained weights (``IMAGENET1K_V1``); None: random.
+        (``IMAGENET1K_V1``) or timm's pretrained weights (``augreg_in21k``); None: random.
+    lora : rank of low-rank adapters in all dense layers but the output layer; 0: none. With them, clients train only
+        ``adapters, output layer``, unless `frozen` or `trained` say otherwise.
     frozen : the parts that no client trains: names, modules, globs or roles (``input layer``), separated by commas.
         They are never sent, and exist once per process; batch norm in them uses its stored statistics.
     trained : the only parts that clients train (``adapters, output layer``); all others are frozen. None: all parts.
@@ -27,6 +30,7 @@ class ModelSettings:
 
     name: str = "mlp"
     weights: str | None = None
+    lora: int = 0
     frozen: str | None = None
     trained: str | None = None
     pretrain: str | None = None
@@ -135,7 +139,7 @@ class TrackingSettings:
     models_mb : largest size in megabytes at which the final models are saved in MLflow: the global model, and one file
         for all personal ones. 0: no models.
     latent : whether the command line also draws the latent space: test samples and prototypes before the first round,
-        and after each round of which a checkpoint was kept.
+        and after each round of which a checkpoint was kept; and PeFLL's descriptors of all clients.
     """
 
     mlflow: bool = True

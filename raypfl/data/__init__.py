@@ -1,6 +1,6 @@
 """A federated data set: which client holds which samples, and the store that every process maps into memory."""
 
-from raypfl.data.label_skew import ClassesPerClient, Dirichlet, DirichletMix
+from raypfl.data.label_skew import ClassesPerClient, Dirichlet, DirichletMix, LabelSorted
 from raypfl.data.natural import ByColumn, FromFile
 from raypfl.data.partitions import IID, PARTITIONS, Partition, Traits
 from raypfl.data.quantity_skew import LogNormal, PowerLaw
@@ -17,6 +17,7 @@ __all__ = [
     "DirichletMix",
     "FederatedData",
     "FromFile",
+    "LabelSorted",
     "LogNormal",
     "Partition",
     "PowerLaw",

@@ -192,3 +192,20 @@ class ClassesPerClient(Partition):
         owned = np.zeros((self.clients, num_classes), dtype=bool)
         np.put_along_axis(owned, rounds[block[:, None], turns], True, axis=1)
         return owned
+
+
+@PARTITIONS.register("label_sorted")
+@dataclass(frozen=True, kw_only=True)
+class LabelSorted(Partition):
+    """Samples in the order of their labels, or of the number that is their target, cut into equal parts.
+
+    No partition into equal parts makes clients differ more in their labels.
+    """
+
+    def owners(self, samples: Traits, seed: int) -> np.ndarray:
+        if not samples.classes and samples.values is None:
+            raise ConfigError("partition is 'label_sorted', but targets are neither classes nor one number a sample.")
+        order = np.argsort(samples.labels if samples.values is None else samples.values, kind="stable")
+        owner = np.empty(len(samples), dtype=np.int64)
+        owner[order] = np.arange(len(samples)) * self.clients // len(samples)
+        return owner

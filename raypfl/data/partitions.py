@@ -26,6 +26,7 @@ class Traits:
         combination.
     num_classes : how many classes, or combinations, there are.
     classes : whether there are classes; if not, all labels are 0.
+    values : ``[N]``, the targets, where each is one number; else None.
     groups : ``int64[N]``, the index of each sample's domain, writer or the like in `group_names`; None: the data set
         has no groups.
     rows : ``int64[N]``, each sample's number in the data set; None: 0 to N - 1.
@@ -39,6 +40,7 @@ class Traits:
     rows: np.ndarray | None = None
     pooled: int = 0
     classes: bool = True
+    values: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,7 +50,8 @@ class Traits:
         rows = where if self.rows is None else self.rows[where]
         groups = None if self.groups is None else self.groups[where]
         labels = self.labels[where]
-        return Traits(labels, self.num_classes, groups, self.group_names, rows, classes=self.classes)
+        values = None if self.values is None else self.values[where]
+        return Traits(labels, self.num_classes, groups, self.group_names, rows, classes=self.classes, values=values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,11 +113,13 @@ def prepared_holdings(
     columns, about = samples.columns, samples.about
     own = int(np.searchsorted(columns["pool"], _OWN, side="right"))
     names = (*SPLITS, *data.shares(), *about["pools"])
-    classes = kind_of(columns["label"]) in ("classes", "labels")
+    kind = kind_of(columns["label"])
+    classes = kind in ("classes", "labels")
     traits = Traits(
         labels=columns.get("category", columns["label"])[:own] if classes else np.zeros(own, dtype=np.int64),
         num_classes=about.get("categories", len(about["class_names"])) if classes else 1,
         classes=classes,
+        values=columns["label"][:own] if kind == "numbers" and columns["label"].ndim == 1 else None,
         groups=columns["group"][:own] if "group" in columns else None,
         group_names=tuple(about.get("group_names", ())),
     )

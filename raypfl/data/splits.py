@@ -67,7 +67,7 @@ def allocate(
     allocated = replace(samples.at(own), pooled=total - len(own))
     client[own] = partition.checked_owners(allocated, seed)
     clients = partition.count(allocated)
-    split[own] = _hold_out(allocated, client[own], 0.0 if tests.size else data.test_fraction, data.val_fraction, seed)
+    split[own] = hold_out(allocated, client[own], 0.0 if tests.size else data.test_fraction, data.val_fraction, seed)
     if tests.size:
         kind, kinds = partition.alike(samples)
         client[tests] = _matched(kind[tests], _counts(kind[own], client[own], (kinds, clients)), seed)
@@ -86,7 +86,7 @@ def _unseen(fraction: float, clients: int, seed: int) -> np.ndarray:
     return np.sort(rng.generator(seed, "unseen").permutation(clients)[:count])
 
 
-def _hold_out(samples: Traits, owner: np.ndarray, test_fraction: float, val_fraction: float, seed: int) -> np.ndarray:
+def hold_out(samples: Traits, owner: np.ndarray, test_fraction: float, val_fraction: float, seed: int) -> np.ndarray:
     """Split codes ``int16[N]`` that divide each client's own samples class by class, for owners ``int64[N]``."""
     sizes = np.bincount(owner)
     tests = _share(sizes, test_fraction, sizes - 1)

@@ -173,6 +173,12 @@ def _require_share(option: str, value: float) -> None:
         raise ConfigError(f"{option} is {value}, but must be at least 0 and below 1.")
 
 
+def require_size(size: int | None) -> None:
+    """Raise a ConfigError unless the option `size` is at least 1, or None."""
+    if size is not None and size < 1:
+        raise ConfigError(f"data.size is {size}, but must be at least 1.")
+
+
 def require_choices(options: Any) -> None:
     """Raise a ConfigError if a field that is declared as a `Literal` has another value."""
     for name, declared in get_type_hints(type(options)).items():

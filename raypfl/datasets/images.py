@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from raypfl.common.errors import ConfigError, DataError
-from raypfl.datasets.base import Reader
+from raypfl.common.errors import DataError
+from raypfl.datasets.base import Reader, require_size
 
 # Images in memory at a time, and their bytes. One thread decodes them: for small images, several threads are slower,
 # since they wait for each other at every call into Python.
@@ -35,8 +35,7 @@ class ImageReader(Reader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size is not None and self.size < 1:
-            raise ConfigError(f"data.size is {self.size}, but must be at least 1.")
+        require_size(self.size)
 
     def decoded(self, sources: Iterable[tuple[str, bytes | Path | None]]) -> Iterator[np.ndarray]:
         """The pixels of encoded images, in blocks ``uint8[n, 3, H, W]``.

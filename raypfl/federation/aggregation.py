@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypfl.clients.worker import Group, Value
 from raypfl.common.errors import MethodError
+from raypfl.privacy import unmasked
 
 
 class ReplyAggregator:
@@ -53,7 +54,8 @@ class ReplyAggregator:
         """
         result = {}
         for name, array in self._sums.items():
-            tensor = torch.from_numpy(array).to(self._device)
+            dtype = self.sample[name].masked
+            tensor = (torch.from_numpy(array) if dtype is None else unmasked(array, dtype)).to(self._device)
             if self.sample[name].kind == "mean":
                 if self._weights[name] <= 0:
                     raise MethodError(

@@ -18,9 +18,9 @@ from raypfl.common.user_code import where_defined
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Entry, Phase
-from raypfl.federation.logged import Logged, number, png
-from raypfl.federation.logged import columns as checked_columns
+from raypfl.federation.logged import Log
 from raypfl.federation.server_training import ServerTraining
+from raypfl.privacy import Spending, server_noise
 from raypfl.storage.tree import flatten
 
 
@@ -38,7 +38,7 @@ class _Answer(dict[str, Tensor]):
         )
 
 
-class Cohort(ServerTraining):
+class Cohort(Log, ServerTraining):
     """The clients of one round, and what the server can do in it.
 
     Attributes
@@ -48,7 +48,7 @@ class Cohort(ServerTraining):
     round, lr : the round's number, from 1, and its learning rate.
     unseen : whether these clients are never trained.
     task : what the method was started with.
-    logged : what was logged so far.
+    spent : of clients' privacy so far.
     """
 
     phase: ClassVar[Phase] = "training"
@@ -71,8 +71,8 @@ class Cohort(ServerTraining):
         self.present = np.ones(len(ids), dtype=bool)
         self.losses: dict[int, float] = {}
         self.failed: dict[int, str] = {}
-        self.logged = Logged()
-        self._analysis = analysis  # kinds of the columns of tables that were logged in earlier rounds
+        Log.__init__(self, analysis)
+        self.spent: list[Spending] = []
         self._runner = runner
         self._runner.last_exchange = ""
         self._dropped = dropped
@@ -114,11 +114,20 @@ class Cohort(ServerTraining):
         arguments = {name: _tensors_of(value) for name, value in arguments.items()}
         self._refuse_empty()
         pairs = [(p, c) for p, c in enumerate(self.ids) if self.present[p]]
-        call, groups = self._runner.prepare(name, pairs, self.round, self.lr, arguments)
+        if self._runner.privacy.secure_aggregation and len(pairs) == 1:
+            raise MethodError(
+                f"The cohort of round {self.round} is client {pairs[0][1]} alone, whose message is the sum: "
+                "privacy.secure_aggregation needs two clients or more in every cohort."
+            )
+        observers, exchange = self._runner.observers if self.phase == "training" else (), self.exchange
+        call, groups = self._runner.prepare(
+            name, pairs, self.round, self.lr, arguments, observers=observers, exchange=exchange
+        )
         replies, logged = (ReplyAggregator(len(self.ids), self.task.model.device) for _ in range(2))
         for group, reply in self._runner.run(call, groups, self._lose):
             replies.add(group, reply.values)
             logged.add(group, reply.logged)
+            self.spent += reply.spent
             if reply.losses is not None:
                 self.losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
             for note in reply.notes:
@@ -127,31 +136,27 @@ class Cohort(ServerTraining):
         for sent, senders in replies.senders.items():
             self._charge("up", sent, senders, replies.sample[sent].array.itemsize)
         self.log(**logged.result())
+        answer = _Answer(self._noisy(name, replies.result()), where_defined(function))
         self._exchanges += 1
-        answer = _Answer(replies.result(), where_defined(function))
         self._runner.last_exchange = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
 
-    def log(self, **values: float | Tensor) -> None:
-        """Log numbers of this round, such as ``cohort.log(distillation_loss=0.3)``.
+    @property
+    def exchange(self) -> str:
+        """What tells the exchange from others of the round."""
+        return f"{self.phase} {self._exchanges}"
 
-        They are in ``result.logged``, the report and MLflow. Of one name, a round keeps the last value.
-        """
-        self.logged.values.update({name: number(name, value) for name, value in values.items()})
-
-    def log_table(self, name: str, columns: Mapping[str, Any]) -> None:
-        """Log a table of this round: column -> ``[n]`` numbers or texts, with the same columns in every round.
-
-        ``result.analysis[name]`` has the rows of all rounds.
-        """
-        self.logged.tables[name] = checked_columns(name, columns, self._analysis.get(name))
-
-    def log_image(self, name: str, images: Tensor) -> None:
-        """Log images ``[n, C, H, W]`` of this round as one PNG file, in a grid.
-
-        C is 1 or 3; values are uint8, or floats from 0 to 1. The files are in ``result.images``.
-        """
-        self.logged.images[name] = png(name, images)
+    def _noisy(self, function: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The means of clients' clipped updates with noise, if clients are protected."""
+        privacy, clients = self._runner.privacy, int(self.present.sum())
+        if not privacy.of_clients:
+            return means
+        where = (self.round, self._exchanges)
+        for name, mean in means.items():
+            means[name] = mean + server_noise(mean, privacy, clients, self.task.seed, self.phase + name, *where)
+        here = [client for client, present in zip(self.ids, self.present, strict=True) if present]
+        self.spent += [Spending(client, function, 1.0, 1, len(means)) for client in here if means]
+        return means
 
     def _name_of(self, function: Callable[..., Any]) -> str:
         owner = getattr(function, "__self__", None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from raypfl.clients.group import ClientGroup
+from raypfl.clients.observation import Observation
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import ClientError, RaypflError
 from raypfl.common.messages import Scatter
@@ -20,6 +21,7 @@ from raypfl.federation.schedule import cut
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
+from raypfl.privacy import PrivacySettings
 from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten
 
@@ -45,7 +47,10 @@ class GroupRunner:
     costs : ``float[num_clients]`` expected duration of each client's turn, in any unit.
     cut_for : ``(group sizes, executor)`` for a cohort of a given size.
     warn : called with warnings for the user.
+    privacy : how training is made private.
     last_exchange : shapes of what the cohort's last exchange sent and returned, as a sentence.
+    observers : numbers of the analyses that see the local steps of this round.
+    keep : called with a round and what analyses keep of a group's steps, as soon as the group has replied.
     """
 
     task: Task
@@ -57,7 +62,10 @@ class GroupRunner:
     costs: np.ndarray
     cut_for: CutFor
     warn: Callable[[str], None]
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
     last_exchange: str = ""
+    observers: tuple[int, ...] = ()
+    keep: Callable[[int, Mapping[int, list[Observation]]], None] | None = None
 
     def __post_init__(self) -> None:
         self._timings = Timings(self.costs)
@@ -77,6 +85,8 @@ class GroupRunner:
         arguments: Mapping[str, Any],
         cut_for: CutFor | None = None,
         server: Mapping[str, Any] | None = None,
+        observers: tuple[int, ...] = (),
+        exchange: str = "",
     ) -> tuple[Call, list[Group]]:
         """The call and the groups of an exchange.
 
@@ -85,6 +95,7 @@ class GroupRunner:
         clients : ``(position in the cohort, client)`` pairs.
         cut_for : instead of the run's own.
         server : the server's state, which the function gets as `server` and fetches entry by entry. It is not charged.
+        exchange : what tells it from others of the round.
         """
         to_all, tensors = flatten({n: a for n, a in arguments.items() if not isinstance(a, Scatter)})
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
@@ -105,7 +116,8 @@ class GroupRunner:
         ]
         entries, on_demand = (None, {}) if server is None else flatten(dict(server), "server")
         sent = self._broadcasts.sent(tensors, round, on_demand)
-        return Call(function, round, lr, sent, to_all, entries), groups
+        masked = tuple(ids.tolist()) if self.privacy.secure_aggregation and isinstance(function, str) else ()
+        return Call(function, round, lr, sent, to_all, exchange, entries, observers, masked), groups
 
     def run(self, call: Call, groups: list[Group], lose: Lose) -> Iterator[tuple[Group, Reply]]:
         """Run groups until each has succeeded or lost its failing clients, which `lose` is called with.
@@ -127,6 +139,9 @@ class GroupRunner:
                     self.states.stage(clients, stack, outcome.home, kept)
                 if isinstance(call.function, str):  # the engine's own functions cost other clients more
                     self._timings.note(call.function, group.clients, outcome.reply.seconds)
+                if self.keep is not None and outcome.reply.observed:  # not kept in memory until its turn
+                    self.keep(call.round, outcome.reply.observed)
+                    outcome.reply.observed = {}
                 arrived[group.index] = (group, outcome.reply)
                 yield from _in_order(order, arrived)
             groups = []

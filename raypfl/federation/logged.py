@@ -42,6 +42,44 @@ class Logged:
     images: dict[str, bytes] = field(default_factory=dict)
 
 
+class Log:
+    """What a method or an analysis logs with in a round.
+
+    Parameters
+    ----------
+    known : the columns and their kinds of each table that was logged in earlier rounds.
+
+    Attributes
+    ----------
+    logged : what was logged so far.
+    """
+
+    def __init__(self, known: Mapping[str, Mapping[str, str]]):
+        self.logged = Logged()
+        self._known = known
+
+    def log(self, **values: float | Tensor) -> None:
+        """Log numbers of this round, such as ``log(distillation_loss=0.3)``.
+
+        They are in ``result.logged``, the report and MLflow. Of one name, a round keeps the last value.
+        """
+        self.logged.values.update({name: number(name, value) for name, value in values.items()})
+
+    def log_table(self, name: str, columns: Mapping[str, Any]) -> None:
+        """Log a table of this round: column -> ``[n]`` numbers or texts, with the same columns in every round.
+
+        ``result.analysis[name]`` has the rows of all rounds.
+        """
+        self.logged.tables[name] = checked_columns(name, columns, self._known.get(name))
+
+    def log_image(self, name: str, images: Tensor) -> None:
+        """Log images ``[n, C, H, W]`` of this round as one PNG file, in a grid.
+
+        C is 1 or 3; values are uint8, or floats from 0 to 1. The files are in ``result.images``.
+        """
+        self.logged.images[name] = png(name, images)
+
+
 def refuse_bad_name(name: str) -> None:
     """Raise a MethodError unless `name` can name a file and a metric."""
     if not _NAME.fullmatch(name):
@@ -60,7 +98,7 @@ def number(name: str, value: Any) -> float:
     return float(array.reshape(()))
 
 
-def columns(name: str, given: Mapping[str, Any], known: Mapping[str, str] | None) -> dict[str, np.ndarray]:
+def checked_columns(name: str, given: Mapping[str, Any], known: Mapping[str, str] | None) -> dict[str, np.ndarray]:
     """The columns of a table that is logged, each ``[n]``; `known` are the kinds of its columns in earlier rounds."""
     refuse_bad_name(name)
     arrays = {str(column): _array(values) for column, values in given.items()}

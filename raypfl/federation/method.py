@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from raypfl.clients.clients import Clients
+from raypfl.common.component import Component
 from raypfl.common.errors import MethodError
 from raypfl.common.registry import Registry
 from raypfl.federation.cohort import Cohort
@@ -34,8 +34,7 @@ def _refused(method: Method, name: str, value: Any) -> None:
     )
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class Method:
+class Method(Component):
     """A federated method: a frozen dataclass of its hyperparameters, and what server and clients do in a round.
 
     Subclasses become dataclasses by themselves. Nothing is kept on the method object: what the server remembers is in
@@ -50,7 +49,6 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        dataclass(frozen=True, kw_only=True)(cls)
         cls.__setattr__ = _refused  # type: ignore[method-assign,assignment]
 
     def network(self, network: nn.Module) -> nn.Module:
@@ -107,6 +105,3 @@ class Method:
     def has(self, function: str) -> bool:
         """Whether the method has a function of this name of its own, in place of the one that does nothing."""
         return getattr(type(self), function) is not getattr(Method, function)
-
-
-Method = dataclass(frozen=True, kw_only=True)(Method)  # type: ignore[misc]

@@ -6,7 +6,8 @@ do not depend on it. `benchmarks/scheduling.py` replays measured times through t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +119,7 @@ class Dispatch:
     def __init__(self, groups: Iterable[Group]):
         self._waiting = sorted(groups, key=lambda group: (-group.length, group.index))
         self._queues: dict[Any, _Queue] = {}
+        self._shares: dict[Group, Mapping[str, float]] = {}
 
     def join(self, actor: Any, node: str, slowness: float = 1.0) -> None:
         """An actor is ready for groups; `node` is where it runs. For `slowness`, see :class:`Speeds`."""
@@ -140,8 +142,8 @@ class Dispatch:
                 return None
             actor, index = chosen
         else:
-            actor = min(free, key=lambda one: (len(self._queues[one].groups), self._queues[one].idle_at()))
-            index = self._choice(self._queues[actor].node)
+            least = min(self._load(one) for one in free)
+            actor, index = self._nearest([one for one in free if self._load(one) == least])
         queue = self._queues[actor]
         group = self._waiting.pop(index)
         if not queue.groups:
@@ -199,17 +201,25 @@ class Dispatch:
             ends[actor] = done[actor]
         return None
 
-    def _choice(self, node: str) -> int:
-        """Index of the waiting group to push to an actor on this node."""
+    def _load(self, actor: Any) -> tuple[int, float]:
+        queue = self._queues[actor]
+        return len(queue.groups), queue.idle_at()
+
+    def _nearest(self, actors: Sequence[Any]) -> tuple[Any, int]:
+        """One of these actors, and the index of the waiting group to push to it."""
         if len({queue.node for queue in self._queues.values()}) < 2:
-            return 0
+            return actors[0], 0
         enough = AS_LONG * self._waiting[0].length
         front = enumerate(self._waiting[: len(self._queues)])
         candidates = [i for i, group in front if i == 0 or (group.length >= enough and not group.alone)]
-        return max(candidates, key=lambda i: (_held(self._waiting[i], node), -i))
+        first = {self._queues[actor].node: actor for actor in reversed(actors)}
+        pairs = [(i, node) for i in candidates for node in reversed(first)]
+        i, node = max(pairs, key=lambda pair: self._share(self._waiting[pair[0]]).get(pair[1], 0.0))
+        return first[node], i
 
-
-def _held(group: Group, node: str) -> float:
-    """Share of a group's clients whose states are on a node."""
-    there = [all(ref.node == node for ref in refs) for refs in group.states if refs]
-    return sum(there) / len(group.clients)
+    def _share(self, group: Group) -> Mapping[str, float]:
+        """Node -> share of a group's clients whose states are there."""
+        if group not in self._shares:
+            homes = [refs[0].node for refs in group.states if refs and len({ref.node for ref in refs}) == 1]
+            self._shares[group] = {node: count / len(group.clients) for node, count in Counter(homes).items()}
+        return self._shares[group]

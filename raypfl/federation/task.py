@@ -42,3 +42,8 @@ class Task:
     unseen: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     pools: Mapping[str, int] = field(default_factory=dict)
     objective: Objective = field(default_factory=Classification)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of clients that take part in training."""
+        return self.num_clients - len(self.unseen)

@@ -62,6 +62,7 @@ class Description:
     def of_sweep(cls, source: str, changes: Sequence[str]) -> Description:
         """Of the words of `raypfl tune`."""
         sweep = load_sweep(source, changes)
+        sweep.first()
         return cls(sweep.name, sweep.base.output, *_read([source, sweep.recipe]), changes)
 
     @property

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.own_modules import files_of, own_modules
+from raypfl.common.own_modules import own_files
 
 LIMIT = 100 * 2**20
 """Bytes that a Ray cluster accepts (``DASHBOARD_CLIENT_MAX_SIZE``); its documentation says 500 MiB."""
@@ -25,9 +24,7 @@ def collect(files: Iterable[str], modules: Iterable[str]) -> dict[str, Path]:
     ------
     ConfigError : if a file is outside the current folder, a link leads out of its folder, or all are too large.
     """
-    package = {inside(file): Path(file) for file in files}
-    for path in own_modules(modules):
-        package |= files_of(path)
+    package = {inside(file): Path(file) for file in files} | own_files(modules)
     _refuse_too_large(package)
     return package
 
@@ -41,14 +38,6 @@ def inside(file: str) -> str:
             "folder that has all of it."
         )
     return path.relative_to(here).as_posix()
-
-
-def write(package: Mapping[str, Path], folder: Path) -> None:
-    """Copy the files of a package into an empty folder."""
-    for name, source in package.items():
-        target = folder / PurePosixPath(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
 
 
 def _refuse_too_large(package: Mapping[str, Path]) -> None:

@@ -1,28 +1,33 @@
-"""Federated methods, one in each file."""
+"""Federated methods, one a file."""
 
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task
-from raypfl.methods.apfl import APFL
-from raypfl.methods.creff import CReFF
-from raypfl.methods.ditto import Ditto
-from raypfl.methods.fedavg import FedAvg
-from raypfl.methods.fedavg_ft import FedAvgFT
-from raypfl.methods.feddf import FedDF
-from raypfl.methods.feddyn import FedDyn
-from raypfl.methods.fednh import FedNH
-from raypfl.methods.fedproto import FedProto
-from raypfl.methods.fedprox import FedProx
-from raypfl.methods.fedrod import FedROD
-from raypfl.methods.knn_per import KNNPer
-from raypfl.methods.local import Local
-from raypfl.methods.mtl import MTL
-from raypfl.methods.partial import PartialPersonalization
-from raypfl.methods.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
-from raypfl.methods.pefll import PeFLL
-from raypfl.methods.perada import PerAda
-from raypfl.methods.perfedavg import PerFedAvg
-from raypfl.methods.pfedhn import PFedHN
-from raypfl.methods.pfedme import PFedMe
+from raypfl.methods.global_model.creff import CReFF
+from raypfl.methods.global_model.extra_images import ExtraImages
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.global_model.feddc import FedDC
+from raypfl.methods.global_model.feddf import FedDF
+from raypfl.methods.global_model.feddyn import FedDyn
+from raypfl.methods.global_model.fednh import FedNH
+from raypfl.methods.global_model.fedprox import FedProx
+from raypfl.methods.global_model.fedptr import FedPTR, FedPTRServer
+from raypfl.methods.global_model.moon import Moon
+from raypfl.methods.global_model.scaffold import Scaffold
+from raypfl.methods.personal_models.apfl import APFL
+from raypfl.methods.personal_models.ditto import Ditto
+from raypfl.methods.personal_models.fedavg_ft import FedAvgFT
+from raypfl.methods.personal_models.fedproto import FedProto
+from raypfl.methods.personal_models.fedrod import FedROD
+from raypfl.methods.personal_models.knn_per import KNNPer
+from raypfl.methods.personal_models.local import Local
+from raypfl.methods.personal_models.mtl import MTL
+from raypfl.methods.personal_models.partial import PartialPersonalization
+from raypfl.methods.personal_models.partial_presets import FedAlt, FedBABU, FedBN, FedPer, FedRep, FedSim, LGFedAvg
+from raypfl.methods.personal_models.pefll import PeFLL
+from raypfl.methods.personal_models.perada import PerAda
+from raypfl.methods.personal_models.perfedavg import PerFedAvg
+from raypfl.methods.personal_models.pfedhn import PFedHN
+from raypfl.methods.personal_models.pfedme import PFedMe
 
 __all__ = [
     "APFL",
@@ -30,14 +35,18 @@ __all__ = [
     "MTL",
     "CReFF",
     "Ditto",
+    "ExtraImages",
     "FedAlt",
     "FedAvg",
     "FedAvgFT",
     "FedBABU",
     "FedBN",
+    "FedDC",
     "FedDF",
     "FedDyn",
     "FedNH",
+    "FedPTR",
+    "FedPTRServer",
     "FedPer",
     "FedProto",
     "FedProx",
@@ -48,12 +57,14 @@ __all__ = [
     "LGFedAvg",
     "Local",
     "Method",
+    "Moon",
     "PFedHN",
     "PFedMe",
     "PartialPersonalization",
     "PeFLL",
     "PerAda",
     "PerFedAvg",
+    "Scaffold",
     "Server",
     "Task",
 ]

@@ -10,6 +10,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import per_client, unmarked
 from raypfl.objectives.batch import Batch
+from raypfl.optimizers import SGD
 
 
 def proximal(strength: float) -> Callable[[Tensor, Batch, Tensor], Tensor]:
@@ -19,6 +20,24 @@ def proximal(strength: float) -> Callable[[Tensor, Batch, Tensor], Tensor]:
         return strength / 2 * (p - anchor).square().sum()
 
     return penalty
+
+
+def mean_gradient(clients: Clients, theta: Tensor, trained: Tensor) -> Tensor:
+    """``[K, P]``, the mean of the gradients that local steps of SGD from `theta` to `trained` followed.
+
+    With momentum, earlier gradients moved the model further than later ones and have a larger weight.
+
+    Raises
+    ------
+    ConfigError : with another optimizer than SGD, whose moves are no sums of gradients.
+    """
+    sgd = clients.training.local_optimizer
+    if type(sgd) is not SGD:
+        raise ConfigError(f"This method needs training.optimizer=sgd, but it is {type(sgd).__name__}.")
+    steps, rho = unmarked(clients.num_steps()), sgd.momentum
+    if rho:  # a gradient with r steps left moves the model by lr (1 + rho + ... + rho^(r - 1)), with Nesterov to rho^r
+        steps = (steps - rho ** (1 + sgd.nesterov) * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+    return clients.model.parameters(theta - trained) / (steps * clients.lr)[:, None]
 
 
 def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) -> Tensor:
@@ -35,7 +54,7 @@ def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) ->
     return clients.sgd(clients.loss, theta, epochs=epochs, lr=lr, stream="finetuning")
 
 
-def refuse_below(least: int, **options: int | None) -> None:
+def refuse_below(least: int, **options: float | None) -> None:
     """Raise a ConfigError for an option of a method that is below `least`; None is allowed."""
     for name, value in options.items():
         if value is not None and value < least:

@@ -1,8 +1,18 @@
 """Networks as functions of a flat vector."""
 
-from raypfl.models import convolutional, residual, sequences  # registers them
+from raypfl.models import convolutional, published, residual, sequences, transformer  # registers them
 from raypfl.models.flat import FlatModel, Segment
 from raypfl.models.networks import MODELS
 from raypfl.models.predictor import Predictor
 
-__all__ = ["MODELS", "FlatModel", "Predictor", "Segment", "convolutional", "residual", "sequences"]
+__all__ = [
+    "MODELS",
+    "FlatModel",
+    "Predictor",
+    "Segment",
+    "convolutional",
+    "published",
+    "residual",
+    "sequences",
+    "transformer",
+]

@@ -1,4 +1,4 @@
-"""Convolutional networks without normalisation or skip connections.
+"""Convolutional networks without skip connections.
 
 Papers put the max-pool after the ReLU. Here it comes before: outputs and gradients are the same, bit for bit, and the
 ReLU has a quarter of the work. With ``training.channels_last`` the gradient of the dense layers arrives channels first;
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from raypfl.common.errors import ConfigError
 from raypfl.models.networks import MODELS, image_shape
 
 
@@ -91,3 +92,41 @@ class Conv2Cifar(nn.Module):
         x = self.pool(self.conv1(x)).relu()
         x = self.pool(self.conv2(x)).relu().flatten(1)
         return self.head(self.last(self.linear2(self.linear1(x).relu())))
+
+
+@MODELS.register("convnet")
+class ConvNet(nn.Module):
+    """Blocks of a 3x3 convolution, instance norm, ReLU and average pooling, and one dense layer (Gidaris and Komodakis
+    2018, as in Cazenavette et al. 2022).
+
+    320,010 parameters for 3x32x32 inputs and 10 classes, 317,706 for 1x28x28. It has no running statistics.
+
+    Parameters
+    ----------
+    depth : number of blocks, each of which halves the image. Inputs of one channel are first padded by two pixels.
+    width : filters of each block.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, depth: int = 3, width: int = 128):
+        super().__init__()
+        channels, height, width_in = image_shape("convnet", input_shape)
+        pad = 3 if channels == 1 else 1
+        sides = [(side + 2 * (pad - 1)) >> depth for side in (height, width_in)]
+        if min(sides) < 1:
+            raise ConfigError(
+                f"{depth} blocks of the convnet model leave nothing of images of {height}x{width_in} pixels; lower "
+                "model.depth."
+            )
+        blocks: list[nn.Module] = []
+        for block in range(depth):
+            blocks += [
+                nn.Conv2d(channels if block == 0 else width, width, 3, padding=pad if block == 0 else 1),
+                nn.GroupNorm(width, width),
+                nn.ReLU(),
+                nn.AvgPool2d(2),
+            ]
+        self.features = nn.Sequential(*blocks, nn.Flatten())
+        self.head = nn.Linear(width * sides[0] * sides[1], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import prod, sqrt
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.registry import Registry
@@ -56,3 +58,48 @@ def mlp(
         layers.append(nn.Linear(size, latent))
         size = latent
     return nn.Sequential(*layers, nn.Linear(size, num_classes, bias=head_bias))
+
+
+@MODELS.register("two_layer")
+class TwoLayerReLU(nn.Module):
+    """Two layers as theories of wide networks have them: ``a . relu(W x) / sqrt(m)`` of inputs scaled to length 1.
+
+    Only W is trained, which starts as normal noise; a is drawn once from -1 and 1. There is one output.
+
+    Parameters
+    ----------
+    width : m, hidden units.
+    sigma : standard deviation of W's first entries.
+    paired : whether every unit has a twin with the opposite sign, so that the first output is 0.
+    """
+
+    signs: Tensor
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        width: int = 1024,
+        sigma: float = 1.0,
+        paired: bool = False,
+    ):
+        super().__init__()
+        if num_classes != 1 or width < 1 or (paired and width % 2) or not sigma > 0:
+            raise ConfigError(
+                "The two_layer model needs 1 output, a width above 0 that is even if paired, and a sigma above 0, not "
+                f"{num_classes} outputs, width {width} and sigma {sigma}."
+            )
+        self.sigma = sigma
+        units = width // 2 if paired else width
+        weight, signs = sigma * torch.randn(units, prod(input_shape)), torch.randint(0, 2, (units,)) * 2.0 - 1
+        self.weight = nn.Parameter(torch.cat([weight, weight]) if paired else weight)
+        self.signs = nn.Parameter(torch.cat([signs, -signs]) if paired else signs, requires_grad=False)
+
+    @staticmethod
+    def scaled(x: Tensor) -> Tensor:
+        """Inputs ``[b, d]`` as the first layer sees them."""
+        return F.normalize(x.flatten(1), dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.scaled(x) @ self.weight.T)
+        return (hidden @ self.signs / sqrt(len(self.signs)))[:, None]

@@ -23,6 +23,7 @@ def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[st
     """
     names, modules = list(tensors), list(module.named_modules())
     layers = [path for path, child in modules if any(p.requires_grad for p in child.parameters(recurse=False))]
+    layers = [path for path in layers if path] or layers  # parameters of the network itself are no layer
     output = _below(layers[-1:], names)
     return {
         "input layer": _below(layers[:1], names),

@@ -1,4 +1,4 @@
-"""Residual networks of basic blocks (He et al. 2016), with torchvision's tensor names, so that its weights fit."""
+"""Residual networks (He et al. 2016), with torchvision's tensor names, so that its weights fit those that it has."""
 
 from __future__ import annotations
 
@@ -90,8 +90,7 @@ class ResNet18(nn.Module):
         width: int = 64,
         head_bias: bool = True,
     ):
-        def normalise(channels: int) -> nn.Module:
-            return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(2, channels)
+        normalise = normalisation(norm)
 
         def adapt(channels: int) -> nn.Module:
             if adapters == "none":
@@ -116,9 +115,7 @@ class ResNet18(nn.Module):
             for i, outputs in enumerate(widths)
         )
         self.fc = nn.Linear(8 * width, num_classes, bias=head_bias)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Conv2d) and "adapter" not in name:
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.bn1(self.conv1(x)).relu())
@@ -138,3 +135,77 @@ class ResNet34(ResNet18):
     """ResNet-34: 21,284,672 parameters for 3 channels in the body; options as for resnet18."""
 
     blocks: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)
+
+
+class Bottleneck(nn.Module):
+    """Convolutions of 1x1, 3x3 and 1x1, and a shortcut: ``[b, inputs, H, W] -> [b, 4 width, H/stride, W/stride]``."""
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: Layer):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = norm(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = norm(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = norm(4 * width)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or inputs != 4 * width:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), norm(4 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn1(self.conv1(x)).relu()
+        out = self.bn2(self.conv2(out)).relu()
+        return (self.bn3(self.conv3(out)) + self.downsample(x)).relu()
+
+
+@MODELS.register("resnet56")
+class ResNet56(nn.Module):
+    """ResNet-56 for CIFAR as in FedML, of bottleneck blocks: 591,322 parameters for 3 channels and 10 classes.
+
+    A 3x3 convolution, three layers of six blocks, the mean over all positions, and the head ``fc``.
+
+    Parameters
+    ----------
+    norm : batch norm, or group norm with two groups.
+    width : channels of the first convolution and of the first layer's 3x3 convolutions; each further layer has twice
+        as many.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        norm: Literal["batch", "group"] = "batch",
+        width: int = 16,
+    ):
+        super().__init__()
+        channels, *_ = image_shape("resnet56", input_shape)
+        normalise = normalisation(norm)
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.bn1 = normalise(width)
+        inputs, widths = (width, 4 * width, 8 * width), (width, 2 * width, 4 * width)
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(
+                Bottleneck(inputs[i], own, 1 if i == 0 else 2, normalise),
+                *(Bottleneck(4 * own, own, 1, normalise) for _ in range(5)),
+            )
+            for i, own in enumerate(widths)
+        )
+        self.fc = nn.Linear(16 * width, num_classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer3(self.layer2(self.layer1(self.bn1(self.conv1(x)).relu())))
+        return self.fc(x.mean((2, 3)))
+
+
+def normalisation(norm: str) -> Layer:
+    """What makes a layer of this normalisation: ``batch``, or ``group`` with two groups."""
+    return nn.BatchNorm2d if norm == "batch" else lambda channels: nn.GroupNorm(2, channels)
+
+
+def initialise(network: nn.Module) -> None:
+    """Draw the weights of all convolutions but those of adapters (He et al. 2015)."""
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Conv2d) and "adapter" not in name:
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

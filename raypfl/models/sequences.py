@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
 from raypfl.models.networks import MODELS
+from raypfl.models.transformer import Block
 
 
 class _Causal(nn.Module):
@@ -36,11 +37,61 @@ class CausalCNN(nn.Module):
         self, input_shape: tuple[int, ...], num_classes: int, width: int = 64, layers: int = 4, kernel: int = 3
     ):
         super().__init__()
-        if len(input_shape) != 1:
-            raise ConfigError(f"The causal_cnn model takes sequences of tokens, but samples are {list(input_shape)}.")
+        _require_sequences("causal_cnn", input_shape)
         self.embedding = nn.Embedding(num_classes, width)
         self.layers = nn.Sequential(*(_Causal(width, kernel, 2**i) for i in range(layers)))
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(self.embedding(x).transpose(1, 2)).transpose(1, 2))
+
+
+@MODELS.register("gru")
+class GRU(nn.Module):
+    """A gated recurrent unit (Cho et al. 2014): tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
+
+    Parameters
+    ----------
+    width : size of the embeddings and of the state.
+    layers : of recurrent units.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int = 128, layers: int = 1):
+        super().__init__()
+        _require_sequences("gru", input_shape)
+        self.embedding = nn.Embedding(num_classes, width)
+        self.gru = nn.GRU(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(self.embedding(x))[0])
+
+
+@MODELS.register("causal_transformer")
+class CausalTransformer(nn.Module):
+    """A transformer that sees only the past (Radford et al. 2018): tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
+
+    Parameters
+    ----------
+    width, depth, heads : size of the embeddings, number of blocks, and heads in each.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int = 64, depth: int = 2, heads: int = 4):
+        super().__init__()
+        _require_sequences("causal_transformer", input_shape)
+        if width % heads:
+            raise ConfigError(f"model.width is {width}; it must be a multiple of model.heads, which is {heads}.")
+        self.embedding = nn.Embedding(num_classes, width)
+        self.positions = nn.Parameter(torch.empty(input_shape[0], width))
+        self.blocks = nn.Sequential(*(Block(width, heads, nn.Identity(), causal=True) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, num_classes)
+        nn.init.trunc_normal_(self.positions, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(x) + self.positions)))
+
+
+def _require_sequences(name: str, input_shape: tuple[int, ...]) -> None:
+    if len(input_shape) != 1:
+        raise ConfigError(f"The {name} model takes sequences of tokens, but samples are {list(input_shape)}.")

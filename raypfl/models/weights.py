@@ -1,4 +1,4 @@
-"""Initial weights: torchvision's pretrained ones, by name, or those of a file."""
+"""Initial weights: pretrained ones of torchvision or timm, by name, or those of a file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.errors import ConfigError
 from raypfl.models.parts import common_parts
+from raypfl.models.published.weights import published_weights
 
 RANDOM = "random weights"
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -26,8 +26,8 @@ class Pretrained:
     Parameters
     ----------
     factory : builds the network.
-    name : of the model in torchvision.
-    source : a file (safetensors, or a state dict saved by ``torch.save``), or the name of torchvision weights.
+    name : of the model: one of torchvision, with or without ``torchvision:``, or of timm, with ``timm:``.
+    source : a file (safetensors, or a state dict saved by ``torch.save``), or the name of weights of that model there.
 
     Raises
     ------
@@ -40,7 +40,7 @@ class Pretrained:
 
     def __call__(self) -> nn.Module:
         network = self.factory()
-        given = _read(Path(self.source)) if is_file(self.source) else _from_torchvision(self.name, self.source)
+        given = _read(Path(self.source)) if is_file(self.source) else published_weights(self.name, self.source)
         network.origin = f"weights from {self.source}, {fill(network, given, self.source)}"  # type: ignore[assignment]
         return network
 
@@ -51,7 +51,7 @@ def origin(network: nn.Module) -> str:
 
 
 def digest(source: str | None) -> str:
-    """What identifies the weights when a run is resumed: the SHA-256 of a file, or the name of torchvision weights."""
+    """What identifies the weights when a run is resumed: the SHA-256 of a file, or a name."""
     if source is None or not is_file(source) or not Path(source).is_file():
         return source or ""
     with Path(source).open("rb") as file:
@@ -59,7 +59,7 @@ def digest(source: str | None) -> str:
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` is a file, not the name of torchvision weights."""
+    """Whether `source` is a file, not the name of published weights."""
     return source.endswith(SUFFIXES) or "/" in source
 
 
@@ -140,28 +140,3 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(f"The weights file {path} is not a state dict: it must contain only tensors, by name.")
     return state
-
-
-def _from_torchvision(name: str, source: str) -> Mapping[str, Tensor]:
-    try:
-        import torchvision.models as zoo
-    except ImportError:
-        raise ConfigError(f"model.weights is {source!r}: such weights need torchvision; name a file instead.") from None
-    if name not in zoo.list_models(module=zoo):
-        raise ConfigError(
-            f"model.weights is {source!r}, but torchvision has no weights for {name}; name a file instead."
-        )
-    known: Any = zoo.get_model_weights(name)
-    if source not in known.__members__:
-        raise ConfigError(
-            f"torchvision has no weights {source!r} for {name}; {did_you_mean(source, known.__members__)} "
-            f"A file's name ends in {', '.join(SUFFIXES)}."
-        )
-    weights = known[source]
-    try:
-        return weights.get_state_dict(progress=False, check_hash=True)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"torchvision's weights {source} for {name} could not be downloaded ({error}). Download {weights.url} to "
-            f"{torch.hub.get_dir()}/checkpoints, or set model.weights to the path of a file."
-        ) from error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, dataclass_transform
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from raypfl.common.component import Component
 from raypfl.common.registry import Registry
 from raypfl.objectives.batch import Batch
 
@@ -45,8 +46,7 @@ class Scores:
         return self.objective.losses(self.outputs, self.targets)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class Metric:
+class Metric(Component):
     """A number that describes a model on test samples, computed from sums over the samples.
 
     Subclasses become frozen dataclasses; their fields are options. Most derive from :class:`SampleMean`.
@@ -72,10 +72,6 @@ class Metric:
     added: ClassVar[bool] = False
     always: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        dataclass(frozen=True, kw_only=True)(cls)
-
     def width(self, targets: int) -> int:
         """The number of sums, given the number of classes, labels, target numbers or tokens."""
         return 1
@@ -83,9 +79,6 @@ class Metric:
     def value(self, sums: Tensor, samples: Tensor) -> Tensor:
         """Values ``[...]`` from sums ``float64[..., width]`` over ``samples[...]`` samples."""
         return sums[..., 0] / samples
-
-
-Metric = dataclass(frozen=True, kw_only=True)(Metric)  # type: ignore[misc]
 
 
 class SampleMean(Metric):
@@ -134,8 +127,7 @@ class Loss(SampleMean):
         return scores.loss
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class Objective:
+class Objective(Component):
     """A loss and the metrics that go with it. An objective of your own defines at least the loss of each sample.
 
     Subclasses become frozen dataclasses; their fields are options of the setting ``objective``.
@@ -155,10 +147,6 @@ class Objective:
     primary: ClassVar[str] = "loss"
     columns: ClassVar[tuple[str, ...]] = ()
     weighs: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        dataclass(frozen=True, kw_only=True)(cls)
 
     def outputs(self, targets: int) -> int:
         """The number of outputs of the network, given the number of classes, labels, target numbers or tokens."""
@@ -181,9 +169,6 @@ class Objective:
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         """The input of the metrics."""
         return Scores(outputs, targets, self)
-
-
-Objective = dataclass(frozen=True, kw_only=True)(Objective)  # type: ignore[misc]
 
 
 def unrounded(outputs: Tensor) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, dataclass_transform
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from raypfl.common.component import Component
 from raypfl.common.registry import Registry
 
 OPTIMIZERS = Registry("optimizer")
@@ -39,8 +40,7 @@ class Draws:
         return torch.randn(self.like.shape[-1], generator=generator, dtype=self.like.dtype, device=self.like.device)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class LocalOptimizer:
+class LocalOptimizer(Component):
     """An update rule on flat vectors: a frozen dataclass of its hyperparameters, without the learning rate.
 
     Subclasses become dataclasses automatically. An optimizer of your own overrides `step_` and, if it has a state,
@@ -56,10 +56,6 @@ class LocalOptimizer:
 
     decoupled: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        dataclass(frozen=True, kw_only=True)(cls)
 
     @property
     def plain(self) -> bool:
@@ -91,7 +87,14 @@ class LocalOptimizer:
         raise NotImplementedError(f"{type(self).__name__} is not complete: define step_.")
 
 
-LocalOptimizer = dataclass(frozen=True, kw_only=True)(LocalOptimizer)  # type: ignore[misc]
+class SampleRule(Protocol):
+    """What makes a batch's gradient of per-sample gradients; see :class:`LocalOptimizer`."""
+
+    def reduce(self, gradients: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`LocalOptimizer.reduce`."""
+
+    def finish(self, total: Tensor, count: Tensor, draws: Draws) -> Tensor:
+        """See :meth:`LocalOptimizer.finish`."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Update:
     clip_norm : largest norm of a gradient; None: no clipping.
     trained : ``bool[P]``, the entries that are trained; None: all.
     decayed : ``bool[P]``, the entries with weight decay; None: all trained ones.
+    rule : what makes a batch's gradient of per-sample gradients; None: the optimizer, if it needs them.
     """
 
     optimizer: LocalOptimizer
@@ -114,12 +118,18 @@ class Update:
     clip_norm: float | None = None
     trained: Tensor | None = None
     decayed: Tensor | None = None
+    rule: SampleRule | None = None
+
+    @property
+    def of_samples(self) -> SampleRule | None:
+        """What makes a batch's gradient of per-sample gradients; None: they are not needed."""
+        return self.rule or (self.optimizer if self.optimizer.per_sample else None)
 
     @property
     def plain(self) -> bool:
         """Whether a step is exactly ``theta - lr * grad``."""
         alone = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
-        return alone and self.optimizer.plain and not self.optimizer.per_sample
+        return alone and self.optimizer.plain and self.of_samples is None
 
     def init(self, theta: Tensor) -> Memory:
         """The optimizer's state before the first step of ``theta[..., P]``."""

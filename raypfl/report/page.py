@@ -22,7 +22,8 @@ from raypfl.report import figures, tables
 from raypfl.report import sweeps as searches
 from raypfl.report.tables import listed, protocol_name
 from raypfl.results import client_data
-from raypfl.results.compared import COLOURS, RunGroup, group_runs, mark, setting
+from raypfl.results.compared import COLOURS, RunGroup, data_setting, group_runs, mark, shared_setting
+from raypfl.results.epsilons import epsilons, sentence
 from raypfl.results.numbers import prediction_traffic
 from raypfl.results.units import Unit, capital
 from raypfl.runs.result import Result
@@ -51,7 +52,7 @@ def write(
         raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}.")
     settings: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        key = (setting(result.experiment, result.metadata), result.experiment.measures.primary.name)
+        key = (data_setting(result.experiment, result.metadata), result.experiment.measures.primary.name)
         settings.setdefault(key, []).append(result)
     groups = [group_runs(some) for some in settings.values()]
     parts = [_part(compared, f"-{i}" if len(groups) > 1 else "") for i, compared in enumerate(groups, 1)]
@@ -103,7 +104,7 @@ def _part(compared: list[RunGroup], suffix: str) -> dict[str, Any]:
     runs = [(i, one.label, result) for i, one in enumerate(compared) for result in one.results]
     return {
         "suffix": suffix,
-        "setting": setting(runs[0][2].experiment, runs[0][2].metadata),
+        "setting": shared_setting([result for _, _, result in runs]),
         "lead": _lead(compared, main),
         "size": _size(compared),
         "notes": _cautions(compared),
@@ -130,6 +131,7 @@ def _part(compared: list[RunGroup], suffix: str) -> dict[str, Any]:
         "efforts": [figures.curves(compared, main, against) for against in ("megabytes", "seconds")],
         "holdings": _holdings(compared[0].results[0]),
         "ledger": tables.ledger(compared),
+        "privacy": [(sentence(one), epsilons(one)) for one in compared if epsilons(one)],
         "predicted": any(prediction_traffic(one) for one in compared),
         "differing": differing,
         "shared": shared,
@@ -188,8 +190,10 @@ def _size(compared: Sequence[RunGroup]) -> str:
     """``3 methods · 2 to 3 seeds · 20 rounds``."""
     seeds = sorted({len(one.results) for one in compared})
     rounds = sorted({result.round for one in compared for result in one.results})
+    methods = {type(one.results[0].experiment.method) for one in compared}
+    kind = "method" if len(methods) == len(compared) else "configuration"
     parts = []
-    for what, numbers in (("method", [len(compared)]), ("seed", seeds), ("round", rounds)):
+    for what, numbers in ((kind, [len(compared)]), ("seed", seeds), ("round", rounds)):
         span = f"{numbers[0]:,} to {numbers[-1]:,}" if len(numbers) > 1 else f"{numbers[0]:,}"
         parts.append(f"{span} {what}{'s' * (numbers[-1] != 1)}")
     return " · ".join(parts)
@@ -215,7 +219,7 @@ def _cautions(compared: Sequence[RunGroup]) -> list[str]:
 def _holdings(first: Result) -> dict[str, Any]:
     """Who holds what: `title`, a `drawing` and `rows` of min, median, mean and max; or `why_not`."""
     experiment = first.experiment
-    title = f"{setting(experiment, first.metadata).rpartition(' · ')[0]}, seed {experiment.seed}"
+    title = f"{data_setting(experiment, first.metadata)}, seed {experiment.seed}"
     try:
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         if first.metadata["data"] != data.fingerprint:

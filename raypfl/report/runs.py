@@ -32,8 +32,15 @@ def found(paths: Sequence[str | Path]) -> tuple[list[Result], list[str]]:
         raise ConfigError("raypfl report needs a run's folder or several, such as: raypfl report runs/digits-*")
     results: list[Result] = []
     notes: list[str] = []
-    notes += [more for path in paths if is_sweep(Path(path)) and (more := best_runs(Path(path))[1])]
-    for folder in dict.fromkeys(folder for path in paths for folder in _folders(Path(path))):
+    folders: list[Path] = []
+    for path in map(Path, paths):
+        if is_sweep(path):
+            runs, more = best_runs(path)
+            folders += runs or [path]
+            notes += [more] if more else []
+        else:
+            folders += _folders(path)
+    for folder in dict.fromkeys(folders):
         try:
             results += _evaluated(folder)
         except RaypflError as error:
@@ -57,8 +64,6 @@ def _folders(path: Path) -> list[Path]:
         raise ConfigError(f"There is no folder {path}. Runs are in the folder that `output` names, else in runs/.")
     if path.is_file():
         return []
-    if is_sweep(path):
-        return best_runs(path)[0] or [path]
     return _runs_of(path) or [run for folder in sorted(path.iterdir()) for run in _runs_of(folder)] or [path]
 
 

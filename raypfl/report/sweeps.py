@@ -14,9 +14,11 @@ from raypfl.runs.result import RECIPE
 TABLE = "trials.csv"
 """What makes a folder a sweep's."""
 
+CONFIGURATIONS, IMPORTANCE = "configurations.png", "importance.png"
+
 PICTURES = {
-    "configurations.png": "Each line is a configuration: its value of every setting and, on the last axis, the metric.",
-    "importance.png": "The share of the metric's variance over the search space that each setting explains (fANOVA).",
+    CONFIGURATIONS: "Each line is a configuration: its value of every setting and, on the last axis, the metric.",
+    IMPORTANCE: "The share of the metric's variance over the search space that each setting explains (fANOVA).",
 }
 
 SHOWN = 6

@@ -29,8 +29,8 @@ _NETWORK = {field.name: field.default for field in fields(ModelSettings) if fiel
 _NO_EFFECT = ("name", "seed", "output", "engine", "ray", "checkpoint", "tracking", "method")
 _NO_EFFECT_KEYS = ("data.root", "data.download", "data.cache", "training.channels_last")
 
-_MOST_NAMED = 3
-"""A label names up to three settings of a method's own; more become a letter."""
+_LONGEST = 45
+"""Characters of a method's own settings in a label; more become a letter."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,23 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
 
     Where experiments also differ in one other setting, every label shows its value; where in several, a letter stands
     for them: ``ditto lam=0.1 · settings B``. If each method was given settings of its own, its label shows those that
-    differ from the first method's.
+    differ from the first method's; labels of runs of one method show all that differ.
     """
     return [f"{name}{suffix}" for name, suffix in zip(*_names_and_settings(experiments), strict=True)]
+
+
+def lettered_settings(experiments: Sequence[Experiment]) -> list[str]:
+    """What letters in the `labels` stand for, if they differ from the first: ``settings B: training.lr=0.05``."""
+    lines: dict[str, str] = {}
+    for suffix, experiment in zip(differing_settings(experiments), experiments, strict=True):
+        if suffix.startswith("settings "):
+            first, own = _deciding(experiments[0]), _deciding(experiment)
+            named = [
+                f"{key}={'null' if value is None else value}" for key, value in _own(own, first, list(own)).items()
+            ]
+            if named:
+                lines.setdefault(suffix, f"{suffix}: {', '.join(named)}")
+    return list(lines.values())
 
 
 def differing_settings(experiments: Sequence[Experiment]) -> list[str]:
@@ -126,19 +140,36 @@ def setting(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
 
     `metadata` : what the run found out; the number of clients of a population, which has no partition, is there.
     """
+    return " · ".join([data_setting(experiment, metadata), _called(_network(experiment))])
+
+
+def shared_setting(results: Sequence[Result]) -> str:
+    """The same of runs on the same data and partition, with what their models have in common."""
+    first, *others = (_network(result.experiment) for result in results)
+    common = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    data = data_setting(results[0].experiment, results[0].metadata)
+    return " · ".join([data, _called(common)]) if "name" in common else data
+
+
+def data_setting(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
+    """The same without the model."""
     values = settings(experiment)
-    network = {key: value for key, value in values["model"].items() if value != _NETWORK.get(key)}
-    if "weights" in network:
-        network["weights"] = Path(network["weights"]).name
-    data, model, partition = values["data"]["name"], _called(network), values.get("partition")
+    data, partition = values["data"]["name"], values.get("partition")
     if partition is None:
         clients = [f"{metadata['num_clients']:,} clients"] if "num_clients" in metadata else []
-        return " · ".join([data, *clients, model])
+        return " · ".join([data, *clients])
     count = partition.pop("clients", None)
     defaults = {field.name: field.default for field in fields(experiment.partition)}
     always = list(partition)[:2]  # its name and its first option, such as alpha
     partition = {key: value for key, value in partition.items() if key in always or value != defaults[key]}
-    return " · ".join([data, *([f"{count} clients"] if count else []), _called(partition), model])
+    return " · ".join([data, *([f"{count} clients"] if count else []), _called(partition)])
+
+
+def _network(experiment: Experiment) -> dict[str, Any]:
+    """The model's name, and its settings that are not at their default."""
+    model = settings(experiment)["model"]
+    network = {key: value for key, value in model.items() if value != _NETWORK.get(key)}
+    return network | ({"weights": Path(network["weights"]).name} if "weights" in network else {})
 
 
 def settings(experiment: Experiment) -> dict[str, Any]:
@@ -179,10 +210,13 @@ def _suffixes(names: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[
     keys = dict.fromkeys(key for one in settings for key in one)
     differing = [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
     of_name = dict(zip(names, settings, strict=True))
-    if len(of_name) > 1 and all(of_name[name] == one for name, one in zip(names, settings, strict=True)):
-        own = [_own(one, settings[0], differing) for one in settings]
-        if max(map(len, own)) <= _MOST_NAMED:
-            return ["".join(f" {key}={value}" for key, value in mine.items()) for mine in own]
+    one_each = len(of_name) > 1 and all(of_name[name] == one for name, one in zip(names, settings, strict=True))
+    searched = len({name.split()[0] for name in names}) == 1  # the first one's values are as much its own as others'
+    if one_each or (searched and len(differing) > 1):
+        own = [_own(one, {} if searched else settings[0], differing) for one in settings]
+        named = ["".join(f" {key}={value}" for key, value in mine.items()) for mine in own]
+        if max(map(len, named)) <= _LONGEST:
+            return named
     elif len(differing) < 2:
         return ["".join(f" {key}={one.get(key)}" for key in differing) for one in settings]
     kinds: list[dict[str, Any]] = []

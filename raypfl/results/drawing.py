@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from raypfl.common.files import draft
-from raypfl.results.compared import RunGroup, colour, group_runs, mark, setting
+from raypfl.results.compared import RunGroup, colour, group_runs, mark, shared_setting
 from raypfl.results.numbers import Curve, clients_from_worst, metric_curves
 from raypfl.results.table import MODELS
 from raypfl.results.units import capital
@@ -51,6 +51,7 @@ _MARKERS = {"": None, "●": "o", "■": "s", "▲": "^", "◆": "D", "▼": "v"
 _MANY_CURVES = 6  # bands of more would hide each other
 _MANY_CLIENTS = 60  # points of more would merge
 _MOST_POINTS = 400  # of a line over clients
+_LINE, _GAP = 150, 8  # characters across the figure, and what each entry of a legend takes besides its text
 
 Curves = Mapping[tuple[int, str], Curve]
 """By the index of a group and the model."""
@@ -96,9 +97,13 @@ def draw_curves(axes: Axes, compared: Sequence[RunGroup], curves: Curves, paint:
             alpha = 0.16 if len(compared) <= _MANY_CURVES else 0.07
             axes.fill_between(curve.x, curve.low, curve.high, alpha=alpha, linewidth=0, **paint(i))
         look: dict[str, Any] = {"marker": _MARKERS[mark(i)], "markevery": max(len(curve.x) // 8, 1), "markersize": 4.5}
-        if len(curve.x) == 1:  # a ring for a global model, so that equal ones all show
-            look |= {"marker": "o"} if model == "personal" else {"marker": "o", "markersize": 10, "fillstyle": "none"}
+        look |= _point(model) if len(curve.x) == 1 else {}
         axes.plot(curve.x, curve.mean, **paint(i), **line(model, *turn), **look)
+
+
+def _point(model: str) -> dict[str, Any]:
+    """A ring for a global model and a dot for personal ones, so that equal ones all show."""
+    return {"marker": "o"} if model == "personal" else {"marker": "o", "markersize": 10, "fillstyle": "none"}
 
 
 def draw_clients(axes: Axes, compared: Sequence[RunGroup], protocol: str, paint: Paint) -> None:
@@ -121,6 +126,18 @@ def draw_clients(axes: Axes, compared: Sequence[RunGroup], protocol: str, paint:
     axes.text(1.5, y, "worst\ndecile", transform=axes.get_xaxis_transform(), va=side, fontsize="small")
 
 
+def _draw_ends(axes: Axes, compared: Sequence[RunGroup], protocol: str) -> None:
+    """A bar for each group's final mean, and a dot for each of its seeds."""
+    for i, one in enumerate(compared):
+        scores = one.scores(protocol)
+        axes.barh(i, fmean(scores), height=0.7, alpha=0.6, **_paint(i))
+        axes.plot(scores, [i] * len(scores), "o", markersize=4, color=INK)
+    axes.invert_yaxis()
+    axes.set_yticks(range(len(compared)), [fill(one.label, 24) for one in compared])
+    axes.set_xlabel(compared[0].unit.label)
+    scale(axes.xaxis)
+
+
 def _turns(lines: Sequence[tuple[Any, ...]]) -> list[tuple[int, int]]:
     """For each line, its place among those that equal it, and how many these are."""
     keys = [tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in line) for line in lines]
@@ -132,7 +149,8 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
 
     Left: the primary metric by round, mean over clients on their own test data, of the personal models (solid) and of
     the global one (dashed); a band spans the seeds. Right: each client's at the end, from worst to best, with the model
-    that the client uses: its personal one where the method makes one.
+    that the client uses: its personal one where the method makes one. If only global models were tested, on one test
+    set, a bar and a dot for each seed.
 
     Parameters
     ----------
@@ -145,27 +163,35 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     what, lower = capital(unit.phrase), not unit.metric.higher_is_better
     tested = "their own test data" if protocol == "local" else f"the {protocol} test data"
     found = metric_curves(compared, protocol)
+    tested_once = all(len(clients_from_worst(one, protocol)) <= len(one.results) for one in compared)
     with png(path, 11, 5, padding=0.1) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
         draw_curves(left, compared, found, _paint)
-        left.set(title=f"{what} over rounds, mean over clients", xlabel="round")
+        left.set(title=f"{what} over rounds{'' if tested_once else ', mean over clients'}", xlabel="round")
         left.set_ylabel(f"{unit.phrase} on {tested}{' (%)' if unit.sign else ''}")
         low, high = left.get_xlim()
         if high - low < 1:  # a single round, around which fractions of rounds would be marked
             left.set_xlim(low - 1, high + 1)
         scale(left.xaxis, integer=True)
         scale(left.yaxis)
+        once = all(len(curve.x) == 1 for curve in found.values())
         lines = [
-            Line2D([], [], color=INK, label=f"{model} model", **line(model))
+            Line2D([], [], color=INK, label=f"{model} model", **({"ls": "", **_point(model)} if once else line(model)))
             for model in MODELS
             if any(model == drawn for _, drawn in found)
         ]
         left.legend(handles=lines, loc="upper right" if lower else "lower right")
-        draw_clients(right, compared, protocol, _paint)
-        right.set_title(f"{what} of each client at the end")
-        figure.suptitle(fill(setting(results[0].experiment, results[0].metadata), 110), fontsize=11, color=GREY)
+        if tested_once:
+            _draw_ends(right, compared, protocol)
+            right.set_title("The global model at the end")
+        else:
+            draw_clients(right, compared, protocol, _paint)
+            right.set_title(f"{what} of each client at the end")
+        figure.suptitle(fill(shared_setting(results), 110), fontsize=11, color=GREY)
         handles = [Line2D([], [], color=one.colour, linewidth=5, label=_named(one, protocol)) for one in compared]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), handlelength=1)
+        fitting = _LINE // (max(len(_named(one, protocol)) for one in compared) + _GAP)
+        columns = max(1, min(len(handles), 5, fitting))
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1)
     return Path(path)
 
 

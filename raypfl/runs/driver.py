@@ -27,11 +27,11 @@ from raypfl.common.threads import threads
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.evaluation import Measures, refuse_untestable
-from raypfl.federation.schedule import cohort_size
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.objectives import KINDS, OBJECTIVES
+from raypfl.privacy.accounting import refuse_without_accountant
 from raypfl.runs.autotune import choose, refuse_channels_last
 from raypfl.runs.folders import new_folder
 from raypfl.runs.gpu_share import with_numbers
@@ -50,12 +50,11 @@ from raypfl.runs.result import (
 from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.server.server import Job, Server
 from raypfl.server.setup import (
-    groups_for,
     make_context,
     make_measures,
     make_model,
     make_task,
-    pools_of_server,
+    num_groups,
     threads_of_server,
 )
 from raypfl.storage.lease import held, refuse_unless_held
@@ -187,9 +186,20 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
         )
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     experiment.method.check(model)
+    _refuse_unprotected(experiment, model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(model, experiment.training, data)
     return model
+
+
+def _refuse_unprotected(experiment: Experiment, model: FlatModel) -> None:
+    refuse_without_accountant(experiment.privacy)
+    if experiment.privacy.noise is not None and model.mixes_rows:
+        raise ConfigError(
+            f"privacy.noise is {experiment.privacy.noise}, but batch norm in {experiment.model.name} mixes the samples "
+            "of a batch, so that the part of one cannot be bounded. Choose group norm (norm: group) or a network "
+            "without batch norm, or freeze what has it."
+        )
 
 
 def _refuse_without_models(method: Method) -> None:
@@ -273,10 +283,13 @@ def _write_beginning(folder: Path, event: Event) -> None:
 def _job(experiment: Experiment, folder: Path, data: ClientData, lockstep: bool, emit: Listener) -> Job:
     """The server's job. It says what the settings left open, so that a resume does the same."""
     engine, training = experiment.engine, experiment.training
-    _fitting_model(experiment, data)
+    model = _fitting_model(experiment, data)
     with threads(threads_of_server(experiment)):
-        experiment = with_pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
-    _warn_of_random_weights(_fitting_model(experiment, data), emit)
+        pretrained = with_pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
+    if pretrained is not experiment:
+        experiment, model = pretrained, _fitting_model(pretrained, data)
+    if experiment.model.frozen or experiment.model.trained:  # what a network freezes itself is its design
+        _warn_of_random_weights(model, emit)
     experiment = experiment.replace(objective=make_measures(experiment, data).objective)
     why = reason_before(folder, experiment)
     if engine.executor in ("auto", "fastest") or (engine.executor == "sequential" and training.channels_last is None):
@@ -313,10 +326,10 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> It
     with threads(threads_of_server(experiment)):
         task = make_task(experiment, data, here)
         of_clients = task if here == there else make_task(experiment, data, there)
-        worker = Worker(make_context(experiment, data, of_clients, experiment.ray.gpus or 1.0), experiment.method)
+        context = make_context(experiment, data, of_clients, experiment.ray.gpus or 1.0)
+        worker = Worker(context, experiment.method, experiment.analyses)
         metadata = {"backend": "inline", "actors": 1, "device": str(there)}
-        pools = pools_of_server(experiment, data, task)
-        yield Server(job, task, pools, Inline(worker, stop, experiment.engine.threads), emit, metadata).run()
+        yield Server(job, task, data, Inline(worker, stop, experiment.engine.threads), emit, metadata).run()
 
 
 @contextlib.contextmanager
@@ -329,7 +342,7 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
                 job = replace(job, experiment=with_numbers(ray, job.experiment, data, emit))
             emit(Progress("starting actors"))
             settings = job.experiment.ray
-            actors = client_actors(ray, settings, _groups(job.experiment, data))
+            actors = client_actors(ray, settings, num_groups(job.experiment, data))
             node = node_for_server(ray, settings, job.checkpoints)
             kind = (actors, [reserved(pool) for pool in settings.actor_pools], for_server(settings), node)
             server = _spare.take(ray, kind) or _server_actor(ray, *kind)
@@ -349,11 +362,6 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
                 _spare.kind, _spare.server = kind, server
             elif not has_died(ray):
                 ray.kill(server)
-
-
-def _groups(experiment: Experiment, data: ClientData) -> int:
-    """Groups of a cohort, which is as many client actors as have something to do."""
-    return len(groups_for(experiment, cohort_size(experiment.cohort, data.num_clients)))
 
 
 def _server_actor(
@@ -382,7 +390,7 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
 
     run = uuid.uuid4().hex
     experiment = job[0].experiment
-    finished = server.run.remote(run, Shipment.of(*job), experiment.ray, _groups(experiment, job[1]))
+    finished = server.run.remote(run, Shipment.of(*job), experiment.ray, num_groups(experiment, job[1]))
     stream, received = "", 0
     silent = ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError
     done: list[Any] = []

@@ -24,13 +24,18 @@ from raypfl.config import Experiment
 from raypfl.config.settings import ActorPool
 from raypfl.data import ClientData, FederatedData
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.schedule import cohort_size
-from raypfl.federation.server_training import ServerContext
 from raypfl.server.evaluator import Evaluator
 from raypfl.server.events import Listener, Progress
-from raypfl.server.setup import client_costs, groups_for, make_context, make_task, pools_of_server, precision_of
+from raypfl.server.setup import (
+    groups_for,
+    make_context,
+    make_runner,
+    make_task,
+    num_groups,
+    pools_of_server,
+)
 from raypfl.storage.states import StateTable
 
 if TYPE_CHECKING:
@@ -132,16 +137,9 @@ class _Trial:
         self._task = task = make_task(experiment, data, device)
         context = make_context(experiment, data, task, gpus=0.0)  # without room for the data
         pools = pools_of_server(experiment, data, task)
-        self._runner = GroupRunner(
-            task=task,
-            backend=Inline(Worker(context, experiment.method), threads=experiment.engine.threads),
-            states=StateTable(),
-            ledger=Ledger(),
-            failures=experiment.failures,
-            context=ServerContext(pools, precision_of(experiment), lambda event: None),
-            costs=client_costs(experiment, task.num_samples),
-            cut_for=lambda cohort: (groups_for(experiment, cohort), experiment.engine.executor),
-            warn=lambda text: None,
+        backend = Inline(Worker(context, experiment.method), threads=experiment.engine.threads)
+        self._runner = make_runner(
+            experiment, task, pools, backend, StateTable(), Ledger(), lambda event: None, lambda text: None
         )
         self._server = experiment.method.start(task)
 
@@ -201,9 +199,8 @@ def _share(ray: Any, pool: ActorPool, experiment: Experiment, data: ClientData, 
             "number instead, such as 0.25 for four actors on a GPU."
         ) from error
     per_gpu = max(math.floor(node["CPU"] / (pool.cpus_per_actor * node["GPU"])) for node in with_gpu)
-    groups = len(groups_for(experiment, cohort_size(experiment.cohort, data.num_clients)))
     held = data.inputs.nbytes + data.labels.nbytes if isinstance(data, FederatedData) else 0
-    actors = actors_on(card, held, experiment.ray.data_share, min(per_gpu, groups))
+    actors = actors_on(card, held, experiment.ray.data_share, min(per_gpu, num_groups(experiment, data)))
     emit(Progress(f"{actors} client actors a GPU: each needs {card.actor / 2**30:.2f} of {card.total / 2**30:.0f} GiB"))
     return share_of(actors)
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from raypfl.common import files
 from raypfl.common.errors import ConfigError, known_pool
+from raypfl.common.threads import threads
 from raypfl.config import Experiment
-from raypfl.data import ClientData, FederatedData
+from raypfl.data import ClientData, FederatedData, load_federated
 from raypfl.data.store import cache_folder
 from raypfl.federation.server_training import ServerContext, ServerTraining
 from raypfl.federation.task import Task
@@ -22,10 +28,47 @@ from raypfl.methods import FedAvg
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Adam
 from raypfl.server.events import Listener, Progress
-from raypfl.server.setup import make_task, pools_of_server, precision_of
+from raypfl.server.setup import make_task, pools_of_server, precision_of, threads_of_server
 
 BATCH = 64
 """Samples in a mini-batch."""
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """A file of pretrained weights.
+
+    Attributes
+    ----------
+    about : the network's settings, hashes of the data, and the seed. samples : of the pool.
+    loss : mean over all steps. seconds : that training took; None: the file was there.
+    """
+
+    path: Path
+    about: dict[str, Any]
+    samples: int
+    loss: float
+    seconds: float | None
+
+
+def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
+    """Train an experiment's network on the pool that ``model.pretrain`` names, unless that was done before.
+
+    Raises
+    ------
+    ConfigError : if no pool is named, or weights are given, or the pool lacks labels.
+    """
+    model, ray = experiment.model, experiment.ray
+    if model.pretrain is None or model.weights is not None:
+        text = "is not set" if model.pretrain is None else f"is {model.pretrain!r}, but model.weights are given too"
+        raise ConfigError(
+            f"model.pretrain {text}; raypfl pretrain needs the name of a pool, and a network without weights, as in: "
+            "raypfl pretrain 'data.pools={body: 0.3}' model.pretrain=body"
+        )
+    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    device = torch.device("cuda" if ray.gpus_for_server > 0 and torch.cuda.is_available() else "cpu")
+    with threads(threads_of_server(experiment)):
+        return _pretrained(experiment, data, device, emit)
 
 
 def with_pretrained(experiment: Experiment, data: ClientData, device: torch.device, emit: Listener) -> Experiment:
@@ -41,9 +84,15 @@ def with_pretrained(experiment: Experiment, data: ClientData, device: torch.devi
     model = experiment.model
     if model.pretrain is None or model.weights is not None:
         return experiment
-    _refuse_unlabelled(model.pretrain, data)
+    path = _pretrained(experiment, data, device, emit).path
+    return experiment.override([f"model.weights={json.dumps(str(path))}"])
+
+
+def _pretrained(experiment: Experiment, data: ClientData, device: torch.device, emit: Listener) -> Pretraining:
+    model, begun, pool = experiment.model, None, str(experiment.model.pretrain)
+    _refuse_unlabelled(pool, data)
     options = {name: value for name, value in model.options.items() if not name.startswith("adapter")}
-    plain = replace(model, options=options, frozen=None, trained=None)
+    plain = replace(model, options=options, lora=0, frozen=None, trained=None)
     alone = experiment.replace(model=plain, method=FedAvg())
     about = asdict(plain) | {"data": data.fingerprint, "seed": experiment.seed}
     about |= {"precision": experiment.training.precision, "objective": str(experiment.objective)}
@@ -52,15 +101,15 @@ def with_pretrained(experiment: Experiment, data: ClientData, device: torch.devi
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.alone(path):
         if not path.exists():
-            task = make_task(alone, data, device)
-            emit(
-                Progress(
-                    f"pretraining {model.name} on the pool {model.pretrain!r}, {task.pools[model.pretrain]} samples"
-                )
-            )
-            weights = {name: tensor.contiguous() for name, tensor in _trained(alone, data, task).items()}
-            files.write(path, save(weights, {"pretraining": json.dumps(about)}))
-    return experiment.override([f"model.weights={json.dumps(str(path))}"])
+            task, begun = make_task(alone, data, device), time.perf_counter()
+            emit(Progress(f"pretraining {model.name} on the pool {pool!r}, {task.pools[pool]} samples"))
+            trained, loss = _trained(alone, data, task)
+            weights = {name: tensor.contiguous() for name, tensor in trained.items()}
+            files.write(path, save(weights, {"pretraining": json.dumps(about), "loss": str(loss)}))
+    with safe_open(path, "pt") as file:
+        loss = float((file.metadata() or {}).get("loss", "nan"))
+    seconds = None if begun is None else time.perf_counter() - begun
+    return Pretraining(path, about, len(data.pool(pool)) if isinstance(data, FederatedData) else 0, loss, seconds)
 
 
 class _Central(ServerTraining):
@@ -68,13 +117,14 @@ class _Central(ServerTraining):
 
     def __init__(self, task: Task, context: ServerContext):
         self.task, self.context, self.round = task, context, 0
+        self.logged: dict[str, float] = {}
 
     def log(self, **values: float | Tensor) -> None:
-        pass
+        self.logged.update({name: float(value) for name, value in values.items()})
 
 
-def _trained(experiment: Experiment, data: ClientData, task: Task) -> dict[str, Tensor]:
-    """The trained tensors of the network, but for its output layer."""
+def _trained(experiment: Experiment, data: ClientData, task: Task) -> tuple[dict[str, Tensor], float]:
+    """The trained tensors of the network, but for its output layer, and the mean loss of the steps."""
     model, settings = task.model, experiment.model
     pools = pools_of_server(experiment, data, task)
     central = _Central(task, ServerContext(pools, precision_of(experiment), lambda _: None))
@@ -86,14 +136,11 @@ def _trained(experiment: Experiment, data: ClientData, task: Task) -> dict[str, 
     size = BATCH + (len(pool) % BATCH == 1)  # batch norm needs two samples
     batches = pool.batches(size, epochs=settings.pretrain_epochs, augment=True)
     start = model.init(experiment.seed)
-    theta = central.sgd(
-        loss, start, batches, lr=settings.pretrain_lr, optimizer=Adam(), schedule="cosine", text="pretraining"
-    )
-    return {
-        name: tensor.cpu()
-        for name, tensor in model.unflatten(theta).items()
-        if name in model.names("feature extractor")
-    }
+    how: dict[str, Any] = {"lr": settings.pretrain_lr, "optimizer": Adam(), "schedule": "cosine", "log": "loss"}
+    theta = central.sgd(loss, start, batches, text="pretraining", **how)
+    body = model.names("feature extractor")
+    trained = {name: tensor.cpu() for name, tensor in model.unflatten(theta).items() if name in body}
+    return trained, central.logged.get("loss", math.nan)
 
 
 def _refuse_unlabelled(pool: str, data: ClientData) -> None:

@@ -63,9 +63,14 @@ def forget_unbegun(folder: Path) -> None:
             folder.rmdir()
 
 
+def rounds_saved(run_dir: str | Path, experiment: Experiment) -> int:
+    """The round of a run's newest checkpoint; 0: it has none."""
+    return checkpoint.reached(checkpoints_of(experiment, str(run_dir)))
+
+
 def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
     """Raise a ConfigError if a run has already done more rounds than the experiment has."""
-    done = checkpoint.reached(checkpoints_of(experiment, str(run_dir)))
+    done = rounds_saved(run_dir, experiment)
     if done > experiment.rounds:
         raise ConfigError(
             f"rounds is {experiment.rounds}, but the run in {run_dir} has already done {done}, and rounds cannot "
@@ -132,6 +137,8 @@ class Result:
     logged : a row for each number that the method logged: round, name, value.
     analysis : the tables that it logged, by name: round, and its own columns.
     images : a row for each PNG file that it logged: round, name, file.
+    privacy : a row for each client and branch of private training, and one for all branches: client, branch, steps,
+        epsilon; None without privacy.
 
     Rounds are numbered from 1 in all tables; 0 is before the first round.
     """
@@ -149,6 +156,7 @@ class Result:
     logged: pa.Table
     analysis: dict[str, pa.Table]
     images: pa.Table
+    privacy: pa.Table | None = None
 
     @classmethod
     def load(cls, run_dir: str | Path) -> Result:
@@ -175,13 +183,15 @@ class Result:
                 for file in sorted(folder.glob(f"{ANALYSIS}*.parquet"))
             },
             images=_images(folder),
+            privacy=read(str(file)) if (file := folder / "privacy.parquet").exists() else None,
         )
 
     @property
     def tables(self) -> dict[str, pa.Table]:
         """All tables by the names of their files."""
         own = {f"{ANALYSIS}{name}": table for name, table in self.analysis.items()}
-        return {name: getattr(self, name) for name in TABLES} | own
+        private = {} if self.privacy is None else {"privacy": self.privacy}
+        return {name: getattr(self, name) for name in TABLES} | own | private
 
     def __repr__(self) -> str:
         method = METHODS.name_of(type(self.experiment.method))

@@ -20,6 +20,7 @@ from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.method import Method
 from raypfl.federation.schedule import cohort_size, even
 from raypfl.models.predictor import Predictor
+from raypfl.privacy import Spending
 from raypfl.server.scoring import score
 from raypfl.server.setup import groups_for
 from raypfl.storage.tree import clone
@@ -51,10 +52,15 @@ class Evaluator:
     Parameters
     ----------
     runner : of the run, with the clients' states.
+
+    Attributes
+    ----------
+    spent : of clients' privacy in the last evaluation.
     """
 
     def __init__(self, experiment: Experiment, runner: GroupRunner):
         self._last = 0
+        self.spent: list[Spending] = []
         self._validated: dict[int, dict[str, Any]] = {}
         self.experiment = experiment
         self.method = experiment.method
@@ -92,6 +98,7 @@ class Evaluator:
 
     def evaluate(self, state: dict[str, Any], round: int) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
         """Columns of the evaluations table and their summary, given the server's state after a round."""
+        self.spent = []
         columns = self._columns(state, round)
         self._last = round
         summary = summarise(self.measures, columns)
@@ -117,9 +124,13 @@ class Evaluator:
         for pairs in self._portions(clients):
             cohort = EvaluationCohort(self.runner, [c for _, c in pairs], round, lr, unseen)
             personalize(self.method, state, cohort)
-            call, groups = self.runner.prepare(_score, pairs, round, lr, arguments, self._groups, seen)
+            call, groups = self.runner.prepare(
+                _score, pairs, round, lr, arguments, self._groups, seen, exchange="evaluation"
+            )
             for group, reply in self.runner.run(call, groups, _refuse_failure):
                 replies.add(group, reply.values)
+                cohort.spent += reply.spent
+            self.spent += cohort.spent
             self.runner.states.abandon()
         return tabulate(self.measures, round, replies.result(), clients, protocols)
 

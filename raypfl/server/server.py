@@ -14,24 +14,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
+from torch import Tensor
 
+from raypfl.analyses.base import AnalysedRun
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.user_code import traceback_text, with_location
 from raypfl.common.version import __version__
+from raypfl.data import ClientData
 from raypfl.evaluation import Measures
 from raypfl.federation.backend import Backend
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.schedule import Draw, cohort_size, draw
-from raypfl.federation.server_training import ServerContext
 from raypfl.federation.task import Task
 from raypfl.models.weights import origin
+from raypfl.privacy import SPENDING, Spending
+from raypfl.privacy.accounting import accounted
+from raypfl.server.analysing import Analyses
 from raypfl.server.evaluator import Evaluator, is_due
 from raypfl.server.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
-from raypfl.server.setup import client_costs, groups_for, precision_of
+from raypfl.server.setup import groups_for, make_runner, pools_of_server, samples_of_client
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.columns import Columns
@@ -39,7 +44,6 @@ from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable, digests, merged
 from raypfl.storage.tables import Table, arrow
 from raypfl.storage.tree import clone, flatten, unflatten
-from raypfl.training.pool import Pools
 from raypfl.training.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
 
 if TYPE_CHECKING:
@@ -89,12 +93,14 @@ class Server:
 
     Parameters
     ----------
-    pools : as the server reads them.
+    data : of the clients, and the pools.
     emit : called with every event, in order.
     metadata : about the backend, for the run's record.
     """
 
-    def __init__(self, job: Job, task: Task, pools: Pools, backend: Backend, emit: Listener, metadata: dict[str, Any]):
+    def __init__(
+        self, job: Job, task: Task, data: ClientData, backend: Backend, emit: Listener, metadata: dict[str, Any]
+    ):
         self.job = job
         self.task = task
         self.backend = backend
@@ -110,19 +116,25 @@ class Server:
         self._sent = {"up": 0, "down": 0}  # bytes of all finished rounds
         self._warned: set[str] = set()
         self._saved: int | None = None
-        self._runner = GroupRunner(
-            task=task,
-            backend=backend,
-            states=self.states,
-            ledger=self.ledger,
-            failures=job.experiment.failures,
-            context=ServerContext(pools, precision_of(job.experiment), self.emit),
-            costs=client_costs(job.experiment, task.num_samples),
-            cut_for=lambda cohort: (groups_for(job.experiment, cohort), job.experiment.engine.executor),
-            warn=self._warn,
+        self._runner = make_runner(
+            job.experiment,
+            task,
+            pools_of_server(job.experiment, data, task),
+            backend,
+            self.states,
+            self.ledger,
+            self.emit,
+            self._warn,
         )
         self._evaluator = Evaluator(job.experiment, self._runner)
+        samples = partial(samples_of_client, job.experiment, data, task)
+        size = cohort_size(job.experiment.cohort, task.num_clients)
+        pools = self._runner.context.pools
+        run = AnalysedRun(task, self.method, job.experiment.training, size, samples, pools)
+        self._analyses = Analyses(job.experiment.analyses, run, job.run_dir)
+        self._runner.keep = self._analyses.keep
 
+    @torch.enable_grad()  # whatever this process did before
     def run(self) -> RunFinished:
         """Run all rounds that are left. A stop or a failure leaves a checkpoint of the last finished round.
 
@@ -212,14 +224,27 @@ class Server:
         self._runner.compact_states(number)
         drawn = self._draw(number)
         lr = self.experiment.training.learning_rate(self.round, self.experiment.rounds)
-        cohort = Cohort(self._runner, drawn.clients, drawn.dropped, number, lr, self._analysis())
+        cohort = Cohort(self._runner, drawn.clients, drawn.dropped, number, lr, self._known_tables())
+        before = self._global_model()
+        self._runner.observers = self._analyses.observers(number)
         try:
-            with self._all_or_nothing(), refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
-                self.method.round(self.state, cohort)
+            with self._all_or_nothing():
+                with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
+                    self.method.round(self.state, cohort)
+                seconds = time.perf_counter() - start
+                here = tuple(c for c, present in zip(cohort.ids, cohort.present, strict=True) if present)
+                models = before, self._global_model()
+                self._analyses.after_round(number, here, models, cohort.logged, self._known_tables())
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
+            seconds = time.perf_counter() - start
         self.states.commit()
-        self._record(cohort, len(drawn.dropped), time.perf_counter() - start)
+        self._record(cohort, len(drawn.dropped), seconds)
+
+    def _global_model(self) -> Tensor | None:
+        """A copy, where analyses need it."""
+        model = self.method.global_model(self.state) if self._analyses else None
+        return None if model is None else model.clone()
 
     def _draw(self, number: int) -> Draw:
         unseen = self.task.unseen
@@ -250,6 +275,7 @@ class Server:
         row = {**vars(finished), "cohort": cohort.ids}
         self._tables["rounds"].waiting.append(**{name: row[name] for name in ROUNDS})
         self._record_logged(cohort.logged)
+        self._record_spent("training", cohort.spent)
         self.emit(finished)
 
     def _record_logged(self, logged: Logged) -> None:
@@ -263,8 +289,12 @@ class Server:
             table = self._tables.setdefault(f"{ANALYSIS}{name}", new)
             table.waiting.extend({"round": [self.round] * rows, **columns})
 
-    def _analysis(self) -> dict[str, dict[str, str]]:
-        """The columns and their kinds of each table that the method has logged."""
+    def _record_spent(self, phase: str, spent: list[Spending]) -> None:
+        for row in spent:
+            self._tables["spending"].waiting.append(round=self.round, phase=phase, **row._asdict())
+
+    def _known_tables(self) -> dict[str, dict[str, str]]:
+        """The columns and their kinds of each table that was logged."""
         return {
             name.removeprefix(ANALYSIS): {c: kind for c, kind in table.waiting.kinds.items() if c != "round"}
             for name, table in self._tables.items()
@@ -275,6 +305,7 @@ class Server:
         with self._all_or_nothing():
             columns, summary = self._evaluator.evaluate(self.state, self.round)
         self._tables["evaluations"].waiting.extend(columns)
+        self._record_spent("prediction", self._evaluator.spent)
         self.emit(Evaluated(self.round, summary))
 
     def _warn(self, text: str) -> None:
@@ -296,6 +327,9 @@ class Server:
             tables = {name: arrow(table.waiting) for name, table in self._tables.items()}
         status, error = ("failed", "\n".join(problems)) if problems else (status, None)
         images, best = tables.pop("images"), self._evaluator.best_round
+        spending = tables.pop("spending")
+        if spending.num_rows:
+            tables["privacy"] = pa.table(accounted(spending.to_pydict(), self.experiment.privacy))
         finished = RunFinished(status, self.round, self._hash(), error, tables, best, images)
         self.emit(finished)
         return finished
@@ -346,6 +380,9 @@ class Server:
             self._tables = _empty_tables(self._evaluator.measures)
             self._sent = {"up": 0, "down": 0}
             self._evaluator.restore(None)
+            logged = Logged()
+            self._analyses.start(self._global_model(), logged, {})
+            self._record_logged(logged)
         self.ledger.rows = self._tables["ledger"].waiting
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -384,6 +421,7 @@ class Server:
 
 def _empty_tables(measures: Measures) -> dict[str, Table]:
     of = {"rounds": ROUNDS, "evaluations": measures.kinds, "ledger": LEDGER, "logged": LOGGED, "images": IMAGES}
+    of["spending"] = SPENDING
     return {name: Table(Columns(columns)) for name, columns in of.items()}
 
 

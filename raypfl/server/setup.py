@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,15 +19,21 @@ from raypfl.common.user_code import with_location
 from raypfl.data import ClientData, FederatedData
 from raypfl.datasets import DescribedData
 from raypfl.evaluation import Measures
+from raypfl.federation.backend import Backend
+from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.ledger import Ledger
 from raypfl.federation.method import Method
-from raypfl.federation.schedule import evaluation_group_sizes, even, group_sizes
+from raypfl.federation.schedule import cohort_size, evaluation_group_sizes, even, group_sizes
+from raypfl.federation.server_training import ServerContext, ServerProgress
 from raypfl.federation.task import Task
-from raypfl.models import MODELS, FlatModel
+from raypfl.models import MODELS, FlatModel, lora
 from raypfl.models.weights import Pretrained
 from raypfl.objectives import fitting
+from raypfl.objectives.batch import Batch
 from raypfl.server.outline import DataOutline
+from raypfl.storage.states import StateTable
 from raypfl.training.augmentation import Augmentation
-from raypfl.training.batches import Samples, moved, room_on
+from raypfl.training.batches import GroupSamples, Samples, moved, room_on
 from raypfl.training.executor import Executor, Precision
 from raypfl.training.pool import Pools
 from raypfl.training.vectorised import Vectorised
@@ -43,16 +50,30 @@ def make_measures(experiment: Experiment, data: ClientData | DataOutline) -> Mea
 
 def make_model(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
+    if device.type == "cuda":
+        _same_bits_on_gpus()
     settings = experiment.model
     entry, outputs = MODELS.get(settings.name), make_measures(experiment, data).objective.outputs(data.num_classes)
     given = {"input_shape": data.input_shape, "num_classes": outputs, **settings.options}
     factory: Callable[[], nn.Module] = partial(_built, settings.name, entry, given)
+    trained = settings.trained
+    if settings.lora:
+        factory = partial(lora.with_lora, factory, settings.lora)
+        trained = lora.TRAINED if trained is None and settings.frozen is None else trained
     if settings.weights is not None:
         factory = Pretrained(factory, settings.name, settings.weights)
     factory = partial(_as_the_method_needs_it, experiment.method, factory)
     dtype = torch.float64 if experiment.training.precision == "fp64" else torch.float32
     seed = rng.key(experiment.seed, "network") % 2**31
-    return FlatModel(factory, seed, dtype, device, frozen=settings.frozen, trained=settings.trained)
+    return FlatModel(factory, seed, dtype, device, frozen=settings.frozen, trained=trained)
+
+
+def _same_bits_on_gpus() -> None:
+    """Let this process use algorithms on GPUs that give the same bits each time; PyTorch warns where there is none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time only
 
 
 def _built(name: str, entry: Callable[..., nn.Module], given: Mapping[str, Any]) -> nn.Module:
@@ -120,6 +141,7 @@ def make_context(
         seed=experiment.seed,
         measures=make_measures(experiment, data),
         pools=_read(experiment, data, samples),
+        privacy=experiment.privacy,
         networks=task.networks,
         loss_limit=experiment.failures.loss_limit,
         evaluation_batch=experiment.evaluation.batch_size,
@@ -132,6 +154,12 @@ def make_context(
 def pools_of_server(experiment: Experiment, data: ClientData, task: Task) -> Pools:
     """The pools as the server reads them: mapped into memory, batch by batch."""
     return _read(experiment, data, samples_for(data, task.model, experiment.data.augmentation, room=0.0))
+
+
+def samples_of_client(experiment: Experiment, data: ClientData, task: Task, client: int) -> Batch:
+    """All training samples of a client, as the network sees them."""
+    samples = samples_for(data, task.model, (), room=0.0)
+    return GroupSamples(samples, [data.indices(client, "train")]).client(0)
 
 
 def _read(experiment: Experiment, data: ClientData | DataOutline, samples: Samples) -> Pools:
@@ -158,6 +186,36 @@ def client_costs(experiment: Experiment, sizes: np.ndarray) -> np.ndarray:
     if training.steps is not None:
         return np.full(len(sizes), float(training.steps))
     return np.ceil(sizes / training.batch_size) * training.epochs
+
+
+def make_runner(
+    experiment: Experiment,
+    task: Task,
+    pools: Pools,
+    backend: Backend,
+    states: StateTable,
+    ledger: Ledger,
+    emit: Callable[[ServerProgress], None],
+    warn: Callable[[str], None],
+) -> GroupRunner:
+    """What carries out a server's exchanges, as the settings say."""
+    return GroupRunner(
+        task=task,
+        backend=backend,
+        states=states,
+        ledger=ledger,
+        failures=experiment.failures,
+        context=ServerContext(pools, precision_of(experiment), emit),
+        costs=client_costs(experiment, task.num_samples),
+        cut_for=lambda cohort: (groups_for(experiment, cohort), experiment.engine.executor),
+        warn=warn,
+        privacy=experiment.privacy,
+    )
+
+
+def num_groups(experiment: Experiment, data: ClientData) -> int:
+    """Groups of a cohort, which is as many client actors as have something to do."""
+    return len(groups_for(experiment, cohort_size(experiment.cohort, data.num_clients)))
 
 
 def groups_for(experiment: Experiment, cohort: int, evaluation: bool = False) -> list[int]:

@@ -92,6 +92,14 @@ def held(location: str, attempt: str, tell: Callable[[str], None]) -> Iterator[N
                 file.clear()
 
 
+def wait_until_free(location: str, seconds: float) -> None:
+    """Return once no process of this machine holds the lease, or after `seconds`."""
+    file = _LeaseFile(location)
+    deadline = time.monotonic() + seconds
+    while (holder := file.read()) is not None and holder.lives and time.monotonic() < deadline:
+        time.sleep(_LOOK)
+
+
 def refuse_unless_held(location: str, attempt: str) -> None:
     """Raise a CheckpointError unless `attempt` still holds the lease."""
     holder = _LeaseFile(location).read()
@@ -190,9 +198,10 @@ def _machine() -> str:
 
 
 def _born(process: int) -> str:
-    """Start time of a process of this machine, in clock ticks; empty if there is no such process."""
+    """Start time of a process of this machine, in clock ticks; empty if there is no such process, or it has ended."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if state == "Z" else fields[18]
     with contextlib.suppress(OSError):  # where there is no /proc
         if not Path("/proc/self").exists():
             os.kill(process, 0)

@@ -39,6 +39,7 @@ class Metric(_Part):
     ----------
     protocol, model : which rows of an evaluation. value : which of their aggregates: a metric, or ``weighted``,
         ``worst_decile`` or ``std`` of the primary one; None: the primary one. Shares are shown in percent.
+    last : the mean over so many evaluated rounds, the last ones.
     spread : what the ± is: the standard deviation over the ``seeds``, or over the ``clients``.
     down : the blocks in which the column is measured; None: all.
     """
@@ -46,6 +47,7 @@ class Metric(_Part):
     protocol: str
     model: Literal["personal", "global"] = "personal"
     value: str | None = None
+    last: int = Field(default=1, ge=1)
     spread: Literal["seeds", "clients"] = "seeds"
     down: list[str] | None = None
 

@@ -108,5 +108,5 @@ def _unfinished(cells: Sequence[Cell], results: Mapping[int, Result]) -> list[st
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "not given"
+        return "the default"
     return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)

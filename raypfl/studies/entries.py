@@ -13,7 +13,7 @@ from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.results.units import Unit
 from raypfl.runs.result import Result
 from raypfl.studies.cells import Cell
-from raypfl.studies.description import Quoted, Study
+from raypfl.studies.description import Metric, Quoted, Study
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,10 @@ def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapp
     for position in dict.fromkeys(cell.position for cell in cells):
         numbers = [i for i, cell in enumerate(cells) if cell.position == position]
         finished = [results[i] for i in numbers if i in results]
-        summaries = [result.summary() for result in finished]
         # Before a run has begun, it may not be known what will be learned.
         measures = (finished[0] if finished else cells[numbers[0]]).experiment.measures
         for heading, metric in study.metrics.items():
-            wanted = (metric.protocol, metric.model)
-            rows = [row for one in summaries for row in one if (row["protocol"], row["model"]) == wanted]
+            tested = [_rows(result, metric) for result in finished]
             value = metric.value or measures.primary.name
             unit = Unit(measures.of(value) if value in measures.aggregates else measures.primary)
             of_primary = value in (measures.primary.name, *OF_PRIMARY)
@@ -101,9 +99,9 @@ def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapp
                 Entry(
                     *position,
                     metric=heading,
-                    values=tuple(unit.of(row[value] for row in rows if value in row)),
-                    within=tuple(unit.of(row["std"] for row in rows if of_primary and "std" in row)),
-                    missing=len(numbers) - len(summaries),
+                    values=tuple(unit.of(_means(tested, value))),
+                    within=tuple(unit.of(_means(tested, "std") if of_primary else ())),
+                    missing=len(numbers) - len(finished),
                     published=reference.quoted(*position, heading),
                     spread_over=metric.spread,
                     label=unit.label,
@@ -111,6 +109,19 @@ def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapp
             )
     downs, methods = list(study.down or [""]), list(study.methods)
     return sorted(found, key=lambda one: (downs.index(one.down), methods.index(one.method)))
+
+
+def _rows(result: Result, metric: Metric) -> list[dict[str, Any]]:
+    """What a metric reads: the aggregates after each of its last rounds."""
+    rounds = sorted(set(result.evaluations["round"].to_pylist()))[-metric.last :]
+    wanted = (metric.protocol, metric.model)
+    return [row for round in rounds for row in result.summary(round) if (row["protocol"], row["model"]) == wanted]
+
+
+def _means(tested: Sequence[Sequence[Mapping[str, Any]]], value: str) -> list[float]:
+    """The mean over rounds of a value, for each run that has it."""
+    columns = ([row[value] for row in rows if value in row] for rows in tested)
+    return [fmean(column) for column in columns if column]
 
 
 def as_rows(found: Sequence[Entry]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 RUN_ID_FILE = "mlflow_run_id"
+KIND, MODELS = "mlflow.experimentKind", "custom_model_development"
 _LOCAL_SERVER = "http://127.0.0.1:5000"
 
 
@@ -23,6 +24,21 @@ def tracking_uri(experiment: Experiment) -> str:
     """Where runs are recorded: ``tracking.uri``, else $MLFLOW_TRACKING_URI, else a SQLite file in the output folder."""
     configured = experiment.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     return configured or f"sqlite:///{Path(experiment.output).absolute()}/mlflow.db"
+
+
+def experiment_id(client: MlflowClient, experiment: Experiment, uri: str) -> str:
+    """MLflow's experiment of this name, which is made if there is none."""
+    name = experiment.tracking.experiment
+    if known := client.get_experiment_by_name(name):
+        return str(known.experiment_id)
+    # A server decides where its artifacts are; those of a local database would be in the current folder.
+    artifacts = (Path(experiment.output).absolute() / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None
+    try:
+        return str(client.create_experiment(name, artifacts, {KIND: MODELS}))
+    except quiet_mlflow().MlflowException:  # another process has made it meanwhile
+        if known := client.get_experiment_by_name(name):
+            return str(known.experiment_id)
+        raise
 
 
 def how_to_look(experiment: Experiment, experiment_id: str = "") -> str:

@@ -15,8 +15,8 @@ import torch
 from raypfl.common.errors import CheckpointError
 from raypfl.config import Experiment
 from raypfl.runs.result import RECIPE, newest
-from raypfl.runs.trained import TrainedModels
 from raypfl.tracking.connection import first_line, quiet_mlflow, tracking_uri, without_password
+from raypfl.trained.models import TrainedModels
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

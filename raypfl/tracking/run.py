@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
+from raypfl.analyses.base import folder_of
 from raypfl.common.files import write
 from raypfl.federation.logged import ANALYSIS
 from raypfl.server.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.tracking import entries
 from raypfl.tracking.connection import (
     RUN_ID_FILE,
+    experiment_id,
     first_line,
     known_run,
     opening,
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 PARENT, NOTE, TABLES = "mlflow.parentRunId", "mlflow.note.content", "mlflow.loggedArtifacts"
-KIND, MODELS = "mlflow.experimentKind", "custom_model_development"
 """MLflow opens experiments of other kinds on a page for language models."""
 _OPENING = threading.Lock()
 """Runs that begin at the same time open MLflow one by one: the first makes their common experiment and parent."""
@@ -181,7 +182,7 @@ class RunRecord:
         from mlflow.entities import Dataset, DatasetInput
 
         experiment = self._started.experiment
-        home = self._experiment_id(client)
+        home = experiment_id(client, self._started.experiment, self._uri)
         tags = {**_mlflow_tags(), **entries.tags_of(self._started), **self._tags, **self._parent_tags(client, home)}
         data = "" if self._comparison else experiment.data.name
         name = " ".join(filter(None, [data, entries.name_of(experiment), self._tags.get("settings")]))
@@ -210,22 +211,6 @@ class RunRecord:
         tags = self._parent_tags(client, known.info.experiment_id)
         for key, value in tags.items() if PARENT not in known.data.tags else ():
             client.set_tag(self.run_id, key, value)
-
-    def _experiment_id(self, client: MlflowClient) -> str:
-        experiment = self._started.experiment
-        if known := client.get_experiment_by_name(experiment.tracking.experiment):
-            return known.experiment_id
-        # A server decides where its artifacts are; those of a local database would be in the current folder.
-        local = self._uri.startswith("sqlite:")
-        artifacts = (Path(experiment.output).absolute() / "mlartifacts").as_uri() if local else None
-        try:
-            return client.create_experiment(
-                experiment.tracking.experiment, artifacts, {KIND: "custom_model_development"}
-            )
-        except quiet_mlflow().MlflowException:  # another process has made it meanwhile
-            if known := client.get_experiment_by_name(experiment.tracking.experiment):
-                return known.experiment_id
-            raise
 
     def _record(self, client: MlflowClient, pending: Sequence[tuple[Event, int]]) -> None:
         # After a kill, rounds since the last checkpoint come again, equal: those that are recorded are skipped.
@@ -277,9 +262,27 @@ class RunRecord:
             tags[TABLES] = json.dumps([{"path": file, "type": "table"} for file in shown])
         for key, value in tags.items():
             client.set_tag(self.run_id, key, value)
+        if "logged" in finished.tables:
+            self._log_start(client, finished.tables["logged"].to_pylist())
+        self._log_analyses(client)
         if finished.status == "finished" and self._started.experiment.tracking.models_mb:
             log_models(client, self.run_id, self.run_dir, self._warn)
         client.set_terminated(self.run_id, STATUS[finished.status], end_time=at)
+
+    def _log_start(self, client: MlflowClient, logged: list[dict[str, Any]]) -> None:
+        """Numbers from before the first round, which no event has; at the same time again if the run was resumed."""
+        from mlflow.entities import Metric
+
+        at = client.get_run(self.run_id).info.start_time
+        points = [Metric(f"method/{row['name']}", row["value"], at, 0) for row in logged if row["round"] == 0]
+        client.log_batch(self.run_id, metrics=points)
+
+    def _log_analyses(self, client: MlflowClient) -> None:
+        """The files of analyses, except what they kept of each client."""
+        for analysis in self._started.experiment.analyses:
+            for file in sorted(folder_of(self.run_dir, analysis).rglob("*")):
+                if file.is_file() and not file.name.startswith("client-"):
+                    client.log_artifact(self.run_id, str(file), str(file.parent.relative_to(self.run_dir)))
 
 
 def _monitor(run_id: str, uri: str, resumed: bool) -> Any:

@@ -192,17 +192,14 @@ class Order:
     ----------
     index : ``int64[K, S, b]`` positions in each client's own list; padding repeats position 0.
     counts : ``int64[K, S]`` real samples in each batch; 0 once a client has done its steps.
+    steps : ``int64[K]`` steps of each client.
     draws : ``float64[K, S, b, D]`` in [0, 1), for the augmentation of each visited image; None: no augmentation.
     """
 
     index: np.ndarray
     counts: np.ndarray
+    steps: np.ndarray
     draws: np.ndarray | None = None
-
-    @property
-    def steps(self) -> np.ndarray:
-        """``int64[K]`` steps of each client."""
-        return (self.counts > 0).sum(1)
 
     @property
     def unequal(self) -> bool:
@@ -253,7 +250,36 @@ def order(
     begun = begins[:, None] + epoch * sizes[:, None]
     index = np.zeros(at.shape, dtype=np.int64)
     index[real] = shuffled[(begun[:, :, None] + at)[real]]
-    return Order(index, real.sum(2))
+    return Order(index, real.sum(2), totals)
+
+
+def sampled_order(
+    keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None
+) -> Order:
+    """As many batches as :func:`order` has; each takes each of a client's n samples with chance ``batch_size / n``.
+
+    A batch may be empty, or larger than `batch_size`. Row k depends only on ``keys[k]`` and ``sizes[k]``.
+    """
+    totals = num_steps(sizes, batch_size, epochs, steps)
+    rates, taken = sampling_rates(sizes, batch_size), []
+    for k, n in enumerate(sizes.tolist()):
+        with np.errstate(over="ignore"):
+            of_step = rng.mix(keys[k] + np.arange(totals[k], dtype=np.uint64))
+            chances = rng.uniform(rng.mix(of_step[:, None] + np.arange(n, dtype=np.uint64)))
+        taken.append(chances < rates[k])
+    counts = np.zeros((len(sizes), int(totals.max(initial=0))), dtype=np.int64)
+    for k, chosen in enumerate(taken):
+        counts[k, : totals[k]] = chosen.sum(1)
+    index = np.zeros((*counts.shape, int(counts.max(initial=0))), dtype=np.int64)
+    for k, chosen in enumerate(taken):
+        step, sample = chosen.nonzero()
+        index[k, step, np.arange(len(step)) - (np.cumsum(chosen.sum(1)) - chosen.sum(1))[step]] = sample
+    return Order(index, counts, totals)
+
+
+def sampling_rates(sizes: np.ndarray, batch_size: int) -> np.ndarray:
+    """``float64[K]``: the chance of each client's samples to be in a batch of :func:`sampled_order`."""
+    return np.minimum(1.0, batch_size / sizes)
 
 
 def num_steps(

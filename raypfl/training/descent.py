@@ -83,14 +83,15 @@ def assemble(views: Sequence[Tensor], grads: Sequence[Tensor | None], direct: Te
 def by_samples(
     update: Update, at: Tensor, weight: Tensor, keys: Tensor, rows: Callable[[int, int], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """The gradient ``[..., P]`` that an optimizer makes of per-sample gradients, and the mean of what is reported.
+    """The gradient ``[..., P]`` that an update makes of per-sample gradients, and the mean of what is reported.
 
     Parameters
     ----------
     at : ``[..., P]``. weight : ``[..., b]`` of the samples. keys : ``int64[...]``, of the step's draws.
     rows : ``rows(start, stop)`` gives gradients ``[..., n, P]`` and reported losses ``[..., n]`` of these samples.
     """
-    optimizer, count = update.optimizer, weight.sum(-1, keepdim=True)
+    rule, count = update.of_samples, weight.sum(-1, keepdim=True)
+    assert rule is not None
     total, reported = torch.zeros_like(at), torch.zeros_like(weight[..., 0])
     many, each = weight.shape[-1], max(1, ROOM // at.numel())
     with torch.no_grad():
@@ -100,9 +101,9 @@ def by_samples(
             if update.trained is not None:
                 gradients.mul_(update.trained)
             mine = weight[..., start : start + each]
-            total += optimizer.reduce(gradients, mine)
+            total += rule.reduce(gradients, mine)
             reported += (values * mine).sum(-1)
-        return optimizer.finish(total, count, Draws(keys, at)), reported / count.squeeze(-1).clamp_min(1)
+        return rule.finish(total, count, Draws(keys, at)), reported / count.squeeze(-1).clamp_min(1)
 
 
 def sample_keys(keys: Tensor, start: int, stop: int) -> Tensor:

@@ -45,6 +45,9 @@ class Precision:
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
 
 
+Observe = Callable[[int, int, Tensor], None]
+"""Called with a client's row, the number of a step, and the model vector ``[P+B]`` from which the step starts."""
+
 AS_IT_IS = Precision()
 """No autocast, and images in the layout that they have."""
 
@@ -60,6 +63,7 @@ class Executor:
         self.model = model
         self.precision = precision
 
+    @torch.enable_grad()
     def sgd(
         self,
         loss: LocalLoss,
@@ -70,10 +74,11 @@ class Executor:
         keys: Tensor,
         extras: Extras,
         correction: Tensor | None = None,
+        observe: Observe | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean reported loss[K])``.
 
-        ``correction[K, P]`` is added to all gradients.
+        ``correction[K, P]`` is added to all gradients. `observe` is called before each client's steps.
         """
         trained = copied(start)
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
@@ -83,12 +88,17 @@ class Executor:
                 added = None if correction is None else correction[k]
                 descent = self._begun(bound, trained[k], still, update, keys[k], added)
                 mine = without_buffers(self.model, of_client(extras, k))
-                own = samples.steps(k, visits)
+                own, taken = samples.steps(k, visits), loss
+                if update.of_samples is not None:
+                    taken = loss.for_samples(descent.theta, mine)
                 for s in range(steps):
-                    reported = self._step(loss, bound, descent, self._batch(own(s)), keys[k] + s, mine)
+                    if observe is not None:
+                        observe(k, s, trained[k])
+                    reported = self._step(taken, bound, descent, self._batch(own(s)), keys[k] + s, mine)
                     losses[k] += reported / int(steps)
         return trained, losses
 
+    @torch.enable_grad()
     def train_one(
         self,
         loss: LocalLoss,
@@ -144,14 +154,22 @@ class Executor:
         self, loss: LocalLoss, bound: BoundModel, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]
     ) -> Tensor:
         """Take a step; returns what is reported."""
-        if descent.update.optimizer.per_sample:
+        if descent.update.of_samples is not None:
             slope = partial(self._slope, loss, bound, extras)
             gradient, reported = self._by_samples(descent.update, descent.theta, batch, key, slope)
+            self._add_pull(loss, descent.theta, extras, gradient)
             descent.step_whole(gradient)
             return reported
         value, reported = self._value(loss, bound, bound.parameters, extras, batch, key)
         descent.step(*gradients_of(value, bound.tensors, bound.parameters))
         return reported.detach()
+
+    def _add_pull(self, loss: LocalLoss, at: Tensor, extras: dict[str, Any], gradient: Tensor) -> None:
+        """Add the gradient of a penalty that is apart from the samples' loss."""
+        if loss.apart:
+            p = at.detach().requires_grad_()
+            with one_client_at_a_time():
+                gradient += torch.autograd.grad(loss.pull(p, extras), p)[0]
 
     def _slope(
         self, loss: LocalLoss, bound: BoundModel, extras: dict[str, Any], batch: Batch, key: Tensor
@@ -185,12 +203,13 @@ class Executor:
 
         return by_samples(update, at.detach(), batch.weight, key, rows)
 
+    @torch.enable_grad()
     def grad(
         self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of each client's loss on its batch: ``(gradients[K, P], reported[K], statistics[K, B] after it)``.
 
-        If the optimizer of `update` needs per-sample gradients, the gradient is what it makes of them.
+        If `update` needs per-sample gradients, the gradient is what it makes of them.
         """
         gradients, losses, statistics = [], [], []
         with self.model.mode(train=True), forked(at.device):
@@ -198,11 +217,14 @@ class Executor:
                 _seed(at.device, keys[k])
                 p = self.model.parameters(at[k]).detach().requires_grad_()
                 call = FunctionalCall(self.model, self.model.buffers(at[k]))
-                slope = partial(self._slope_at, loss, call, p, without_buffers(self.model, of_client(extras, k)))
-                if update is None or not update.optimizer.per_sample:
-                    gradient, reported = slope(self._batch(batch), keys[k])
+                mine = without_buffers(self.model, of_client(extras, k))
+                if update is None or update.of_samples is None:
+                    gradient, reported = self._slope_at(loss, call, p, mine, self._batch(batch), keys[k])
                 else:
+                    taken = loss.for_samples(p.detach(), mine)
+                    slope = partial(self._slope_at, taken, call, p, mine)
                     gradient, reported = self._by_samples(update, p, self._batch(batch), keys[k], slope)
+                    self._add_pull(taken, p, mine, gradient)
                 gradients.append(gradient)
                 losses.append(reported)
                 statistics.append(call.moved().detach())

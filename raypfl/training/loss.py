@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -30,17 +30,19 @@ class LocalLoss:
         that is not reported.
     penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss and not reported.
     report : what is reported: ``"loss"``, another function of the same form, or None for nothing.
+    apart : whether the penalty is left out of the loss, since :meth:`pull` gives its gradient.
     """
 
     model: FlatModel
     loss: Loss
     penalty: Loss | None = None
     report: Report = "loss"
+    apart: bool = False
 
     def __call__(self, p: Tensor, batch: Batch, **extras: Any) -> tuple[Tensor, Tensor]:
         """The value to descend and the value to report, which is NaN if nothing is reported."""
         value, reported = self._parted(self.loss(p, batch, **self._for(self.loss, extras)))
-        if self.penalty is not None:
+        if self.penalty is not None and not self.apart:
             value = value + self.penalty(p, batch, **self._for(self.penalty, extras))
         if self.report is None:
             return value, torch.full_like(value.detach(), torch.nan)
@@ -48,6 +50,26 @@ class LocalLoss:
             return value, reported
         with torch.no_grad(), self.model.side_call():
             return value, self.report(p.detach(), batch, **self._for(self.report, extras))
+
+    def for_samples(self, p: Tensor, extras: Mapping[str, Any]) -> LocalLoss:
+        """The loss of single samples: a penalty that does not look at the batch is apart from it."""
+        if self.penalty is None:
+            return self
+        try:
+            with torch.no_grad():
+                self._penalty_alone(p, extras)
+        except _Looked:
+            return self
+        return replace(self, apart=True)
+
+    def pull(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
+        """The value of a penalty that is apart; it has a gradient at ``p[P]``."""
+        return self._penalty_alone(p, extras) + 0 * p.sum()
+
+    def _penalty_alone(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
+        assert self.penalty is not None
+        nothing: Any = _Nothing()
+        return self.penalty(p, nothing, **self._for(self.penalty, dict(extras)))
 
     def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
         """Raise a MethodError for an extra that no function takes."""
@@ -74,6 +96,26 @@ class LocalLoss:
             return returned, returned
         loss, added = returned
         return loss + added, loss
+
+
+class _Looked(Exception):
+    """A penalty looks at the batch."""
+
+
+class _Nothing:
+    """In place of a batch that must not be looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Looked
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _Looked
+
+    def __iter__(self) -> Any:
+        raise _Looked
+
+    def __len__(self) -> int:
+        raise _Looked
 
 
 def _extras_of(function: Loss) -> frozenset[str] | None:

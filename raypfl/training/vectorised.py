@@ -18,7 +18,7 @@ from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Update
 from raypfl.training.batches import Batches, GroupSamples, Order, StepBatches
 from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
-from raypfl.training.executor import Executor, copied, forked
+from raypfl.training.executor import Executor, Observe, copied, forked
 from raypfl.training.loss import LocalLoss, Loss
 from raypfl.training.unkeyed import torch_streams
 
@@ -26,6 +26,7 @@ from raypfl.training.unkeyed import torch_streams
 class Vectorised(Executor):
     """All clients of a group at once with ``vmap``; unequal batches are padded, and padding has weight 0."""
 
+    @torch.enable_grad()
     def sgd(
         self,
         loss: LocalLoss,
@@ -36,6 +37,7 @@ class Vectorised(Executor):
         keys: Tensor,
         extras: Extras,
         correction: Tensor | None = None,
+        observe: Observe | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Clients with most steps come first, so that those that still have some are always the first rows.
         rank = np.argsort(-visits.steps, kind="stable")
@@ -47,18 +49,24 @@ class Vectorised(Executor):
             correction = None if correction is None else correction[ranked]
         memory, losses = update.init(theta), torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
         mine = list(rows_of(extras).values())
+        if update.of_samples is not None:
+            loss = self._for_samples(loss, theta, extras)
         step, still = self._step_of_all(loss, extras), still_segments(self.model, update)
         descent: Descent | None = None
         with self.model.mode(train=True), self._inside(None):
             for s in range(steps.max(initial=0)):
                 k = int((steps > s).sum())
+                if observe is not None:
+                    for row, *model in zip(rank[:k].tolist(), theta, statistics, strict=False):
+                        observe(row, s, torch.cat(model))
                 if descent is None or len(descent.theta) > k:
                     own = {name: rows[:k] for name, rows in memory.items()}
                     added, leaves = None if correction is None else correction[:k], self._leaves(theta[:k], still)
                     descent = Descent(self.model, update, theta[:k], leaves, own, added)
                 batch, active = batches(slice(k), s), [rows[:k] for rows in mine]
-                if update.optimizer.per_sample:
+                if update.of_samples is not None:
                     whole, value = self._by_samples_of_all(step, update, descent.theta, keys[:k] + s, batch, active)
+                    self._add_pulls(loss, descent.theta, extras, active, whole)
                     descent.step_whole(whole)
                 else:
                     grads, direct, value, moved = step(
@@ -98,15 +106,38 @@ class Vectorised(Executor):
 
         return by_samples(update, theta, batch.weight, keys, rows)
 
+    def _for_samples(self, loss: LocalLoss, theta: Tensor, extras: Extras) -> LocalLoss:
+        return loss.for_samples(theta[0], without_buffers(self.model, of_client(extras, 0)))
+
+    def _add_pulls(
+        self, loss: LocalLoss, theta: Tensor, extras: Extras, mine: Sequence[Tensor], gradients: Tensor
+    ) -> None:
+        """Add the gradients of a penalty that is apart from the samples' loss."""
+        if not loss.apart:
+            return
+        names, p = list(rows_of(extras)), theta.detach().requires_grad_()
+
+        def one(p: Tensor, *mine: Tensor) -> Tensor:
+            rows = with_rows(extras, dict(zip(names, mine, strict=True)))
+            return loss.pull(p, without_buffers(self.model, rows))
+
+        gradients += torch.autograd.grad(vmap(one)(p, *mine).sum(), p)[0]
+
+    @torch.enable_grad()
     def grad(
         self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         theta, statistics = self.model.parameters(at), self.model.buffers(at)
         mine = list(rows_of(extras).values())
         with self.model.mode(train=True), self._inside(None):
-            step, batch = self._step_of_all(loss, extras), _padded(batches)
-            if update is not None and update.optimizer.per_sample:
-                return *self._by_samples_of_all(step, update, theta, keys, batch, mine), statistics
+            batch = _padded(batches)
+            if update is not None and update.of_samples is not None:
+                loss = self._for_samples(loss, theta, extras)
+                step = self._step_of_all(loss, extras)
+                whole, value = self._by_samples_of_all(step, update, theta, keys, batch, mine)
+                self._add_pulls(loss, theta, extras, mine, whole)
+                return whole, value, statistics
+            step = self._step_of_all(loss, extras)
             grads, direct, value, moved = step(theta, self._leaves(theta), statistics, keys, batch, mine)
         gradient = torch.empty_like(theta, memory_format=torch.contiguous_format)
         assemble(segments(self.model, gradient), grads, direct, into=gradient)

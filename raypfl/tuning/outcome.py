@@ -13,6 +13,7 @@ from typing import Any
 from raypfl.common.files import write
 from raypfl.config.yaml_text import write as as_yaml
 from raypfl.evaluation import Measures
+from raypfl.report.sweeps import CONFIGURATIONS, IMPORTANCE, TABLE
 from raypfl.results.units import Unit
 from raypfl.tuning.pictures import draw_configurations, draw_importances, importances
 from raypfl.tuning.search import Hear, check, search
@@ -20,7 +21,7 @@ from raypfl.tuning.spaces import in_words, shown
 from raypfl.tuning.sweep import Sweep, load
 from raypfl.tuning.trial import Trial, metric_names
 
-TABLE, BEST, CONFIGURATIONS, IMPORTANCE = "trials.csv", "best.yaml", "configurations.png", "importance.png"
+BEST = "best.yaml"
 
 
 def tune(

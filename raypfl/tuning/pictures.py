@@ -49,7 +49,7 @@ def draw_configurations(
         for x, (_, ticks) in enumerate(columns):
             axes.axvline(x, color="#999999", linewidth=1)
             for height, text in ticks:
-                ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+                ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}
                 axes.annotate(
                     text, (x, height), (4, 0), textcoords="offset points", va="center", fontsize=8, bbox=ground
                 )

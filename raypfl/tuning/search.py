@@ -47,24 +47,8 @@ def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
     """
     from raypfl.runs import driver as runs
 
-    lowest = {space.name: space.values[0] if space.is_range else 0 for space in sweep.spaces}
-    first = sweep.configured(lowest)
-    if "val" in (target.protocol for target in sweep.metric) and not first.data.val_fraction:
-        raise ConfigError(
-            f"The metric of the sweep {sweep.name!r} is on validation data, but data.val_fraction is 0. "
-            "Set it under experiment, such as data.val_fraction: 0.2."
-        )
-    if sweep.scheduler.name in ("asha", "median") and sweep.scheduler.grace >= first.rounds:
-        raise ConfigError(
-            f"scheduler.grace of the sweep {sweep.name!r} is {sweep.scheduler.grace}, but a trial has {first.rounds} "
-            "rounds, so none could ever be stopped. Choose a smaller one, or scheduler: none."
-        )
+    first = sweep.first()
     runs.check([first])
-    for space in sweep.spaces:
-        positions = space.values if space.is_range else range(len(space.values))
-        if not space.owner:
-            for value in positions:
-                sweep.configured({**lowest, space.name: value})
     data = load_federated(first.data, first.partition, seed=first.seed)
     first = first.replace(objective=make_measures(first, data).objective)
     return first, [_direction(target, first.measures) for target in sweep.metric]

@@ -126,10 +126,7 @@ def chosen(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
     drawn : name of each space -> a number or, of a list, the position of a value.
     """
     values: dict[str, Any] = {}
-    for space in spaces:
-        if space.owner and drawn[space.owner] != space.when:
-            continue
-        value = space.value(drawn[space.name])
+    for space, value in _counting(spaces, drawn):
         if space.owner:
             inside = values[space.owner]
             values[space.owner] = {**inside, space.key.removeprefix(f"{space.owner}."): value}
@@ -140,13 +137,14 @@ def chosen(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
     """Column -> value of one configuration, for tables; what does not count is absent."""
-    columns: dict[str, Any] = {}
+    return {space.key: in_words(value) for space, value in _counting(spaces, drawn)}
+
+
+def _counting(spaces: list[Space], drawn: Mapping[str, Any]) -> Iterator[tuple[Space, Any]]:
+    """The spaces that count in a configuration, and the values of their settings."""
     for space in spaces:
-        if space.owner and drawn[space.owner] != space.when:
-            continue
-        value = space.value(drawn[space.name])
-        columns[space.key] = in_words(value)
-    return columns
+        if not space.owner or drawn[space.owner] == space.when:
+            yield space, space.value(drawn[space.name])
 
 
 def in_words(value: Any) -> Any:

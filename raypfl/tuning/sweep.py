@@ -161,6 +161,32 @@ class Sweep(_Part):
         made = Experiment(**values)
         return made.replace(seed=made.seed + seed, name=self.name)
 
+    def first(self) -> Experiment:
+        """The experiment of a first configuration.
+
+        Raises
+        ------
+        ConfigError : if a space has a value that its setting refuses, or the sweep does not suit the experiment.
+        """
+        lowest = {space.name: space.values[0] if space.is_range else 0 for space in self.spaces}
+        first = self.configured(lowest)
+        if "val" in (target.protocol for target in self.metric) and not first.data.val_fraction:
+            raise ConfigError(
+                f"The metric of the sweep {self.name!r} is on validation data, but data.val_fraction is 0. "
+                "Set it under experiment, such as data.val_fraction: 0.2."
+            )
+        if self.scheduler.name in ("asha", "median") and self.scheduler.grace >= first.rounds:
+            raise ConfigError(
+                f"scheduler.grace of the sweep {self.name!r} is {self.scheduler.grace}, but a trial has {first.rounds} "
+                "rounds, so none could ever be stopped. Choose a smaller one, or scheduler: none."
+            )
+        for space in self.spaces:
+            positions = space.values if space.is_range else range(len(space.values))
+            if not space.owner:
+                for value in positions:
+                    self.configured({**lowest, space.name: value})
+        return first
+
     def settings(self, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The experiment's settings as they are given, and those of a configuration: what a YAML file says."""
         values = {**(settings_of(self.recipe) if self.recipe else {}), "name": self.name}

@@ -119,19 +119,22 @@ def run_trial(config: Mapping[str, Any], order: Order) -> None:
 
 
 def close(folder: Path, hear: Listener) -> None:
-    """Write the results of a stopped trial, as of its last checkpoint, if Tune ended its process before that.
+    """Write the results of a stopped trial, as of its last checkpoint, if its process does not do so.
 
-    At a sweep's end Tune gives processes five seconds, which are not enough on a busy machine.
+    At a sweep's end Tune gives processes five seconds, too few on a busy machine; some save their rounds all the same.
     """
     from raypfl.runs import driver as runs
-    from raypfl.runs.result import SUMMARY
+    from raypfl.runs.result import SUMMARY, description
     from raypfl.server.events import RunStarted
+    from raypfl.server.server import checkpoints_of
+    from raypfl.storage import lease
 
     def stop_at_once(event: Event) -> None:
         hear(event)
         if isinstance(event, RunStarted):
             raise Stopped("The trial was stopped.")
 
+    lease.wait_until_free(checkpoints_of(description(folder), str(folder)), STOP_SECONDS)
     if not (folder / SUMMARY).exists():
         runs.resume(folder, listeners=[stop_at_once], lockstep=True)
 

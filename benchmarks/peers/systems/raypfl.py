@@ -14,7 +14,7 @@ from benchmarks.noise import ONLY_ROUNDS
 from benchmarks.peers.order import Order, Stamps
 from raypfl.common.messages import Mean
 from raypfl.methods import FedAvg, Method
-from raypfl.methods.ditto import Ditto
+from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.server.events import Event, RunStarted
 
 HERE = "benchmarks.peers.systems.raypfl"

@@ -1,0 +1,73 @@
+"""Files of the repository outside of docs/ that pages link to: the site has a page for each, under repository/."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cff": "yaml"}
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add a page for every file that a page links to, and that a page so added links to."""
+    waiting = [(f"docs/{page.src_uri}", page.content_string) for page in files.documentation_pages()]
+    while waiting:
+        where, text = waiting.pop()
+        for link in LINK.findall(FENCED.sub("", text)):
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(where), link))
+            uri = place(target)
+            if target.startswith(("docs/", "..")) or uri in files.src_uris or not (ROOT / target).exists():
+                continue
+            if target.endswith(".png"):
+                files.append(File.generated(config, uri, abs_src_path=str(ROOT / target)))
+                continue
+            content = page_of(ROOT / target, target)
+            files.append(File.generated(config, uri, content=content))
+            waiting.append((target, content))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links out of docs/ to the pages that were added."""
+    uri = page.file.src_uri
+    where = uri.removeprefix("repository/").removesuffix("") if uri.startswith("repository/") else f"docs/{uri}"
+
+    def moved(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(where), link[1]))
+        return posixpath.relpath(place(target), posixpath.dirname(uri) or ".")
+
+    parts = re.split(f"({FENCED.pattern})", markdown, flags=FENCED.flags)
+    parts[::2] = [LINK.sub(moved, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show Sphinx's roles in docstrings as the names that they hold."""
+    return re.sub(r":(?:attr|class|data|func|meth|mod):<code>~?", "<code>", html)
+
+
+def place(target: str) -> str:
+    """Where the site has a file of the repository, from docs/."""
+    if target == "README.md":
+        return "index.md"
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
+    return f"repository/{target}" if target.endswith((".md", ".png")) else f"repository/{target}.md"
+
+
+def page_of(path: Path, name: str) -> str:
+    """A file as Markdown; of a folder, links to its modules."""
+    if path.suffix == ".md":
+        return path.read_text()
+    if path.is_dir():
+        inside = sorted(one.name for one in path.glob("*.py") if one.name != "__init__.py")
+        return f"# `{name}`\n\n" + "\n".join(f"- [{one}]({path.name}/{one})" for one in inside)
+    return f"# `{name}`\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"

@@ -1,0 +1,84 @@
+# %% [markdown]
+# # Compare methods
+#
+# A single run says little about which method is better: another seed draws other clients, first
+# weights and batches. A comparison runs every method with several seeds. Seed s is the same
+# partition for all methods.
+
+# %%
+import pandas as pd
+from PIL import Image
+
+import raypfl
+from raypfl.config import experiments
+from raypfl.results.drawing import draw
+
+planned = experiments(
+    {
+        "methods": ["fedavg", "local", {"name": "ditto", "lam": 0.1}],
+        "seeds": 2,
+        "rounds": 10,
+        "partition": {"name": "dirichlet", "clients": 20, "alpha": 0.1},
+        "evaluation": {"every": 2},
+        "engine": {"backend": "inline"},
+    }
+)
+results = [raypfl.run(experiment) for experiment in planned]
+
+# %% [markdown]
+# Two seeds keep this page quick; take five or more. In a file this is the same YAML, for `raypfl
+# run FILE`; on the command line, `raypfl run --method fedavg,local,ditto --seeds 2`. Both print the
+# table and continue after an interruption.
+#
+# ## The numbers
+#
+# Each client is tested on its own data (`local`) and on everybody's (`global`), with its personal
+# model and with the global one.
+
+# %%
+rows = pd.DataFrame(
+    {"method": result.experiment.to_dict()["method"]["name"], "seed": result.experiment.seed} | row
+    for result in results
+    for row in result.summary()
+)
+by_method = rows.groupby(["method", "protocol", "model"])[["accuracy", "worst_decile"]]
+(100 * by_method.agg(["mean", "std"])).round(1)
+
+# %% [markdown]
+# The deviation here is over seeds; the column `std` of a summary is over clients. With clients this
+# different, training alone is as good as Ditto on a client's own data, and neither personal model
+# knows the classes of others; the global model does. The worst decile says whether a few clients pay
+# for a good mean.
+#
+# Seeds are paired, so a difference between methods is taken seed by seed:
+
+# %%
+local = rows[rows.protocol == "local"].groupby(["seed", "method"])["accuracy"].max().unstack()
+(100 * (local["ditto"] - local["fedavg"])).round(1)
+
+# %% [markdown]
+# ## The picture and the report
+
+# %%
+Image.open(draw(results, "comparison.png"))
+
+# %%
+raypfl.report.write(results, "report.html")
+
+# %% [markdown]
+# The report is one HTML file without scripts: send it, archive it with a paper, print it. `raypfl
+# report runs` writes it for all runs in a folder.
+#
+# ![A report: the best method in a sentence, the table of results, curves.](../images/report.png)
+#
+# What to read in it, from top to bottom:
+#
+# - **The first sentence** names the best method on a client's own data, with its deviation over
+#   seeds. If deviations overlap, take more seeds.
+# - **Results**: is the best mean also the best worst decile? Are probabilities calibrated (ECE)?
+# - **Learning**: is a curve still rising at the end? Then more rounds may change the order.
+# - **Accuracy for effort**: at the same number of megabytes, or of seconds, the order may be
+#   another one.
+# - **Clients**: who gains from a personal model, and who loses?
+# - **Settings**: what was the same for all. Methods need their own learning rates to be compared
+#   fairly: [search for them](search.md).

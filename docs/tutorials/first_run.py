@@ -1,0 +1,83 @@
+# %% [markdown]
+# # A first run
+#
+# Twenty clients hold handwritten digits, each its own mix of classes. [Ditto](../methods.md) trains
+# one global model for all of them and a personal model for each. This takes a few seconds, and
+# nothing is downloaded: the digits are part of scikit-learn.
+#
+# Every tutorial is a [Python file](first_run.py) with cells: run it in Jupyter (with Jupytext) or
+# VS Code, or as a script.
+
+# %%
+import raypfl
+
+experiment = raypfl.Experiment(method={"name": "ditto", "lam": 0.1}, rounds=20, evaluation={"every": 2})
+result = raypfl.run(experiment)
+result
+
+# %% [markdown]
+# Left: accuracy by round. Right: the final accuracy of each client, from the worst to the best. The
+# table has the mean over clients, tested on a client's own data (`local`) and on everybody's
+# (`global`).
+#
+# ## An experiment is a description
+#
+# `Experiment` holds settings and does nothing. What you do not name has a
+# [default](../settings.md), and a wrong name or value is refused at once, before anything runs:
+
+# %%
+try:
+    raypfl.Experiment(training={"batchsize": 20})
+except raypfl.RaypflError as error:
+    print(error)
+
+# %% [markdown]
+# It can be changed into another, and written to a file that `raypfl run` takes:
+
+# %%
+longer = experiment.override(["rounds=60", "training.lr=0.05"])
+print(longer.rounds, longer.training.lr, experiment.rounds)
+print(experiment.to_yaml()[:300])
+
+# %% [markdown]
+# ## The result
+#
+# Numbers are in tables ([PyArrow](https://arrow.apache.org/docs/python/), with `to_pandas()`): a
+# row a round, a row for each evaluated round, client, protocol and model, and a row for each
+# message.
+
+# %%
+for row in result.summary():
+    print(f"{row['protocol']:6} {row['model']:8} {row['accuracy']:.3f} ± {row['std']:.3f}")
+print(result.rounds.column_names)
+print(result.evaluations.num_rows, "rows:", result.evaluations.column_names)
+print(f"{result.megabytes[0]:.1f} MB up, {result.megabytes[1]:.1f} MB down")
+
+# %% [markdown]
+# So is what was trained. A model is a flat vector; `raypfl.trained_models` gives networks, from
+# images to logits.
+
+# %%
+print(result.global_model().shape)
+print(result.client_state(3)["personal"].shape)
+
+network = raypfl.trained_models(result.run_dir).personal_model(3)
+network
+
+# %% [markdown]
+# ## The same bits
+#
+# A run's hash is that of all final weights, the server's and the clients'. It does not depend on
+# how many processes took part. The first run used Ray's processes; this one uses none but this:
+
+# %%
+alone = raypfl.run(experiment.override(["engine.backend=inline"]))
+print(result.weights_hash[:16], alone.weights_hash[:16])
+assert alone.weights_hash == result.weights_hash
+
+# %% [markdown]
+# The same on the command line: `raypfl run method=ditto method.lam=0.1 rounds=20
+# evaluation.every=2`. A run that was interrupted continues with `raypfl resume FOLDER`, or
+# `raypfl.resume(folder)`.
+#
+# Next: [a method of your own](own_method.md).

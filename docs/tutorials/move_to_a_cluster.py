@@ -1,0 +1,58 @@
+# %% [markdown]
+# # Move to a cluster
+#
+# A run on a cluster is the run on your laptop with another address: same description, same code,
+# same bits. This page uses a Ray of two client processes on one machine; nothing on it changes with
+# more of them, or with more machines.
+#
+# ## Debug in one process
+#
+# Without Ray, everything is in this process, and a breakpoint stops where you put it.
+
+# %%
+import ray
+
+import raypfl
+
+described = raypfl.Experiment(method="ditto", rounds=3, cohort={"size": 8}, evaluation={"every": 0})
+alone = raypfl.run(described.override(["engine.backend=inline"]))
+
+# %% [markdown]
+# ## Two processes
+#
+# With `engine.backend=ray`, the default, the server is a process and clients are in others. raypfl
+# connects to the cluster at `ray.address` or `$RAY_ADDRESS`; without them it starts a Ray on this
+# machine, as here. Each client process reserves `ray.cpus_per_actor` and `ray.gpus_per_actor`
+# (0.25: four of them share a GPU), and there are as many of them as fit, or `ray.actors`.
+
+# %%
+spread = raypfl.run(described.override(["ray.actors=2"]))
+print(ray.cluster_resources()["CPU"], "CPUs on", len(ray.nodes()), "node")
+
+# %% [markdown]
+# Both runs have the same bits, since draws are keyed by client and round, and sums are taken in a
+# fixed order:
+
+# %%
+print(alone.weights_hash[:16], spread.weights_hash[:16])
+assert alone.weights_hash == spread.weights_hash
+
+# %% [markdown]
+# ## What changes on several machines
+#
+# On a cluster that runs, only the address: `raypfl run FILE ray.address=HEAD:6379`. Or send the
+# experiment there as a job, with your own modules, and follow it: `raypfl submit run FILE`.
+#
+# - **Code**: every node needs the same Python, Ray and raypfl; a [container](../install.md) has them.
+#   Modules of your own that the experiment names are sent along.
+# - **Data**: only the machine where the run starts needs the files. Other nodes fetch the prepared
+#   data once.
+# - **Failures**: a dead client process costs its group in flight, which runs again elsewhere. For a
+#   server that may move to another node, put checkpoints where all nodes can reach them:
+#   `checkpoint.location=s3://bucket/folder`. `raypfl resume` continues from there.
+#
+# [On a Ray cluster](../cluster.md) says what each setting does, [jobs](../jobs.md) how runs are
+# submitted, and [launchers](../../cluster/README.md) how a cluster is started on your own machines, on
+# AWS, Kubernetes or Slurm.
+#
+# Next: [a model for a new client](new_client.md).

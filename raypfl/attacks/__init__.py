@@ -1,0 +1,1 @@
+"""Attacks on the models of finished runs."""

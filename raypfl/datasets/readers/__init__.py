@@ -1,0 +1,1 @@
+"""Readers of data sets, one file a format or data set."""

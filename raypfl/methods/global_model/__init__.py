@@ -1,0 +1,1 @@
+"""Methods that train one model for all clients."""

@@ -1,0 +1,238 @@
+"""Small sets of images that are matched to the moves of the global model, on the server or on clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.clients.clients import Clients
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import Mean, Sum, per_client, unmarked
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import Server
+from raypfl.federation.task import Task
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.global_model.trajectory import Matched, Path, Step, match
+from raypfl.methods.local_training import refuse_below
+from raypfl.models.flat import FlatModel
+from raypfl.objectives import Classification, Objective
+
+
+class Auxiliary(FedAvg):
+    """What methods with auxiliary images share: their options, and matching.
+
+    Attributes
+    ----------
+    window : how many moves of the global model the images repeat (m). No images are used in rounds before.
+    per_class : images of each class.
+    outer_steps : steps of the images in each matching (H).
+    inner_steps : gradient steps on the images that repeat the window (R).
+    step_size : of the inner steps, before it is learned (beta).
+    image_lr, step_lr : learning rates of the images and of the step size.
+    every : every how many rounds images are matched; 0: once.
+    checkpointing : whether inner steps are computed twice, in place of being stored: less memory, the same bits.
+    pictures : every how many rounds images are logged, from the first one, and in the last; 0: never.
+    """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+
+    window: int = 3
+    per_class: int = 10
+    outer_steps: int = 20
+    inner_steps: int = 10
+    step_size: float = 0.01
+    image_lr: float = 1000.0
+    step_lr: float = 1e-5
+    every: int = 1
+    checkpointing: bool = False
+    pictures: int = 20
+
+    def __post_init__(self) -> None:
+        refuse_below(1, window=self.window, per_class=self.per_class, inner_steps=self.inner_steps)
+        refuse_below(1, outer_steps=self.outer_steps)
+        refuse_below(0, every=self.every, pictures=self.pictures)
+
+    def check(self, model: FlatModel) -> None:
+        if model.num_buffers:
+            raise ConfigError(
+                "Auxiliary images are matched to gradient steps, but the statistics of batch norm move without a "
+                "gradient. Choose a network without them, such as convnet, or model.norm=group."
+            )
+
+    def start(self, task: Task) -> Server:
+        return {**super().start(task), "past": []}
+
+    def labels(self, classes: int, device: torch.device) -> Tensor:
+        """``int64[n]``, of the images."""
+        return torch.arange(classes, device=device).repeat_interleave(self.per_class)
+
+    def matched(
+        self,
+        model: FlatModel,
+        labels: Tensor,
+        shown: Callable[[Sequence[Step]], Any],
+        images: Tensor,
+        step_size: Tensor,
+        begun: Tensor,
+        theta: Tensor,
+    ) -> Matched:
+        """The images and step sizes of K sets, matched to the ways from `begun` to `theta`, ``[K, P]``.
+
+        ``shown(steps)`` gives the steps one by one.
+        """
+        path = Path(model, labels, self.inner_steps, self.checkpointing)
+        steps = shown([Step(self.image_lr, self.step_lr)] * self.outer_steps)
+        return match(path, images, step_size, begun, theta, steps)
+
+    def is_due(self, turn: Any) -> Any:
+        """Whether images are matched in a round, of which `turn` counts those before with a full window."""
+        return (turn >= 0) & (turn % self.every == 0) if self.every else turn == 0
+
+    def moved_on(self, server: Server) -> None:
+        """Remember the server's new model. A window is full with ``window + 1`` of them, without the initial one."""
+        server["past"] = [*server["past"], server["theta"]][-self.window - 1 :]
+
+    def begun(self, server: Server) -> Tensor | None:
+        """Where the window of the server's models begins; None: it is not full."""
+        return server["past"][0] if len(server["past"]) > self.window else None
+
+    def log_matching(self, cohort: Cohort, trace: Tensor) -> None:
+        """Log the means of ``trace[5]``, which are sums over matchings; see :func:`traced`."""
+        tried, failed, *sums = trace.tolist()
+        if tried > failed:
+            names = ("matching_loss_before", "matching_loss", "matching_step_size")
+            cohort.log(**{name: one / (tried - failed) for name, one in zip(names, sums, strict=True)})
+        if tried:
+            cohort.log(matching_failed=failed)
+
+    def log_images(self, cohort: Cohort, images: Tensor) -> None:
+        """Log ``images[n, C, H, W]`` as a picture."""
+        cohort.log_image("auxiliary", mosaic(images, self.per_class))
+
+    def shows(self, cohort: Cohort) -> bool:
+        """Whether images are logged in this round."""
+        drawable = len(cohort.task.input_shape) == 3 and cohort.task.input_shape[0] in (1, 3)
+        if not self.pictures or not drawable:
+            return False
+        return (cohort.round - 1) % self.pictures == 0 or cohort.round == cohort.task.rounds
+
+
+class Sets(NamedTuple):
+    """The auxiliary images of a group.
+
+    Attributes
+    ----------
+    images, step_size : ``[K, n, ...]`` and ``[K]``.
+    begun : ``[K, P]``, where the clients' windows begin.
+    ready : ``bool[K]``, whether their windows are full.
+    reply : what is logged of them; it is not charged.
+    """
+
+    images: Tensor
+    step_size: Tensor
+    begun: Tensor
+    ready: Tensor
+    reply: dict[str, Sum]
+
+
+class OwnImages(Auxiliary):
+    """Auxiliary images of clients, which stay there.
+
+    Attributes
+    ----------
+    initial : the first images: samples of the client (``own``) of the classes that it has, and noise of the others; or
+        ``noise``.
+    history : a window is of the models that a client ``observed``, which it keeps; or of the ``global`` ones of all
+        rounds, of which it is sent one more.
+    """
+
+    initial: Literal["own", "noise"] = "own"
+    history: Literal["observed", "global"] = "observed"
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        sent: dict[str, Any] = {"theta": server["theta"], "shown": cohort.ids[0] if self.shows(cohort) else -1}
+        if self.history == "global" and (begun := self.begun(server)) is not None:
+            sent["begun"] = begun
+        reply = cohort.run(self.learn, **sent)
+        self.step(server, reply["theta"], cohort.task.model)
+        if self.history == "global":
+            self.moved_on(server)
+        self.log_matching(cohort, reply["trace"])
+        if "shown" in reply:
+            self.log_images(cohort, reply["shown"])
+
+    def learn(self, clients: Clients, theta: Tensor, shown: int, begun: Tensor | None = None) -> dict[str, Mean | Sum]:
+        """The client function: local training with the help of :meth:`sets`, whose reply goes with its own."""
+        raise NotImplementedError
+
+    def sets(self, clients: Clients, theta: Tensor, begun: Tensor | None, shown: int) -> Sets:
+        """The clients' images, matched if it is time; `shown` is the client whose images are logged."""
+        start, turn = self._windows(clients, theta, begun)
+        images = unmarked(clients.state.get("images", default=partial(self.first_images, clients)))
+        step_size = unmarked(clients.state.get("step_size", default=theta.new_tensor(self.step_size)))
+        due, trace = self.is_due(turn), theta.new_zeros(len(clients), 5)
+        if bool(due.any()):
+            work = partial(self.matched, clients.model, self.labels(clients.num_classes, theta.device), iter)
+            rows = theta.expand(len(clients), -1)
+            found = Matched(*clients.compute(work, *(part[due] for part in (images, step_size, start, rows))))
+            images[due], step_size[due], trace[due] = map(unmarked, (found.images, found.step_size, traced(found)))
+        clients.state["images"], clients.state["step_size"] = images, step_size
+        reply = {"trace": Sum(trace, charged=False)}
+        if shown in clients.ids:
+            mine = per_client(torch.zeros_like(images))
+            mine[clients.ids.index(shown)] = images[clients.ids.index(shown)]
+            reply["shown"] = Sum(mine, charged=False)
+        return Sets(images, step_size, start, turn >= 0, reply)
+
+    def first_images(self, clients: Clients, new: Tensor) -> Tensor:
+        """The images ``[len(new), n, ...]`` that clients at these positions of the group begin with."""
+        shape, labels = clients.input_shape, self.labels(clients.num_classes, torch.device("cpu"))
+        batches = clients.batches(2**62, "auxiliary images") if self.initial == "own" else []
+        generators, rows = clients.generators("auxiliary images"), []
+        for k in new.tolist():
+            row = torch.randn(len(labels), *shape, generator=generators[k], dtype=clients.model.dtype)
+            row = row.to(clients.device)
+            for c in range(clients.num_classes if batches else 0):
+                held = (batches[k].y == c).nonzero()[:, 0]
+                drawn = torch.rand(self.per_class, generator=generators[k], dtype=torch.float64)
+                if len(held):
+                    row[labels == c] = batches[k].x[held[(drawn * len(held)).long().to(held.device)]]
+            rows.append(row)
+        return torch.stack(rows)
+
+    def _windows(self, clients: Clients, theta: Tensor, begun: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Where each client's window begins, ``[K, P]``, and how many full ones it had before, ``int64[K]``.
+
+        The number is negative while a window is not full.
+        """
+        seen, rows = unmarked(clients.state.get("seen", default=torch.tensor(0))), theta.expand(len(clients), -1)
+        if self.history == "global":
+            clients.state["seen"] = seen if begun is None else seen + 1
+            return (rows, seen.new_full(seen.shape, -1)) if begun is None else (begun.expand_as(rows), seen)
+        past = unmarked(clients.state.get("past", default=theta.new_zeros(self.window, len(theta))))
+        clients.state["seen"] = seen + 1
+        clients.state["past"] = torch.cat([past[:, 1:], rows[:, None]], dim=1)
+        return past[:, 0], seen - self.window - 1
+
+
+def traced(found: Matched) -> Tensor:
+    """``[K, 5]``: 1, whether matching failed, the losses before and after, and the step size; zeros if it failed."""
+    first, last, step_size = (unmarked(part) for part in (found.first, found.last, found.step_size))
+    ok = unmarked(found.ok)
+    numbers = torch.stack([first, last, step_size], dim=1)
+    head = torch.stack([torch.ones_like(first), (~ok).to(first.dtype)], dim=1)
+    return torch.cat([head, torch.where(ok[:, None], numbers, 0)], dim=1)
+
+
+def mosaic(images: Tensor, per_class: int) -> Tensor:
+    """``[1, C, H, W]``: a column for each class; grey is 0, and 2 % of the numbers are beyond black and white."""
+    images = unmarked(images)
+    shades = images / (2 * images.abs().flatten().sort().values[int(0.98 * (images.numel() - 1))]).clamp_min(1e-8) + 0.5
+    tiles = F.pad(shades, (0, 1, 0, 1), value=1.0).unflatten(0, (-1, per_class))
+    classes, _, channels, height, width = tiles.shape
+    return tiles.permute(2, 1, 3, 0, 4).reshape(1, channels, per_class * height, classes * width)[..., :-1, :-1]

@@ -1,0 +1,39 @@
+"""FedPTR's control: auxiliary images as further training samples."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.clients.clients import Clients
+from raypfl.common.messages import Mean, Sum, per_client
+from raypfl.federation.method import METHODS
+from raypfl.methods.global_model.auxiliary import OwnImages
+from raypfl.objectives.batch import Batch
+
+
+@METHODS.register("extra-images")
+class ExtraImages(OwnImages):
+    """FedProx on clients' samples and auxiliary images together, without projection (Chen et al. 2023, Appendix E).
+
+    The images are matched as in FedPTR. All of them are in every step: the loss is that of the union, of which the
+    mini-batch stands for the client's own samples.
+
+    Attributes
+    ----------
+    mu : weight of FedProx's proximal term.
+    """
+
+    mu: float = 0.01
+
+    def learn(self, clients: Clients, theta: Tensor, shown: int, begun: Tensor | None = None) -> dict[str, Mean | Sum]:
+        sets, labels = self.sets(clients, theta, begun, shown), self.labels(clients.num_classes, theta.device)
+
+        def of_union(p: Tensor, batch: Batch, images: Tensor, share: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
+            own, near = clients.loss(p, batch), self.mu / 2 * (p - anchor).square().sum()
+            return own, share * (F.cross_entropy(clients.model(p, images), labels) - own) + near
+
+        share = sets.ready.to(theta.dtype) * len(labels) / (clients.num_samples + len(labels))
+        images = per_client(sets.images)
+        trained = clients.sgd(of_union, theta, images=images, share=per_client(share), anchor=theta)
+        return {"theta": Mean(trained, weight=clients.weights(self.weighting)), **sets.reply}

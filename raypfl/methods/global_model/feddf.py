@@ -1,0 +1,107 @@
+"""Ensemble distillation on samples that belong to no client."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.clients.clients import Clients
+from raypfl.common.errors import known_pool
+from raypfl.common.messages import Mean
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import METHODS, Server
+from raypfl.federation.task import Task
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.local_training import refuse_below
+from raypfl.objectives.batch import Batch
+from raypfl.optimizers import Adam
+from raypfl.training.pool import Pool, PoolBatches
+
+TOGETHER = 512
+"""How many of the pool's samples the clients' models see at a time."""
+
+
+@METHODS.register("feddf")
+class FedDF(FedAvg):
+    """Ensemble distillation for robust model fusion (Lin et al. 2020), for clients of one network.
+
+    Clients run FedAvg. The server then trains the average with Adam to match the cohort's models on a pool of samples,
+    minimising ``KL(softmax(mean of their logits) || softmax(its logits))``. The pool's labels are not used. The clients
+    compute the logits, and the ledger does not count them, because the server has the models. The paper also stops
+    early on validation data of the server; this does not.
+
+    Attributes
+    ----------
+    pool : name of the samples to distil on, one of ``data.pools``.
+    fraction : fraction of them to use.
+    steps : distillation steps in each round.
+    batch_size : samples in each step.
+    lr : learning rate of Adam, which is restarted every round.
+    schedule : of that rate over the steps of a round: ``cosine`` decay to 0, or ``constant``.
+    augment : whether the samples are augmented by ``data.augmentation``; the clients' models then see each mini-batch,
+        in place of each sample once.
+    student : whether the server's model distils in training mode, in which batch norm takes the pool's statistics, or
+        in evaluation mode (``train``, ``eval``). The clients' models are in evaluation mode.
+    distill_rounds : how many rounds the server distils, from the first one; None: all.
+    """
+
+    pool: str = "auxiliary"
+    fraction: float = 1.0
+    steps: int = 500
+    batch_size: int = 128
+    lr: float = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    augment: bool = False
+    student: Literal["train", "eval"] = "train"
+    distill_rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        refuse_below(0, steps=self.steps, distill_rounds=self.distill_rounds)
+        refuse_below(1, batch_size=self.batch_size)
+
+    def start(self, task: Task) -> Server:
+        known_pool(self.pool, task.pools)
+        return super().start(task)
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        model, reply = cohort.task.model, cohort.run(self.train, theta=server["theta"])
+        self.step(server, reply["theta"], model)
+        if not self.distils(cohort.round):
+            return
+
+        def distillation(p: Tensor, batch: Batch) -> Tensor:
+            teachers, student = batch.y.log_softmax(1), model(p, batch.x).log_softmax(1)
+            return batch.mean(F.kl_div(student, teachers, reduction="none", log_target=True).sum(1))
+
+        batches = self.batches(cohort.pool(self.pool)).with_targets(reply["logits"])
+        server["theta"] = cohort.sgd(
+            distillation,
+            server["theta"],
+            batches,
+            lr=self.lr,
+            optimizer=Adam(),
+            schedule=self.schedule,
+            mode=self.student,
+            text="distilling",
+            log="distillation_loss",
+        )
+
+    def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        trained = clients.sgd(clients.loss, theta)
+        reply = {"theta": Mean(trained, weight=clients.weights(self.weighting))}
+        if self.distils(clients.round):
+            visited = self.batches(clients.pool(self.pool)).once(TOGETHER)
+            logits = torch.cat([clients.logits(trained, batch.x) for batch in visited], dim=1)
+            reply["logits"] = Mean(logits, charged=False)
+        return reply
+
+    def distils(self, round: int) -> bool:
+        """Whether the server distils in this round."""
+        return self.steps > 0 and (self.distill_rounds is None or round <= self.distill_rounds)
+
+    def batches(self, pool: Pool) -> PoolBatches:
+        """The batches of a round, the same on the server and on clients."""
+        return pool.batches(self.batch_size, steps=self.steps, fraction=self.fraction, augment=self.augment)

@@ -1,0 +1,56 @@
+"""Federated learning by dynamic regularization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import Mean
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.task import Task
+from raypfl.methods.local_training import proximal
+
+
+@METHODS.register("feddyn")
+class FedDyn(Method):
+    """Dynamic regularization: clients' linear terms make local optima agree with the global one (Acar et al. 2021).
+
+    Client k minimises ``F_k(w) - <g_k, w> + alpha/2 ||w - w_t||^2`` and keeps ``g_k <- g_k - alpha (w_k - w_t)``. With
+    m of K clients in a round, the server keeps ``h <- h - alpha m/K (mean(w_k) - w_t)``, and the next model is
+    ``mean(w_k) - h/alpha``. Sent, both ways: the model. Batch-norm statistics are averaged. It does not become FedAvg
+    as alpha goes to 0: after the first round of all clients, ``w = 2 mean(w_k) - w_0`` whatever alpha is.
+
+    Attributes
+    ----------
+    alpha : strength of the regularization, above 0.
+    """
+
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.alpha <= 0:
+            raise ConfigError(f"method.alpha is {self.alpha}; it must be above 0.")
+
+    def start(self, task: Task) -> Server:
+        theta = task.model.init(task.seed)
+        return {"theta": theta, "h": torch.zeros_like(task.model.parameters(theta))}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        model = cohort.task.model
+        mean = cohort.run(self.train, theta=server["theta"])["theta"]
+        share = float(cohort.present.sum()) / cohort.task.num_trained
+        server["h"] = server["h"] - self.alpha * share * model.parameters(mean - server["theta"])
+        server["theta"] = torch.cat([model.parameters(mean) - server["h"] / self.alpha, model.buffers(mean)])
+
+    def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        model = clients.model
+        linear = clients.state.get("linear", default=torch.zeros_like(model.parameters(theta)))
+        trained = clients.sgd(clients.loss, theta, penalty=proximal(self.alpha), correction=-linear, anchor=theta)
+        clients.state["linear"] = linear - self.alpha * model.parameters(trained - theta)
+        return {"theta": Mean(trained)}
+
+    def global_model(self, server: Server) -> Tensor:
+        return server["theta"]

@@ -1,0 +1,45 @@
+"""Model-contrastive federated learning."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.clients.clients import Clients
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import Mean
+from raypfl.federation.method import METHODS
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.models.extras import Other
+from raypfl.objectives.batch import Batch
+
+
+@METHODS.register("moon")
+class Moon(FedAvg):
+    """Model-contrastive federated learning (Li, He and Song 2021).
+
+    Features (the inputs of the output layer) are pulled toward those of the received model and away from those of the
+    client's last local model. Sent, both ways: the model. ``mu: 0`` is FedAvg.
+
+    Attributes
+    ----------
+    mu : weight of the contrast. temperature : of its softmax.
+    """
+
+    mu: float = 1.0
+    temperature: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(f"method.temperature is {self.temperature}; it must be above 0.")
+
+    def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        def contrasted(p: Tensor, batch: Batch, sent: Other, previous: Other) -> tuple[Tensor, Tensor]:
+            z, outputs = clients.model.features(p, batch.x)
+            near, far = (F.cosine_similarity(z, m.features(batch.x)) / self.temperature for m in (sent, previous))
+            return clients.objective.loss(outputs, batch), self.mu * batch.mean(F.softplus(far - near))
+
+        previous = clients.state.get("previous", default=theta)
+        trained = clients.sgd(contrasted, theta, sent=clients.other(theta), previous=clients.other(previous))
+        clients.state["previous"] = trained
+        return {"theta": Mean(trained, weight=clients.weights(self.weighting))}

@@ -1,0 +1,42 @@
+"""Stochastic controlled averaging."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.common.messages import Mean, Sum, Weighting
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import METHODS, Server
+from raypfl.federation.task import Task
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.local_training import mean_gradient
+
+
+@METHODS.register("scaffold")
+class Scaffold(FedAvg):
+    """Stochastic controlled averaging (Karimireddy et al. 2020), with control variates by option II.
+
+    Client k follows its gradient plus ``c - c_k``, and then ``c_k`` becomes the mean gradient that it met; ``c`` is the
+    mean of all clients'. Sent, both ways: the model and a control variate. `server_lr` is the paper's global rate.
+    """
+
+    weighting: Weighting = "uniform"
+
+    def start(self, task: Task) -> Server:
+        state = super().start(task)
+        return {**state, "c": torch.zeros_like(task.model.parameters(state["theta"]))}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        reply = cohort.run(self.controlled, theta=server["theta"], c=server["c"])
+        self.step(server, reply["theta"], cohort.task.model)
+        server["c"] = server["c"] + reply["moved"] / cohort.task.num_trained
+
+    def controlled(self, clients: Clients, theta: Tensor, c: Tensor) -> dict[str, Mean | Sum]:
+        own = clients.state.get("c", default=torch.zeros_like(c))
+        trained = clients.sgd(clients.loss, theta, correction=c - own)
+        # The steps followed the gradients plus c - own.
+        clients.state["c"] = own - c + mean_gradient(clients, theta, trained)
+        reply = {"moved": Sum(clients.state["c"] - own)}
+        return {"theta": Mean(trained, weight=clients.weights(self.weighting)), **reply}

@@ -1,0 +1,36 @@
+"""Federated averaging with fine-tuning on each client."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.federation.method import METHODS, ServerView
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.local_training import finetuned, refuse_below
+
+
+@METHODS.register("fedavg-ft")
+class FedAvgFT(FedAvg):
+    """FedAvg whose model each client fine-tunes for evaluation (a baseline of Xie et al. 2024).
+
+    The fine-tuned models are neither sent nor kept; ``evaluation.every: 0`` fine-tunes once, after the last round. With
+    0 epochs it is FedAvg.
+
+    Attributes
+    ----------
+    finetune_epochs : epochs of fine-tuning on the client's samples.
+    finetune_lr : learning rate of fine-tuning; None: that of the last round.
+    """
+
+    finetune_epochs: int = 5
+    finetune_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        refuse_below(0, finetune_epochs=self.finetune_epochs)
+
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
+        return finetuned(clients, server["theta"], self.finetune_epochs, self.finetune_lr)
+
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
+        return self.personal_model(clients, server)

@@ -1,0 +1,110 @@
+"""A global model beside a memory of each client's own samples."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.clients.clients import Clients
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import per_client, unmarked
+from raypfl.federation.method import METHODS, ServerView
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.local_training import refuse_below, refuse_no_share
+from raypfl.models.extras import Other
+from raypfl.models.predictor import Predictor
+from raypfl.objectives import Classification, Objective
+from raypfl.objectives.batch import Batch
+
+NEIGHBOURS = (5, 10)
+SHARES = tuple(tenths / 10 for tenths in range(11))
+FAR = 1e6
+
+
+@METHODS.register("knn-per")
+class KNNPer(FedAvg):
+    """FedAvg whose clients mix in the classes of their nearest own samples (Marfoq et al. 2022).
+
+    ``p = lambda p_kNN + (1 - lambda) softmax(logits)``, with ``p_kNN(y)`` in proportion to the sum, over the k training
+    samples of class y that are nearest, of ``exp(-||z - z_j||^2 / (d scale))``. z are the d inputs of the output layer
+    of the global model. Nothing is sent or kept beside FedAvg's model: the memory is made for an evaluation, and a
+    client that was never trained makes one too. With ``share = 0`` it predicts as FedAvg.
+
+    Attributes
+    ----------
+    neighbours : k; None: 5 or 10, whichever is better for the client by leave-one-out on its training samples.
+    share : lambda; None: of 0, 0.1, ..., 1, chosen in the same way. The global model has been trained on these
+        samples, and so looks better there than it is.
+    scale : of the squared distances.
+    """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+
+    neighbours: int | None = 10
+    share: float | None = 0.5
+    scale: float = 100.0
+
+    def __post_init__(self) -> None:
+        refuse_below(1, neighbours=self.neighbours)
+        if self.share is not None:
+            refuse_no_share(share=self.share)
+        if self.scale <= 0:
+            raise ConfigError(f"method.scale is {self.scale}; it must be above 0.")
+
+    def personal_model(self, clients: Clients, server: ServerView) -> Predictor:
+        theta, inner = server["theta"], clients.model.features
+        memory = clients.map(lambda p, batch: inner(p, batch.x)[0], theta)
+        labels = clients.map(lambda p, batch: batch.y, theta)
+        there = clients.map(lambda p, batch: batch.weight, theta)  # 0 where a shorter memory is padded
+        chosen, shared = self._chosen(clients, theta), clients.other(theta)
+        return Predictor(self.predict, shared=shared, memory=memory, labels=labels, there=there, chosen=chosen)
+
+    def predict(
+        self, x: Tensor, shared: Other, memory: Tensor, labels: Tensor, there: Tensor, chosen: Tensor
+    ) -> Tensor:
+        """The logarithms of one client's mixed probabilities ``[b, classes]``."""
+        z, logits = shared.model.features(shared.theta, x)
+        votes = self._votes(self._distances(z, memory, there), labels, logits.shape[1], chosen[0])
+        return (chosen[1] * votes + (1 - chosen[1]) * logits.softmax(1)).clamp_min(1e-12).log()
+
+    def unseen_model(self, clients: Clients, server: ServerView) -> Predictor:
+        return self.personal_model(clients, server)
+
+    @property
+    def _candidates(self) -> Tensor:
+        """``[n, 2]``: pairs of k and lambda; of equally good ones, the first is taken."""
+        neighbours = NEIGHBOURS if self.neighbours is None else (self.neighbours,)
+        shares = SHARES if self.share is None else (self.share,)
+        return torch.cartesian_prod(*(torch.tensor(one, dtype=torch.float64) for one in (neighbours, shares)))
+
+    def _chosen(self, clients: Clients, theta: Tensor) -> Tensor:
+        """``[K, 2]``: k and lambda of each client, by leave-one-out accuracy on its training samples."""
+        pairs = self._candidates.to(clients.device, clients.model.dtype)
+
+        def accuracies(p: Tensor, batch: Batch) -> Tensor:
+            z, logits = clients.model.features(p, batch.x)
+            distances = self._distances(z, z, batch.weight) + FAR * torch.eye(len(z), dtype=z.dtype, device=z.device)
+            by_logits, right = logits.softmax(1), []
+            for k, share in pairs:
+                mixed = share * self._votes(distances, batch.y, logits.shape[1], k) + (1 - share) * by_logits
+                right.append(batch.mean((mixed.argmax(1) == batch.y).to(z.dtype)))
+            return torch.stack(right)
+
+        if len(pairs) == 1:
+            return per_client(pairs.expand(len(clients), -1))
+        return per_client(pairs[unmarked(clients.map(accuracies, theta)).argmax(1)])
+
+    def _distances(self, z: Tensor, memory: Tensor, there: Tensor) -> Tensor:
+        """Scaled squared distances ``[b, m]``, far beyond all others from what is padding."""
+        return torch.cdist(z, memory).square() / (z.shape[1] * self.scale) + FAR * (1 - there)
+
+    def _votes(self, distances: Tensor, labels: Tensor, classes: int, k: Tensor) -> Tensor:
+        """``p_kNN[b, classes]``."""
+        most = min(int(self._candidates[:, 0].max()), distances.shape[1])
+        nearest, index = distances.topk(most, largest=False)
+        beyond = torch.arange(most, device=nearest.device) >= k
+        weights = torch.softmax(-nearest - FAR * beyond, dim=1)
+        return (weights[..., None] * F.one_hot(labels[index], classes)).sum(1)

@@ -1,0 +1,85 @@
+"""Models made by a hypernetwork from what clients say of their data."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.method import METHODS, Server
+from raypfl.federation.task import Task
+from raypfl.methods.local_training import refuse_below
+from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod, initial, network
+from raypfl.models.flat import FlatModel
+from raypfl.models.hypernetworks import Embedding, EmbeddingNetwork
+from raypfl.objectives import Classification, Objective
+from raypfl.objectives.batch import Batch
+from raypfl.training.loss import Loss
+
+
+@METHODS.register("pefll")
+class PeFLL(HypernetworkMethod):
+    """Learning to learn personal models (Scott, Zakerinia and Lampert 2024, Algorithm 2).
+
+    A client embeds a batch of its samples with their classes; the mean ``v_i`` is its descriptor, and its model is
+    ``theta_i = h(v_i)``. Its step ``Delta theta_i`` is pulled back through the hypernetwork on the server, to
+    ``Delta v_i``, and through the embedding network on the client, to ``Delta eta_v``. Down: the embedding network,
+    ``theta_i``, ``Delta v_i``; up: ``v_i``, ``Delta theta_i``, ``Delta eta_v``. Clients keep nothing. For evaluation a
+    client, also one that was never trained, gets its model by the first three of these messages, without a gradient.
+
+    Where this departs from the paper: the defaults, since Algorithm 2 itself is ``server_optimizer: average`` with
+    ``size: M`` and ``lam_h = lam_v = 0.001``; more in ``docs/pefll.md``.
+
+    Attributes
+    ----------
+    embedding : the embedding network: ``linear`` or ``mlp1``, which see the classes alone, or ``cnn``, LeNet on images
+        with a channel for each class.
+    batch : samples in the batch that a client is described by; None: all.
+    """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+
+    embedding: Embedding = "linear"
+    batch: int | None = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_below(1, batch=self.batch)
+
+    def networks(self, task: Task) -> dict[str, FlatModel]:
+        shape, classes, length = task.input_shape, task.num_classes, self.vector_length(task)
+        embed = network(task, "embed", lambda: EmbeddingNetwork(self.embedding, shape, classes, length))
+        return super().networks(task) | {"embed": embed}
+
+    def start(self, task: Task) -> Server:
+        return super().start(task) | {"embed": initial(task, "embed")}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        v = cohort.run(self.describe, embed=server["embed"])["v"]
+        pulled, steps = self.send_and_train(server, cohort, v)
+        known = Broadcast(server["embed"], charged=False)  # by the first exchange
+        reply = cohort.run(self.pull_back, embed=known, step=Scatter(steps))
+        self.move(server, {"hyper": pulled, "embed": reply["embed"]}, cohort.lr)
+
+    def personalize(self, server: Server, cohort: Cohort) -> None:
+        self.send(server, cohort, cohort.run(self.describe, embed=server["embed"])["v"])
+
+    def describe(self, clients: Clients, embed: Tensor) -> dict[str, Each]:
+        return {"v": Each(clients.map(self._descriptor(clients), embed, self._batches(clients)))}
+
+    def descriptors(self, clients: Clients, embed: Tensor) -> PerClient:
+        """Descriptors ``[K, l]`` of all training samples of each client, whatever `batch` is, for analysis."""
+        return clients.map(self._descriptor(clients), embed)
+
+    def pull_back(self, clients: Clients, embed: Tensor, step: Tensor) -> dict[str, Mean]:
+        return {"embed": Mean(clients.vjp(self._descriptor(clients), embed, step, self._batches(clients)))}
+
+    def _batches(self, clients: Clients) -> list[Batch] | None:
+        """The samples that clients are described by, the same in all exchanges of a round."""
+        return None if self.batch is None else clients.batches(self.batch, "descriptor")
+
+    def _descriptor(self, clients: Clients) -> Loss:
+        return lambda embed, batch: batch.mean(clients.networks["embed"](embed, (batch.x, batch.y)))

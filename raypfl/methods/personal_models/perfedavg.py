@@ -1,0 +1,78 @@
+"""A global model from which a few steps lead to good personal ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.common.errors import ConfigError
+from raypfl.common.messages import Mean, Weighting, per_client, unmarked
+from raypfl.federation.method import METHODS, ServerView
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.local_training import finetuned, refuse_below
+from raypfl.models.flat import FlatModel
+from raypfl.objectives.batch import Batch
+
+
+@METHODS.register("per-fedavg")
+class PerFedAvg(FedAvg):
+    """Meta-learning in federated averaging (Fallah et al. 2020): ``min_w sum_k F_k(w - alpha grad F_k(w))``.
+
+    A local step goes from ``w_k`` along the gradient at ``w_k - alpha grad F_k(w_k)``. The inner gradient is of a
+    random batch, the outer one of the epoch's next mini-batch, and both have ``training.batch_size`` samples. Sent,
+    both ways: ``w``. Kept: nothing. The personal model, also of a client that was never trained, is ``w`` after
+    `finetune_epochs` of steps of `alpha` on the client's samples. With ``alpha = 0`` it is FedAvg.
+
+    Attributes
+    ----------
+    alpha : learning rate of the inner step, and of fine-tuning.
+    exact : whether the outer gradient is multiplied by ``I - alpha H``, with H the Hessian at ``w_k`` of a third
+        batch; otherwise H is dropped (the first-order variant). With momentum, not the gradient but the whole step is.
+    finetune_epochs : epochs of fine-tuning.
+    weighting : whether clients are averaged equally (``uniform``, as in the paper), or by their training ``samples``.
+    """
+
+    alpha: float = 0.01
+    exact: bool = False
+    finetune_epochs: int = 1
+    weighting: Weighting = "uniform"
+
+    def __post_init__(self) -> None:
+        refuse_below(0, finetune_epochs=self.finetune_epochs)
+
+    def check(self, model: FlatModel) -> None:
+        if self.exact and model.num_buffers:
+            raise ConfigError(
+                "method.exact needs second derivatives, which batch-norm statistics do not have; choose a network "
+                "without batch norm (model.norm=group), or method.exact=false."
+            )
+
+    def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        model: Tensor = per_client(theta.repeat(len(clients), 1))
+        for number, batch in enumerate(clients.minibatches()):
+            slope = clients.grad(clients.loss, model, self._batches(clients, f"inner {number}"))
+            at = torch.cat([clients.model.parameters(model) - self.alpha * slope, clients.model.buffers(model)], dim=1)
+            step = batch.step(clients.loss, at) - at
+            if self.exact:
+                step = step - self.alpha * _hessian(clients, model, step, self._batches(clients, f"third {number}"))
+            model = model + torch.where(batch.active, step, 0)
+        return {"theta": Mean(model, weight=clients.weights(self.weighting))}
+
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
+        return finetuned(clients, server["theta"], self.finetune_epochs, self.alpha)
+
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
+        return self.personal_model(clients, server)
+
+    def _batches(self, clients: Clients, stream: str) -> list[Batch]:
+        return clients.batches(clients.training.batch_size, stream)
+
+
+def _hessian(clients: Clients, model: Tensor, rows: Tensor, batches: list[Batch]) -> Tensor:
+    """``H_k rows[k]``, ``[K, P]``: the Hessian of each client's loss on a batch, times a vector."""
+    p = unmarked(model).detach().clone().requires_grad_()
+    with torch.enable_grad():
+        losses = unmarked(clients.map(clients.loss, p, batches))
+        (slope,) = torch.autograd.grad(losses.sum(), p, create_graph=True)
+        return per_client(torch.autograd.grad((slope * unmarked(rows)).sum(), p)[0])

@@ -1,0 +1,63 @@
+"""Personal models from a proximal problem around the global one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypfl.clients.clients import Clients
+from raypfl.common.messages import Mean, per_client
+from raypfl.federation.method import METHODS, ServerView
+from raypfl.methods.global_model.fedavg import FedAvg
+from raypfl.methods.local_training import proximal, refuse_below
+
+
+@METHODS.register("pfedme")
+class PFedMe(FedAvg):
+    """FedAvg of the clients' Moreau envelopes (T. Dinh et al. 2020, Algorithm 1).
+
+    ``min_w sum_k min_{v_k} F_k(v_k) + lam/2 ||v_k - w||^2``. On every mini-batch, the local optimizer takes
+    `inner_steps` steps of the personal model ``v_k`` on the inner problem; then ``w_k <- w_k - lr * lam * (w_k -
+    v_k)``. A round starts with both at the received ``w``. Sent, both ways: ``w``; kept: ``v_k``, for evaluation only.
+    The paper's ``beta`` is `server_lr`.
+
+    Where this departs from the paper: clients are averaged by samples unless `weighting` says otherwise (the paper:
+    equally); with ``training.momentum``, the inner steps use it, and the velocity is kept between mini-batches (the
+    paper has plain gradient steps); clients that were never drawn are evaluated with the initial model.
+
+    Attributes
+    ----------
+    lam : weight of the proximal term, lambda. ``w_k`` moves the fraction ``training.lr * lam`` of the way to ``v_k``.
+    inner_steps : steps on each mini-batch, K; with 0, ``w`` does not change.
+    inner_lr : learning rate of the personal model; None: training.lr.
+    unseen_epochs : epochs on the inner problem of a client that was never trained, from the global model; None: as long
+        as in one round.
+    """
+
+    lam: float = 1.0
+    inner_steps: int = 3
+    inner_lr: float | None = None
+    unseen_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        refuse_below(0, inner_steps=self.inner_steps, unseen_epochs=self.unseen_epochs)
+
+    def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        center: Tensor = per_client(theta.repeat(len(clients), 1))
+        personal, penalty = center, proximal(self.lam)
+        for batch in clients.minibatches():
+            for _ in range(self.inner_steps):
+                personal = batch.step(clients.loss, personal, penalty=penalty, lr=self.inner_lr, anchor=center)
+            center = torch.where(batch.active, center - clients.lr * self.lam * (center - personal), center)
+        clients.state["personal"] = personal
+        return {"theta": Mean(center, weight=clients.weights(self.weighting))}
+
+    def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
+        return clients.state.get("personal", default=clients.initial)
+
+    def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
+        theta = server["theta"]
+        schedule: dict[str, Any] = {"epochs": self.unseen_epochs, "lr": self.inner_lr, "stream": "unseen"}
+        return clients.sgd(clients.loss, theta, penalty=proximal(self.lam), anchor=theta, **schedule)

@@ -1,0 +1,57 @@
+"""Low-rank adaptation (LoRA, Hu et al. 2022) of dense layers, which are adapters of any network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from raypfl.common.errors import ConfigError
+from raypfl.models.parts import common_parts
+
+TRAINED = "adapters, output layer"
+"""The parts that clients train unless the settings name others."""
+
+
+class LowRank(nn.Linear):
+    """``y = W x + b + up(down(x))``, for the W and b of a given layer; ``r (inputs + outputs)`` further parameters.
+
+    It starts as that layer, since `up` is zero. Its tensors keep their names; the others are below ``adapter``.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int):
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        down, up = nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(up.weight)
+        self.adapter = nn.Sequential(down, up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.adapter(x)
+
+
+def with_lora(factory: Callable[[], nn.Module], rank: int) -> nn.Module:
+    """A network with adapters of this rank in its dense layers, without the output layer.
+
+    Layers whose weights torch reads past them get none: those in ``nn.MultiheadAttention`` and
+    ``nn.TransformerEncoderLayer``.
+
+    Raises
+    ------
+    ConfigError : if there is no such layer.
+    """
+    network = factory()
+    output = common_parts(network, dict(network.named_parameters()))["output layer"]
+    layers = {
+        path: layer
+        for path, layer in network.named_modules()
+        if path and type(layer) is nn.Linear and f"{path}.weight" not in output
+        if not isinstance(network.get_submodule(path.rpartition(".")[0]), nn.TransformerEncoderLayer)
+    }
+    if not layers:
+        raise ConfigError(
+            f"model.lora is {rank}, but {type(network).__name__} has no nn.Linear besides its output layer to adapt."
+        )
+    for path, layer in layers.items():
+        network.set_submodule(path, LowRank(layer, rank))
+    return network

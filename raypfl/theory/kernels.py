@@ -1,0 +1,113 @@
+"""Neural tangent kernels of a two-layer ReLU network: infinite and finite width, two sets of weights, spectra.
+
+Inputs are rows ``x[n, d]``, weights have a row for each neuron, ``u[m, d]``, and a neuron counts as active at 0 too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EXACT = 2**24
+"""Neurons that may be counted at once in float32 without rounding."""
+
+
+def angle(x: Tensor, z: Tensor) -> Tensor:
+    """Angles between the rows of ``x[p, d]`` and ``z[q, d]``, ``[p, q]``; also accurate near 0 and pi (Kahan)."""
+    x, z = x / x.norm(dim=1, keepdim=True), z / z.norm(dim=1, keepdim=True)
+    rows = [torch.atan2((one - z).norm(dim=1), (one + z).norm(dim=1)) for one in x]
+    return 2 * torch.stack(rows)
+
+
+def infinite_width(x: Tensor, z: Tensor | None = None) -> Tensor:
+    """H_inf ``[p, q]``: ``E x.z 1[w.x >= 0, w.z >= 0]`` over normal w (the arc-cosine kernel of order 0, times x.z)."""
+    z = x if z is None else z
+    return (x @ z.T) * (math.pi - angle(x, z)) / (2 * math.pi)
+
+
+def positive(u: Tensor, x: Tensor) -> Tensor:
+    """``bool[n, m]``: which neurons are active on which inputs."""
+    return x @ u.T >= 0
+
+
+def together(rows: Tensor, columns: Tensor, neurons: int = EXACT) -> Tensor:
+    """``int64[p, q]``: how many neurons are active in both, from ``bool[p, m]`` and ``bool[q, m]``.
+
+    `neurons` : counted at once. The result is the same for any number up to ``EXACT``.
+    """
+    parts = zip(rows.split(neurons, dim=1), columns.split(neurons, dim=1), strict=True)
+    total = torch.zeros(len(rows), len(columns), dtype=torch.int64, device=rows.device)
+    for a, b in parts:
+        total += (a.float() @ b.float().T).long()
+    return total
+
+
+def gram(x: Tensor, z: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """``[p, q]``: ``x.z / m`` times the neurons that are active on both, each side with its own weights.
+
+    It is the product of both networks' gradients: H(0), H(t) with the server's weights on both sides, H(t, k) with
+    the server's for rows and the client's after k steps for columns.
+
+    Parameters
+    ----------
+    rows, columns : of :func:`positive`, ``bool[p, m]`` for x and ``bool[q, m]`` for z.
+    """
+    return (x @ z.T) * together(rows, columns) / rows.shape[1]
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues of a symmetric matrix, in ascending order."""
+
+    values: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Spectrum:
+        return cls(torch.linalg.eigvalsh(matrix))
+
+    @property
+    def least(self) -> float:
+        return float(self.values[0])
+
+    @property
+    def largest(self) -> float:
+        return float(self.values[-1])
+
+    @property
+    def condition(self) -> float:
+        """kappa; infinite if the least eigenvalue is not positive beyond rounding."""
+        return self.largest / self.least if self.least > 1e-12 * self.largest else math.inf
+
+
+@dataclass(frozen=True)
+class Asymmetry:
+    """How far a kernel is from a symmetric one.
+
+    Attributes
+    ----------
+    fraction : norm of the antisymmetric part over that of the whole.
+    least_symmetric : least eigenvalue of the symmetric part.
+    """
+
+    fraction: float
+    least_symmetric: float
+
+
+def asymmetry(kernel: Tensor) -> Asymmetry:
+    """The asymmetry of a kernel ``[n, n]``."""
+    halves = (kernel + kernel.T) / 2, (kernel - kernel.T) / 2
+    return Asymmetry(float(halves[1].norm() / kernel.norm()), Spectrum.of(halves[0]).least)
+
+
+def expected_distance(x: Tensor, width: int) -> float:
+    """Root of the mean of ``||H(0) - H_inf||_F^2`` over initial weights, exactly."""
+    share = (math.pi - angle(x, x)) / (2 * math.pi)
+    return math.sqrt(float(((x @ x.T).square() * share * (1 - share)).sum()) / width)
+
+
+def distance_bound(samples: int, width: int, delta: float) -> float:
+    """Bound of ``||H(0) - H_inf||_F`` for inputs of length 1, with probability ``1 - delta`` (Hoeffding)."""
+    return samples * math.sqrt(math.log(2 * samples**2 / delta) / (2 * width))

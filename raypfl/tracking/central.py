@@ -1,0 +1,29 @@
+"""Pretraining on a pool, recorded in MLflow."""
+
+from __future__ import annotations
+
+import math
+
+from raypfl.config import Experiment
+from raypfl.config.assignments import flatten
+from raypfl.runs.pretraining import Pretraining
+from raypfl.tracking.connection import experiment_id, opening, quiet_mlflow, tracking_uri
+
+
+def record(experiment: Experiment, done: Pretraining) -> None:
+    """A run with the settings, the mean loss, the seconds and the file of weights, unless tracking is off."""
+    if not experiment.tracking.mlflow:
+        return
+    mlflow, uri = quiet_mlflow(), tracking_uri(experiment)
+    with opening(uri):
+        client = mlflow.MlflowClient(uri)
+        where = experiment_id(client, experiment, uri)
+    tags = {"pretraining": str(experiment.model.pretrain)}
+    run = client.create_run(where, tags=tags, run_name=done.path.stem).info.run_id
+    for key, value in flatten(done.about).items():
+        client.log_param(run, key, str(value)[:500])
+    for name, number in (("loss", done.loss), ("seconds", done.seconds), ("samples", done.samples)):
+        if number is not None and math.isfinite(number):
+            client.log_metric(run, name, number)
+    client.log_artifact(run, str(done.path))
+    client.set_terminated(run)

@@ -1,0 +1,1 @@
+"""What a run ended with, as networks; models for new clients, from files and over HTTP."""

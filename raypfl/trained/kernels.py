@@ -1,0 +1,62 @@
+"""Neural tangent kernels of the models in a run's checkpoints, when the run is over."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from raypfl.analyses.ntk import NTK, nonlinear
+from raypfl.common.errors import ConfigError
+from raypfl.common.threads import threads
+from raypfl.data import load_federated
+from raypfl.runs.result import Result
+from raypfl.server.setup import make_task, samples_of_client
+from raypfl.theory.kernels import Spectrum
+
+
+def of_checkpoints(result: Result, analysis: NTK) -> list[dict[str, float]]:
+    """Numbers of the global model's kernel after each round whose checkpoint was kept.
+
+    Parameters
+    ----------
+    analysis : whose samples, outputs and sketch are taken.
+
+    Returns
+    -------
+    a dict for each checkpoint, the oldest first: ``round``, the numbers of :meth:`NTK.numbers`, and from the second on
+    what lies between it and the one before, of the kernel (``drift``) and of the outputs (``nonlinear``).
+
+    Raises
+    ------
+    ConfigError : if there is no checkpoint, or the method has no global model.
+    """
+    experiment = result.experiment
+    kept = [(round, experiment.method.global_model(server)) for round, server in result.server_states()]
+    if not kept:
+        raise ConfigError(
+            f"The run in {result.run_dir} was not analysed, and none of its checkpoints is left. Run it again with "
+            "'analyses=[ntk]', or with 'analyses=[flntk]' if the network is two_layer."
+        )
+    models = [(round, theta) for round, theta in kept if theta is not None]
+    if not models:
+        raise ConfigError(
+            f"{type(experiment.method).__name__} has no global model whose kernel could be computed from checkpoints. "
+            "Run it again with 'analyses=[ntk]', which observes the clients' models."
+        )
+    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    task = make_task(experiment, data, torch.device("cpu"))
+    each, model = analysis.each(task.num_clients), task.model
+    parts = [samples_of_client(experiment, data, task, client).x[:each] for client in range(task.num_clients)]
+    x, sizes = torch.cat(parts), [len(part) for part in parts]
+    with threads(experiment.engine.threads), model.mode(train=False):
+        kernels = [analysis.of_model(model, theta, x) for _, theta in models]
+        owner = np.repeat(np.arange(len(sizes)), np.multiply(sizes, len(kernels[0]) // len(x)))
+        found: list[dict[str, float]] = []
+        for (round, _), kernel in zip(models, kernels, strict=True):
+            found.append({"round": round, **analysis.numbers(kernel, Spectrum.of(kernel), owner)})
+        for i, ((_, before), (_, after)) in enumerate(pairwise(models)):
+            found[i + 1]["drift"] = float((kernels[i + 1] - kernels[i]).norm() / kernels[i].norm())
+            found[i + 1]["nonlinear"] = nonlinear(model, before, after, x)
+    return found

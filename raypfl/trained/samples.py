@@ -1,0 +1,69 @@
+"""The labelled samples of a new client, from files."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data import FederatedData
+from raypfl.datasets import DataSource, RawData
+from raypfl.datasets.pools import read
+from raypfl.trained.models import TrainedModels
+
+
+def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a new client, in the shape and with the classes of the run's data.
+
+    Parameters
+    ----------
+    path : a ``.npz`` file with arrays ``x`` and ``y``; a folder of images in a folder for each class, which has its
+        name; or a folder of files like those of the run's data set, which the same reader reads.
+
+    Raises
+    ------
+    ConfigError : if there is no such file, or it is of another kind.
+    DataError : if it cannot be read, or does not fit.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return _folder(file, models)
+    if not file.is_file():
+        raise ConfigError(f"There is no file or folder {file}; --data names the new client's samples.")
+    if file.suffix != ".npz":
+        raise ConfigError(f"{file} is neither a folder nor a .npz file with arrays x and y.")
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            there = set(arrays.files)
+            if not {"x", "y"} <= there:
+                raise DataError(f"{file} has {', '.join(sorted(there)) or 'no arrays'}; it needs arrays x and y.")
+            return arrays["x"], arrays["y"]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file} cannot be read as a .npz file: {error}") from error
+
+
+def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
+    data, config = models.outline.data, models.experiment.data
+    if not isinstance(data, FederatedData):
+        raise ConfigError(f"The data set {config.name!r} is generated; give a .npz file with arrays x and y.")
+    inside = [one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")]
+    if inside and set(inside) <= set(data.class_names):
+        square = data.input_shape[-1] if len(set(data.input_shape[-2:])) == 1 else None
+        source = DataSource(name="image_folder", root=str(folder), split="merged", options={"size": square})
+    elif config.root is None:
+        raise ConfigError(
+            f"The folders in {folder} are not named like the run's classes ({', '.join(data.class_names[:5])}, ...), "
+            f"and {config.name!r} is read from no folder. Name them so, or give a .npz file with arrays x and y."
+        )
+    else:
+        source = DataSource(name=config.name, root=str(folder), split="merged", options=config.options)
+    own = RawData(data.inputs[:1], data.labels[:1], data.class_names, data.scale)
+    pool = read(str(folder), source, own)
+    if (pool.labels < 0).any():
+        raise DataError(
+            f"The samples in {folder} have other classes than the run: {', '.join(pool.raw.class_names[:5])}. Those of "
+            f"the run are {', '.join(data.class_names[:5])}."
+        )
+    return np.concatenate(list(pool.blocks(data.input_shape))), pool.labels
