@@ -126,6 +126,16 @@ def test_what_ends_a_process_without_a_word_interrupts_it_unless_the_person_want
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_command_in_the_background_of_a_script_which_ignores_ctrl_c_is_ended_by_it_too():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupting():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_terminal_that_is_closed_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch):
     def closed(*text, **options):
         raise OSError(5, "Input/output error")

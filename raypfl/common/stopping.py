@@ -6,7 +6,7 @@ import contextlib
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -82,8 +82,11 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupting() -> Iterator[None]:
-    """While active, signals whose default would end this process silently raise KeyboardInterrupt, as Ctrl-C does."""
-    with _handled(signal.default_int_handler, where=signal.SIG_DFL):
+    """While active, signals that are ignored or would end this process silently raise KeyboardInterrupt instead.
+
+    A shell script starts what goes on in the background with SIGINT ignored.
+    """
+    with _handled(signal.default_int_handler, instead_of=(signal.SIG_DFL, signal.SIG_IGN)):
         yield
 
 
@@ -105,17 +108,18 @@ def handlers_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _handled(by: Any = None, numbers: Iterable[int] = ASKING, where: Any = None) -> Iterator[None]:
+def _handled(by: Any = None, numbers: Iterable[int] = ASKING, instead_of: Collection[Any] = ()) -> Iterator[None]:
     """While active, signals go to `by`, except for SIGHUP if it is ignored, as under nohup.
 
-    With `where`, only signals whose handler is `where`. Outside the main thread this does nothing.
+    With `instead_of`, only signals whose handler is one of these. Outside the main thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
     left = (signal.SIGHUP, signal.SIG_IGN)
-    mine = {n: handler for n, handler in before.items() if (n, handler) != left and where in (None, handler)}
+    replaced = instead_of or before.values()
+    mine = {n: handler for n, handler in before.items() if (n, handler) != left and handler in replaced}
     try:
         for number, handler in mine.items():
             signal.signal(number, handler if by is None else by)
