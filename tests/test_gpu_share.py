@@ -99,6 +99,7 @@ def test_a_step_and_an_evaluation_of_one_client_and_of_eight_tell_what_the_runs_
     assert memory.groups[4:] == [[1], [3], [100], [300]]
     assert needed(tmp_path, memory, engine__group_size=1) == 7 + 110
     assert memory.groups[8:] == [[1], [100]]
+    assert needed(tmp_path, memory, engine__group_size=10, privacy__secure_aggregation=True) == 7 + 50 * 10
 
 
 @pytest.mark.parametrize("method", ["pfedme", "apfl", "fednh", "feddf", "creff", "partial", "fedavg-ft"])

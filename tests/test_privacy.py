@@ -21,6 +21,7 @@ from raypfl.privacy import NoisySum, PrivacySettings
 from raypfl.privacy.accounting import ALL, accounted, epsilon
 from raypfl.results.compared import group_runs
 from raypfl.results.epsilons import epsilons, sentence
+from raypfl.runs.driver import check
 from raypfl.training.batches import order, sampled_order
 from raypfl.training.loss import LocalLoss
 from tests.support import EXECUTORS, FP64, Federation, as_module, both, close, starts_of
@@ -290,3 +291,23 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
         f"(standard deviation {whole.std:.2f}, largest {whole.most:.2f}). Mean epsilon of each training alone: "
         f"model 1 of train {own.mean:.2f}, model 2 of train {own.mean:.2f}."
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (["privacy.unit=client"], r"^FedAvg\.train .*set method\.weighting=uniform"),
+        (["method=fednh"], "reads clients' training data without noise"),
+        (["method=knn-per"], "clients.map reads clients' training data without noise"),
+        (["method=pfedhn", "privacy.secure_aggregation=true"], "'step' as a row for each client"),
+        (["privacy.secure_aggregation=true", "cohort.size=1"], "is one client alone"),
+    ],
+    ids=["weights", "its round", "its prediction", "rows", "a cohort of one"],
+)
+def test_a_method_that_does_not_let_privacy_hold_is_refused_before_anything_is_written(tmp_path, settings, match):
+    refused = experiment(tmp_path, *settings)
+    with pytest.raises(ConfigError, match=match):
+        run(refused)
+    with pytest.raises(ConfigError, match=match):
+        check([refused])
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from torch import Tensor
 from raypfl.clients.context import Context
 from raypfl.clients.observation import Observer
 from raypfl.clients.state import ClientState
-from raypfl.common.errors import ClientError, MethodError
+from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.messages import PerClient, unmarked
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import LocalOptimizer, SampleRule, Update
@@ -153,9 +153,9 @@ class ClientGroup:
         return visits, self.draws(stream), branch, NoisySum(privacy.clip, privacy.deviation, size)
 
     def refuse_unprotected(self, called: str) -> None:
-        """Raise a MethodError if training data are private, since what `called` computes of them is not."""
+        """Raise a PrivacyError if training data are private, since what `called` computes of them is not."""
         if self.context.privacy.of_samples:
-            raise MethodError(
+            raise PrivacyError(
                 f"{called} reads clients' training data without noise, so privacy.noise would not hold. Choose a "
                 "method that reads them by clients.sgd and batch.step only, privacy.unit=client, or no privacy."
             )
@@ -200,7 +200,7 @@ class ClientGroup:
         """
         training, optimizer = self.context.training, optimizer or self.context.training.local_optimizer
         if optimizer.per_sample and rule is not None:
-            raise MethodError(
+            raise PrivacyError(
                 f"{type(optimizer).__name__} makes a gradient of per-sample gradients, and so does privacy.noise; "
                 "choose another optimizer, or no privacy."
             )

@@ -16,7 +16,7 @@ from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import Observation, Observer, Observing
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
 from raypfl.privacy import Masks, Spending, clipped_updates
@@ -219,7 +219,7 @@ class Worker:
         """A sum of what clients send under masks, in which no row has gaps."""
         plain = _reduced(who, name, value, len(ids))
         if isinstance(value, Each):
-            raise MethodError(
+            raise PrivacyError(
                 f"{who} returns {name!r} as a row for each client, but with privacy.secure_aggregation the server sees "
                 "sums over the cohort only. Choose a method that needs no more (fedavg, ditto, ...), or set it to "
                 "false."
@@ -235,13 +235,13 @@ class Worker:
         """A mean of updates, each clipped."""
         sent = arguments.get(name)
         if not (isinstance(value, Mean) and isinstance(sent, Tensor) and value.rows.shape[1:] == sent.shape):
-            raise MethodError(
+            raise PrivacyError(
                 f"{who} returns {name!r}, which is not the mean of an argument of that name after training, so that "
                 "the server cannot clip clients' updates of it and add noise. Choose a method that returns only such "
                 "means (fedavg, ditto, ...), privacy.unit=sample, or no privacy."
             )
         if value.weight is not None:
-            raise MethodError(
+            raise PrivacyError(
                 f"{who} weights {name!r}, so that clients would need noise of different size; set "
                 "method.weighting=uniform, or no privacy."
             )

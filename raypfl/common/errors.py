@@ -22,6 +22,10 @@ class MethodError(RaypflError, ValueError):
     """A method's code uses raypfl in a wrong way."""
 
 
+class PrivacyError(MethodError):
+    """A method needs what the privacy settings do not let it have."""
+
+
 class CheckpointError(RaypflError):
     """A checkpoint is missing, damaged, or belongs to another experiment."""
 

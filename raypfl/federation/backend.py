@@ -60,7 +60,7 @@ def failure(error: Exception) -> Failed:
             "batches out, or choose a network without batch norm."
         )
     elif isinstance(error, MethodError):
-        error = MethodError(with_location(error))
+        error = type(error)(with_location(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common import rng
-from raypfl.common.errors import ClientError, EmptyCohort, MethodError
+from raypfl.common.errors import ClientError, EmptyCohort, MethodError, PrivacyError
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
 from raypfl.common.user_code import where_defined
 from raypfl.federation.aggregation import ReplyAggregator
@@ -115,8 +115,8 @@ class Cohort(Log, ServerTraining):
         self._refuse_empty()
         pairs = [(p, c) for p, c in enumerate(self.ids) if self.present[p]]
         if self._runner.privacy.secure_aggregation and len(pairs) == 1:
-            raise MethodError(
-                f"The cohort of round {self.round} is client {pairs[0][1]} alone, whose message is the sum: "
+            raise PrivacyError(
+                f"The cohort of round {self.round} is one client alone, whose message is the sum: "
                 "privacy.secure_aggregation needs two clients or more in every cohort."
             )
         observers, exchange = self._runner.observers if self.phase == "training" else (), self.exchange

@@ -31,11 +31,11 @@ from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.objectives import KINDS, OBJECTIVES
-from raypfl.privacy.accounting import refuse_without_accountant
 from raypfl.runs.autotune import choose, refuse_channels_last
 from raypfl.runs.folders import new_folder
 from raypfl.runs.gpu_share import with_numbers
 from raypfl.runs.pretraining import with_pretrained
+from raypfl.runs.protection import refuse_unprotected
 from raypfl.runs.result import (
     METADATA,
     RECIPE,
@@ -186,20 +186,10 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
         )
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     experiment.method.check(model)
-    _refuse_unprotected(experiment, model)
+    refuse_unprotected(experiment, data, model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(model, experiment.training, data)
     return model
-
-
-def _refuse_unprotected(experiment: Experiment, model: FlatModel) -> None:
-    refuse_without_accountant(experiment.privacy)
-    if experiment.privacy.noise is not None and model.mixes_rows:
-        raise ConfigError(
-            f"privacy.noise is {experiment.privacy.noise}, but batch norm in {experiment.model.name} mixes the samples "
-            "of a batch, so that the part of one cannot be bounded. Choose group norm (norm: group) or a network "
-            "without batch norm, or freeze what has it."
-        )
 
 
 def _refuse_without_models(method: Method) -> None:

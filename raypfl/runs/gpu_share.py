@@ -12,31 +12,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from raypfl.backends.actor_pools import reserved, room_for, share_of
 from raypfl.backends.cluster import nodes_of
-from raypfl.backends.inline import Inline
-from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.config import Experiment
 from raypfl.config.settings import ActorPool
 from raypfl.data import ClientData, FederatedData
-from raypfl.federation.cohort import Cohort
-from raypfl.federation.ledger import Ledger
 from raypfl.federation.schedule import cohort_size
-from raypfl.server.evaluator import Evaluator
+from raypfl.runs.rehearsal import Rehearsal
 from raypfl.server.events import Listener, Progress
-from raypfl.server.setup import (
-    groups_for,
-    make_context,
-    make_runner,
-    make_task,
-    num_groups,
-    pools_of_server,
-)
-from raypfl.storage.states import StateTable
+from raypfl.server.setup import groups_for, num_groups
 
 if TYPE_CHECKING:
     from raypfl.backends.shipment import Shipment
@@ -113,52 +100,20 @@ def bytes_needed(experiment: Experiment, data: ClientData, device: torch.device,
     ------
     torch.OutOfMemoryError : if a group of `PROBED` clients does not fit.
     """
+    experiment = experiment.override(["privacy.secure_aggregation=false"])  # masks need a second client, and no memory
     trained = data.num_clients - len(data.unseen)
     cohort = min(cohort_size(experiment.cohort, trained), trained)
     largest = {
-        _Trial.train: max(groups_for(experiment, cohort)),
-        _Trial.evaluate: max(groups_for(experiment, trained, evaluation=True)),
+        Rehearsal.train: max(groups_for(experiment, cohort)),
+        Rehearsal.evaluate: max(groups_for(experiment, trained, evaluation=True)),
     }
     needed = 0.0
     for work, group in largest.items():
         sizes = sorted({min(size, group) for size in PROBED})
-        peaks = [memory.peak(partial(work, _Trial(experiment, data, device, size))) for size in sizes]
+        peaks = [memory.peak(partial(work, Rehearsal(experiment, data, device, size))) for size in sizes]
         fixed, each = line(sizes, peaks)
         needed = max(needed, fixed + each * group)
     return memory.context() + needed
-
-
-class _Trial:
-    """A round of one step and an evaluation, of the clients with most samples, all in one group."""
-
-    def __init__(self, experiment: Experiment, data: ClientData, device: torch.device, size: int):
-        changes = [f"engine.group_size={size}", "training.steps=1", "failures.loss_limit=.inf"]
-        self._experiment = experiment = experiment.override(changes)
-        self._task = task = make_task(experiment, data, device)
-        context = make_context(experiment, data, task, gpus=0.0)  # without room for the data
-        pools = pools_of_server(experiment, data, task)
-        backend = Inline(Worker(context, experiment.method), threads=experiment.engine.threads)
-        self._runner = make_runner(
-            experiment, task, pools, backend, StateTable(), Ledger(), lambda event: None, lambda text: None
-        )
-        self._server = experiment.method.start(task)
-
-    def train(self) -> None:
-        """A round."""
-        cohort = Cohort(self._runner, self._largest(self._task.num_samples), (), 1, self._experiment.training.lr)
-        self._experiment.method.round(self._server, cohort)
-        self._runner.states.commit()
-
-    def evaluate(self) -> None:
-        """The protocols, except for those of unseen clients, which are tested in the same way."""
-        protocols = [protocol for protocol in self._experiment.evaluation.protocols if protocol != "unseen"]
-        clients = list(self._largest(self._task.num_test_samples))
-        Evaluator(self._experiment, self._runner).evaluated(self._server, 1, clients, protocols, unseen=False)
-
-    def _largest(self, samples: np.ndarray) -> tuple[int, ...]:
-        size, unseen = self._experiment.engine.group_size, set(self._task.unseen.tolist())
-        ranked = [c for c in np.argsort(-samples, kind="stable").tolist() if c not in unseen]
-        return tuple(sorted(ranked[:size]))
 
 
 def with_numbers(ray: Any, experiment: Experiment, data: ClientData, emit: Listener) -> Experiment:
