@@ -1,13 +1,11 @@
-"""The documentation is true: its code runs, its links lead somewhere, and what it names exists."""
+"""The documentation is true: its code does what it says, its links lead somewhere, and what it names exists."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
-import shlex
-from itertools import pairwise
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,22 +13,14 @@ import pyarrow.compute as pc
 import pytest
 
 import raypfl
-from raypfl.commands.cli import app
 from raypfl.config.reference import SETTINGS, markdown
 from raypfl.methods import METHODS, Local
-from raypfl.recipes import settings_of
-from tests.mlflow_support import with_database
+from tests.pages import PAGES, ROOT, blocks, write_files
 from tests.support import Federation
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "cluster").glob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.py"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """A page's code blocks in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+ELSEWHERE = re.compile(r"://|^\.\./\.\./actions/")  # the latter: GitHub's, of the repository that shows the page
 
 
 def test_the_readmes_experiment_is_two_methods_from_two_seeds():
@@ -54,13 +44,16 @@ def test_the_experiment_for_those_who_come_from_elsewhere_is_two_methods_from_th
 
 @pytest.fixture
 def my_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module that a reader of docs/write_a_method.md has, in a folder that a reader would have it in."""
-    (source,) = blocks("docs/write_a_method.md", "python")
-    (tmp_path / "my_methods.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "my_methods", raising=False)
-    return importlib.import_module("my_methods")
+    """The module that a reader of docs/write_a_method.md has, in the folder that a reader works in."""
+    return saved("my_methods", tmp_path, monkeypatch)
+
+
+def saved(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    write_files(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
 
 
 def two_rounds(**changes) -> raypfl.Result:
@@ -90,10 +83,7 @@ def test_the_method_of_the_guide_is_local_training_if_nothing_is_shared(my_metho
 
 
 def test_the_network_of_the_guide_learns_whole_or_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (source,) = blocks("docs/own_network.md", "python")
-    (tmp_path / "my_networks.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    saved("my_networks", tmp_path, monkeypatch)
     model = {"name": "my_networks:SmallCNN", "width": 4, "dropout": 0.1}
     for method in ("fedavg", {"name": "fedper", "personal": "head"}):
         losses = two_rounds(model=model, method=method).rounds["loss"].to_pylist()
@@ -108,23 +98,8 @@ def test_clients_have_exactly_the_members_that_the_guide_documents():
     assert named == {name for name in dir(Federation().clients()) if not name.startswith("_")}
 
 
-def test_the_rules_of_the_guide_to_optimizers_train(tmp_path, monkeypatch):
-    (source,) = blocks("docs/optimizers.md", "python")
-    (tmp_path / "my_rules.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    rules = importlib.import_module("my_rules")
-    clients = Federation().clients()
-    begun = clients.evaluate(clients.initial, "train")["loss"].sum()
-    for rule in (rules.Lion(), rules.Private(norm=0.5, noise=0.01)):
-        trained = clients.sgd(clients.loss, clients.initial, optimizer=rule, lr=0.02, epochs=5)
-        assert clients.evaluate(trained, "train")["loss"].sum() < begun
-
-
 def test_the_million_clients_of_the_guide_to_data_are_learnt_from_and_a_thousand_are_tested(tmp_path, monkeypatch):
-    (source,) = blocks("docs/data.md", "python")
-    (tmp_path / "my_clients.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    saved("my_clients", tmp_path, monkeypatch)
     described = raypfl.Experiment(
         data="my_clients:Sensors",
         rounds=4,
@@ -137,69 +112,12 @@ def test_the_million_clients_of_the_guide_to_data_are_learnt_from_and_a_thousand
     assert losses[-1] < losses[0] - 0.1 and result.evaluations.num_rows == 1000
 
 
-def test_the_clients_of_the_last_round_are_told_from_the_others_as_the_page_on_fednh_says(capsys):
-    (snippet,) = [code for code in blocks("docs/fednh.md", "python") if "cohort" in code]
-    result = two_rounds(method="fednh")
-    names = {"result": result, "pc": pc}
-    exec(compile(snippet, "docs/fednh.md", "exec"), names)
-    last = [row for row in result.evaluations.to_pylist() if row["round"] == 2 and row["model"] == "personal"]
-    cohort = result.rounds["cohort"].to_pylist()[-1]
-    expected = [row["accuracy"] for row in last if row["client"] in cohort and row["protocol"] == "local"]
-    assert names["active"].filter(pc.field("protocol") == "local")["accuracy"].to_pylist() == expected
-    assert 0 < len(expected) < len({row["client"] for row in last}) and "accuracy_mean" in capsys.readouterr().out
-
-
-def test_the_scale_of_fednh_is_read_as_the_page_says(capsys):
-    (snippet,) = [code for code in blocks("docs/fednh.md", "python") if "scale" in code]
-    result = two_rounds(method="fednh", checkpoint={"every": 1, "keep": 2})
-    names = {"result": result, "raypfl": raypfl}
-    exec(compile(snippet, "docs/fednh.md", "exec"), names)
-    assert list(names["scale"].values()) == [result.global_model()[-1].item()] and "scale" in capsys.readouterr().out
-    assert [round for round, _ in names["by_round"]] == [1, 2] and names["by_round"][-1][1] in names["scale"].values()
-    assert 0 < abs(names["by_round"][-1][1] - 30) < 5  # it was trained
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
-    (snippet,) = [code for code in blocks("README.md", "python") if code.startswith("import raypfl")]
-    monkeypatch.chdir(tmp_path)
-    exec(compile(snippet, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert "local  personal" in printed and "torch.Size([9610])" in printed
-
-
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # inside MLflow and torch
-def test_the_guide_to_trackings_python_runs(tmp_path, mlflow_database, monkeypatch, capsys):
-    import mlflow
-
-    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(with_database(tmp_path / "runs", mlflow_database).parent)
-    code = "".join(blocks("docs/tracking.md", "python"))
-    try:
-        exec(compile(code, "docs/tracking.md", "exec"), {})
-    finally:
-        mlflow.set_tracking_uri(None)  # the page sets it for the whole process
-    printed = capsys.readouterr().out
-    assert printed.count("torch.Size([5, 10])") == 3 and "tags.seed" in printed
-
-
 def test_the_readmes_method_is_the_packages():
     (shown,) = [code for code in blocks("README.md", "python") if "class " in code]
     package = ast.parse((ROOT / "raypfl/methods/personal_models/ditto.py").read_text())
     ours = next(node for node in package.body if isinstance(node, ast.ClassDef))
     ours.decorator_list, ours.body = [], ours.body[1:]  # but for its registration and docstring
     assert ast.dump(ast.parse(shown).body[-1]) == ast.dump(ours)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_class_on_a_page_can_be_made_of_what_the_page_imports(page, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    for i, code in enumerate(code for code in blocks(str(page), "python") if "class " in code):
-        name = f"shown_{page.stem}_{i}"
-        (tmp_path / f"{name}.py").write_text(code)
-        assert [one for one in vars(importlib.import_module(name)).values() if getattr(one, "__module__", "") == name]
 
 
 def test_every_method_has_a_row_and_an_example_that_an_experiment_takes():
@@ -212,32 +130,9 @@ def test_every_method_has_a_row_and_an_example_that_an_experiment_takes():
     assert named == {"resnet18", "vit_s_16"}
 
 
-def commands() -> list[str]:
-    """The commands of raypfl in blocks on pages that name no language."""
-    pages = (re.split(r"^```(\w*)\n", page.read_text(), flags=re.MULTILINE) for page in PAGES)
-    shown = [block for page in pages for language, block in zip(page[1::4], page[2::4], strict=True) if not language]
-    lines = [line for block in shown for line in block.replace("\\\n", " ").splitlines()]
-    return sorted({line for line in lines if line.startswith("raypfl ")})
-
-
-@pytest.mark.parametrize("line", commands())
-def test_a_command_of_a_page_exists_and_its_settings_make_experiments(line: str):
-    words = [word for word in shlex.split(line, comments=True)[1:] if not re.match("submit$|data$", word)]
-    assert words[0] in {
-        "--version",
-        *(str(one.callback.__name__).strip("_") for one in app.registered_commands),
-        "show",
-    }
-    if words[0] not in ("run", "show", "pretrain") or re.search(r"\bmy_\w+:|\.yaml\b", line):  # a file of the reader's
-        return
-    changes = [word for word in words if "=" in word and word[0] != "-"]
-    named = [word for before, word in pairwise(words) if not re.search("=|^-", word) and before[:2] != "--"]
-    assert raypfl.config.experiments(settings_of(*(named or ["digits"])), changes)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_relative_link_leads_to_a_file(page):
-    targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
+    targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if not ELSEWHERE.search(link)]
     files = [(page.parent / target).resolve() for target in targets if target]
     assert not [file for file in files if not file.exists() and file.with_suffix(".py") not in TUTORIALS]
 

@@ -12,7 +12,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.common.registry import Registry
 from raypfl.methods import METHODS, FedAvg, Local
-from tests.test_docs import blocks
+from tests.pages import blocks
 
 SOURCE = """
 from raypfl.methods import FedAvg, Local

@@ -135,6 +135,8 @@ def test_the_picture_is_drawn_for_those_who_ask_for_it_and_have_a_global_model(r
     assert latent_picture.shown([unasked]) == []
     alone = SimpleNamespace(server_state=dict, experiment=run.experiment.replace(method="local"))
     assert latent_picture.shown([alone]) == []
+    with pytest.raises(ConfigError, match=r"tracking\.latent=true"):
+        latent_picture.draw([alone, unasked], tmp_path / "none.png")
 
 
 def test_in_many_dimensions_directions_are_projected_and_fedrods_prototypes_are_its_generic_head(tmp_path):

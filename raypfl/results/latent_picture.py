@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 
+from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.models.flat import FlatModel
 from raypfl.results.compared import RunGroup, group_runs, setting
@@ -111,9 +112,18 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     In more, directions are projected onto the plane in which the classes' mean directions differ most at the end;
     stars are prototypes, with lines that follow them from the start.
 
-    It returns the path, whose folder must exist; at least one of the results must be shown.
+    It returns the path, whose folder must exist.
+
+    Raises
+    ------
+    ConfigError : if none of the results is shown.
     """
     rows = [(one, latent_of(one.results[0])) for one in shown(results)]
+    if not rows:
+        raise ConfigError(
+            "None of these runs has a latent space to draw: give one with tracking.latent=true, of a method with a "
+            "global model."
+        )
     columns = max(len(latent.columns) for _, latent in rows)
     with png(path, (columns + 1.35) * _INCHES, len(rows) * (_INCHES + 0.25) + 1.1) as figure:
         grid = figure.subplots(len(rows), columns + 1, squeeze=False)
