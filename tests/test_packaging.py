@@ -23,6 +23,12 @@ def test_the_workflow_is_the_script_of_the_repository_on_every_python_that_is_su
     assert [supported[0], supported[-1]] == [bootstrap.dotted(bootstrap.OLDEST), bootstrap.dotted(bootstrap.NEWEST)]
 
 
+def test_the_badges_say_which_pythons_and_which_licence():
+    supported = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    python, licence = ((ROOT / f"docs/images/badge-{name}.svg").read_text() for name in ("python", "licence"))
+    assert f">{' | '.join(supported)}<" in python and f">{PROJECT['license']}<" in licence
+
+
 def test_the_version_is_the_one_to_cite():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
 

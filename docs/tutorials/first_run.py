@@ -37,7 +37,7 @@ except raypfl.RaypflError as error:
 # %%
 longer = experiment.override(["rounds=60", "training.lr=0.05"])
 print(longer.rounds, longer.training.lr, experiment.rounds)
-print(experiment.to_yaml()[:300])
+print(*experiment.to_yaml().splitlines()[:8], "...", sep="\n")
 
 # %% [markdown]
 # ## The result

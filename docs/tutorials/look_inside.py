@@ -93,7 +93,7 @@ class Printed(FedAvg):
 
 
 changes = ["rounds=1", "cohort.size=3", "evaluation.every=0", "engine.executor=sequential"]
-raypfl.run(experiment.replace(method=Printed()).override(changes))
+printed = raypfl.run(experiment.replace(method=Printed()).override(changes))
 
 # %% [markdown]
 # A mistake in a method ends the run, with your lines and the client:
