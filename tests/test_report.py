@@ -270,6 +270,19 @@ def test_one_run_makes_a_page(results, tmp_path):
     assert "±" not in told and "Other seeds" not in told
 
 
+def test_only_models_that_there_are_have_a_line_in_the_key(results, whole, tmp_path):
+    learning, effort = (section(page(results[:1], tmp_path), name) for name in ("learning", "effort"))
+    assert "by round. global model." in text(learning) and "own test data. global model." in text(effort)
+    assert "personal models, global model" in text(section(whole, "learning"))
+
+
+def test_a_single_evaluation_is_in_the_middle_of_whole_rounds(results):
+    last = results[0].evaluations.filter(pc.field("round") == results[0].round)
+    drawing = curves(group_runs([replace(results[0], evaluations=last)]), "local", "round")
+    words = [text(one) for one in ElementTree.fromstring(drawing.svg).iter() if one.tag.endswith("text")]
+    assert words[: words.index("round")] == [str(results[0].round + step) for step in (-1, 0, 1)]
+
+
 def test_runs_that_sent_nothing_make_a_page(results, tmp_path):
     told = text(page(results[4:], tmp_path))
     assert "Nothing was sent: clients trained alone." in told

@@ -16,7 +16,7 @@ from raypfl.report.svg import FAINT, drawn, paint
 from raypfl.report.tables import listed, protocol_name
 from raypfl.results import client_data
 from raypfl.results.compared import RunGroup
-from raypfl.results.drawing import Curves, draw_clients, draw_curves, scale
+from raypfl.results.drawing import Curves, draw_clients, draw_curves, scale, scale_rounds
 from raypfl.results.numbers import (
     Axis,
     Curve,
@@ -58,8 +58,9 @@ def curves(compared: Sequence[RunGroup], protocol: str, against: Axis, wide: boo
         for (i, _), curve in unsent.items():
             axes.axhline(curve.mean[-1], **paint(i), linestyle=(0, (1, 2)), linewidth=1.6)
         scale(axes.yaxis)
-        scale(axes.xaxis, integer=against == "round")
-        axes.set_xlim(0)
+        if any(len(curve.x) > 1 for curve in found.values()):
+            axes.set_xlim(0)
+        (scale_rounds(axes) if against == "round" else scale(axes.xaxis))
         axes.set(xlabel=_AXIS[against], ylabel=unit.label)
 
     ends = [
@@ -99,7 +100,7 @@ def _by_round(
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         draw_curves(axes, compared, {(i, "personal"): curve for i, curve in found.items()}, paint)
-        scale(axes.xaxis, integer=True)
+        scale_rounds(axes)
         scale(axes.yaxis)
         axes.set(xlabel="round", ylabel=what.removeprefix("training "))
         if min(curve.low.min() for curve in found.values()) > 0:

@@ -25,6 +25,7 @@ from raypfl.results import client_data
 from raypfl.results.compared import COLOURS, RunGroup, data_setting, group_runs, mark, shared_setting
 from raypfl.results.epsilons import epsilons, sentence
 from raypfl.results.numbers import prediction_traffic
+from raypfl.results.table import MODELS
 from raypfl.results.units import Unit, capital
 from raypfl.runs.result import Result
 
@@ -111,6 +112,7 @@ def _part(compared: list[RunGroup], suffix: str) -> dict[str, Any]:
         "compared": compared,
         "several_seeds": any(len(one.results) > 1 for one in compared),
         "headings": headings,
+        "models": [model for model in MODELS if any(one.scores(main, model) for one in compared)],
         "unit": compared[0].unit,
         "capital": capital,
         "metrics": _other_metrics(compared[0].measures, headings),

@@ -77,8 +77,16 @@ def png(path: str | Path, width: float, height: float, padding: float = 0.08) ->
 
 def scale(axis: Any, ticks: int = 7, integer: bool = False) -> None:
     """Round numbers at about so many ticks."""
-    axis.set_major_locator(MaxNLocator(ticks, steps=_STEPS, integer=integer))
+    axis.set_major_locator(MaxNLocator(ticks, steps=_STEPS, integer=integer, min_n_ticks=1))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}".replace("-", "−")))
+
+
+def scale_rounds(axes: Axes) -> None:
+    """Mark whole rounds on the horizontal axis, on which a single one is in the middle."""
+    low, high = axes.get_xlim()
+    if high - low < 1:
+        axes.set_xlim(low - 1, high + 1)
+    scale(axes.xaxis, integer=True)
 
 
 def line(model: str, turn: int = 0, turns: int = 1) -> dict[str, Any]:
@@ -169,10 +177,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
         draw_curves(left, compared, found, _paint)
         left.set(title=f"{what} over rounds{'' if tested_once else ', mean over clients'}", xlabel="round")
         left.set_ylabel(f"{unit.phrase} on {tested}{' (%)' if unit.sign else ''}")
-        low, high = left.get_xlim()
-        if high - low < 1:  # a single round, around which fractions of rounds would be marked
-            left.set_xlim(low - 1, high + 1)
-        scale(left.xaxis, integer=True)
+        scale_rounds(left)
         scale(left.yaxis)
         once = all(len(curve.x) == 1 for curve in found.values())
         lines = [
