@@ -19,6 +19,7 @@ from raypfl.display import outcome
 from raypfl.display.console import LiveView, LogView, RunLine, View, lines_for, minutes, view
 from raypfl.evaluation import summarise
 from raypfl.federation.ledger import LEDGER
+from raypfl.recipes import settings_of
 from raypfl.results.compared import group_runs, labels, lettered_settings, setting
 from raypfl.results.drawing import draw
 from raypfl.results.units import over_seeds
@@ -163,16 +164,28 @@ def test_runs_of_other_settings_are_told_by_the_one_that_differs_or_by_a_letter(
     assert labels([*runs, faster]) == [*names, "ditto lam=0.1 training.lr=0.5"]
     longer = faster.override(["rounds=4"])
     assert labels([*runs, faster, longer]) == [
-        "fedavg · settings A",
-        "ditto lam=0.1 · settings A",
-        "ditto lam=1.0 · settings A",
-        "ditto lam=0.1 · settings B",
-        "ditto lam=0.1 · settings C",
+        *("fedavg", "ditto lam=0.1", "ditto lam=1.0"),
+        "ditto lam=0.1 training.lr=0.5",
+        "ditto lam=0.1 rounds=4 training.lr=0.5",
     ]
     searched = [faster.override([f"rounds={n}", f"training.lr={n}"]) for n in range(1, 29)]
     assert labels(searched)[:2] == ["ditto rounds=1 training.lr=1.0", "ditto rounds=2 training.lr=2.0"]
     many = [one.override([f"training.weight_decay={one.rounds}"]) for one in searched]
     assert labels(many)[25:] == ["ditto · settings Z", "ditto · settings AA", "ditto · settings AB"]
+
+
+def test_runs_of_one_label_have_the_same_settings():
+    networks = [{"name": "mlp", "hidden": [8]}, *({"name": "vit_s_16", "depth": depth} for depth in (1, 2))]
+    runs = [Experiment(method="ditto", model=network) for network in networks]
+    assert labels([Experiment(), *runs])[1:] == ["ditto · settings B", "ditto · settings C", "ditto · settings D"]
+    assert len(set(labels(runs))) == 3
+
+
+def test_labels_say_what_differs_and_name_no_file_that_follows_from_it():
+    runs = experiments(settings_of("lora-digits"))
+    pretrained = [one.override([f"model.weights=/cache/{one.model.lora}.safetensors"]) for one in runs]
+    assert labels(pretrained) == ["fedavg", "partial", "fedper", "fedavg model.lora=0 training.lr=0.02"]
+    assert "weights" not in setting(pretrained[0], {})
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_contender():

@@ -14,6 +14,7 @@ from raypfl.config.settings import ModelSettings
 from raypfl.datasets.population import is_described
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.results.units import Unit
+from raypfl.runs.identity import deciding, is_in
 from raypfl.runs.result import Result
 
 COLOURS = (
@@ -24,10 +25,9 @@ COLOURS = (
 
 _MARKS = ("", "●", "■", "▲", "◆", "▼")
 
-# Settings that do not change a result, or only by rounding.
 _NETWORK = {field.name: field.default for field in fields(ModelSettings) if field.name != "name"}
-_NO_EFFECT = ("name", "seed", "output", "engine", "ray", "checkpoint", "tracking", "method")
-_NO_EFFECT_KEYS = ("data.root", "data.download", "data.cache", "training.channels_last")
+_BY_ROUNDING = ("engine", "training.channels_last")
+_SHOWN_APART = ("method", "seed", "data.root")
 
 _LONGEST = 45
 """Characters of a method's own settings in a label; more become a letter."""
@@ -99,9 +99,9 @@ def group_runs(results: Sequence[Result]) -> list[RunGroup]:
 def labels(experiments: Sequence[Experiment]) -> list[str]:
     """A short name for each experiment: its method, with the options in which runs of this method differ.
 
-    Where experiments also differ in one other setting, every label shows its value; where in several, a letter stands
-    for them: ``ditto lam=0.1 · settings B``. If each method was given settings of its own, its label shows those that
-    differ from the first method's; labels of runs of one method show all that differ.
+    Where experiments also differ in one other setting, every label shows its value; where in several, those that differ
+    from the first experiment's, and labels of runs of one method show all that differ. If that is long, a letter stands
+    for them: ``ditto lam=0.1 · settings B``.
     """
     return [f"{name}{suffix}" for name, suffix in zip(*_names_and_settings(experiments), strict=True)]
 
@@ -169,6 +169,8 @@ def _network(experiment: Experiment) -> dict[str, Any]:
     """The model's name, and its settings that are not at their default."""
     model = settings(experiment)["model"]
     network = {key: value for key, value in model.items() if value != _NETWORK.get(key)}
+    if "pretrain" in network:
+        network.pop("weights", None)  # a file that follows from the other settings
     return network | ({"weights": Path(network["weights"]).name} if "weights" in network else {})
 
 
@@ -201,9 +203,14 @@ def _names_and_settings(experiments: Sequence[Experiment]) -> tuple[list[str], l
 
 
 def _deciding(experiment: Experiment) -> dict[str, Any]:
-    """The settings, other than method and seed, that decide a result."""
-    parts = {key: value for key, value in settings(experiment).items() if key not in _NO_EFFECT}
-    return {key: value for key, value in flatten(parts).items() if key not in _NO_EFFECT_KEYS}
+    """The settings, other than method and seed, that decide a result up to rounding."""
+    apart = [*_BY_ROUNDING, *_SHOWN_APART]
+    if experiment.model.pretrain is not None:
+        apart.append("model.weights")  # a file that follows from the other settings
+    if is_described(experiment.data):
+        apart.append("partition")
+    found = flatten(deciding(experiment))
+    return {key: value for key, value in found.items() if not any(is_in(key, one) for one in apart)}
 
 
 def _suffixes(names: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[str]:
@@ -212,13 +219,14 @@ def _suffixes(names: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[
     of_name = dict(zip(names, settings, strict=True))
     one_each = len(of_name) > 1 and all(of_name[name] == one for name, one in zip(names, settings, strict=True))
     searched = len({name.split()[0] for name in names}) == 1  # the first one's values are as much its own as others'
-    if one_each or (searched and len(differing) > 1):
-        own = [_own(one, {} if searched else settings[0], differing) for one in settings]
-        named = ["".join(f" {key}={value}" for key, value in mine.items()) for mine in own]
-        if max(map(len, named)) <= _LONGEST:
-            return named
-    elif len(differing) < 2:
+    if len(differing) < 2 and not one_each:
         return ["".join(f" {key}={one.get(key)}" for key in differing) for one in settings]
+    own = [_own(one, {} if searched else settings[0], differing) for one in settings]
+    named = ["".join(f" {key}={value}" for key, value in mine.items()) for mine in own]
+    meant: dict[tuple[str, str], dict[str, Any]] = {}
+    pairs = zip(zip(names, named, strict=True), settings, strict=True)
+    if max(map(len, named)) <= _LONGEST and all(meant.setdefault(label, one) == one for label, one in pairs):
+        return named
     kinds: list[dict[str, Any]] = []
     for one in settings:
         kinds += [one] if one not in kinds else []

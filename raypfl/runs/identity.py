@@ -11,7 +11,8 @@ from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
 
 _NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
-_MAY_MOVE = ("ray", "checkpoint.every", "checkpoint.keep", "tracking", "engine.backend", "data.cache", "data.download")
+_STAYS = ("name", "output", "checkpoint.location")
+"""Where a run is: no change of it continues the run."""
 
 
 def deciding(experiment: Experiment) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def differences(asked: Experiment, begun: Experiment) -> list[str]:
     return [
         key
         for key in {**wanted, **there}
-        if wanted.get(key) != there.get(key) and not any(_is_in(key, one) for one in settled)
+        if wanted.get(key) != there.get(key) and not any(is_in(key, one) for one in settled)
     ]
 
 
@@ -61,12 +62,12 @@ def refuse_another(folder: Path, asked: Experiment, begun: Experiment) -> None:
 def moved(asked: Experiment, begun: Experiment) -> list[str]:
     """Assignments with which a started run continues as requested now, with the same result."""
     wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
+    kept = {*flatten(deciding(asked)), *_STAYS}
     return [
-        f"{key}={json.dumps(value)}"
-        for key, value in wanted.items()
-        if value != there.get(key) and any(_is_in(key, one) for one in _MAY_MOVE)
+        f"{key}={json.dumps(value)}" for key, value in wanted.items() if value != there.get(key) and key not in kept
     ]
 
 
-def _is_in(key: str, section: str) -> bool:
+def is_in(key: str, section: str) -> bool:
+    """Whether a dotted key is this section's, or is it."""
     return f"{key}.".startswith(f"{section}.")
