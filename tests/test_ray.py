@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,18 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "SENTENCE No Ray cluster can be reached at '127.0.0.1:1'" in done.stdout
+
+
+def test_a_cluster_that_asks_for_a_token_is_a_sentence_that_says_where_to_put_it(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray looks for a token there
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        words = ["run", f"ray.address=127.0.0.1:{cluster.getsockname()[1]}", "tracking.mlflow=false"]
+        words += [f"output={tmp_path / 'runs'}", "method=fedavg"]
+        done = subprocess.run([sys.executable, "-m", "raypfl", *words], capture_output=True, text=True)
+    assert done.returncode == 2 and "asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in done.stderr
+    assert "or RAY_AUTH_TOKEN" in done.stderr and "propagated" not in done.stderr
 
 
 def test_events_end_with_the_end(tmp_path):

@@ -103,16 +103,26 @@ def _attached(ray: Any, address: str) -> Iterator[None]:
             try:
                 _knock(address)
                 ray.init(address=address, runtime_env={"py_modules": modules} if modules else None, **QUIET)
+            except ray.exceptions.AuthenticationError as error:
+                raise token_error(f" at {address}", error) from error
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise ConfigError(
-                    f"No Ray cluster can be reached at {address!r}: {str(error).splitlines()[0]} Is it running, and "
-                    "has this machine its token (RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH)? Without ray.address, a local "
-                    "one is started."
+                    f"No Ray cluster can be reached at {address!r}: {str(error).splitlines()[0]} Is it running? "
+                    "Without ray.address, a local one is started."
                 ) from error
         yield
     finally:
         with undisturbed():
             ray.shutdown()
+
+
+def token_error(where: str, error: Exception) -> ConfigError:
+    """Of a cluster (`where` it is: `` at ADDRESS``) that asks for a token, or refuses the one that it was given."""
+    refused = "refuses this token" if str(error).startswith("Authentication failed") else "asks for a token"
+    return ConfigError(
+        f"The cluster{where} {refused}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file (mode 600) with the "
+        "token that its nodes were started with, or RAY_AUTH_TOKEN to the token itself."
+    )
 
 
 def _knock(address: str) -> None:

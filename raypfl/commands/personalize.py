@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raypfl.common.errors import ConfigError
+from raypfl.common.packages import not_installed
 from raypfl.common.stopping import interrupting
 from raypfl.methods import METHODS
 from raypfl.results.units import Unit
@@ -64,7 +65,7 @@ def serve(run: Path, host: str, port: int, replicas: int, megabytes: float, samp
     try:
         from raypfl.trained import service
     except ImportError as error:
-        raise ConfigError(f"raypfl serve needs Ray Serve: pip install 'raypfl[serve]'. ({error})") from error
+        raise not_installed(f"raypfl serve needs Ray Serve ({error})", "ray[serve]", "serve") from error
     given = os.environ.get(TOKEN)
     if given is not None and len(given) < LEAST:
         raise ConfigError(f"${TOKEN} has {len(given)} characters; a token needs {LEAST} or more, or leave it unset.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -80,6 +81,10 @@ class Registry:
         """First line of the entry's docstring."""
         return (inspect.getdoc(self.get(name)) or "").partition("\n")[0]
 
+    @property
+    def _families(self) -> list[str]:
+        return [name.removesuffix(":NAME") for name in self._entries if name.endswith(":NAME")]
+
     def _installed(self) -> EntryPoints:
         return _entry_points(self.group, tuple(sys.path))
 
@@ -102,6 +107,9 @@ class Registry:
             imported = importlib.import_module(module)
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+                if near := difflib.get_close_matches(module, self._families):
+                    meant = f"{near[0]}:{attribute}"
+                    raise ConfigError(f"There is no {self.kind} called {path!r}; did you mean {meant!r}?") from None
                 raise ConfigError(
                     f"The {self.kind} {path!r} cannot be imported: {error}. "
                     f"Is the module's folder on PYTHONPATH, or the current folder?"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from raypfl.backends.cluster import token_error
 from raypfl.common.errors import ConfigError, RaypflError
 
 if TYPE_CHECKING:
@@ -56,11 +57,7 @@ def sentences(address: str = "") -> Iterator[None]:
     try:
         yield
     except ray.exceptions.AuthenticationError as error:
-        refused = "refuses this token" if str(error).startswith("Authentication failed") else "asks for a token"
-        raise ConfigError(
-            f"The cluster{where} {refused}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file (mode 600) with "
-            "the token that its nodes were started with."
-        ) from error
+        raise token_error(where, error) from error
     except (requests.RequestException, ConnectionError, ray.exceptions.RayError) as error:
         raise Unreachable(
             f"No Ray job server answers{where}. Is the cluster running, with its dashboard, and can its port (8265, "

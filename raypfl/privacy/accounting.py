@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raypfl.common.errors import ConfigError
+from raypfl.common.packages import not_installed
 from raypfl.privacy.settings import PrivacySettings
 from raypfl.privacy.spending import SPENDING, Spending
 
@@ -26,9 +26,7 @@ Mechanism = tuple[float, float]
 def refuse_without_accountant(settings: PrivacySettings) -> None:
     """Raise a ConfigError if epsilons are to be computed and Opacus is not installed."""
     if settings.noise and find_spec("opacus") is None:
-        raise ConfigError(
-            "privacy.noise is set, but Opacus, which computes epsilon, is not installed: pip install 'raypfl[privacy]'"
-        )
+        raise not_installed("privacy.noise is set", "opacus", "privacy")
 
 
 def epsilon(steps: Mapping[Mechanism, int], delta: float) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.common.packages import not_installed
 from raypfl.datasets.base import DATASETS
 from raypfl.datasets.readers.parquet import Parquet
 
@@ -70,9 +71,7 @@ class HuggingFace(Parquet):
         try:
             from huggingface_hub import snapshot_download
         except ImportError:
-            raise ConfigError(
-                f"data is {self.config.name!r}, but huggingface_hub is not installed: pip install 'raypfl[hf]'"
-            ) from None
+            raise not_installed(f"data is {self.config.name!r}", "huggingface_hub", "hf") from None
         cache = Path(self.config.root).expanduser() if self.config.root else None
         where: dict[str, Any] = {"repo_type": "dataset", "revision": "refs/convert/parquet", "cache_dir": cache}
         return Path(str(snapshot_download(self._name, **where, **options)))

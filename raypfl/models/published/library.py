@@ -7,15 +7,15 @@ from collections.abc import Collection
 from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.packages import not_installed
 
 
-def library(module: str, where: str) -> Any:
-    """The module, or a ConfigError that says `where` it is asked for and how it is installed."""
+def library(module: str, where: str, extra: str = "") -> Any:
+    """The module, or a ConfigError that says `where` it is asked for and how (by which `extra`) it is installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
-        package = module.partition(".")[0]
-        raise ConfigError(f"{where}, but {package} is not installed: pip install {package}") from None
+        raise not_installed(where, module.partition(".")[0], extra) from None
 
 
 def require(sentence: str, name: str, known: Collection[str]) -> None:

@@ -32,7 +32,7 @@ def torchvision_network(member: str) -> Callable[..., nn.Module]:
 @MODELS.register("timm:NAME")
 def timm_network(member: str) -> Callable[..., nn.Module]:
     """Any network of timm, such as timm:vit_tiny_patch16_224, and the options of timm.create_model."""
-    timm = library("timm", f"model is 'timm:{member}'")
+    timm = library("timm", f"model is 'timm:{member}'", "timm")
     require(f"timm has no network {member!r}", member, timm.list_models())
 
     def network(input_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:

@@ -23,7 +23,7 @@ def published_weights(name: str, source: str) -> Mapping[str, Tensor]:
 
 
 def _from_timm(name: str, source: str) -> Mapping[str, Tensor]:
-    timm = library("timm", f"model.weights is {source!r}")
+    timm = library("timm", f"model.weights is {source!r}", "timm")
     known = [tagged.partition(".")[2] for tagged in timm.list_pretrained(f"{name}.*")]
     require(f"timm has no weights {source!r} for {name}", source, known)
     try:
