@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from raypfl.config import Experiment
 from raypfl.server.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
+from raypfl.server.server import checkpoints_of
 from raypfl.tracking.connection import tracking_uri
 from raypfl.tracking.listener import MLflowListener
 
@@ -22,11 +23,22 @@ def with_database(folder: Path, made: Path) -> Path:
 
 
 def events(
-    folder: Path, rounds: range = range(1, 4), status: str = "finished", name: str = "digits-ditto", **settings: Any
+    folder: Path,
+    rounds: range = range(1, 4),
+    status: str = "finished",
+    name: str = "digits-ditto",
+    location: str | None = None,
+    **settings: Any,
 ) -> list[Event]:
-    """Those of a run of Ditto; `settings` : of tracking."""
+    """Those of a run of Ditto; `location` : of its checkpoints. `settings` : of tracking."""
     tracking = {"system_metrics": False, "models_mb": 0, **settings}
-    experiment = Experiment(rounds=rounds.stop - 1, method="ditto", tracking=tracking, output=str(folder))
+    experiment = Experiment(
+        rounds=rounds.stop - 1,
+        method="ditto",
+        tracking=tracking,
+        output=str(folder),
+        checkpoint={"location": location},
+    )
     run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
     score = {"accuracy": 0.5, "std": 0.1, "worst_decile": 0.2, "weighted": 0.6, "loss": 1.5}
@@ -36,7 +48,8 @@ def events(
         sent = {"bytes_up_total": 10 * round, "bytes_down_total": 20 * round}
         happened.append(RoundFinished(round, 1.0 / round, 0.1, 10, 20, clients=5, dropped=0, failed=0, **sent))
     happened.append(Evaluated(rounds.stop - 1, [{"protocol": "local", "model": "personal", **score}]))
-    happened.append(Checkpointed(rounds.stop - 1, f"{run_dir}/checkpoints/000001-round-3"))
+    saved = f"{checkpoints_of(experiment, str(run_dir))}/000001-round-3"
+    happened.append(Checkpointed(rounds.stop - 1, saved))
     tables = {"rounds": pa.table({"round": [1]})}
     happened.append(RunFinished(status, rounds.stop - 1, "abc", "a client's loss is NaN", tables))  # type: ignore[arg-type]
     return happened

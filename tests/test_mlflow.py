@@ -106,6 +106,19 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(folder: Path) -> None:
     assert (run.data.params["rounds"], run.data.tags["resumed.rounds"]) == ("3", "5")
 
 
+def test_a_run_that_goes_on_in_a_folder_of_another_machine_goes_on_in_its_mlflow_run(folder: Path) -> None:
+    for location in ("s3://it's/runs", "s3://it-s/runs"):
+        record(events(folder, range(1, 4), status="stopped", location=location))
+        (folder / "digits-ditto" / "mlflow_run_id").unlink()
+    assert record(events(folder, range(4, 6), location="s3://it's/runs")) == []
+    first, second = runs_of(folder)
+    assert (first.info.status, second.info.status) == ("FINISHED", "KILLED")
+    assert (folder / "digits-ditto" / "mlflow_run_id").read_text() == first.info.run_id
+    (folder / "digits-ditto" / "mlflow_run_id").unlink()
+    record(events(folder, location="s3://it's/runs"))  # begins again, so it is another run
+    assert len(runs_of(folder)) == 3
+
+
 def test_a_resumed_run_whose_mlflow_run_is_gone_gets_a_new_one(folder: Path) -> None:
     happened = events(folder)
     (folder / "digits-ditto" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef")

@@ -19,6 +19,7 @@ from raypfl.analyses.base import folder_of
 from raypfl.common.files import write
 from raypfl.federation.logged import ANALYSIS
 from raypfl.server.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
+from raypfl.server.server import checkpoints_of
 from raypfl.tracking import entries
 from raypfl.tracking.connection import (
     RUN_ID_FILE,
@@ -160,7 +161,7 @@ class RunRecord:
         """Start the MLflow run or, if the run is resumed, continue the one that it has."""
         mlflow = quiet_mlflow()
         client = mlflow.MlflowClient(self._uri)
-        known = known_run(client, Path(self.run_dir, RUN_ID_FILE))
+        known = known_run(client, Path(self.run_dir, RUN_ID_FILE)) or self._begun_elsewhere(client)
         run = known or self._new_run(client)
         self.run_id, self.experiment_id = run.info.run_id, run.info.experiment_id
         client.update_run(self.run_id, status="RUNNING")
@@ -177,6 +178,20 @@ class RunRecord:
         if self._started.experiment.tracking.system_metrics and self._monitor is None:
             self._monitor = _monitor(self.run_id, self._uri, bool(known))
         return client
+
+    def _begun_elsewhere(self, client: MlflowClient) -> Any:
+        """The run whose checkpoints this one continues from in a folder that is new; None: there is none."""
+        experiment = self._started.experiment
+        if not self._started.first_round or experiment.checkpoint.location is None:
+            return None
+        home = experiment_id(client, experiment, self._uri)
+        place = f"{checkpoints_of(experiment, self.run_dir)}/"
+        pattern = place.replace("'", "_")  # which stands for any character
+        for run in client.search_runs([home], f"tags.checkpoint LIKE '{pattern}%'"):
+            if run.data.tags["checkpoint"].startswith(place):
+                write(Path(self.run_dir, RUN_ID_FILE), run.info.run_id)
+                return run
+        return None
 
     def _new_run(self, client: MlflowClient) -> Any:
         from mlflow.entities import Dataset, DatasetInput
