@@ -167,9 +167,9 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_sentence(output):
     assert refused.exit_code == 2 and "cannot be made" in refused.stderr
 
 
-def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_one():
+def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_two():
     result = raypfl("resume", "nowhere")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "nowhere is not the folder of a run" in result.stderr
 
 

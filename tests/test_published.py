@@ -17,6 +17,7 @@ from raypfl.common.errors import ConfigError, DataError
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.weights import Pretrained
 from tests import datasets
+from tests.runs import experiment
 
 TIMM = {"name": "timm:vit_tiny_patch16_224", "img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1}
 
@@ -46,6 +47,7 @@ def test_a_network_of_timm_is_trained(tmp_path: Path):
     [
         ("timm:vit_tinny_patch16_224", "timm has no network 'vit_tinny.*did you mean 'vit_tiny_patch16_224'"),
         ("torchvision:resnet81", "torchvision has no network 'resnet81'; did you mean 'resnet18'"),
+        ("torchvison:resnet18", "There is no model called 'torchvison:resnet18'; did you mean 'torchvision:resnet18'"),
     ],
 )
 def test_a_name_that_is_not_there_is_refused_with_the_nearest(model: str, sentence: str):
@@ -60,7 +62,7 @@ def test_grey_images_are_refused_by_torchvisions_networks_before_the_run():
 
 def test_without_timm_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"model is 'timm:resnet18', but timm is not installed: pip install timm"):
+    with pytest.raises(ConfigError, match=r"'timm:resnet18', but timm is not installed: pip install 'raypfl\[timm\]'"):
         raypfl.Experiment(model="timm:resnet18")
 
 
@@ -126,6 +128,10 @@ def test_a_data_set_of_the_hub_that_is_not_in_the_cache_is_downloaded_only_if_as
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(DataError, match=r"ada/digits could not be downloaded .*no route to host\). Is there a network"):
         opened("hf:ada/digits", download=True)
+    described = experiment(tmp_path, data__name="hf:ada/digits", data__download=True)
+    with pytest.raises(DataError, match="could not be downloaded"):
+        raypfl.run(described)
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_names_that_the_hub_cannot_have_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from raypfl.common.errors import ConfigError, RaypflError, Stopped, did_you_mean
+from raypfl.common.errors import ConfigError, RaypflError, Refused, Stopped, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.common.version import __version__
 
@@ -53,7 +53,7 @@ class _Sentences(TyperGroup):
             raise typer.Exit(STOPPED) from None
         except RaypflError as error:
             _print_error(str(error), "red")
-            raise typer.Exit(WRONG if isinstance(error, ConfigError) else FAILED) from None
+            raise typer.Exit(WRONG if isinstance(error, Refused) else FAILED) from None
 
 
 app = typer.Typer(

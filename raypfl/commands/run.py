@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Stopped, Unwritable
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Refused, Stopped, Unwritable
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.config import Experiment
 from raypfl.display import outcome
@@ -113,7 +113,7 @@ def run_experiments(
         work, forget = _Work(folder, {folder: planned[0]}, tried, tags), partial(forget_unbegun, folder)
     try:
         _carry_out(replace(work, command=command), quiet, as_json)
-    except ConfigError:
+    except Refused:
         forget()
         raise
 
@@ -178,7 +178,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
                         raise KeyboardInterrupt
         except KeyboardInterrupt:  # also before the first round, between two runs, or a second one
             raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
-        except ConfigError:
+        except Refused:
             raise
         except RaypflError as error:
             if not results and not work.has_begun:

@@ -10,11 +10,15 @@ class RaypflError(Exception):
     """Base of the errors that raypfl raises; the message is written for the person who can fix it."""
 
 
-class ConfigError(RaypflError):
+class Refused(RaypflError):
+    """Settings or data do not allow what is asked for: a command exits with 2, where other failures end it with 1."""
+
+
+class ConfigError(Refused):
     """An experiment asks for something that does not exist, or contradicts itself."""
 
 
-class DataError(RaypflError):
+class DataError(Refused):
     """A data set cannot be read, or cannot be partitioned, as described."""
 
 
@@ -28,6 +32,10 @@ class PrivacyError(MethodError):
 
 class CheckpointError(RaypflError):
     """A checkpoint is missing, damaged, or belongs to another experiment."""
+
+
+class NoRun(CheckpointError, Refused):
+    """A folder that is named has no run, or none of the kind that is needed."""
 
 
 class Unwritable(RaypflError):

@@ -20,7 +20,7 @@ from raypfl.backends.cluster import client_actors, connected, for_server, has_di
 from raypfl.backends.inline import Inline
 from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
-from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Stopped, Unwritable, did_you_mean
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Refused, Stopped, Unwritable, did_you_mean
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
@@ -90,7 +90,7 @@ def run(
     write_description(folder, experiment)
     try:
         return _run(experiment, folder, listeners, lockstep)
-    except ConfigError:
+    except Refused:
         forget_unbegun(folder)
         raise
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from raypfl.common.errors import CheckpointError, ConfigError
+from raypfl.common.errors import ConfigError, NoRun
 from raypfl.common.files import draft, write
 from raypfl.config import Experiment
 from raypfl.evaluation import summarise
@@ -39,13 +39,13 @@ def description(run_dir: str | Path) -> Experiment:
 
     Raises
     ------
-    CheckpointError : if it is not the folder of a run.
+    NoRun : if it is not the folder of a run.
     """
     file = Path(run_dir, RECIPE)
     if not file.exists():
         inside = sorted(str(one.parent) for one in Path(run_dir).glob(f"*/{RECIPE}"))
         where = f"Runs are in {', '.join(inside)}" if inside else "Runs are in the folder `output` names"
-        raise CheckpointError(f"{run_dir} is not the folder of a run: it has no {RECIPE}. {where}.")
+        raise NoRun(f"{run_dir} is not the folder of a run: it has no {RECIPE}. {where}.")
     return Experiment.from_yaml(file)
 
 
@@ -163,11 +163,9 @@ class Result:
         """Read a result from a run's folder."""
         folder = Path(run_dir)
         if not folder.exists():
-            raise CheckpointError(f"There is no folder {folder}. Runs are in the folder that `output` names.")
+            raise NoRun(f"There is no folder {folder}. Runs are in the folder that `output` names.")
         if not all((folder / name).exists() for name in (SUMMARY, METADATA)):
-            raise CheckpointError(
-                f"{folder} has no finished run; `raypfl resume {folder}` finishes an interrupted one."
-            )
+            raise NoRun(f"{folder} has no finished run; `raypfl resume {folder}` finishes an interrupted one.")
         end = json.loads((folder / SUMMARY).read_text())
         return cls(
             experiment=description(folder),

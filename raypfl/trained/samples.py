@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
             if not {"x", "y"} <= there:
                 raise DataError(f"{file} has {', '.join(sorted(there)) or 'no arrays'}; it needs arrays x and y.")
             return arrays["x"], arrays["y"]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise DataError(f"{file} cannot be read as a .npz file: {error}") from error
 
 
