@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import pickle
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+WRITERS = {"f0001_41": [0, 10, 36, 61], "f0002_07": [1, 1, 2]}
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -129,3 +132,16 @@ def cut_short(path: Path, by: int = 100) -> Path:
     """A file without its last bytes."""
     path.write_bytes(path.read_bytes()[:-by])
     return path
+
+
+def leaf_images(labels: list[int]) -> list[list[float]]:
+    """White pages of FEMNIST with as many dark pixels as the label says."""
+    return [[0.2] * label + [1.0] * (784 - label) for label in labels]
+
+
+def leaf(file: Path, writers: dict[str, list[int]] = WRITERS, **changes: Any) -> None:
+    """A file of LEAF's FEMNIST, with the labels of each writer; or with other entries, `changes`."""
+    data = {name: {"x": leaf_images(labels), "y": labels} for name, labels in writers.items()}
+    content = {"users": list(writers), "num_samples": [len(y) for y in writers.values()], "user_data": data}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content | changes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,9 @@ from PIL import Image
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.natural import ByColumn
+from tests.datasets import WRITERS, leaf, leaf_images
 
-WRITERS = {"f0001_41": [0, 10, 36, 61], "f0002_07": [1, 1, 2]}
 Opened = Callable[..., Any]
-
-
-def images(labels: list[int]) -> list[list[float]]:
-    """White pages with as many dark pixels as the label says."""
-    return [[0.2] * label + [1.0] * (784 - label) for label in labels]
-
-
-def leaf(file: Path, writers: dict[str, list[int]] = WRITERS, **changes: Any) -> None:
-    data = {name: {"x": images(labels), "y": labels} for name, labels in writers.items()}
-    content = {"users": list(writers), "num_samples": [len(y) for y in writers.values()], "user_data": data}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content | changes))
 
 
 def test_femnist_is_read_by_writer(tmp_path: Path, opened: Opened):
@@ -66,12 +53,15 @@ def test_leafs_train_and_test_folders_are_the_published_split(tmp_path: Path, op
         ({"user_data": {"f0001_41": {"x": [[0.5], [0.5, 1]], "y": [1, 2]}}}, "rows of different lengths"),
         ({"user_data": {"f0001_41": {"x": [["a"] * 784], "y": [1]}}}, "values that are no numbers"),
         (
-            {"user_data": {"f0001_41": {"x": images([1, 2]), "y": [1]}}},
+            {"user_data": {"f0001_41": {"x": leaf_images([1, 2]), "y": [1]}}},
             r"has 2 images, but labels \[1\]: writer 'f0001",
         ),
         ({"user_data": {"f0001_41": {"x": [[255] * 784], "y": [1]}}}, r"Image 0 of .* has the value 255.0; LEAF's are"),
         ({"user_data": {"f0001_41": {"x": [[None] * 784], "y": [1]}}}, "value nan"),
-        ({"user_data": {"f0001_41": {"x": images([1]), "y": [62]}}}, "Image 0 of .* has label 62, but there are 62"),
+        (
+            {"user_data": {"f0001_41": {"x": leaf_images([1]), "y": [62]}}},
+            "Image 0 of .* has label 62, but there are 62",
+        ),
     ],
 )
 def test_a_damaged_file_of_leafs_is_refused_with_the_writer(
