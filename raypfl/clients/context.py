@@ -16,6 +16,7 @@ from torch import Tensor
 from raypfl.common import rng
 from raypfl.common.messages import unmarked
 from raypfl.evaluation.measures import Measures
+from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.models.extras import Extras
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
@@ -71,7 +72,7 @@ class Context:
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
     networks: Mapping[str, FlatModel] = field(default_factory=dict)
     loss_limit: float = 1e6
-    evaluation_batch: int = 512
+    evaluation_batch: int = EvaluationSettings.batch_size
     scale: float = 255.0
     room: float = ROOM
     unseen: frozenset[int] = frozenset()

@@ -28,7 +28,7 @@ class EvaluationSettings:
     every: int = 5
     at_start: bool = False
     protocols: tuple[str, ...] = ("local", "global")
-    batch_size: int = 512
+    batch_size: int = 256
     metrics: tuple[Any, ...] = ()
     metric: str | None = None
     mode: Literal["auto", "max", "min"] = "auto"
