@@ -293,6 +293,8 @@ def test_what_is_suggested_keeps_what_was_changed():
     text = printed(lambda console: show(console, comparison(), {}, tried))
     same = "raypfl run mine.yaml 'data.root=/d/my images'"
     assert f"{same} 'methods=[fedavg,ditto]' method.lam=2 partition.alpha=0.1 seeds=3\n" in text
+    skewed = [replace(one, experiment=one.experiment.override(["partition.alpha=0.1"])) for one in comparison()]
+    assert "raypfl run digits seeds=3\n" in printed(lambda console: show(console, skewed, {}, ["digits"]))
 
 
 def test_the_last_words_tell_where_everything_is_and_what_to_try():

@@ -198,7 +198,8 @@ def _spent(group: RunGroup) -> dict[str, float]:
 
 def _suggestions(experiment: Experiment, tried: Sequence[str], folder: Path, command: str) -> list[str]:
     """Commands that could come next."""
-    skewed = ["partition.alpha=0.1"] if "alpha" in settings(experiment).get("partition", {}) else []
+    more_skew = settings(experiment).get("partition", {}).get("alpha", 0.1) != 0.1
+    skewed = ["partition.alpha=0.1"] if more_skew else []
     changes = [change for change in [*skewed, "seeds=3"] if change not in tried]
     return [
         shlex.join(["raypfl", "report", str(folder)]),
