@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ import hypothesis
 import pytest
 import torch
 
+from raypfl.common.stopping import ASKING
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script starts what is in the background with it ignored,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this one
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
@@ -24,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """No test, and nothing that it calls, may leave another handler of the signals that ask a run to stop."""
+    before = [signal.getsignal(number) for number in ASKING]
+    yield
+    assert [signal.getsignal(number) for number in ASKING] == before
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,6 +14,7 @@ from typing import Any
 from raypfl.backends.cluster import client_actors, connected, for_client, for_server, in_one_process, on_this_node
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
+from raypfl.common.stopping import handlers_kept
 from raypfl.config import Experiment
 from raypfl.config.settings import RaySettings
 from raypfl.config.yaml_text import write as as_yaml
@@ -76,7 +77,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
     show : is called with all trials that there are, whenever one has changed.
     """
     _keep_description(sweep, folder)
-    with connected(first.ray) as ray, _events(ray, hear) as events:
+    with connected(first.ray) as ray, _events(ray, hear) as events, handlers_kept():  # Tune leaves its own for SIGINT
         from ray import tune
 
         from raypfl.tuning.log import TrialLog
