@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import raypfl
-from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.errors import ConfigError
 from raypfl.datasets import RawData
 from raypfl.display.console import RunLine
 from raypfl.methods import FedAvg
@@ -111,13 +111,10 @@ def test_outputs_that_the_usual_loss_does_not_take_are_trained_the_plain_way_and
 
 
 def test_a_mistake_in_a_network_is_told_as_it_is_whatever_the_settings(tmp_path):
-    said = "'Mistaken' object has no attribute 'tail'"
-    with pytest.raises(AttributeError, match=said):
-        raypfl.run(described(tmp_path, Mistaken))
-    for layout in ("true", "false"):
-        settled = {"engine__executor": "sequential", "training__channels_last": layout}
-        with pytest.raises(RaypflError, match=f"AttributeError: {said}"):
-            raypfl.run(described(tmp_path / layout, Mistaken, **settled))
+    settled = [{"engine__executor": "sequential", "training__channels_last": layout} for layout in ("true", "false")]
+    for changes in ({}, *settled):
+        with pytest.raises(ConfigError, match="AttributeError: 'Mistaken' object has no attribute 'tail'"):
+            raypfl.run(described(tmp_path, Mistaken, **changes))
 
 
 @pytest.mark.parametrize("work", ["sgd", "grad", "map"])

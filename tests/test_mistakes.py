@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import raypfl
 from raypfl import Experiment
@@ -150,6 +151,22 @@ def test_a_module_that_is_not_there_is_asked_for():
 def test_a_network_that_cannot_be_built_is_refused_in_a_sentence(model: object, reason: str):
     with pytest.raises(ConfigError, match=rf"^model is .*, which cannot be built with input_shape=.*{reason}"):
         driver.check([Experiment(model=model)])
+
+
+class Misfit(torch.nn.Module):
+    """Takes eight numbers a sample, whatever it is given."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int):
+        super().__init__()
+        self.head = torch.nn.Linear(8, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.flatten(1))
+
+
+def test_a_network_that_does_not_fit_the_data_is_refused_with_its_line_before_anything_runs():
+    with pytest.raises(ConfigError, match=r"'digits', whose shape is \(1, 8, 8\): RuntimeError: (?s:.*)self.head\(x"):
+        driver.check([Experiment(model=f"{__name__}:Misfit")])
 
 
 def test_a_methods_class_stands_for_the_method_with_its_defaults():

@@ -20,6 +20,7 @@ from raypfl.runs.driver import run
 from raypfl.tuning.search import check, search
 from raypfl.tuning.spaces import chosen, shown, spaces_of
 from raypfl.tuning.sweep import load
+from raypfl.tuning.trial import Trial
 from tests.command import raypfl
 
 ROOT = Path(__file__).parents[1]
@@ -185,6 +186,20 @@ def test_the_mean_over_seeds_counts(tmp_path: Path):
     assert [one.experiment.seed for one in runs] == [0, 1]
     values = [next(row["accuracy"] for row in one.summary() if row["protocol"] == "val") for one in runs]
     assert trial.values == {"accuracy/val": pytest.approx(sum(values) / 2)}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sweep_that_is_interrupted_leaves_its_trials_unfinished_and_goes_on(tmp_path: Path):
+    sweep = load(small(trials=2), [f"output={tmp_path}", "rounds=40"])
+    asked = []
+
+    def interrupt(trials: list[Trial]) -> None:
+        if not asked and any(trial.round > 0 for trial in trials):
+            asked.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert not any(trial.has_ended for trial in search(sweep, *check(sweep), tmp_path / "sweep", silent, interrupt))
+    assert {trial.status for trial in search(sweep, *check(sweep), tmp_path / "sweep", silent, silent)} == {"finished"}
 
 
 def test_a_sweep_that_is_killed_goes_on_with_what_it_had_below_one_mlflow_run(tmp_path: Path, mlflow_database: Path):

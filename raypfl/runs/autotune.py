@@ -17,6 +17,7 @@ from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context, FallbackWarning
 from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import ConfigError
+from raypfl.common.user_code import with_location
 from raypfl.config import Experiment
 from raypfl.data import ClientData
 from raypfl.federation.schedule import cohort_size
@@ -119,6 +120,15 @@ def rule(parameters: int, work: int, group: int) -> tuple[str, str]:
     if group < SMALLEST_GROUP:
         return "sequential", f"groups of fewer than {SMALLEST_GROUP} clients"
     return "vectorised", f"a small network: {parameters:,} parameters, {work:,} multiplications a step"
+
+
+def refuse_misfit(experiment: Experiment, model: FlatModel, data: ClientData) -> None:
+    """Raise a ConfigError if the network fails for samples of the data's shape."""
+    if (error := _raised(model, experiment.training, data, channels_last=False)) is not None:
+        raise ConfigError(
+            f"model is {experiment.model.name!r}, which fails for samples of {experiment.data.name!r}, whose shape is "
+            f"{tuple(data.input_shape)}: {type(error).__name__}: {with_location(error)}"
+        ) from error
 
 
 def refuse_channels_last(model: FlatModel, training: TrainingSettings, data: ClientData) -> None:

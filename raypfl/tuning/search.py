@@ -112,7 +112,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
                         verbose=0,
                     ),
                 )
-            trials = _trials(tuner.fit(), sweep, names)
+            trials = _trials(tuner.fit(), tune.ExperimentAnalysis(path), sweep, names)
     for trial in trials:
         if trial.status == "stopped":
             close(run_folder(sweep, folder, trial.name, 0), partial(hear, trial.name, 0))
@@ -273,17 +273,21 @@ def _quiet_tune() -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _trials(results: Any, sweep: Sweep, names: list[str]) -> list[Trial]:
-    """All trials, in order, with what Tune says of their ends; one without an end was interrupted."""
-    found = []
+def _trials(results: Any, saved: Any, sweep: Sweep, names: list[str]) -> list[Trial]:
+    """All trials, in order, with what Tune says of their ends; one without an end was interrupted.
+
+    Tune says of interrupted trials, too, that they are terminated, except in the state that it `saved` before.
+    """
+    found, statuses = [], {trial.trial_id: trial.status for trial in saved.trials}
     for result in results._experiment_analysis.trials:
         name = name_of(result.trial_id)
         last = result.last_result or {}
         values = {metric: last[metric] for metric in names if metric in last}
         trial = Trial(name, dict(result.config), round=int(last.get("round", 0)), values=values)
-        if result.status == "ERROR":
+        status = statuses[result.trial_id]
+        if status == "ERROR":
             trial.status, trial.error = "failed", _sentence(result)
-        elif result.status == "TERMINATED":
+        elif status == "TERMINATED":
             trial.status = end_of(sweep, trial)
         else:
             trial.status = "waiting"
