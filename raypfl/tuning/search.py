@@ -107,7 +107,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
                     run_config=tune.RunConfig(
                         name=TUNE,
                         storage_path=str(folder),
-                        failure_config=tune.FailureConfig(max_failures=1),
+                        failure_config=tune.FailureConfig(max_failures=3),  # a node that dies may cost several
                         callbacks=[log],
                         verbose=0,
                     ),
