@@ -107,7 +107,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
                     run_config=tune.RunConfig(
                         name=TUNE,
                         storage_path=str(folder),
-                        failure_config=tune.FailureConfig(max_failures=3),  # a node that dies may cost several
+                        failure_config=tune.FailureConfig(max_failures=1),
                         callbacks=[log],
                         verbose=0,
                     ),
