@@ -87,11 +87,14 @@ class KillsEveryActor(Marked):
 
 
 class KillsItsServer(Marked):
-    """The server's process dies after the clients of round 5 have trained, once."""
+    """The server's process dies after the clients of a round have trained, the first so many times."""
+
+    at: int = 5
+    times: int = 1
 
     def round(self, server, cohort):
         super().round(server, cohort)
-        if cohort.round == 5 and self.once("server"):
+        if cohort.round == self.at and any(self.once(f"server-{k}") for k in range(self.times)):
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -168,6 +168,18 @@ def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_pat
     assert result.weights_hash == inline.weights_hash
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trial_goes_on_after_tune_gave_it_up_because_its_process_died(tmp_path: Path):
+    dies_twice = {"name": "tests.federated_methods:KillsItsServer", "marks": str(tmp_path), "at": 3, "times": 2}
+    given = small(experiment={**SMALL["experiment"], "method": dies_twice}, trials=1)
+    sweep = load(given, [f"output={tmp_path}", "checkpoint.every=1"])
+    (trial,) = search(sweep, *check(sweep), tmp_path / "dies", silent, silent)
+    assert (trial.status, trial.error) == ("finished", "")
+    trained = Result.load(tmp_path / "dies/trials/00000")
+    alone = run(trained.experiment.override(["tracking.mlflow=false"]), run_dir=tmp_path / "alone")
+    assert trained.weights_hash == alone.weights_hash
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):

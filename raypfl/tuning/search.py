@@ -34,6 +34,12 @@ TUNE = "tune"
 POLL = 0.2
 """Seconds between looks at the events of running trials."""
 
+RESTARTS = 3
+"""How often Tune starts again for trials that it gave up when their processes died.
+
+It does so at the second of two calls that fail with one process, so that a node's death can end a trial at once.
+"""
+
 
 Hear = Callable[[str, int, Event], None]
 Show = Callable[[list[Trial]], None]
@@ -92,27 +98,33 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
         )
         space = {one.name: _domain(tune, one) for one in sweep.spaces}
         path = str(folder / TUNE)
-        with _quiet_tune():
-            tuner: Any
+
+        def tuner() -> Any:
             if tune.Tuner.can_restore(path):
-                tuner = tune.Tuner.restore(
+                going_on: Any = tune.Tuner.restore(
                     path, trainable, resume_unfinished=True, resume_errored=True, param_space=space
                 )
-                tuner._local_tuner._run_config.callbacks = [log]
-            else:
-                tuner = tune.Tuner(
-                    trainable,
-                    param_space=space,
-                    tune_config=_tune_config(tune, sweep, first, names, modes, at_once),
-                    run_config=tune.RunConfig(
-                        name=TUNE,
-                        storage_path=str(folder),
-                        failure_config=tune.FailureConfig(max_failures=1),
-                        callbacks=[log],
-                        verbose=0,
-                    ),
-                )
-            trials = _trials(tuner.fit(), tune.ExperimentAnalysis(path), sweep, names)
+                going_on._local_tuner._run_config.callbacks = [log]
+                return going_on
+            return tune.Tuner(
+                trainable,
+                param_space=space,
+                tune_config=_tune_config(tune, sweep, first, names, modes, at_once),
+                run_config=tune.RunConfig(
+                    name=TUNE,
+                    storage_path=str(folder),
+                    failure_config=tune.FailureConfig(max_failures=1),
+                    callbacks=[log],
+                    verbose=0,
+                ),
+            )
+
+        with _quiet_tune():
+            for _ in range(1 + RESTARTS):
+                ends = tuner().fit()._experiment_analysis.trials
+                trials = _trials(ends, tune.ExperimentAnalysis(path).trials, sweep, names)
+                if not _processes_died(ray, ends) or not all(trial.has_ended for trial in trials):
+                    break
     for trial in trials:
         if trial.status == "stopped":
             close(run_folder(sweep, folder, trial.name, 0), partial(hear, trial.name, 0))
@@ -273,30 +285,33 @@ def _quiet_tune() -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _trials(results: Any, saved: Any, sweep: Sweep, names: list[str]) -> list[Trial]:
-    """All trials, in order, with what Tune says of their ends; one without an end was interrupted.
+def _processes_died(ray: Any, ends: list[Any]) -> bool:
+    """Whether a trial of Tune failed because its process died."""
+    errors = [trial.get_pickled_error() for trial in ends if trial.status == "ERROR"]
+    return any(isinstance(error, ray.exceptions.RayActorError) for error in errors)
 
-    Tune says of interrupted trials, too, that they are terminated, except in the state that it `saved` before.
+
+def _trials(ends: list[Any], saved: list[Any], sweep: Sweep, names: list[str]) -> list[Trial]:
+    """All trials, in order, with what Tune says of their `ends`; one without an end was interrupted.
+
+    Tune says of interrupted trials, too, that they are terminated, except in the state that it `saved` before. That
+    can lack the failure of a trial whose process had died already.
     """
-    found, statuses = [], {trial.trial_id: trial.status for trial in saved.trials}
-    for result in results._experiment_analysis.trials:
-        name = name_of(result.trial_id)
-        last = result.last_result or {}
+    found, statuses = [], {trial.trial_id: trial.status for trial in saved}
+    for end in ends:
+        last = end.last_result or {}
         values = {metric: last[metric] for metric in names if metric in last}
-        trial = Trial(name, dict(result.config), round=int(last.get("round", 0)), values=values)
-        status = statuses[result.trial_id]
-        if status == "ERROR":
-            trial.status, trial.error = "failed", _sentence(result)
-        elif status == "TERMINATED":
+        trial = Trial(name_of(end.trial_id), dict(end.config), round=int(last.get("round", 0)), values=values)
+        if end.status == "ERROR":
+            trial.status, trial.error = "failed", _sentence(end)
+        elif statuses[end.trial_id] == "TERMINATED":
             trial.status = end_of(sweep, trial)
-        else:
-            trial.status = "waiting"
         found.append(trial)
     return sorted(found, key=lambda one: one.name)
 
 
-def _sentence(result: Any) -> str:
+def _sentence(end: Any) -> str:
     """Why a trial failed, without the traceback."""
-    file = result.error_file
+    file = end.error_file
     lines = Path(file).read_text().strip().splitlines() if file and Path(file).exists() else []
     return lines[-1].rpartition("Error: ")[2] if lines else "its process died"
