@@ -173,8 +173,13 @@ def test_a_trial_goes_on_after_tune_gave_it_up_because_its_process_died(tmp_path
     dies_twice = {"name": "tests.federated_methods:KillsItsServer", "marks": str(tmp_path), "at": 3, "times": 2}
     given = small(experiment={**SMALL["experiment"], "method": dies_twice}, trials=1)
     sweep = load(given, [f"output={tmp_path}", "checkpoint.every=1"])
-    (trial,) = search(sweep, *check(sweep), tmp_path / "dies", silent, silent)
-    assert (trial.status, trial.error) == ("finished", "")
+    shown: set[str] = set()
+
+    def show(trials: list[Trial]) -> None:
+        shown.update(trial.status for trial in trials)
+
+    (trial,) = search(sweep, *check(sweep), tmp_path / "dies", silent, show)
+    assert (trial.status, trial.error) == ("finished", "") and shown == {"running", "waiting", "finished"}
     trained = Result.load(tmp_path / "dies/trials/00000")
     alone = run(trained.experiment.override(["tracking.mlflow=false"]), run_dir=tmp_path / "alone")
     assert trained.weights_hash == alone.weights_hash

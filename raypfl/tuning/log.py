@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from ray import tune
+from ray import cloudpickle, tune
+from ray.exceptions import RayActorError
 
 from raypfl.tuning.sweep import Sweep
 from raypfl.tuning.trial import Trial, end_of, name_of
+
+
+def has_died(trial: Any) -> bool:
+    """Whether a trial of Tune failed because its process died."""
+    file = trial.pickled_error_file
+    return (
+        trial.status == "ERROR" and bool(file) and isinstance(cloudpickle.loads(Path(file).read_bytes()), RayActorError)
+    )
 
 
 class TrialLog(tune.Callback):
@@ -46,4 +56,4 @@ class TrialLog(tune.Callback):
         self._changed(trial, end_of(self._sweep, self._known(trial)))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._changed(trial, "failed")
+        self._changed(trial, "waiting" if has_died(trial) else "failed")

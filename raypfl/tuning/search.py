@@ -86,7 +86,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
     with connected(first.ray) as ray, _events(ray, hear) as events, handlers_kept():  # Tune leaves its own for SIGINT
         from ray import tune
 
-        from raypfl.tuning.log import TrialLog
+        from raypfl.tuning.log import TrialLog, has_died
 
         make_room(ray)
         at_once = _at_once(ray, first.ray, sweep.trials)
@@ -123,7 +123,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
             for _ in range(1 + RESTARTS):
                 ends = tuner().fit()._experiment_analysis.trials
                 trials = _trials(ends, tune.ExperimentAnalysis(path).trials, sweep, names)
-                if not _processes_died(ray, ends) or not all(trial.has_ended for trial in trials):
+                if not any(map(has_died, ends)) or not all(trial.has_ended for trial in trials):
                     break
     for trial in trials:
         if trial.status == "stopped":
@@ -283,12 +283,6 @@ def _quiet_tune() -> Iterator[None]:
         log.setLevel(level)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _processes_died(ray: Any, ends: list[Any]) -> bool:
-    """Whether a trial of Tune failed because its process died."""
-    errors = [trial.get_pickled_error() for trial in ends if trial.status == "ERROR"]
-    return any(isinstance(error, ray.exceptions.RayActorError) for error in errors)
 
 
 def _trials(ends: list[Any], saved: list[Any], sweep: Sweep, names: list[str]) -> list[Trial]:
