@@ -87,7 +87,10 @@ class ClientGroup:
 
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
         """One client's objective on a batch, at parameters `p`."""
-        return self.context.objective.loss(self.model(p, batch.x), batch)
+        outputs = self.model(p, batch.x)
+        if isinstance(outputs, Tensor) and (wrong := self.context.measures.misfit(outputs)):
+            raise MethodError(f"clients.loss does not take what the network gives: it {wrong}")
+        return self.context.objective.loss(outputs, batch)
 
     def split(self, name: str) -> list[np.ndarray]:
         """Numbers of the samples in each client's split, ``int64[n]`` per client."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
+
+from torch import Tensor
 
 from raypfl.objectives import Classification, Metric, Objective
 
@@ -45,6 +48,18 @@ class Measures:
     def columns(self) -> tuple[str, ...]:
         """Columns of the evaluations table with values of a model."""
         return tuple(dict.fromkeys(("samples", *self.objective.columns, *self.metrics)))
+
+    def misfit(self, outputs: Any) -> str:
+        """What is wrong with a network that returns these outputs for a batch, as a sentence's end; empty: nothing."""
+        if not isinstance(outputs, Tensor):
+            return f"returns a {type(outputs).__name__}; in evaluation it must return a tensor [samples, ...]."
+        if self.objective.takes(shape := tuple(outputs.shape[1:]), self.targets):
+            return ""
+        return (
+            f"returns outputs of shape {shape} for a sample, which do not suit the targets ({self.objective.targets}: "
+            f"{self.targets}). Its last layer must have as many outputs as the num_classes that it is called with, "
+            f"{self.objective.outputs(self.targets)}."
+        )
 
     def always(self, name: str) -> bool:
         """Whether a metric has a value for every tested model."""

@@ -152,6 +152,10 @@ class Objective(Component):
         """The number of outputs of the network, given the number of classes, labels, target numbers or tokens."""
         return targets
 
+    def takes(self, shape: tuple[int, ...], targets: int) -> bool:
+        """Whether a sample's outputs may have this shape, given the number as in :meth:`outputs`; by default any."""
+        return True
+
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample, ``[..., b]``, from outputs and targets ``[..., b, ...]``."""
         raise NotImplementedError(f"{type(self).__name__} is not complete: define losses(self, outputs, targets).")

@@ -101,6 +101,9 @@ class Classification(Objective):
     columns: ClassVar[tuple[str, ...]] = COLUMNS
     weighs: ClassVar[bool] = True
 
+    def takes(self, shape: tuple[int, ...], targets: int) -> bool:
+        return len(shape) == 1 and shape[0] >= self.outputs(targets)
+
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # Under vmap F.cross_entropy is decomposed in Python, which is slower.
         return -F.log_softmax(outputs, dim=-1).gather(-1, targets[..., None]).squeeze(-1)

@@ -81,6 +81,9 @@ class MultiLabel(Objective):
     columns: ClassVar[tuple[str, ...]] = COLUMNS
     weighs: ClassVar[bool] = True
 
+    def takes(self, shape: tuple[int, ...], targets: int) -> bool:
+        return shape == (self.outputs(targets),)
+
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (F.softplus(outputs) - targets.to(outputs.dtype) * outputs).mean(-1)
 

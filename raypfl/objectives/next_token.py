@@ -108,6 +108,9 @@ class NextToken(Objective):
         at = torch.where(self.real(targets), targets, 0)
         return -F.log_softmax(outputs, dim=-1).gather(-1, at[..., None]).squeeze(-1)
 
+    def takes(self, shape: tuple[int, ...], targets: int) -> bool:
+        return len(shape) == 2 and shape[1] >= self.outputs(targets)
+
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         real = self.real(targets).to(outputs.dtype)
         return (self.surprises(outputs, targets) * real).sum(-1) / real.sum(-1).clamp_min(1)

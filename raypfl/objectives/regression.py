@@ -115,6 +115,9 @@ class Regression(Objective):
         if not self.std > 0:
             raise ConfigError(f"objective.std is {self.std}; it must be above 0.")
 
+    def takes(self, shape: tuple[int, ...], targets: int) -> bool:
+        return shape == (self.outputs(targets),)
+
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         squares = (outputs - (rowed(targets, outputs) - self.mean) / self.std).square()
         return squares.mean(-1) if self.reduction == "mean" else squares.sum(-1) / 2

@@ -22,7 +22,7 @@ from raypfl.config import Experiment
 from raypfl.data import ClientData
 from raypfl.federation.schedule import cohort_size
 from raypfl.models import FlatModel
-from raypfl.server.setup import groups_for, make_context, make_task
+from raypfl.server.setup import groups_for, make_context, make_measures, make_task
 from raypfl.training.executor import Executor, Precision
 from raypfl.training.settings import TrainingSettings
 from raypfl.training.vectorised import Vectorised
@@ -131,6 +131,16 @@ def refuse_misfit(experiment: Experiment, model: FlatModel, data: ClientData) ->
         ) from error
 
 
+def refuse_outputs(experiment: Experiment, model: FlatModel, data: ClientData) -> None:
+    """Raise a ConfigError if the method has a global model, and its outputs do not suit the objective."""
+    outputs = _outputs(model, experiment.training, data, channels_last=False, train=False)
+    if wrong := make_measures(experiment, data).misfit(outputs):
+        # Personal models may make predictions of other outputs, but every global model is judged by its own.
+        method, task = experiment.method, make_task(experiment, data, model.device)
+        if method.global_model(method.start(task)) is not None:
+            raise ConfigError(f"model is {experiment.model.name!r}, which does not fit {data.name!r}: it {wrong}")
+
+
 def refuse_channels_last(model: FlatModel, training: TrainingSettings, data: ClientData) -> None:
     """Raise a ConfigError if the network fails on images channels last, and only on those."""
     error = _raised(model, training, data, channels_last=True)
@@ -214,17 +224,21 @@ class _Trial:
 
 def _raised(model: FlatModel, training: TrainingSettings, data: ClientData, channels_last: bool) -> Exception | None:
     """What the network raises for a batch, in training or evaluation."""
+    for train in (True, False):
+        try:
+            _outputs(model, training, data, channels_last, train)
+        except Exception as error:
+            return error
+    return None
+
+
+def _outputs(model: FlatModel, training: TrainingSettings, data: ClientData, channels_last: bool, train: bool) -> Any:
+    """What the network returns for a batch."""
     precision = Precision(training.precision == "bf16", channels_last)
     kind = torch.int64 if data.discrete else model.dtype
     x = precision.layout(torch.zeros((FEW, *data.input_shape), dtype=kind, device=model.device))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), precision.context(model.device):
-        for train in (True, False):
-            try:
-                with model.mode(train):
-                    model(model.init(0), x)
-            except Exception as error:
-                return error
-    return None
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), precision.context(model.device), model.mode(train):
+        return model(model.init(0), x)
 
 
 def _multiplications(model: FlatModel, training: TrainingSettings, data: ClientData) -> int:

@@ -31,7 +31,7 @@ from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.objectives import KINDS, OBJECTIVES
-from raypfl.runs.autotune import choose, refuse_channels_last, refuse_misfit
+from raypfl.runs.autotune import choose, refuse_channels_last, refuse_misfit, refuse_outputs
 from raypfl.runs.folders import new_folder
 from raypfl.runs.gpu_share import with_numbers
 from raypfl.runs.pretraining import with_pretrained
@@ -187,6 +187,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     refuse_misfit(experiment, model, data)
     experiment.method.check(model)
+    refuse_outputs(experiment, model, data)
     refuse_unprotected(experiment, data, model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(model, experiment.training, data)
