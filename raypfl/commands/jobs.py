@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from raypfl.common.own_modules import copy_files
 from raypfl.common.stopping import interrupting
+from raypfl.display.fitting import fitting, output
 from raypfl.jobs import package
 from raypfl.jobs.cluster import client, sentences
 from raypfl.jobs.description import Description
@@ -80,14 +80,8 @@ def jobs(address: str | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("job", "status", "began", "minutes"):
-        table.add_column(heading, no_wrap=True, justify="right" if heading == "minutes" else "left")
-    table.add_column("command", overflow="fold")  # the only one that may be narrower than its text
-    for row in rows:
-        minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
-        table.add_row(row["job"], row["status"], row["began"], minutes, Text(row["command"]))
-    Console().print(table if rows else "No jobs.")
+    console = output()
+    console.print(_table(rows, console.width) if rows else "No jobs.")
 
 
 def logs(job: str, address: str | None, following: bool) -> int:
@@ -138,6 +132,13 @@ def _how_to_continue(job: str, address: str | None) -> str:
 
 def _first_line(details: JobDetails) -> str:
     return (details.message or "Ray gives no reason.").strip().splitlines()[0]
+
+
+def _table(rows: Sequence[dict[str, Any]], width: int) -> Table:
+    columns = {name: [row[name] for row in rows] for name in ("job", "status", "began")}
+    columns["minutes"] = ["" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}" for row in rows]
+    columns["command"] = [row["command"] for row in rows]
+    return fitting(width, columns, dispensable=["began", "minutes"], right=["minutes"])[0]
 
 
 def _row(details: JobDetails) -> dict[str, Any]:

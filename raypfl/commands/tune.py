@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -16,7 +16,8 @@ from rich.text import Text
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.display.console import warner
-from raypfl.display.outcome import nearby, width_of
+from raypfl.display.fitting import fitting, output
+from raypfl.display.outcome import nearby
 from raypfl.runs.result import Result, events_of
 from raypfl.server.events import Event
 from raypfl.tracking.connection import is_recorded
@@ -75,7 +76,11 @@ def _searched(sweep: Sweep, progress: Console, quiet: bool, hear: Hear) -> Outco
     if quiet or not progress.is_terminal:
         return tune(sweep, hear=hear, show=_lines(progress, quiet))
     with Live(console=progress, refresh_per_second=4) as live:
-        return tune(sweep, hear=hear, show=lambda outcome: live.update(_table(outcome, _running_first(outcome))))
+        return tune(
+            sweep,
+            hear=hear,
+            show=lambda outcome: live.update(_table(progress.width, outcome, _running_first(outcome))[0]),
+        )
 
 
 def _lines(progress: Console, quiet: bool) -> Callable[[Outcome], None]:
@@ -95,25 +100,35 @@ def _running_first(outcome: Outcome) -> list[Trial]:
     return sorted(outcome.ranked, key=lambda trial: trial.status != "running")
 
 
-def _table(outcome: Outcome, trials: Sequence[Trial]) -> Table:
-    units, rows = outcome.units, {row["trial"]: row for row in outcome.rows()}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    table.title = f"{outcome.sweep.name}: {len(outcome.trials)} trials"
-    for heading in ("trial", "", "round"):
-        table.add_column(heading)
-    for heading in (*(f"{name}{' (%)' if unit.sign else ''}" for name, unit in units.items()), *outcome.searched):
-        table.add_column(heading, justify="right", overflow="fold")
-    for trial in trials[:MOST_LINES]:
-        settings = [_short(rows[trial.name][key]) for key in outcome.searched]
-        numbers = [_number(outcome, trial, name).removesuffix(" %") for name in units]
-        table.add_row(trial.name, trial.error or trial.status, str(trial.round), *numbers, *settings)
-    return table
+def _table(width: int, outcome: Outcome, trials: Sequence[Trial]) -> tuple[Table, list[str]]:
+    """At most that wide, and the settings that are left out for that."""
+    shown, rows = trials[:MOST_LINES], {row["trial"]: row for row in outcome.rows()}
+    metrics = {
+        f"{_broken(name)}{' (%)' if unit.sign else ''}": [
+            _number(outcome, trial, name).removesuffix(" %") for trial in shown
+        ]
+        for name, unit in outcome.units.items()
+    }
+    settings = {_broken(key): [_short(rows[trial.name][key]) for trial in shown] for key in outcome.searched}
+    columns = {
+        "trial": [trial.name for trial in shown],
+        "": [trial.error or trial.status for trial in shown],
+        "round": [str(trial.round) for trial in shown],
+        **metrics,
+        **settings,
+    }
+    table, left_out = fitting(width, columns, [*reversed(settings)], right=["round", *metrics, *settings])
+    table.title, table.title_justify = f"{outcome.sweep.name}: {len(outcome.trials)} trials", "left"
+    return table, [heading.replace("\n", "") for heading in left_out]
 
 
 def _print(outcome: Outcome) -> None:
-    console = Console()
-    table = _table(outcome, outcome.ranked)
-    console.print(table, width=console.width if console.is_terminal else width_of(console, table))
+    console = output()
+    table, left_out = _table(console.width, outcome, outcome.ranked)
+    console.print(table)
+    if left_out:
+        names = ", ".join(reversed(left_out))
+        console.print(Text(f"A wider terminal has room for more columns: {names}.", "dim"), soft_wrap=True)
     if len(outcome.trials) > MOST_LINES:
         console.print(Text(f"The {MOST_LINES} best of {len(outcome.trials)} trials.", "dim"))
     if missing := outcome.never_drawn:
@@ -123,6 +138,11 @@ def _print(outcome: Outcome) -> None:
     if outcome.best is not None:
         console.print(Text(f"Try next: raypfl report {nearby(outcome.folder)}"), soft_wrap=True)
         console.print(Text(f"          raypfl run {nearby(outcome.folder / BEST)}"), soft_wrap=True)
+
+
+def _broken(name: str) -> str:
+    """The name of a metric or setting in two lines, such as ``training.`` and ``lr``."""
+    return re.sub(r"([./])(?=[^./]*$)", r"\1\n", name)
 
 
 def _number(outcome: Outcome, trial: Trial, name: str) -> str:

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.config import Experiment
-from raypfl.display.outcome import nearby, width_of
+from raypfl.display.fitting import width_of
+from raypfl.display.outcome import nearby
 from raypfl.evaluation.measures import Measures
 from raypfl.results.compared import colour, labels
 from raypfl.results.units import Unit

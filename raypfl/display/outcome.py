@@ -16,6 +16,7 @@ from rich.text import Text
 from raypfl.analyses.base import Analysis, folder_of
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.config import Experiment
+from raypfl.display.fitting import width_of
 from raypfl.results.compared import RunGroup, group_runs, labels, lettered_settings, settings, shared_setting
 from raypfl.results.epsilons import sentence
 from raypfl.results.numbers import prediction_traffic, seconds
@@ -27,7 +28,6 @@ _BEST = "*: in the round that is best on the clients' validation data, of each s
 _PREDICTION = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
-_UNBOUNDED = 10_000  # columns of a terminal
 
 
 def table(results: Sequence[Result], without: Sequence[str] = (), fold: bool = False) -> Table:
@@ -126,11 +126,6 @@ def as_json(results: Sequence[Result], pictures: Mapping[str, Path]) -> dict[str
 def nearby(path: Path) -> Path:
     """The path from the current folder, if it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def width_of(console: Console, table: Table) -> int:
-    """The width that a table takes where there is room."""
-    return console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum
 
 
 def _show_list(console: Console, lines: Sequence[tuple[str, str]], width: int) -> None:
