@@ -26,7 +26,7 @@ from raypfl.results.units import over_seeds
 from raypfl.server.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import arrow
-from raypfl.tracking.entries import params_of
+from raypfl.tracking.entries import comparison_of, params_of
 
 PNG = b"\x89PNG"
 
@@ -194,6 +194,13 @@ def test_runs_that_differ_in_their_seed_alone_are_one_contender():
 
 def test_several_seeds_give_mean_and_deviation():
     assert [str(over_seeds(values)) for values in ([], [1.25], [1.0, 2.0])] == ["–", "1.2", "1.5±0.7"]
+
+
+def test_the_spread_over_seeds_is_explained_where_there_is_one():
+    for seeds in (1, 2):
+        results = comparison(seeds=seeds)
+        for text in (printed(lambda console, r=results: show(console, r, {}, ["digits"])), comparison_of(results)):
+            assert ("±" in text.replace("±:", "")) == ("±: standard deviation over seeds." in text) == (seeds == 2)
 
 
 def test_the_table_has_a_row_for_each_method_and_protocol_and_fits_eighty_columns():

@@ -12,6 +12,7 @@ from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
 from raypfl.results.compared import group_runs, setting, settings
 from raypfl.results.table import blocks, columns
+from raypfl.results.units import SPREAD
 from raypfl.runs.result import Result
 from raypfl.server.events import Evaluated, RoundFinished, RunStarted
 from raypfl.tracking.connection import without_password
@@ -78,6 +79,7 @@ def comparison_of(results: Sequence[Result]) -> str:
         for block in made
         if i in block.rows
     ]
+    lines += ["", SPREAD] if any(len(one.results) > 1 for one in compared) else []
     return "\n".join(lines)
 
 
