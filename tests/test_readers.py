@@ -276,6 +276,23 @@ def test_a_tree_of_images_has_classes_domains_and_one_size(tmp_path, opened):
     assert [data.label_counts("test")[k].tolist() for k in range(2)] == [[1, 1], [1, 1]]
 
 
+def test_groups_are_told_from_classes_and_splits_are_no_classes(tmp_path, opened):
+    office_home(tmp_path / "data")
+    with pytest.warns(UserWarning, match=r"Art, Real World \(2\).* Alarm_Clock, Bed \(2\).* data\.layout=group/class"):
+        assert opened("image_folder", size=8).class_names == ["Art", "Real World"]
+    for new, old in (("train", "Art"), ("test", "Real World")):
+        (tmp_path / "data" / old).rename(tmp_path / "data" / new)
+    with pytest.raises(DataError, match=r"folders test, train \(2\).* data\.layout=split/class"):
+        opened("image_folder", size=8)
+
+
+def test_folders_inside_of_classes_are_read_through(tmp_path, opened):
+    for kind in ("cat", "dog"):
+        for i in range(3):
+            datasets.image(tmp_path / "data" / kind / "images" / f"{i}.png", datasets.pixels(4, 4, seed=i))
+    assert opened("image_folder").class_names == ["cat", "dog"]
+
+
 def test_a_split_level_is_the_published_test_split_of_its_own_domain(tmp_path, opened):
     for domain, tests in (("Art", 2), ("Clipart", 4)):
         for split, count in (("train", 6), ("val", tests)):

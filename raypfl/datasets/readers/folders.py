@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +81,37 @@ class ImageFolder(_FolderReader):
             raise DataError(f"There is no image in the folder {root}, which data.root names.")
         listed = [_placed(path, root, levels) for path in paths]
         classes = sorted({image.class_name for image in listed})
+        self._refuse_splits_as_classes(classes)
+        if "group" not in levels:
+            self._warn_of_groups_as_classes(listed, classes)
         return self.raw(listed, classes, classes, split="split" in levels, grouped="group" in levels)
+
+    def _refuse_splits_as_classes(self, classes: list[str]) -> None:
+        if len(classes) > 1 and {name.lower() for name in classes} <= _TRAIN | _TEST:
+            raise DataError(
+                f"With data.layout={self.layout}, the folders {_few(classes)} of {self.root()} are classes, but these "
+                f"are names of splits. Set data.layout={self._with('split')}."
+            )
+
+    def _warn_of_groups_as_classes(self, listed: list[_Listed], classes: list[str]) -> None:
+        root, depth = self.root(), len(self.layout.split("/"))
+        inside = {(image.class_name, *image.path.relative_to(root).parts[depth:-1][:1]) for image in listed}
+        owners = Counter(folder for _, *folders in inside for folder in folders)
+        if len(shared := sorted(name for name, count in owners.items() if count > 1)) > 1:
+            warnings.warn(
+                f"With data.layout={self.layout}, the classes in {root} are {_few(classes)}. Several have the same "
+                f"folders, {_few(shared)}; if those are the classes, set data.layout={self._with('group')}.",
+                stacklevel=2,
+            )
+
+    def _with(self, level: str) -> str:
+        """The layout with another level above the classes."""
+        return self.layout.replace("class", f"{level}/class")
+
+
+def _few(names: list[str]) -> str:
+    """The first names, and how many there are."""
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({len(names)})"
 
 
 def _placed(path: Path, root: Path, levels: list[str]) -> _Listed:
