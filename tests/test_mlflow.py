@@ -119,6 +119,20 @@ def test_a_run_that_goes_on_in_a_folder_of_another_machine_goes_on_in_its_mlflow
     assert len(runs_of(folder)) == 3
 
 
+def test_a_comparison_that_goes_on_in_a_folder_of_another_machine_goes_on_below_its_parent(folder: Path) -> None:
+    for begin, end, status in ((1, 4, "stopped"), (4, 6, "finished")):
+        kept = folder / f"machine-{begin}"
+        with MLflowListener("kept", warn=pytest.fail, kept_in=kept) as tracked:
+            tracked.describe("Two runs.")
+            for name in ("a", "b"):
+                for event in events(folder, range(begin, end), status, name, location=f"s3://runs/{name}"):
+                    tracked(event)
+                (folder / name / "mlflow_run_id").unlink()
+    (parent,) = runs_of(folder, "tags.kind = 'comparison'")
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs_of(folder, "tags.kind = 'run'")} == {parent.info.run_id}
+    assert (parent.info.status, (kept / "mlflow_run_id").read_text()) == ("FINISHED", parent.info.run_id)
+
+
 def test_a_resumed_run_whose_mlflow_run_is_gone_gets_a_new_one(folder: Path) -> None:
     happened = events(folder)
     (folder / "digits-ditto" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef")

@@ -53,6 +53,7 @@ class Comparison:
     Parameters
     ----------
     kept_in : a folder that keeps the parent's id, so that a comparison that was cut off continues below it.
+        In a folder that is new, the first run that was recorded before brings its parent.
     """
 
     def __init__(self, name: str, tags: Mapping[str, str], kept_in: Path | None = None):
@@ -66,6 +67,11 @@ class Comparison:
         self.run_id = self.run_id or self._known(client, experiment_id) or self._new(client, experiment_id, began)
         return {PARENT: self.run_id, "comparison": self.name}
 
+    def adopt(self, tags: Mapping[str, str]) -> None:
+        """Continue below the parent of a run with these tags, if that is of this name and the folder keeps no other."""
+        if tags.get("comparison") == self.name and PARENT in tags and self._file and not self._file.exists():
+            self._keep(self._file, tags[PARENT])
+
     def _known(self, client: MlflowClient, experiment_id: str) -> str:
         run = known_run(client, self._file) if self._file else None
         if run is None or run.info.experiment_id != experiment_id:
@@ -77,9 +83,13 @@ class Comparison:
         tags = {**_mlflow_tags(), **self._tags, "kind": "comparison", "comparison": self.name}
         run_id: str = client.create_run(experiment_id, began, tags, self.name).info.run_id
         if self._file:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            write(self._file, run_id)
+            self._keep(self._file, run_id)
         return run_id
+
+    @staticmethod
+    def _keep(file: Path, run_id: str) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, run_id)
 
 
 class RunRecord:
@@ -223,6 +233,8 @@ class RunRecord:
         primary = self._started.experiment.measures.primary.name
         evaluated = next((key for key in known.data.metrics if key.startswith(f"{primary}/")), None)
         self._last_round, self._last_evaluation = last("clients"), last(evaluated) if evaluated else -1
+        if self._comparison:
+            self._comparison.adopt(known.data.tags)
         tags = self._parent_tags(client, known.info.experiment_id)
         for key, value in tags.items() if PARENT not in known.data.tags else ():
             client.set_tag(self.run_id, key, value)
