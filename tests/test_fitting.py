@@ -8,6 +8,9 @@ from rich.console import Console
 from raypfl.commands.jobs import _table as jobs_table
 from raypfl.commands.tune import _table as trials_table
 from raypfl.config import Experiment
+from raypfl.studies import layout
+from raypfl.studies.description import Quoted
+from raypfl.studies.entries import Entry
 from raypfl.tuning.outcome import Outcome
 from raypfl.tuning.sweep import load
 from raypfl.tuning.trial import Trial
@@ -59,3 +62,23 @@ def test_the_command_of_a_job_is_readable_at_any_width(width: int):
     words = {word for line in lines for word in line.split()}
     assert max(map(len, lines)) <= width and {JOB["job"], JOB["status"], *COMMAND.split()} <= words
     assert ("began" in words) == (width >= 90)
+
+
+@pytest.mark.parametrize("width", range(44, 160, 8))
+def test_a_studys_numbers_are_whole_at_any_width(width: int):
+    across = [(place, metric) for place in ("CIFAR-10, n=100", "FEMNIST") for metric in ("seen", "unseen")]
+    found = [
+        Entry(method, "", place, metric, (10.0 * m + k,), (12.345,), 0, Quoted(71.2, 3.1), "clients")
+        for m, method in enumerate(("FedAvg", "Per-FedAvg"), 1)
+        for k, (place, metric) in enumerate(across)
+    ]
+    (block,) = layout.blocks(found)
+    parts = list(layout._parts(block, Console(width=width)))
+    lines = [line for part in parts for line in printed(part, width)]
+    words = [word for line in lines for word in line.split()]
+    assert max(map(len, lines)) <= width
+    assert sorted(word for word in words if "12.35" in word) == [
+        f"{10 * m + k}.00±12.35" for m in (1, 2) for k in range(4)
+    ]
+    assert {"Per-FedAvg", "published", "CIFAR-10,", "n=100", "(+9.25)"} <= {*words}
+    assert (len(parts) == 1) == (width >= 76)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from raypfl.display.fitting import width_of
 from raypfl.studies.description import Published, Study
 from raypfl.studies.entries import Entry
 
@@ -59,16 +60,8 @@ def show(
         console.print()
         if block.title:
             console.print(Text(block.title, "bold"))
-        drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        drawn.add_column("method", style="bold")
-        drawn.add_column("")
-        for group, metric in block.headings:
-            drawn.add_column(f"{group}\n{metric}" if group else metric, justify="right")
-        for i, (method, kind, *texts) in enumerate(block.lines):
-            if method and i:
-                drawn.add_section()
-            drawn.add_row(Text(method), *(Text(text, _STYLES[kind]) for text in (kind, *texts)))
-        console.print(drawn)
+        for part in _parts(block, console):
+            console.print(part)
     for heading, lines in _notes(study, published, found, deviations):
         loud = heading.startswith("Deviations")
         console.print(Text(heading, "bold yellow" if loud else "dim"))
@@ -87,6 +80,40 @@ def markdown(study: Study, published: Published | None, found: Sequence[Entry], 
     for heading, lines in _notes(study, published, found, deviations):
         parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
     return "\n\n".join(parts) + "\n"
+
+
+def _parts(block: Block, console: Console) -> Iterator[Table]:
+    """The block as a table or, if that is wider than the console, as several with some of its columns each."""
+    columns = [list(texts) for texts in zip(*(line[2:] for line in block.lines), strict=True)]
+    whole = _table(block, range(len(columns)), [None] * len(columns))
+    if width_of(console, whole) <= console.width:
+        yield whole
+        return
+    widths = [
+        max(len(word) for text in (*heading, *texts) for word in text.split())
+        for heading, texts in zip(block.headings, columns, strict=True)
+    ]
+    room, some = console.width - width_of(console, _table(block, [], [])), list[int]()
+    for i, width in enumerate(widths):
+        if some and sum(widths[one] + 2 for one in some) + width + 2 > room:
+            yield _table(block, some, widths)
+            some = []
+        some.append(i)
+    yield _table(block, some, widths)
+
+
+def _table(block: Block, columns: Sequence[int], widths: Sequence[int | None]) -> Table:
+    """Some columns of a block, so wide that no word is broken; None: as wide as their texts."""
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    drawn.add_column("method", style="bold")
+    drawn.add_column("")
+    for i in columns:
+        drawn.add_column("\n".join(filter(None, block.headings[i])), justify="right", width=widths[i])
+    for i, (method, kind, *texts) in enumerate(block.lines):
+        if method and i:
+            drawn.add_section()
+        drawn.add_row(Text(method), *(Text(text, _STYLES[kind]) for text in (kind, *(texts[one] for one in columns))))
+    return drawn
 
 
 def _lines(method: str, row: Sequence[Entry]) -> list[list[str]]:
