@@ -14,6 +14,7 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.datasets import DataConfig, RawData
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver
+from raypfl.runs.pretraining import pretrain
 from tests.runs import experiment
 
 
@@ -76,6 +77,12 @@ def test_a_network_whose_outputs_cannot_be_evaluated_is_refused_unless_the_metho
 @pytest.mark.parametrize("kind_outputs", [("classes", 12), ("numbers", 1), ("labels", 3)])
 def test_outputs_that_suit_the_targets_are_accepted(kind_outputs: tuple[str, int]):
     driver.check([described(*kind_outputs)])
+
+
+def test_a_network_is_not_pretrained_on_outputs_that_do_not_suit_the_targets():
+    changes = ["data.pools={auxiliary: 0.3}", "model.pretrain=auxiliary"]
+    with pytest.raises(ConfigError, match=r"does not fit 'digits': .* shape \(4,\)"):
+        pretrain(described("classes", 4).override(changes), lambda event: None)
 
 
 def test_a_loss_that_cannot_take_the_networks_outputs_says_so_once(tmp_path):

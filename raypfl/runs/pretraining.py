@@ -27,6 +27,7 @@ from raypfl.federation.task import Task
 from raypfl.methods import FedAvg
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Adam
+from raypfl.runs.autotune import refuse_misfit, refuse_outputs
 from raypfl.server.events import Listener, Progress
 from raypfl.server.setup import make_task, pools_of_server, precision_of, threads_of_server
 
@@ -102,6 +103,8 @@ def _pretrained(experiment: Experiment, data: ClientData, device: torch.device, 
     with files.alone(path):
         if not path.exists():
             task, begun = make_task(alone, data, device), time.perf_counter()
+            refuse_misfit(alone, task.model, data)
+            refuse_outputs(alone, task.model, data)
             emit(Progress(f"pretraining {model.name} on the pool {pool!r}, {task.pools[pool]} samples"))
             trained, loss = _trained(alone, data, task)
             weights = {name: tensor.contiguous() for name, tensor in trained.items()}
