@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 import raypfl
 from raypfl.methods import Ditto
+from raypfl.runs import driver
 from raypfl.server.events import Checkpointed, Event, Warned
 from tests.runs import experiment
 
@@ -99,10 +100,10 @@ def main(folder: Path) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         with raypfl.session(described(folder)):
             built = 3  # networks: this process's, the server's, and that of the first client actor
-            grown = raypfl.run(described(folder / "a"), listeners=[change], lockstep=True)
+            grown = driver.run(described(folder / "a"), listeners=[change], lockstep=True)
             pools = "[{cpus_per_actor: 0.5, actors: 1}, {cpus_per_actor: 0.1, actors: 2}]"
             shaped = raypfl.run(described(folder / "b", ray__pools=pools))
-            asked = raypfl.run(described(folder / "c", ray__max_actors=4), listeners=[demand], lockstep=True)
+            asked = driver.run(described(folder / "c", ray__max_actors=4), listeners=[demand], lockstep=True)
         found["hashes"] = [one.weights_hash for one in (grown, shaped, asked)]
         print(json.dumps(found))
     finally:
