@@ -105,7 +105,12 @@ class Outside(Namespaces):
 
     def __init__(self, visible: Sequence[Path]):
         super().__init__(visible)
-        for command in ("link add bridge type bridge", f"addr add {NETWORK}.254/24 dev bridge", "link set bridge up"):
+        # With an address of its own, which would otherwise be one of its nodes', and change when that dies.
+        for command in (
+            "link add bridge address 02:00:00:00:00:fe type bridge",
+            f"addr add {NETWORK}.254/24 dev bridge",
+            "link set bridge up",
+        ):
             self.network(command)
 
 

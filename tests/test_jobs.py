@@ -24,9 +24,14 @@ METHOD = (
     "from job_layers import SCALE\nfrom raypfl.methods import FedAvg\nclass Mine(FedAvg):\n    scale: float = SCALE\n"
 )
 
+LOST = object()
+
 
 class Server:
-    """A job server: `streams` are what a log's stream brings each time, an exception being how it breaks."""
+    """A job server: `streams` are what a log's stream brings each time.
+
+    An exception is how it breaks, and :data:`LOST` a connection that is lost without an end.
+    """
 
     def __init__(self, *streams: list, ends: JobStatus = JobStatus.SUCCEEDED, code: int | None = 0, message: str = ""):
         self.streams, self.end, self.code, self.message = list(streams), ends, code, message
@@ -42,6 +47,8 @@ class Server:
 
     async def tail_job_logs(self, job: str):
         for piece in self.streams.pop(0) if self.streams else ():
+            if piece is LOST:
+                await asyncio.sleep(3600)
             if isinstance(piece, BaseException):
                 raise piece
             yield piece
@@ -219,10 +226,14 @@ def test_a_package_that_is_too_large_is_refused_with_its_largest_files(home: Pat
         package.collect([], ["job_package"])
 
 
-def test_a_log_whose_stream_ends_early_breaks_or_says_too_little_is_shown_once():
+def test_a_log_whose_stream_ends_early_breaks_falls_silent_or_says_too_little_is_shown_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(following, "SILENCE", 0.05)
     broken = aiohttp.ClientConnectionError()
     shown: list[str] = []
-    server = Server(["one\n"], [broken], ["one\n", "two\n", RuntimeError("closed")], ["one\n", "two\n"])
+    lost = ["one\n", LOST]
+    server = Server(["one\n"], [broken], lost, ["one\n", "two\n", RuntimeError("closed")], ["one\n", "two\n"])
     assert following.follow(server, "job", shown.append).status is JobStatus.SUCCEEDED
     assert "".join(shown) == "one\ntwo\nthree\n"
 

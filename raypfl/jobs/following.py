@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 POLL = 1.0
 """Seconds between looks at a job whose log has ended."""
+SILENCE = 60.0
+"""Seconds without a word after which a log's stream is opened again: a connection may be lost without an end."""
 PATIENCE = 300.0
 """Seconds to wait for a job server that does not answer."""
 STOPPED = 130
@@ -84,15 +86,16 @@ class _Log:
 
 
 def _tail(client: JobSubmissionClient, job: str, log: _Log) -> None:
-    """Show the log until the stream ends or breaks."""
+    """Show the log until the stream ends, breaks, or is silent for long."""
     import aiohttp
 
     async def receive() -> None:
-        async for text in client.tail_job_logs(job):
-            log.add(text)
+        texts = client.tail_job_logs(job)
+        while True:
+            log.add(await asyncio.wait_for(anext(texts), SILENCE))
 
     log.restart()
-    with contextlib.suppress(aiohttp.ClientError, OSError, RuntimeError):
+    with contextlib.suppress(aiohttp.ClientError, OSError, RuntimeError, StopAsyncIteration):
         asyncio.run(receive())
 
 
