@@ -26,9 +26,10 @@ MESSAGES = {
     "federation/backend.py",
     "runs/gpu_share.py",
     "studies/running.py",
+    "tuning/log.py",
     "tuning/search.py",
 }
-"""Files that unpickle, with `loads`, what another process of the same run has sent over Ray."""
+"""Files that unpickle, with `loads`, what another process of the same run has sent over Ray, or Tune has kept of it."""
 FILES = {
     "config/yaml_text.py": "Loader=_Loader",
     "datasets/readers/npy.py": "allow_pickle=False",
