@@ -18,7 +18,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.config.settings import RaySettings
 from raypfl.data import load_federated
 from raypfl.runs import driver
-from raypfl.server.setup import samples_for
+from raypfl.server.setup import device_for, samples_for
 from raypfl.training.batches import room_on
 from tests.runs import experiment
 from tests.support import Federation
@@ -92,7 +92,7 @@ def test_a_process_computes_on_a_gpu_if_ray_reserved_one_for_it(monkeypatch, res
 @pytest.mark.parametrize(("gpus", "there", "device"), [(0.5, True, "cuda"), (0.5, False, "cpu"), (0.0, True, "cpu")])
 def test_in_one_process_the_device_is_what_would_be_reserved_if_it_is_there(monkeypatch, gpus, there, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert driver.device_for(gpus) == torch.device(device)
+    assert device_for(gpus) == torch.device(device)
 
 
 class Placed(raypfl.Method):

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from raypfl.backends.actor_pools import reserved
 from raypfl.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
 from raypfl.backends.inline import Inline
@@ -50,6 +48,7 @@ from raypfl.runs.result import (
 from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.server.server import Job, Server
 from raypfl.server.setup import (
+    device_for,
     make_context,
     make_measures,
     make_model,
@@ -303,11 +302,6 @@ def _warn_of_random_weights(model: FlatModel, emit: Listener) -> None:
                 "Start from trained ones: model.weights, or model.pretrain."
             )
         )
-
-
-def device_for(gpus: float) -> torch.device:
-    """The device of work that would reserve so many GPUs on Ray (or some: True): the same for both backends."""
-    return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Adam
 from raypfl.runs.autotune import refuse_misfit, refuse_outputs
 from raypfl.server.events import Listener, Progress
-from raypfl.server.setup import make_task, pools_of_server, precision_of, threads_of_server
+from raypfl.server.setup import device_for, make_task, pools_of_server, precision_of, threads_of_server
 
 BATCH = 64
 """Samples in a mini-batch."""
@@ -59,7 +59,7 @@ def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
     ------
     ConfigError : if no pool is named, or weights are given, or the pool lacks labels.
     """
-    model, ray = experiment.model, experiment.ray
+    model = experiment.model
     if model.pretrain is None or model.weights is not None:
         text = "is not set" if model.pretrain is None else f"is {model.pretrain!r}, but model.weights are given too"
         raise ConfigError(
@@ -67,9 +67,8 @@ def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
             "raypfl pretrain 'data.pools={body: 0.3}' model.pretrain=body"
         )
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-    device = torch.device("cuda" if ray.gpus_for_server > 0 and torch.cuda.is_available() else "cpu")
     with threads(threads_of_server(experiment)):
-        return _pretrained(experiment, data, device, emit)
+        return _pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
 
 
 def with_pretrained(experiment: Experiment, data: ClientData, device: torch.device, emit: Listener) -> Experiment:

@@ -48,6 +48,11 @@ def make_measures(experiment: Experiment, data: ClientData | DataOutline) -> Mea
     return Measures(objective, experiment.evaluation.metrics, data.num_classes)
 
 
+def device_for(gpus: float) -> torch.device:
+    """The device of work that would reserve so many GPUs on Ray (or some: True): the same for both backends."""
+    return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
+
+
 def make_model(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
     if device.type == "cuda":
