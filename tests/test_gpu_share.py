@@ -184,15 +184,16 @@ def test_a_share_is_a_number_or_auto(tmp_path: Path, value: object):
         experiment(tmp_path, ray__gpus_per_actor=value)
 
 
-def test_a_process_with_a_gpu_uses_the_algorithms_that_give_the_same_bits(
+def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[tuple[bool, bool]] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: asked.append((on, warn_only)))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setattr(setup, "FlatModel", lambda *given, **more: None)
     given = experiment(tmp_path)
     data = load_federated(given.data, given.partition, seed=0)
     setup.make_model(given, data, CPU)
-    assert not asked
+    assert not asked and torch.backends.cudnn.allow_tf32
     setup.make_model(given, data, torch.device("cuda"))
-    assert asked == [(True, True)]
+    assert asked == [(True, True)] and not torch.backends.cudnn.allow_tf32

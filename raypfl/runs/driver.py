@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from raypfl.backends.actor_pools import reserved
 from raypfl.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
 from raypfl.backends.inline import Inline
@@ -320,6 +322,7 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> It
 
 @contextlib.contextmanager
 def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> Iterator[RunFinished]:
+    torch.cuda.empty_cache()  # what the checks used is for the actors; does nothing where no GPU was used
     with contextlib.ExitStack() as stack:
         with stop.interruptible():
             ray = stack.enter_context(connected(job.experiment.ray, emit))

@@ -74,8 +74,12 @@ def make_model(experiment: Experiment, data: ClientData | DataOutline, device: t
 
 
 def _same_bits_on_gpus() -> None:
-    """Let this process use algorithms on GPUs that give the same bits each time; PyTorch warns where there is none."""
+    """Let this process compute on GPUs in full fp32 and with algorithms that give the same bits each time.
+
+    PyTorch warns where there is no such algorithm.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.allow_tf32 = False  # convolutions would round to 10 bits; matrix products do not
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time only

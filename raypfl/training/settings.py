@@ -29,7 +29,7 @@ class TrainingSettings:
         after the last round); ``step`` (times `gamma` after each round in `milestones`).
     decay, milestones, gamma : parameters of the schedules ``exponential`` and ``step``.
     warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
-    precision : ``fp32``, ``bf16`` (autocast; weights stay fp32) or ``fp64``.
+    precision : ``fp32`` (on GPUs too: without TF32), ``bf16`` (autocast; weights stay fp32) or ``fp64``.
     channels_last : memory format of image batches where clients train one by one. The network must support it
         (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: channels last for two-dimensional
         convolutions if that works, or as timed by ``engine.executor=fastest``.
