@@ -76,6 +76,10 @@ _MODULES = {
 __all__ = ["RaypflError", "__version__", *_HOMES, *_MODULES]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use: the core runs with torch and NumPy alone, and `raypfl --help` needs neither.
     import importlib

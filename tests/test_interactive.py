@@ -22,3 +22,7 @@ def test_a_result_shows_its_table_and_picture_and_progress_only_if_somebody_look
     longer = raypfl.resume(tmp_path / "one", overrides=[f"rounds={result.round + 1}"], progress=True)
     assert longer.round == result.round + 1
     assert f"finished after round {longer.round}" in capsys.readouterr().err
+
+
+def test_completion_offers_what_is_public_before_it_is_imported():
+    assert dir(raypfl) == sorted(raypfl.__all__)

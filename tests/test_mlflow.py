@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import raypfl
 from raypfl.common.files import alone
 from raypfl.server.events import RunFinished
-from raypfl.tracking.connection import how_to_look
+from raypfl.tracking.connection import how_to_look, opening
 from raypfl.tracking.listener import MLflowListener
 from raypfl.tracking.run import RunRecord
 from tests.mlflow_support import client_of, events, record, runs_of, with_database
@@ -181,7 +181,7 @@ def test_a_server_that_refuses_is_reported_once_without_its_password(
     assert len(warnings) == 1
     assert f"MLflow at http://{address} does not record the run" in warnings[0]
     assert f"`raypfl track {folder / 'digits-ditto'}` records them later" in warnings[0]
-    assert "secret" not in warnings[0]
+    assert "secret" not in warnings[0] and "continues" not in warnings[0]  # `raypfl track` says it of finished runs
 
 
 def test_what_mlflow_refuses_at_first_is_recorded_when_it_answers(
@@ -296,6 +296,22 @@ def test_a_database_that_another_process_opens_is_waited_for(folder: Path, monke
     for event in rest:
         listener(event)
     assert order == ["released", "opened"]
+
+
+def test_a_database_exists_only_with_all_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.store.db import utils
+
+    database, there = tmp_path / "mlflow.db", []
+
+    def cut_off(engine: Any) -> None:
+        there.append(database.exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(utils, "_upgrade_db", cut_off)
+    with pytest.raises(KeyboardInterrupt), opening(f"sqlite:///{database}"):
+        pass
+    assert there == [False]
+    assert [file.name for file in tmp_path.iterdir()] == ["elsewhere"]
 
 
 @pytest.mark.slow

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypfl.common.files import alone
+from raypfl.common.files import alone, draft
 from raypfl.config import Experiment
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ def experiment_id(client: MlflowClient, experiment: Experiment, uri: str) -> str
     name = experiment.tracking.experiment
     if known := client.get_experiment_by_name(name):
         return str(known.experiment_id)
-    # A server decides where its artifacts are; those of a local database would be in the current folder.
-    artifacts = (Path(experiment.output).absolute() / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None
+    artifacts = _artifacts_in(experiment.output) if uri.startswith("sqlite:") else None  # a server decides itself
     try:
         return str(client.create_experiment(name, artifacts, {KIND: MODELS}))
     except quiet_mlflow().MlflowException:  # another process has made it meanwhile
@@ -96,13 +96,35 @@ def is_recorded(experiment: Experiment, run_dir: Path) -> bool:
     return known is not None and known.info.status != "RUNNING"
 
 
-def opening(uri: str) -> AbstractContextManager[None]:
-    """To be held while a client opens a database file: the first one makes its tables, and only one process can."""
-    file = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
-    if not file:
-        return nullcontext()
-    Path(file[1]).parent.mkdir(parents=True, exist_ok=True)
-    return alone(Path(file[1]))
+@contextmanager
+def opening(uri: str) -> Iterator[None]:
+    """To be held while a client opens a database file: the first process makes its tables, and others wait for it.
+
+    A new file has all of its tables: MLflow cannot open one whose tables were made half-way.
+    """
+    named = re.match(r"sqlite(?:\+\w+)?:///(?!:memory:|file:)([^?]+)", uri)
+    if not named:
+        yield
+        return
+    file = Path(named[1])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with alone(file):
+        if not file.exists():
+            with draft(file) as unfinished:
+                _make_tables(f"{uri[: named.start(1)]}{unfinished}{uri[named.end(1) :]}", file.parent)
+        yield
+
+
+def _make_tables(uri: str, folder: Path) -> None:
+    quiet_mlflow()
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    SqlAlchemyStore(uri, _artifacts_in(folder)).engine.dispose()
+
+
+def _artifacts_in(folder: str | Path) -> str:
+    """Where the artifacts are of a database in a folder; MLflow would put them into the current one."""
+    return (Path(folder).absolute() / "mlartifacts").as_uri()
 
 
 def without_password(text: str) -> str:

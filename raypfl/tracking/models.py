@@ -15,7 +15,7 @@ import torch
 from raypfl.common.errors import CheckpointError
 from raypfl.config import Experiment
 from raypfl.runs.result import RECIPE, newest
-from raypfl.tracking.connection import first_line, quiet_mlflow, tracking_uri, without_password
+from raypfl.tracking.connection import first_line, opening, quiet_mlflow, tracking_uri, without_password
 from raypfl.trained.models import TrainedModels
 
 if TYPE_CHECKING:
@@ -47,8 +47,9 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
     if (Path(run) / RECIPE).exists():
         return TrainedModels.of_snapshot(*newest(run))
     uri = uri or tracking_uri(Experiment())
-    client = quiet_mlflow().MlflowClient(uri)
     try:
+        with opening(uri):
+            client = quiet_mlflow().MlflowClient(uri)
         return TrainedModels.of_export(client.download_artifacts(str(run), FOLDER))
     except CheckpointError:
         raise

@@ -144,7 +144,7 @@ class RunRecord:
             if not self._warned:
                 self._warn(
                     f"MLflow at {without_password(self._uri)} does not record the run: {first_line(error)} The run "
-                    f"continues, and MLflow is tried again. All results are in {self.run_dir}; "
+                    f"itself does not need MLflow. All results are in {self.run_dir}; "
                     f"`raypfl track {self.run_dir}` records them later."
                 )
             self._warned = True
