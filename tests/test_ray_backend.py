@@ -232,6 +232,16 @@ def test_actors_follow_the_nodes_from_round_to_round_and_never_outnumber_the_gro
     ]
 
 
+def test_a_server_that_is_started_again_waits_for_its_first_actors_also_where_the_cluster_has_grown():
+    nodes, warnings = [{"CPU": 2.0}], []
+    pools = ActorPools([ActorPool(max_actors=2, cpus_per_actor=2), ActorPool()], {}, 6, lambda: nodes)
+    actors = [(pool, Stand()) for pool, count in enumerate(pools.wanted()) for _ in range(count)]
+    nodes.append({"CPU": 8.0})
+    backend = RayBackend(actors, lambda options: Stand(), pools, b"", lambda: False, warnings.append)
+    backend.wait_for_actors(20)
+    assert not warnings
+
+
 def test_actors_on_devices_of_several_types_are_refused_unless_they_are_asked_for(killed):
     homes = [Home("a", "A100"), Home("b", "H100")]
     backend = backend_of([Stand(home) for home in homes], Stand)

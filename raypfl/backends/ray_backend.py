@@ -118,7 +118,8 @@ class RayBackend:
 
     def wait_for_actors(self, seconds: float) -> None:
         """Wait until all actors that have room are ready, but no longer than this: others may use the cluster, too."""
-        deadline, wanted = time.monotonic() + seconds, sum(self._pools.with_room())
+        deadline, room = time.monotonic() + seconds, self._pools.with_room()
+        wanted = sum(min(count, len(self._of(pool))) for pool, count in enumerate(room))  # nodes may have joined
         ready: list[Any] = []
         while len(ready) < wanted and time.monotonic() < deadline and not self._stopped():
             ready, _ = ray.wait([actor.prepared for actor in self._actors], num_returns=wanted, timeout=POLL)
