@@ -14,7 +14,10 @@ import torch
 
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
+from raypfl.data import load_federated
 from raypfl.server.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.server.setup import make_task
+from raypfl.storage.tree import flatten
 from tests.runs import Interrupt, experiment, same_tables
 
 METHODS = "tests.federated_methods:"
@@ -225,19 +228,33 @@ def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
 def test_availability_is_uneven_over_clients(tmp_path):
     result = raypfl.run(
         experiment(
-            tmp_path, rounds=60, cohort__size=12, cohort__availability="{low: 0.1, high: 0.9}", evaluation__every=0
+            tmp_path,
+            method="fedavg",
+            rounds=60,
+            cohort__size=12,
+            cohort__availability="{low: 0.1, high: 0.9}",
+            evaluation__every=0,
+            checkpoint__every=0,
+            training__steps=1,
+            training__batch_size=1,
+            engine__group_size=12,
         )
     )
     taken_part = np.bincount(np.concatenate(result.rounds["cohort"].to_pylist()), minlength=12)
     assert taken_part.max() > 2 * taken_part.min()
 
 
-def test_a_round_in_which_everybody_vanishes_changes_nothing(tmp_path):
-    result = raypfl.run(experiment(tmp_path, cohort__dropout=0.999, rounds=2))
-    assert result.rounds["clients"].to_pylist() == [0, 0]
+@pytest.mark.parametrize("method", sorted(raypfl.methods.METHODS))
+def test_a_round_in_which_everybody_vanishes_changes_nothing(tmp_path, method):
+    small = {"rounds": 2, "partition__clients": 2, "cohort__size": 2, "evaluation__every": 0, "checkpoint__every": 0}
+    result = raypfl.run(experiment(tmp_path, method=method, cohort__dropout=0.999, **small))
     assert result.status == "finished" and np.isnan(result.rounds["loss"].to_pylist()).all()
-    again = raypfl.run(experiment(tmp_path, cohort__dropout=0.999, rounds=1))
-    assert torch.equal(result.global_model(), again.global_model())
+    assert result.rounds["clients"].to_pylist() == [0, 0]
+    given = result.experiment
+    data = load_federated(given.data, given.partition, seed=given.seed)
+    begun = flatten(given.method.start(make_task(given, data, torch.device("cpu"))))
+    ended = flatten(result.server_state())
+    assert ended[0] == begun[0] and all(torch.equal(ended[1][name], tensor) for name, tensor in begun[1].items())
 
 
 def test_evaluations_have_a_row_for_each_client_protocol_and_model(tmp_path):

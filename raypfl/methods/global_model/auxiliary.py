@@ -155,7 +155,8 @@ class OwnImages(Auxiliary):
     history: Literal["observed", "global"] = "observed"
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        sent: dict[str, Any] = {"theta": server["theta"], "shown": cohort.ids[0] if self.shows(cohort) else -1}
+        shown = min(cohort.ids, default=-1) if self.shows(cohort) else -1
+        sent: dict[str, Any] = {"theta": server["theta"], "shown": shown}
         if self.history == "global" and (begun := self.begun(server)) is not None:
             sent["begun"] = begun
         reply = cohort.run(self.learn, **sent)
