@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ import raypfl
 from raypfl.common import files
 from raypfl.common.errors import RaypflError, Unwritable
 from raypfl.server.events import Checkpointed, RunFinished, RunStarted
+from raypfl.storage import checkpoint, lease
 from tests.runs import experiment, same_tables
 
 
@@ -53,6 +55,36 @@ def test_a_disk_that_fills_up_in_a_run_is_told_once_and_the_run_goes_on_to_the_s
     assert len(others) == 1 and f"raypfl resume {folder}" in others[0]
     whole = raypfl.run(experiment(tmp_path))
     resumed = raypfl.resume(folder)
+    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+
+
+class Unreachable:
+    """Stands for an object store behind a network that is down."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> None:
+            raise OSError("AWS Error NETWORK_CONNECTION")
+
+        return call
+
+
+def test_a_storage_that_cannot_be_reached_any_more_costs_no_results_that_are_there(tmp_path: Path):
+    described = experiment(tmp_path, cohort__size=1)
+
+    def fail(event):
+        if isinstance(event, Checkpointed):
+            for module in (checkpoint, lease):
+                away.setattr(module, "resolve", lambda location: (Unreachable(), "run"))
+
+    with pytest.MonkeyPatch.context() as away, pytest.raises(RaypflError) as caught:
+        raypfl.run(described, listeners=[fail], run_dir=tmp_path / "run")
+    first, second = str(caught.value).splitlines()
+    place = tmp_path / "run" / "checkpoints"
+    assert first == f"The checkpoints in {place} cannot be read: AWS Error NETWORK_CONNECTION. Try again when they can."
+    assert second.endswith(f"The tables in {tmp_path / 'run'} lack earlier rounds until the run has been resumed.")
+    failed = raypfl.Result.load(tmp_path / "run")
+    assert failed.status == "failed" and failed.rounds["round"].to_pylist() == [3, 4]
+    resumed, whole = raypfl.resume(tmp_path / "run"), raypfl.run(described)
     assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
 
 

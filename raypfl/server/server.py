@@ -323,7 +323,8 @@ class Server:
         try:
             tables = {name: checkpoint.whole(self.job.checkpoints, table) for name, table in self._tables.items()}
         except CheckpointError as problem:
-            problems[str(problem)] = None
+            less = f"The tables in {self.job.run_dir} lack earlier rounds until the run has been resumed."
+            problems[f"{problem} {less}"] = None
             tables = {name: arrow(table.waiting) for name, table in self._tables.items()}
         status, error = ("failed", "\n".join(problems)) if problems else (status, None)
         images, best = tables.pop("images"), self._evaluator.best_round
@@ -365,7 +366,7 @@ class Server:
             }
             | self._evaluator.saved(),
         )
-        permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt)
+        permit = partial(refuse_unless_held, self.job.checkpoints, self.job.attempt, surely=True)
         path = checkpoint.save(self.job.checkpoints, snapshot, self.experiment.checkpoint.keep, permit)
         self._saved = self.round
         self.emit(Checkpointed(self.round, path))

@@ -184,14 +184,12 @@ def history(location: str) -> list[tuple[int, dict[str, Any]]]:
     """
     files, root, names = _found(location)
     kept: dict[int, dict[str, Any]] = {}
-    try:
+    with _reading("checkpoints", location):
         for name in names:
             with contextlib.suppress(_Damaged):
                 if _is_complete(files, f"{root}/{name}"):
                     snapshot = _read(files, root, f"{root}/{name}", whole=False)
                     kept[snapshot.round] = snapshot.server
-    except OSError as error:
-        raise CheckpointError(f"The checkpoints in {location} cannot be read: {error}.") from error
     return sorted(kept.items())
 
 
@@ -225,14 +223,21 @@ def reached(location: str) -> int:
     CheckpointError : if the location cannot be read.
     """
     files, root, names = _found(location)
-    done = [name for name in names if _is_complete(files, f"{root}/{name}")]
+    with _reading("checkpoints", location):
+        done = [name for name in names if _is_complete(files, f"{root}/{name}")]
     return int(done[-1].rpartition("-")[2]) if done else 0
 
 
 def holds(location: str, file: StateFile) -> bool:
-    """Whether a file of an earlier checkpoint still exists and has its size."""
+    """Whether a file of an earlier checkpoint still exists and has its size.
+
+    Raises
+    ------
+    CheckpointError : if the location cannot be read.
+    """
     files, _ = resolve(location)
-    return files.get_file_info(file.path).size == file.bytes
+    with _reading("checkpoints", location):
+        return files.get_file_info(file.path).size == file.bytes
 
 
 def whole(location: str, table: Table) -> pa.Table:
@@ -243,10 +248,8 @@ def whole(location: str, table: Table) -> pa.Table:
     CheckpointError : if they cannot be read.
     """
     files, root = resolve(location)
-    try:
+    with _reading("tables", location):
         return table.load(files, f"{root}/{TABLES}")
-    except OSError as error:
-        raise CheckpointError(f"The tables in {location} cannot be read: {error}.") from error
 
 
 def resolve(location: str) -> tuple[pafs.FileSystem, str]:
@@ -433,13 +436,20 @@ def _prune_tables(files: pafs.FileSystem, root: str) -> None:
             files.delete_file(entry.path)
 
 
+@contextlib.contextmanager
+def _reading(what: str, location: str) -> Iterator[None]:
+    """A context in which a file system's error becomes a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"The {what} in {location} cannot be read: {error}. Try again when they can.") from error
+
+
 def _found(location: str) -> tuple[pafs.FileSystem, str, list[str]]:
     """The file system of a location, the path in it, and the names of all checkpoints there, the oldest first."""
     files, root = resolve(location)
-    try:
+    with _reading("checkpoints", location):
         return files, root, sorted(_list(files, root))
-    except OSError as error:
-        raise CheckpointError(f"The checkpoints in {location} cannot be listed: {error}.") from error
 
 
 def _list(files: pafs.FileSystem, root: str) -> list[str]:

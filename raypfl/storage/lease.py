@@ -100,9 +100,14 @@ def wait_until_free(location: str, seconds: float) -> None:
         time.sleep(_LOOK)
 
 
-def refuse_unless_held(location: str, attempt: str) -> None:
-    """Raise a CheckpointError unless `attempt` still holds the lease."""
-    holder = _LeaseFile(location).read()
+def refuse_unless_held(location: str, attempt: str, surely: bool = False) -> None:
+    """Raise a CheckpointError if `attempt` no longer holds the lease; if `surely`, also if that cannot be read."""
+    try:
+        holder = _LeaseFile(location).read()
+    except CheckpointError:
+        if surely:
+            raise
+        return
     if holder is not None and holder.attempt == attempt:
         return
     other = f"process {holder.process} on {holder.host}" if holder else "another process"
@@ -137,7 +142,7 @@ class _LeaseFile:
         except (FileNotFoundError, ValueError, TypeError):  # none, or none of ours
             return None
         except OSError as error:
-            raise CheckpointError(f"The lease in {self._location} cannot be read: {error}.") from error
+            raise CheckpointError(f"The lease in {self._location} cannot be read: {error}. Try again when it can.") from error
 
     def write(self, holder: _Holder) -> None:
         content = json.dumps(asdict(holder), indent=1)
