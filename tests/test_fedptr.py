@@ -216,7 +216,7 @@ def test_a_fixed_pull_is_proportional_to_the_distance():
 
 @both
 def test_a_strong_fixed_pull_takes_clients_to_the_projected_model(executor):
-    training = replace(FP64, lr=0.01, steps=400, batch_size=100)
+    training = replace(FP64, lr=0.01, steps=50, batch_size=100)
     fed = Federation(method=FedPTRServer(lam=90.0, regularizer="fixed", **SMALL), training=training, executor=executor)
     fed.play(None, None, None)
     fed.play(None)
