@@ -17,6 +17,7 @@ from raypfl.common.errors import ConfigError, MethodError
 from raypfl.common.registry import Registry
 from raypfl.federation.logged import Log
 from raypfl.federation.method import Method
+from raypfl.federation.schedule import is_due
 from raypfl.federation.task import Task
 from raypfl.objectives.batch import Batch
 from raypfl.training.pool import Pool, Pools
@@ -121,7 +122,7 @@ class Analysis(Component):
 
     def is_due(self, round: int, rounds: int) -> bool:
         """Whether :meth:`after_round` is called after this round."""
-        return round == rounds or (self.every > 0 and round % self.every == 0)
+        return is_due(round, self.every, rounds)
 
     def start(self, view: AnalysedRound) -> None:
         """On the server, before the first round; also the place to refuse what cannot be analysed."""

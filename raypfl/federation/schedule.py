@@ -1,4 +1,4 @@
-"""How a cohort is drawn and cut into groups.
+"""How a cohort is drawn and cut into groups, and after which rounds something is due.
 
 The cut depends on the cohort, the model and the clients' sizes, never on the actors, so neither do results.
 """
@@ -74,6 +74,11 @@ def _is_reachable(settings: CohortSettings, seed: int, round: int, clients: np.n
     low, high = settings.availability["low"], settings.availability["high"]
     chance = low + (high - low) * rng.uniform(rng.keys(seed, "availability", 0, clients))
     return rng.uniform(rng.keys(seed, "reachable", round, clients)) < chance
+
+
+def is_due(round: int, every: int, rounds: int) -> bool:
+    """Whether what happens every `every` rounds, and after the last one, happens after this round."""
+    return round == rounds or (every > 0 and round % every == 0)
 
 
 def even(cohort: int, groups: int) -> list[int]:

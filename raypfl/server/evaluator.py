@@ -18,7 +18,7 @@ from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.method import Method
-from raypfl.federation.schedule import cohort_size, even
+from raypfl.federation.schedule import cohort_size, even, is_due
 from raypfl.models.predictor import Predictor
 from raypfl.privacy import Spending
 from raypfl.server.scoring import score
@@ -163,11 +163,6 @@ class Evaluator:
         if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
             trained &= self.task.num_test_samples > 0
         return np.flatnonzero(trained).tolist()
-
-
-def is_due(round: int, every: int, rounds: int) -> bool:
-    """Whether what happens every `every` rounds, and after the last one, happens after this round."""
-    return round == rounds or (every > 0 and round % every == 0)
 
 
 def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort) -> None:

@@ -28,13 +28,13 @@ from raypfl.federation.backend import Backend
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
-from raypfl.federation.schedule import Draw, cohort_size, draw
+from raypfl.federation.schedule import Draw, cohort_size, draw, is_due
 from raypfl.federation.task import Task
 from raypfl.models.weights import origin
 from raypfl.privacy import SPENDING, Spending
 from raypfl.privacy.accounting import accounted
 from raypfl.server.analysing import Analyses
-from raypfl.server.evaluator import Evaluator, is_due
+from raypfl.server.evaluator import Evaluator
 from raypfl.server.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.server.setup import groups_for, make_runner, pools_of_server, samples_of_client
 from raypfl.storage import checkpoint

@@ -8,7 +8,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.objectives.batch import Batch
+from raypfl.methods.local_training import proximal
 
 
 @METHODS.register("ditto")
@@ -29,12 +29,9 @@ class Ditto(FedAvg):
     personal_epochs: int | None = None
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        def pull(p: Tensor, batch: Batch, anchor: Tensor) -> Tensor:
-            return self.lam / 2 * (p - anchor).square().sum()
-
         personal = clients.state.get("personal", default=clients.initial)
         clients.state["personal"] = clients.sgd(
-            clients.loss, personal, penalty=pull, epochs=self.personal_epochs, anchor=theta
+            clients.loss, personal, penalty=proximal(self.lam), epochs=self.personal_epochs, anchor=theta
         )
         return super().train(clients, theta)
 
