@@ -142,7 +142,9 @@ class _LeaseFile:
         except (FileNotFoundError, ValueError, TypeError):  # none, or none of ours
             return None
         except OSError as error:
-            raise CheckpointError(f"The lease in {self._location} cannot be read: {error}. Try again when it can.") from error
+            raise CheckpointError(
+                f"The lease in {self._location} cannot be read: {error}. Try again when it can."
+            ) from error
 
     def write(self, holder: _Holder) -> None:
         content = json.dumps(asdict(holder), indent=1)
