@@ -100,14 +100,3 @@ def asymmetry(kernel: Tensor) -> Asymmetry:
     """The asymmetry of a kernel ``[n, n]``."""
     halves = (kernel + kernel.T) / 2, (kernel - kernel.T) / 2
     return Asymmetry(float(halves[1].norm() / kernel.norm()), Spectrum.of(halves[0]).least)
-
-
-def expected_distance(x: Tensor, width: int) -> float:
-    """Root of the mean of ``||H(0) - H_inf||_F^2`` over initial weights, exactly."""
-    share = (math.pi - angle(x, x)) / (2 * math.pi)
-    return math.sqrt(float(((x @ x.T).square() * share * (1 - share)).sum()) / width)
-
-
-def distance_bound(samples: int, width: int, delta: float) -> float:
-    """Bound of ``||H(0) - H_inf||_F`` for inputs of length 1, with probability ``1 - delta`` (Hoeffding)."""
-    return samples * math.sqrt(math.log(2 * samples**2 / delta) / (2 * width))
