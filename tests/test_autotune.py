@@ -145,7 +145,6 @@ def test_timing_that_would_take_too_long_leaves_the_choice_to_the_rule(tmp_path,
         ({"engine__group_size": 1}, 1),
         ({"engine__group_size": 4}, 3),  # a cohort of 6 in two equal groups
         ({"engine__group_size": "null"}, 6),
-        ({"engine__group_size": "null", "ray__clients_per_actor": 2}, 2),
         ({"engine__group_size": "null", "cohort__size": 10, "data__unseen_fraction": 0.25}, 9),
     ],
 )

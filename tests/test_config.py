@@ -170,6 +170,11 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
     assert Experiment.from_yaml(experiment.to_yaml()) == experiment
 
 
+def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read():
+    before = Experiment().to_yaml().replace("  mixed_devices:", "  clients_per_actor: null\n  mixed_devices:")
+    assert "clients_per_actor" in before and Experiment.from_yaml(before) == Experiment()
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
@@ -184,6 +189,7 @@ def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pyte
             "training.xyz is not a setting of training; known are: ",
         ),
         ({"trainning": {}}, "trainning is not a setting of an experiment; did you mean 'training'?"),
+        ({"ray": {"clients_per_actor": 2}}, "ray.clients_per_actor has become engine.group_size; set that instead."),
         ({"lr": 0.1}, "lr is not a setting of an experiment; did you mean 'training.lr'?"),
         ({"method": "dito"}, "There is no method called 'dito'; did you mean 'ditto'?"),
         ({"data": "digit"}, "There is no data set called 'digit'; did you mean 'digits'?"),

@@ -218,11 +218,10 @@ def test_one_actor_per_client_for_cross_silo_studies(tmp_path):
     silos = on_ray(
         tmp_path,
         "null",
-        ray__clients_per_actor=1,
         ray__cpus_per_actor=0.2,
         cohort__size=4,
         rounds=1,
-        engine__group_size="null",
+        engine__group_size=1,
     )
     result = raypfl.run(silos, listeners=[events.append])
     metadata = next(e.metadata for e in events if isinstance(e, RunStarted))

@@ -230,6 +230,16 @@ class Experiment(BaseModel):
             raise ConfigError(listed(lines, "The experiment"))
         return experiment
 
+    @field_validator("ray", mode="before")
+    @classmethod
+    def _without_clients_per_actor(cls, value: Any) -> Any:
+        """Runs from before it became ``engine.group_size`` have it, mostly null, in their descriptions."""
+        if not isinstance(value, dict) or "clients_per_actor" not in value:
+            return value
+        if value["clients_per_actor"] is not None:
+            raise ValueError("ray.clients_per_actor has become engine.group_size; set that instead.")
+        return {name: one for name, one in value.items() if name != "clients_per_actor"}
+
     @field_validator("*", mode="after")
     @classmethod
     def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:

@@ -79,8 +79,6 @@ class RaySettings(ActorPool):
         To add up what clients send it needs neither; a method that trains on the server may be much faster with them.
     data_share : share of a GPU's memory that the data may take, for all actors on it together; each gets a part by its
         `gpus_per_actor`. Larger data stay in the machine's memory, and each group's samples are copied.
-    clients_per_actor : number of clients that an actor gets at a time; 1 gives one actor per client of the cohort, for
-        cross-silo studies.
     dashboard : whether to start Ray's dashboard with a local cluster.
     """
 
@@ -90,7 +88,6 @@ class RaySettings(ActorPool):
     cpus_for_server: float = 0.0
     gpus_for_server: float = 0.0
     data_share: float = 0.25
-    clients_per_actor: int | None = None
     dashboard: bool = False
 
     @property

@@ -35,7 +35,8 @@ class EngineSettings:
     executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), ``auto`` (one of the
         two, by a rule on network, batch and group), or ``fastest`` (whichever is faster in a few timed steps as the run
         starts, so that bits may differ between runs). The run's ``metadata.json`` says which it was, and why.
-    group_size : clients a group; None: from the cohort and the model.
+    group_size : clients a group; None: from the cohort and the model. With 1, each client of a cohort has an actor of
+        its own where there is room, for cross-silo studies.
     threads : torch threads per client actor, and inline.
     threads_for_server : torch threads of what the server computes itself; None: as many.
     """

@@ -232,7 +232,7 @@ def groups_for(experiment: Experiment, cohort: int, evaluation: bool = False) ->
 
     `evaluation` : whether the cohort is evaluated, not trained.
     """
-    size = experiment.engine.group_size or experiment.ray.clients_per_actor
+    size = experiment.engine.group_size
     suggest = evaluation_group_sizes if evaluation else group_sizes
     return even(cohort, -(-cohort // size)) if size else suggest(cohort, experiment.engine.executor)
 
