@@ -133,6 +133,8 @@ def test_suggested_commands_do_what_was_done_but_for_one_thing():
         (["run", "digits", "rounds"], "'rounds' is not an assignment"),
         (["run", "mine.yaml"], "There is no file 'mine.yaml'."),
         (["run", "--method", ","], "methods is []; it must be a list, such as"),
+        (["run", "--method", "local,fedavg,local"], "methods has local twice, with the same options and settings;"),
+        (["run", "methods=[{name: ditto, lam: 1}, ditto]", "method.lam=2"], "methods has ditto twice"),
         (["run", "--rounds", "5"], "There is no option --rounds; write rounds=VALUE."),
         (["study", "--lr=0.1"], "There is no option --lr; write training.lr=VALUE."),
         (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),

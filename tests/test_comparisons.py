@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import Result
+from typer.testing import Result as Ended
 
-from raypfl.common.errors import RaypflError
+from raypfl.common.errors import NoRun, RaypflError
 from raypfl.report import found
 from raypfl.runs import driver
+from raypfl.runs.result import Result, description
 from tests.command import raypfl, told
 from tests.mlflow_support import runs_of, with_database
 from tests.runs import Interrupt
@@ -41,7 +43,7 @@ def hashes(outcome: dict) -> list[str]:
 def cut_off(monkeypatch: pytest.MonkeyPatch):
     """Carries out a command in which the run of a method is interrupted after its first round."""
 
-    def command(method: str, *words: str) -> Result:
+    def command(method: str, *words: str) -> Ended:
         real = driver.resume
 
         def pressed(folder, *, listeners, overrides):
@@ -65,6 +67,17 @@ def test_a_comparison_has_a_folder_with_its_runs_its_picture_and_what_names_them
     }
     assert [Path(run["run_dir"]) for run in outcome["runs"]] == [folder.absolute() / run for run in runs]
     assert Path(outcome["picture"]) == folder.absolute() / "picture.png" and (folder / "picture.png").exists()
+
+
+def test_where_there_is_no_run_those_inside_are_named():
+    told("run", *QUIETLY, "--method", "fedavg,ditto", "--seeds", "4")
+    folder = only_folder()
+    inside = sorted(str(one.parent) for one in folder.glob("*/experiment.yaml"))
+    for place, kind in ((folder, f"{folder} is a comparison, not a run"), ("runs", "runs is not the folder of a run")):
+        named = f"{kind}: it has no experiment.yaml. Runs are in {', '.join(inside[:6])} and 2 more."
+        for asked in (Result.load, description):
+            with pytest.raises(NoRun, match=re.escape(named)):
+                asked(place)
 
 
 def test_one_method_with_two_sets_of_options_has_two_folders():

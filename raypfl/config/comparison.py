@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
 
     Raises
     ------
-    ConfigError : as `Experiment` does, before anything is run.
+    ConfigError : as `Experiment` does, before anything is run; or if two methods are the same, with the same options
+        and settings: their runs would be taken for two seeds.
     """
     values = deepcopy(dict(source)) if isinstance(source, Mapping) else read(source)
     options = []
@@ -43,6 +44,7 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
     methods, seeds = _methods(values), _seeds(values)
     base = Experiment(**values)
     compared = _with_options([_with_settings(base, method) for method in methods], options)
+    _refuse_repetition(compared)
     return [one.replace(seed=one.seed + i) for one in compared for i in range(seeds)]
 
 
@@ -121,3 +123,13 @@ def _with_options(compared: list[Experiment], options: list[tuple[list[str], Any
         for one in takers:
             assign(one, path, value)
     return [one.replace(**change) for one, change in zip(compared, changed, strict=True)]
+
+
+def _refuse_repetition(compared: Sequence[Experiment]) -> None:
+    described = [one.to_dict() for one in compared]
+    for i, one in enumerate(described):
+        if one in described[:i]:
+            raise ConfigError(
+                f"methods has {one['method']['name']} twice, with the same options and settings; keep one of them. "
+                "seeds=2 runs each method twice, with different seeds."
+            )

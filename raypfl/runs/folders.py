@@ -17,9 +17,7 @@ from raypfl.config import Experiment
 from raypfl.config.assignments import parse_assignments
 from raypfl.config.yaml_text import read, write
 from raypfl.methods import METHODS
-from raypfl.runs.result import METADATA, description, refuse_shorter, write_description
-
-COMPARISON = "comparison.yaml"
+from raypfl.runs.result import COMPARISON, METADATA, description, refuse_shorter, write_description
 
 _ITS_OWN = ("method", "methods", "seed", "seeds", "name", "output")
 

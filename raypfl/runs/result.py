@@ -32,6 +32,10 @@ PICTURES = "images"
 SUMMARY = "summary.json"
 METADATA = "metadata.json"
 RECIPE = "experiment.yaml"
+COMPARISON = "comparison.yaml"
+
+_NAMED = 6
+"""Folders that a sentence names at most."""
 
 
 def description(run_dir: str | Path) -> Experiment:
@@ -43,10 +47,17 @@ def description(run_dir: str | Path) -> Experiment:
     """
     file = Path(run_dir, RECIPE)
     if not file.exists():
-        inside = sorted(str(one.parent) for one in Path(run_dir).glob(f"*/{RECIPE}"))
-        where = f"Runs are in {', '.join(inside)}" if inside else "Runs are in the folder `output` names"
-        raise NoRun(f"{run_dir} is not the folder of a run: it has no {RECIPE}. {where}.")
+        kind = "a comparison, not a run" if Path(run_dir, COMPARISON).exists() else "not the folder of a run"
+        raise NoRun(f"{run_dir} is {kind}: it has no {RECIPE}. {_where_runs_are(Path(run_dir))}")
     return Experiment.from_yaml(file)
+
+
+def _where_runs_are(folder: Path) -> str:
+    inside = sorted(str(one.parent) for depth in ("*", "*/*") for one in folder.glob(f"{depth}/{RECIPE}"))
+    if not inside:
+        return "Runs are in the folder that `output` names."
+    more = f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else ""
+    return f"Runs are in {', '.join(inside[:_NAMED])}{more}."
 
 
 def write_description(folder: Path, experiment: Experiment) -> None:
@@ -160,15 +171,21 @@ class Result:
 
     @classmethod
     def load(cls, run_dir: str | Path) -> Result:
-        """Read a result from a run's folder."""
+        """Read a result from a run's folder.
+
+        Raises
+        ------
+        NoRun : if it is not the folder of a run, or its run has not ended.
+        """
         folder = Path(run_dir)
         if not folder.exists():
-            raise NoRun(f"There is no folder {folder}. Runs are in the folder that `output` names.")
+            raise NoRun(f"There is no folder {folder}. {_where_runs_are(folder)}")
+        experiment = description(folder)
         if not all((folder / name).exists() for name in (SUMMARY, METADATA)):
             raise NoRun(f"{folder} has no finished run; `raypfl resume {folder}` finishes an interrupted one.")
         end = json.loads((folder / SUMMARY).read_text())
         return cls(
-            experiment=description(folder),
+            experiment=experiment,
             run_dir=folder,
             status=end["status"],
             round=end["round"],
