@@ -41,13 +41,13 @@ def hashes(outcome: dict) -> list[str]:
 
 @pytest.fixture
 def cut_off(monkeypatch: pytest.MonkeyPatch):
-    """Carries out a command in which the run of a method is interrupted after its first round."""
+    """Carries out a command in which the run of a method is interrupted after a round."""
 
-    def command(method: str, *words: str) -> Ended:
+    def command(method: str, *words: str, round: int = 1) -> Ended:
         real = driver.resume
 
         def pressed(folder, *, listeners, overrides):
-            stop = [Interrupt(1)] if Path(folder).name.startswith(method) else []
+            stop = [Interrupt(round)] if Path(folder).name.startswith(method) else []
             return real(folder, listeners=[*listeners, *stop], overrides=overrides)
 
         with monkeypatch.context() as patch:
@@ -171,7 +171,28 @@ def test_going_on_with_a_change_that_was_interrupted_repeats_the_change(monkeypa
 
     monkeypatch.setattr(driver, "resume", pressed)
     stopped = raypfl("resume", str(folder), "rounds=3")
-    assert f"0 of 2 runs are finished. To continue: raypfl resume {folder} rounds=3\n" in stopped.stderr
+    earlier = "0 of 2 runs are finished with rounds=3; 2 have their earlier results."
+    assert f"{earlier} To continue: raypfl resume {folder} rounds=3\n" in stopped.stderr
+
+
+def test_an_interrupted_extension_shows_all_runs_at_what_they_have(cut_off):
+    told("run", *QUIETLY, "--method", "fedavg,local")
+    folder = only_folder()
+    stopped = cut_off("fedavg", "resume", str(folder), "rounds=9", round=3)
+    table, places = stopped.stdout.split("Picture")
+    assert all(word in table for word in ("fedavg", "local", "rounds=2"))
+    assert all(f"{folder / run}  weights" in places for run in ("fedavg-s0", "local-s0")) and "Try next" not in places
+    assert "Stopped. 0 of 2 runs are finished with rounds=9; 1 have their earlier results." in stopped.stderr
+
+
+def test_what_is_suggested_starts_from_what_ran_and_not_from_what_was_typed_first():
+    told("run", *QUIETLY, "--method", "fedavg,local", "--seeds", "3")
+    folder = only_folder()
+    for words in ((str(folder), "rounds=3", "training.lr=0.05"), (str(folder),)):
+        suggested = raypfl("resume", *words).stdout.split("Try next")[1]
+        (again,) = [line for line in suggested.splitlines() if "raypfl run" in line]
+        assert " rounds=3 " in again and again.endswith(" seeds=3 training.lr=0.05 partition.alpha=0.1")
+        assert f"raypfl resume {folder} rounds=6\n" in suggested
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Refused, Stopped, Unwritable
+from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflError, Refused, Stopped, Unwritable
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.config import Experiment
+from raypfl.config.assignments import last_of_each
 from raypfl.display import outcome
 from raypfl.display.console import lines_for, view, warner
 from raypfl.runs import driver as runs
@@ -51,7 +52,8 @@ class _Work:
         """The runs of a comparison, with ``dotted.key=value`` changes."""
         folders = [folder.absolute() for folder in comparison.folders]
         runs = dict(zip(folders, comparison.experiments(changes), strict=True))
-        return cls(comparison.folder.absolute(), runs, comparison.words, {"recipe": comparison.words[0]}, changes)
+        words = last_of_each([*comparison.words, *changes])
+        return cls(comparison.folder.absolute(), runs, words, {"recipe": comparison.words[0]}, changes)
 
     @property
     def is_comparison(self) -> bool:
@@ -176,6 +178,8 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
                         results.append(Result.load(folder))
                     if results[-1].status == "stopped":
                         raise KeyboardInterrupt
+            if work.changes and (comparison := Comparison.load(work.folder)):
+                comparison.keep(work.tried)
         except KeyboardInterrupt:  # also before the first round, between two runs, or a second one
             raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
         except Refused:
@@ -202,12 +206,26 @@ def _session(left: Sequence[Experiment], listener: Listener) -> Iterator[None]:
 
 def _unfinished(work: _Work, results: Sequence[Result]) -> str:
     """How many runs are finished, and the command that continues."""
+    if not work.is_comparison:
+        return work.to_continue
     finished = sum(result.status == "finished" for result in results)
-    count = f"{finished} of {len(work.runs)} runs are finished. " if work.is_comparison else ""
-    return f"{count}{work.to_continue}"
+    before = sum(result.status == "finished" for result in _not_reached(work, results))
+    changed = f" with {shlex.join(work.changes)}; {before} have their earlier results" if before else ""
+    return f"{finished} of {len(work.runs)} runs are finished{changed}. {work.to_continue}"
+
+
+def _not_reached(work: _Work, results: Sequence[Result]) -> list[Result]:
+    """What the runs after those with these results have of an earlier time."""
+    found = []
+    for folder in [*work.runs][len(results) :]:
+        with suppress(NoRun):
+            found.append(Result.load(folder))
+    return [result for result in found if result.status != "failed"]
 
 
 def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_json: bool) -> None:
+    is_complete = len(results) == len(work.runs) and results[-1].status == "finished"
+    results = [*results, *_not_reached(work, results)]
     judged = [result for result in results if result.evaluations.num_rows]
     pictures = _pictures(work.folder, results, judged, warner(Console(stderr=True)))
     for drawn in pictures.values():
@@ -218,7 +236,8 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
         print(json.dumps(outcome.as_json(results, pictures), indent=2))
     else:
         mlflow = how_to_look(results[0].experiment, tracked.experiment_id)
-        outcome.show(Console(), results, pictures, work.tried, work.folder, mlflow, work.command)
+        tried = work.tried if is_complete else ()
+        outcome.show(Console(), results, pictures, tried, work.folder, mlflow, work.command)
 
 
 def _pictures(

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from raypfl.analyses.base import Analysis, folder_of
 from raypfl.common.user_code import where_defined, with_location
-from raypfl.config import Experiment
 from raypfl.display.fitting import width_of
 from raypfl.results.compared import RunGroup, group_runs, labels, lettered_settings, settings, shared_setting
 from raypfl.results.epsilons import sentence
@@ -73,7 +72,8 @@ def show(
     Parameters
     ----------
     pictures : of the comparison, by their headings.
-    tried : the recipe or file that was run, and the assignments that changed it, for the commands that are suggested.
+    tried : the recipe or file that was run, and the assignments that changed it, for the commands that are suggested;
+        empty: suggest none.
     command : of raypfl, with which it was run.
     folder : of the run, or of the comparison.
     mlflow : how to look at the runs there; empty: they were not tracked.
@@ -91,9 +91,9 @@ def show(
         places.append((f"{label}, seed {result.experiment.seed}", text))
     places += [("MLflow", mlflow)] if mlflow else []
     _show_list(console, places, width := max(len(heading) for heading, _ in places))
-    if results[-1].status != "stopped":
+    if tried:
         console.print()
-        commands = _suggestions(results[-1].experiment, tried, nearby(folder), command)
+        commands = _suggestions(results, tried, nearby(folder), command)
         _show_list(console, [("" if i else "Try next", command) for i, command in enumerate(commands)], width)
 
 
@@ -192,11 +192,11 @@ def _spent(group: RunGroup) -> dict[str, float]:
     return dict(zip(_COSTS, (up, down, fmean(map(seconds, group.results))), strict=True))
 
 
-def _suggestions(experiment: Experiment, tried: Sequence[str], folder: Path, command: str) -> list[str]:
-    """Commands that could come next."""
-    more_skew = settings(experiment).get("partition", {}).get("alpha", 0.1) != 0.1
-    skewed = ["partition.alpha=0.1"] if more_skew else []
-    changes = [change for change in [*skewed, "seeds=3"] if change not in tried]
+def _suggestions(results: Sequence[Result], tried: Sequence[str], folder: Path, command: str) -> list[str]:
+    """Commands that could come next, none of which repeats what was run."""
+    experiment = results[-1].experiment
+    changes = ["partition.alpha=0.1"] if settings(experiment).get("partition", {}).get("alpha", 0.0) > 0.1 else []
+    changes += ["seeds=3"] if len({result.experiment.seed for result in results}) < 3 else []
     return [
         shlex.join(["raypfl", "report", str(folder)]),
         *([_again(command, tried, changes)] if changes else []),

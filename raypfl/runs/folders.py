@@ -54,7 +54,7 @@ class Comparison:
         new = cls(folder, tuple(words), _names(experiments))
         for one, inside in zip(with_checkpoints_apart(experiments, folder), new.folders, strict=True):
             write_description(inside, one)
-        files.write(folder / COMPARISON, write({"words": list(new.words), "runs": list(new.runs)}))
+        new.keep(words)
         return new
 
     @classmethod
@@ -65,6 +65,10 @@ class Comparison:
             return None
         values = read(file)
         return cls(Path(folder), tuple(values["words"]), tuple(values["runs"]))
+
+    def keep(self, words: Sequence[str]) -> None:
+        """Write into its folder which runs it has, and that these `words` would start them."""
+        files.write(self.folder / COMPARISON, write({"words": list(words), "runs": list(self.runs)}))
 
     @property
     def folders(self) -> list[Path]:
