@@ -151,8 +151,14 @@ def test_settings_of_a_methods_own_are_told_beside_its_name_and_of_the_first_one
     assert labels(experiments({"methods": methods[:2]})) == ["fedavg · settings A", "ditto · settings B"]
     methods[1] = {"name": "ditto", "settings": {"model.hidden": [8, 8], "training.lr": 0.05, "training.epochs": 3}}
     assert labels(experiments({"methods": methods[:2]})) == ["fedavg · settings A", "ditto · settings B"]
-    meant = "settings B: model.hidden=[8, 8], training.epochs=3, training.lr=0.05"
-    assert lettered_settings(experiments({"methods": methods[:2]})) == [meant]
+    meant = [
+        "settings A: model.hidden=default, training.epochs=1, training.lr=0.1",
+        "settings B: model.hidden=[8, 8], training.epochs=3, training.lr=0.05",
+    ]
+    assert lettered_settings(experiments({"methods": methods[:2]})) == meant
+    methods[1] = {"name": "ditto", "settings": {"model": "lenet", "training.epochs": 3, "training.weight_decay": 0.001}}
+    told = lettered_settings(experiments({"methods": methods[:2]}))
+    assert told[0] == "settings A: model=mlp, training.epochs=1, training.weight_decay=0.0" and len(told) == 2
     twice = ["fedavg", {"name": "fedavg", "settings": {"training.lr": 0.2}}]
     assert labels(experiments({"methods": twice})) == ["fedavg training.lr=0.1", "fedavg training.lr=0.2"]
 

@@ -107,17 +107,24 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def lettered_settings(experiments: Sequence[Experiment]) -> list[str]:
-    """What letters in the `labels` stand for, if they differ from the first: ``settings B: training.lr=0.05``."""
-    lines: dict[str, str] = {}
+    """What letters in the `labels` stand for: all that others differ in, of the first; what differs from it, of others.
+
+    As in ``settings A: training.lr=0.1``, ``settings B: training.lr=0.05``.
+    """
+    first = _deciding(experiments[0])
+    of_letter: dict[str, dict[str, Any]] = {}
     for suffix, experiment in zip(differing_settings(experiments), experiments, strict=True):
-        if suffix.startswith("settings "):
-            first, own = _deciding(experiments[0]), _deciding(experiment)
-            named = [
-                f"{key}={'null' if value is None else value}" for key, value in _own(own, first, list(own)).items()
-            ]
-            if named:
-                lines.setdefault(suffix, f"{suffix}: {', '.join(named)}")
-    return list(lines.values())
+        if suffix.startswith("settings ") and suffix not in of_letter:
+            own = _deciding(experiment)
+            of_letter[suffix] = _own(own, first, list(own))
+    differing = dict.fromkeys(key for own in of_letter.values() for key in own)
+    names = {key.removesuffix(".name"): value for key, value in first.items()}
+    meant = [{key: names.get(key, "default") for key in differing}, *[*of_letter.values()][1:]]
+    return [f"{letter}: {_listed(values)}" for letter, values in zip(of_letter, meant, strict=False)]
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={'null' if value is None else value}" for key, value in values.items())
 
 
 def differing_settings(experiments: Sequence[Experiment]) -> list[str]:
