@@ -258,14 +258,23 @@ def test_a_mistake_that_no_way_mends_is_raised_as_the_plainest_way_raises_it(exe
             clients.sgd(mistaken, clients.initial)
 
 
-def test_memory_that_runs_out_is_no_reason_to_fall_back():
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=str,
+)
+def test_memory_that_runs_out_is_no_reason_to_fall_back(error):
     clients, tries = Federation().clients(), []
 
     def huge(p, batch):
         tries.append(1)
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        raise error
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(type(error), match="CUDA"):
         clients.map(huge, clients.initial, clients.batches(3, "some"))
     assert len(tries) == 1
 

@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from raypfl.common import rng
+from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import unmarked
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.settings import EvaluationSettings
@@ -142,9 +142,9 @@ class Context:
         """
         try:
             return work(executor), executor
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if out_of_memory(error):
+                raise
             if isinstance(executor, Vectorised):
                 simpler, what = self.one_by_one, "cannot be vectorised, so clients run one by one"
             elif executor.precision.channels_last:

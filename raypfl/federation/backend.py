@@ -8,18 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import MethodError
+from raypfl.common.memory import out_of_memory as out_of_memory
 from raypfl.common.user_code import traceback_text, with_location
 from raypfl.storage.states import Contents, Stack, StackRef, merged
 
 _ONE_SAMPLE = "Expected more than 1 value per channel when training"
 """What torch's batch norm says of a mini-batch of one."""
-
-_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""How CUDA's libraries say it; torch's allocator has a class for it."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +63,6 @@ def failure(error: Exception) -> Failed:
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     return Failed(error, trace)
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that a GPU's memory is too small."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
 class Backend(Protocol):

@@ -12,8 +12,9 @@ from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import Observation
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import ClientError, RaypflError
+from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
-from raypfl.federation.backend import Backend, Failed, out_of_memory
+from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.broadcasts import Broadcasts
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.placement import Timings

@@ -17,6 +17,7 @@ import torch
 from raypfl.backends.actor_pools import reserved, room_for, share_of
 from raypfl.backends.cluster import nodes_of
 from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.memory import out_of_memory
 from raypfl.config import Experiment
 from raypfl.config.settings import ActorPool
 from raypfl.data import ClientData, FederatedData
@@ -98,7 +99,7 @@ def bytes_needed(experiment: Experiment, data: ClientData, device: torch.device,
 
     Raises
     ------
-    torch.OutOfMemoryError : if a group of `PROBED` clients does not fit.
+    RuntimeError : if a group of `PROBED` clients does not fit.
     """
     experiment = experiment.override(["privacy.secure_aggregation=false"])  # masks need a second client, and no memory
     trained = data.num_clients - len(data.unseen)
@@ -167,5 +168,8 @@ def _probe(shipment: Shipment) -> Card:
     total = torch.cuda.get_device_properties(device).total_memory
     try:
         return Card(total, bytes_needed(experiment, data, device, CudaMemory(device)))
-    except torch.OutOfMemoryError:  # the run itself, alone on the GPU, has room or says what has not
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        # The run itself, alone on the GPU, has room or says what has not.
         return Card(total, total)
