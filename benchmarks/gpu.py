@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --jobs cnn --actors 1 4 --seconds 2   # half a minute
     python -m benchmarks.gpu --json gpu.json
 
-It needs torch and NumPy, no Ray: every process is what a client actor is, trains groups of clients again and again, and
-may take its share of the GPU's memory. All begin together, after a warm-up. Images are noise.
+It needs torch, NumPy and PyArrow, no Ray: every process is what a client actor is, trains groups of clients again and
+again, and may take its share of the GPU's memory. All begin together, after a warm-up. Images are noise.
 
 The table says which ``ray.gpus_per_actor`` is fastest: 1 divided by the processes, as long as there are so many CPUs.
 The last column says whether all processes, however many, had the same model after the same rounds.
@@ -32,6 +32,7 @@ from benchmarks.circumstances import about
 from raypfl.backends.inline import Inline
 from raypfl.clients.context import Context
 from raypfl.clients.worker import Worker
+from raypfl.common.memory import out_of_memory
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
@@ -40,6 +41,7 @@ from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
 from raypfl.methods import FedAvg
 from raypfl.models import MODELS, FlatModel
+from raypfl.server.setup import same_bits_on_gpus
 from raypfl.storage.states import StateTable
 from raypfl.training.batches import Samples
 from raypfl.training.executor import Executor, Precision
@@ -101,6 +103,8 @@ class Actor:
 
     def __init__(self, job: Job, device: torch.device):
         self.job = job
+        if device.type == "cuda":
+            same_bits_on_gpus()
         model = FlatModel(lambda: MODELS.get(job.network)(job.shape, CLASSES), 0, torch.float32, device)
         draws = np.random.default_rng(0)
         x = torch.from_numpy(draws.integers(0, 256, (job.group * SAMPLES, *job.shape), dtype=np.uint8)).to(device)
@@ -175,7 +179,7 @@ def measured(name: str, actors: int, seconds: float, device: str = "cuda") -> Me
 
     Raises
     ------
-    torch.OutOfMemoryError : if they do not fit.
+    RuntimeError : if they do not fit.
     """
     spawning = multiprocessing.get_context("spawn")
     gate = spawning.Barrier(actors + 1)
@@ -228,7 +232,9 @@ def main() -> None:
         for actors in options.actors:
             try:
                 one = measured(name, actors, options.seconds)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
                 print(f"{name:16}{actors:10}  do not fit the GPU's memory", flush=True)
                 break
             of_job.append(one)

@@ -73,7 +73,7 @@ class Distillation(Analysis):
             return
         with model.mode(train=False):
             ours = {name: self.logits(model, view.after, view.pool(getattr(self, name))).softmax(1) for name in _POOLS}
-        sent = {name: _stacked([seen[-1].arrays[name] for seen in steps]) for name in _POOLS}
+        sent = {name: _stacked([seen[-1].arrays[name] for seen in steps], model.device) for name in _POOLS}
         g, h, y = ours["labelled"], sent["labelled"].softmax(2).mean(0), self.of(view.pool(self.labelled)).y
         bound = Bound.of(g, h, y)
         view.log(
@@ -85,15 +85,16 @@ class Distillation(Analysis):
         )
         violated = bound.violated
         if all(len(seen) > 1 for seen in steps):
-            own = [Bound.of(p, g, y) for p in _stacked([seen[0].arrays["labelled"] for seen in steps]).softmax(2)]
+            logits = _stacked([seen[0].arrays["labelled"] for seen in steps], model.device)
+            own = [Bound.of(p, g, y) for p in logits.softmax(2)]
             columns = {
-                "personal_distance": [one.distance.mean() for one in own],
-                "personal_error": [one.error.mean() for one in own],
-                "personal_bound": [one.bound.mean() for one in own],
+                "personal_distance": torch.stack([one.distance.mean() for one in own]),
+                "personal_error": torch.stack([one.error.mean() for one in own]),
+                "personal_bound": torch.stack([one.bound.mean() for one in own]),
             }
             violated += sum(one.violated for one in own)
-            view.log(**{name: torch.stack(values).mean() for name, values in columns.items()})
-            view.log_table("distillation", {"client": view.clients} | {n: np.array(v) for n, v in columns.items()})
+            view.log(**{name: values.mean() for name, values in columns.items()})
+            view.log_table("distillation", {"client": view.clients} | columns)
         view.log(inequalities_violated=violated)
 
     def of(self, pool: Pool) -> Batch:
@@ -147,5 +148,5 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().sum(1)
 
 
-def _stacked(arrays: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(arrays))
+def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.stack(arrays)).to(device)

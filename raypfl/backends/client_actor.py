@@ -49,6 +49,7 @@ class ClientActor:
         from raypfl.server.setup import make_context, make_task
 
         keep_freed_memory()
+        self._worker = None  # the last job's: its data and models leave the device before this job's arrive
         job, data = shipment.opened()
         torch.set_num_threads(job.experiment.engine.threads)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypfl.common import streams
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.common.user_code import where_defined, with_location
@@ -17,7 +18,6 @@ from raypfl.models.flat import FlatModel
 from raypfl.objectives import Objective
 from raypfl.objectives.batch import Batch
 from raypfl.training.batches import GroupSamples, Order
-from raypfl.training.executor import forked
 from raypfl.training.pool import Pool
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Observer:
         for number, analysis in self._analyses.items():
             function = getattr(analysis, what)
             # Neither random draws nor the network's mode nor autocast may differ from a run without analyses.
-            with forked(device), context.evaluating(), torch.autocast(device.type, enabled=False):
+            with streams.forked(device), context.evaluating(), torch.autocast(device.type, enabled=False):
                 try:
                     kept = function(seen)
                 except RaypflError:

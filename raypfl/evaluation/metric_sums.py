@@ -70,7 +70,7 @@ class MetricSums:
         return torch.zeros(rows, width, dtype=torch.float64, device=device)
 
     def of(self, answers: Iterable[Answers], rows: int) -> Tensor:
-        """The sums ``float64[rows, W]`` over all answers, a row for each model, or for each owner of the samples."""
+        """The sums ``float64[rows, W]`` over all answers, on the CPU: a row for each model, or owner of the samples."""
         sums: Tensor | None = None
         kept: list[Answers] = []
         for part in answers:
@@ -83,7 +83,7 @@ class MetricSums:
             return self.empty(rows)
         if kept:
             self._add_whole(sums, kept)
-        return sums
+        return sums.cpu()
 
     def values(self, sums: Tensor) -> Tensor:
         """The columns of `Measures`, ``float64[..., columns]``, from sums ``[..., W]``; NaN where there is no value."""

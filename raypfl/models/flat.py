@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from raypfl.common import streams
 from raypfl.common.errors import ConfigError, MethodError, did_you_mean
 from raypfl.models.parts import common_parts, freeze, frozen_norms, stored, trainable
 
@@ -290,8 +291,8 @@ class FlatModel:
                 store[leaf] = tensor
 
     def _build(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with streams.forked(self.device):
+            streams.seed(self.device, seed)
             module = self.factory()
         module = module.to(device=self.device, dtype=self.dtype)
         for child in module.modules():

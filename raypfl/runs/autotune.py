@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context, FallbackWarning
 from raypfl.clients.group import ClientGroup
+from raypfl.common import streams
 from raypfl.common.errors import ConfigError
 from raypfl.common.user_code import with_location
 from raypfl.config import Experiment
@@ -237,7 +238,7 @@ def _outputs(model: FlatModel, training: TrainingSettings, data: ClientData, cha
     precision = Precision(training.precision == "bf16", channels_last)
     kind = torch.int64 if data.discrete else model.dtype
     x = precision.layout(torch.zeros((FEW, *data.input_shape), dtype=kind, device=model.device))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), precision.context(model.device), model.mode(train):
+    with torch.no_grad(), streams.forked(model.device), precision.context(model.device), model.mode(train):
         return model(model.init(0), x)
 
 

@@ -43,7 +43,7 @@ def score(
     values: dict[str, Each | Sum] = {}
     portions = [_personal(portion, personal, protocols) for portion in group.portions()]
     for protocol in portions[0]:
-        values[f"personal/{protocol}"] = Each(torch.cat([rows[protocol] for rows in portions]).cpu(), charged=False)
+        values[f"personal/{protocol}"] = Each(torch.cat([rows[protocol] for rows in portions]), charged=False)
     if shared is not None:
         for protocol, value in _shared(group, shared, protocols, shares).items():
             values[f"global/{protocol}"] = type(value)(unmarked(value.rows).cpu(), charged=False)
@@ -125,7 +125,7 @@ def _on(group: ClientGroup, models: Tensor | Predictor, of: Iterable[Part], agai
     total = metric_sums.empty(len(models))
     for part in of:
         change = _change(group, part, again)
-        total = total + metric_sums.of(group.context.answers(models, part.where, change), len(models)).to(total.device)
+        total = total + metric_sums.of(group.context.answers(models, part.where, change), len(models))
     return total
 
 

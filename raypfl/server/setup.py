@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from raypfl.clients.context import ROOM, Context
-from raypfl.common import rng
+from raypfl.common import rng, streams
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.user_code import with_location
 from raypfl.data import ClientData, FederatedData
@@ -56,7 +56,7 @@ def device_for(gpus: float) -> torch.device:
 def make_model(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
     if device.type == "cuda":
-        _same_bits_on_gpus()
+        same_bits_on_gpus()
     settings = experiment.model
     entry, outputs = MODELS.get(settings.name), make_measures(experiment, data).objective.outputs(data.num_classes)
     given = {"input_shape": data.input_shape, "num_classes": outputs, **settings.options}
@@ -73,7 +73,7 @@ def make_model(experiment: Experiment, data: ClientData | DataOutline, device: t
     return FlatModel(factory, seed, dtype, device, frozen=settings.frozen, trained=trained)
 
 
-def _same_bits_on_gpus() -> None:
+def same_bits_on_gpus() -> None:
     """Let this process compute on GPUs in full fp32 and with algorithms that give the same bits each time.
 
     PyTorch warns where there is no such algorithm.
@@ -273,7 +273,7 @@ class _Fetched(Samples):
     data: DescribedData | DataOutline = field(kw_only=True)
 
     def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.random.fork_rng(devices=[]):  # a population may seed torch for what it makes
+        with streams.forked(self.gain.device):  # a population may seed torch for what it makes
             x, y = self.data.take(where)
         return moved(x, self.gain.device), moved(y, self.gain.device)
 

@@ -79,7 +79,7 @@ class Samples:
         device = self.gain.device
         if isinstance(part, np.ndarray):
             return moved(np.asarray(part[where]), device)
-        return part[torch.from_numpy(where).to(device)]
+        return part[torch.tensor(where, device=device)]  # a copy: the numbers may be in read-only memory
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class Samples:
 
 
 class GroupSamples:
-    """One split of a group's clients, gathered once: row k holds client k's samples, padded to the longest."""
+    """One split of a group's clients, gathered once: all samples of the first client, then the second's, and so on."""
 
     def __init__(self, samples: Samples, indices: list[np.ndarray]):
         self._source = samples

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raypfl.common import streams
 from raypfl.common.messages import one_client_at_a_time
 from raypfl.models.extras import Extras, of_client, without_buffers
 from raypfl.models.flat import BoundModel, FlatModel, FunctionalCall, LossCall
@@ -82,7 +83,7 @@ class Executor:
         """
         trained = copied(start)
         losses = torch.zeros(len(start), dtype=start.dtype, device=start.device)
-        with self.model.bound() as bound, self.model.mode(train=True), forked(start.device):
+        with self.model.bound() as bound, self.model.mode(train=True), streams.forked(start.device):
             still = still_segments(self.model, update)
             for k, steps in enumerate(visits.steps):
                 added = None if correction is None else correction[k]
@@ -118,7 +119,7 @@ class Executor:
         training : whether the network is in training mode in steps; it never is while batches are made.
         """
         mine, still = without_buffers(self.model, dict(extras)), still_segments(self.model, update)
-        with self.model.bound() as bound, forked(theta.device):
+        with self.model.bound() as bound, streams.forked(theta.device):
             descent = self._begun(bound, theta, still, update, key)
             for s, batch in enumerate(self._drawn(batches)):
                 descent.update = replace(update, lr=rate(s))
@@ -146,7 +147,7 @@ class Executor:
     ) -> Descent:
         """The steps of a model vector ``[P+B]``, which is trained in place."""
         bound.bind(vector, still)
-        _seed(vector.device, key)
+        streams.seed(vector.device, int(key))
         memory = update.init(self.model.parameters(vector))
         return Descent(self.model, update, bound.parameters, bound.tensors, memory, correction)
 
@@ -212,9 +213,9 @@ class Executor:
         If `update` needs per-sample gradients, the gradient is what it makes of them.
         """
         gradients, losses, statistics = [], [], []
-        with self.model.mode(train=True), forked(at.device):
+        with self.model.mode(train=True), streams.forked(at.device):
             for k, batch in enumerate(batches):
-                _seed(at.device, keys[k])
+                streams.seed(at.device, int(keys[k]))
                 p = self.model.parameters(at[k]).detach().requires_grad_()
                 call = FunctionalCall(self.model, self.model.buffers(at[k]))
                 mine = without_buffers(self.model, of_client(extras, k))
@@ -242,9 +243,9 @@ class Executor:
         If it gives a row for each sample, clients with fewer samples than the largest are padded with rows of zeros.
         """
         rows = []
-        with self.model.mode(train=False), self._inside(None), forked(at.device):
+        with self.model.mode(train=False), self._inside(None), streams.forked(at.device):
             for k, batch in enumerate(batches):
-                _seed(at.device, keys[k])
+                streams.seed(at.device, int(keys[k]))
                 rows.append(function(at[k], self._batch(batch), **of_client(extras, k)))
         sizes = [len(batch.y) for batch in batches]
         if len(set(sizes)) > 1 and [len(row) if row.dim() else 0 for row in rows] == sizes:
@@ -282,19 +283,3 @@ def copied(rows: Tensor, order: Tensor | None = None) -> Tensor:
         return rows.clone(memory_format=torch.contiguous_format) if order is None else rows[order]
     copy = torch.from_numpy(np.empty(rows.shape, rows.new_empty(0).numpy().dtype))
     return copy.copy_(rows) if order is None else torch.index_select(rows.detach(), 0, order, out=copy)
-
-
-def forked(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Restores torch's global random streams on exit, so that they may be seeded by key within."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
-def _seed(device: torch.device, key: Tensor) -> None:
-    """Seed torch's global streams.
-
-    ``torch.manual_seed`` formats its caller's stack for every kind of device, whether there is one or not: a
-    millisecond, which is as long as a small client's step.
-    """
-    torch.default_generator.manual_seed(int(key))
-    if device.type == "cuda":
-        torch.cuda.manual_seed_all(int(key))

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from raypfl.common import streams
 from raypfl.common.errors import MethodError
 from raypfl.common.user_code import where_defined
 
@@ -46,14 +46,8 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
             )
 
 
-def torch_streams(device: torch.device) -> Tensor:
-    """The state of torch's global streams, on the CPU and on `device`."""
-    state = torch.default_generator.get_state()
-    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
-
-
 def _states(device: torch.device, mentioned: frozenset[str]) -> dict[str, Any]:
-    states: dict[str, Any] = {"torch's": torch_streams(device).numpy().tobytes()}
+    states: dict[str, Any] = {"torch's": streams.state(device).numpy().tobytes()}
     if "NumPy's" in mentioned:
         state = np.random.get_state(legacy=False)["state"]
         states["NumPy's"] = (state["key"].tobytes(), state["pos"])

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, vmap
 
+from raypfl.common import streams
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
 from raypfl.models.flat import FunctionalCall
 from raypfl.models.predictor import Predictor
@@ -18,9 +19,8 @@ from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Update
 from raypfl.training.batches import Batches, GroupSamples, Order, StepBatches
 from raypfl.training.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
-from raypfl.training.executor import Executor, Observe, copied, forked
+from raypfl.training.executor import Executor, Observe, copied
 from raypfl.training.loss import LocalLoss, Loss
-from raypfl.training.unkeyed import torch_streams
 
 
 class Vectorised(Executor):
@@ -179,10 +179,10 @@ class Vectorised(Executor):
             Batch(twice, torch.cat([batch.y, batch.y.flip(0)]), weight),
             Batch(strange, torch.cat([batch.y, torch.zeros_like(batch.y)]), weight),
         ]
-        with forked(at.device):
-            before = torch_streams(at.device)
+        with streams.forked(at.device):
+            before = streams.state(at.device)
             alone, *values = [self._tried(function, at, b, extras, train) for b in (batch, *padded)]
-            if not torch.equal(before, torch_streams(at.device)):
+            if not torch.equal(before, streams.state(at.device)):
                 return "draws random numbers, so its clients run one by one, each with a stream of its own."
         if alone.shape[:1] == batch.y.shape[:1]:  # perhaps a row for each sample, padding included
             values = [value[: len(alone)] for value in values]

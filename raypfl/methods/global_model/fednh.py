@@ -142,7 +142,7 @@ class FedNH(Method):
 
 def _cosines(prototypes: Tensor) -> dict[str, Tensor]:
     """The cosine of each pair of prototypes ``[C, d]``, the closest pair first."""
-    first, second = torch.triu_indices(len(prototypes), len(prototypes), 1)
+    first, second = torch.triu_indices(len(prototypes), len(prototypes), 1, device=prototypes.device)
     rows = F.normalize(prototypes, dim=1)
     cosines, order = (rows @ rows.T)[first, second].sort(descending=True, stable=True)
     return {"class": first[order], "other": second[order], "cosine": cosines}
