@@ -139,6 +139,21 @@ def test_a_module_that_cannot_be_imported_is_told_by_its_line(tmp_path, monkeypa
     assert "PYTHONPATH" not in text and "raypfl/common/registry.py" not in text
 
 
+def test_an_import_that_fails_is_one_mistake_beside_others_with_its_traceback_below_it(tmp_path, monkeypatch):
+    (tmp_path / "raises.py").write_text("x = y\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for setting in ("method", "data", "model", "partition"):
+        with pytest.raises(ConfigError) as alone:
+            raypfl.Experiment(**{setting: "raises:X"})
+        assert "because its module raises an error:\n  File" in str(alone.value)
+        assert str(alone.value).endswith("\nNameError: name 'y' is not defined")
+        with pytest.raises(ConfigError) as beside:
+            raypfl.Experiment(**{setting: "raises:X"}, rounds=0, training={"epochs": 0, "batch_size": 0})
+        assert str(beside.value).startswith("The experiment has 4 mistakes:")
+        bullets = [line for line in str(beside.value).splitlines()[1:] if line.startswith("  - ")]
+        assert len(bullets) == 4 and "\n    NameError: name 'y'" in str(beside.value)
+
+
 def test_a_module_that_is_not_there_is_asked_for():
     with pytest.raises(ConfigError, match=r"No module named 'nowhere_at_all'.*PYTHONPATH"):
         raypfl.Experiment(method="nowhere_at_all:Mine")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, Val
 from raypfl.analyses import ANALYSES, Analysis
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
-from raypfl.config.validation import sentences
+from raypfl.config.validation import Mistakes, sentences
 from raypfl.data import PARTITIONS, Partition
 from raypfl.methods import METHODS, Method
 from raypfl.objectives import METRICS, OBJECTIVES, Metric, Objective
@@ -46,7 +46,7 @@ def build(base: type, value: Any, where: str = "") -> Any:
 
     Raises
     ------
-    ValueError : with a sentence a line for each mistake.
+    ValueError : with a sentence; `Mistakes` for several.
     """
     if isinstance(value, base):
         return value
@@ -118,7 +118,7 @@ def checked_options(
 
     Raises
     ------
-    ValueError : with a sentence a line for every option that is unknown, missing or of the wrong type.
+    ValueError : `Mistakes`, with a sentence for every option that is unknown, missing or of the wrong type.
     """
     try:
         known, model = _options_model(entry, where, tuple(hidden), shared)
@@ -128,7 +128,7 @@ def checked_options(
         valid = model(**options)
     except ValidationError as error:
         lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry), (where,))
-        raise ValueError("\n".join(lines)) from None
+        raise Mistakes(lines) from None
     return {key: getattr(valid, key) for key in options}
 
 

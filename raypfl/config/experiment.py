@@ -42,7 +42,7 @@ from raypfl.config.limits import (
     training_mistakes,
 )
 from raypfl.config.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
-from raypfl.config.validation import listed, sentences
+from raypfl.config.validation import Mistakes, listed, sentences
 from raypfl.config.yaml_text import read, write
 from raypfl.data import Dirichlet, Partition
 from raypfl.datasets import DATASETS, DataConfig, DataSource
@@ -244,7 +244,7 @@ class Experiment(BaseModel):
     @classmethod
     def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:
         if lines := outside_limits(str(info.field_name), value):
-            raise ValueError("\n".join(lines))
+            raise Mistakes(lines)
         return value
 
     def _contradictions(self) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from textwrap import indent
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,6 +23,14 @@ _EXPECTED = {
 }
 
 
+class Mistakes(ValueError):
+    """Several mistakes in one value, a sentence each, which pydantic reports with all others."""
+
+    def __init__(self, lines: Sequence[str]):
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+
+
 def sentences(error: ValidationError, unknown: Callable[[Path], str], prefix: Path = ()) -> list[str]:
     """One sentence for each mistake.
 
@@ -34,10 +43,10 @@ def sentences(error: ValidationError, unknown: Callable[[Path], str], prefix: Pa
 
 
 def listed(lines: list[str], subject: str) -> str:
-    """A single sentence unchanged, several as a list."""
+    """A single sentence unchanged, several as a list; a traceback is below its sentence."""
     if len(lines) == 1:
         return lines[0]
-    return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *lines])
+    return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *(indent(line, "    ").lstrip() for line in lines)])
 
 
 def _sentence(detail: Any, unknown: Callable[[Path], str], prefix: Path) -> list[str]:
@@ -45,7 +54,8 @@ def _sentence(detail: Any, unknown: Callable[[Path], str], prefix: Path) -> list
     # ("training", "milestones", 0) is training.milestones[0].
     dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if kind == "value_error":
-        return str(detail["ctx"]["error"]).splitlines()
+        raised = detail["ctx"]["error"]
+        return raised.lines if isinstance(raised, Mistakes) else [str(raised)]
     if kind in {"extra_forbidden", "unexpected_keyword_argument"}:
         return [f"{dotted} {unknown(path)}"]
     if kind in {"missing", "missing_argument"}:
