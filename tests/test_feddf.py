@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.methods import FedAvg, FedDF
+from raypfl.methods import METHODS, FedAvg, FedDF
+from raypfl.runs import driver
 from tests.runs import experiment
 from tests.support import EXECUTORS, Federation, NormalisedConv, as_module, as_vector, close, small_mlp
 
@@ -81,9 +82,21 @@ def test_a_round_is_charged_a_model_each_way_and_no_logits():
     assert sent == {("down", "theta", fed.model.size), ("up", "theta", fed.model.size)}
 
 
-def test_a_pool_that_is_not_there_is_refused_before_the_first_round(tmp_path):
+@pytest.mark.parametrize(
+    "needs",
+    [
+        *({"method": name} for name in METHODS if hasattr(METHODS.get(name), "pool")),
+        {"analyses": "[distillation]"},
+        {"model__pretrain": "auxiliary"},
+    ],
+)
+def test_a_pool_that_is_not_there_is_refused_before_anything_is_started(tmp_path, needs):
     with pytest.raises(ConfigError, match=r"no pool called 'auxiliary'; data.pools has none"):
-        raypfl.run(experiment(tmp_path, method="feddf", data__pools="{}"))
+        driver.check([experiment(tmp_path, **needs, data__pools="{}")])
+
+
+def test_a_method_that_does_not_distil_needs_no_pool(tmp_path):
+    driver.check([experiment(tmp_path, method="feddf", method__steps=0, data__pools="{}")])
 
 
 def test_nothing_of_a_pool_is_in_the_servers_state(tmp_path):

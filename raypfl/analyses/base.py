@@ -116,6 +116,10 @@ class Analysis(Component):
         if self.every < 0:
             raise ConfigError(f"every is {self.every}; it must be 0, for the last round only, or more.")
 
+    def needed_pools(self) -> tuple[str, ...]:
+        """The names in ``data.pools`` that this analysis needs; a run without one of them is refused."""
+        return ()
+
     def observes(self, round: int, rounds: int) -> bool:
         """Whether :meth:`before_step` is called in this round: by default, in those that are analysed."""
         return self.is_due(round, rounds)

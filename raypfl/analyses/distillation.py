@@ -50,6 +50,9 @@ class Distillation(Analysis):
         if self.samples < 1:
             raise ConfigError(f"analyses.distillation has samples {self.samples}; it must be 1 or more.")
 
+    def needed_pools(self) -> tuple[str, ...]:
+        return self.pool, self.labelled
+
     def start(self, view: AnalysedRound) -> None:
         if view.after is None:
             raise ConfigError(
@@ -62,7 +65,6 @@ class Distillation(Analysis):
                 f"analyses.distillation needs classes of the clients' for the pool {self.labelled!r}. Name another "
                 "pool as its option labelled, such as a share of the training samples: data.pools={validation: 0.1}."
             )
-        self.of(view.pool(self.pool))
 
     def after_training(self, step: LocalStep) -> dict[str, Any]:
         return {name: self.logits(step.model, step.theta, step.pool(getattr(self, name))) for name in _POOLS}

@@ -58,6 +58,10 @@ class Method(Component):
     def check(self, model: FlatModel) -> None:
         """Raise a ConfigError if the options do not fit the clients' network; asked before anything is started."""
 
+    def needed_pools(self) -> tuple[str, ...]:
+        """The names in ``data.pools`` that this method needs; a run without one of them is refused."""
+        return ()
+
     def networks(self, task: Task) -> dict[str, FlatModel]:
         """Networks other than the clients' model; later they are in ``task.networks`` and ``clients.networks``."""
         return {}

@@ -20,7 +20,16 @@ from raypfl.backends.cluster import client_actors, connected, for_server, has_di
 from raypfl.backends.inline import Inline
 from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
-from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Refused, Stopped, Unwritable, did_you_mean
+from raypfl.common.errors import (
+    CheckpointError,
+    ConfigError,
+    RaypflError,
+    Refused,
+    Stopped,
+    Unwritable,
+    did_you_mean,
+    known_pool,
+)
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
@@ -185,6 +194,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
             f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
             "at most that many."
         )
+    _refuse_missing_pools(experiment, data)
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     refuse_misfit(experiment, model, data)
     experiment.method.check(model)
@@ -193,6 +203,13 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(model, experiment.training, data)
     return model
+
+
+def _refuse_missing_pools(experiment: Experiment, data: ClientData) -> None:
+    pretrain = experiment.model.pretrain if experiment.model.weights is None else None
+    needed = [*experiment.method.needed_pools(), *(name for one in experiment.analyses for name in one.needed_pools())]
+    for name in [pretrain, *needed] if pretrain else needed:
+        known_pool(name, data.pools)
 
 
 def _refuse_without_models(method: Method) -> None:

@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
-from raypfl.common.errors import known_pool
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
-from raypfl.federation.task import Task
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.methods.local_training import refuse_below
 from raypfl.objectives.batch import Batch
@@ -62,9 +60,8 @@ class FedDF(FedAvg):
         refuse_below(0, steps=self.steps, distill_rounds=self.distill_rounds)
         refuse_below(1, batch_size=self.batch_size)
 
-    def start(self, task: Task) -> Server:
-        known_pool(self.pool, task.pools)
-        return super().start(task)
+    def needed_pools(self) -> tuple[str, ...]:
+        return (self.pool,) if self.distils(round=1) else ()
 
     def round(self, server: Server, cohort: Cohort) -> None:
         model, reply = cohort.task.model, cohort.run(self.train, theta=server["theta"])
