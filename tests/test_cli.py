@@ -72,6 +72,15 @@ def test_a_resumed_run_is_called_by_its_method():
     assert "\nditto: round 3/3, " in said and said.count(Path(run["run_dir"]).name) == 1
 
 
+def test_a_warning_is_a_sentence_on_stderr_once_and_no_line_of_code():
+    words = ["method=perada", "method.steps=0", *SMALL, "rounds=1", "evaluation.every=0"]
+    said = raypfl("run", *words).stderr
+    assert said.count("Warning:") == 1 and "Warning: perada is for a network that is mostly frozen" in said
+    assert "perada-digits" in said and ".py" not in said
+    unlike = raypfl("data", "show", "data=tests.test_data:dozen", "partition={name: iid, clients: 12}").stderr
+    assert unlike.startswith("Warning: No client of") and ".py" not in unlike
+
+
 @pytest.mark.parametrize("words", [("run", "--seeds", "0"), ("study", "--seeds", "0"), ("study", "--rounds", "0")])
 def test_nothing_is_run_no_times(words):
     assert raypfl(*words).exit_code == 2 and not Path("runs").exists()

@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,11 +44,13 @@ LISTED = {
 
 
 class _Sentences(TyperGroup):
-    """Ends a command that raises one of raypfl's errors with its sentence and an exit code, without a traceback."""
+    """Prints the errors and warnings of a command as sentences, without a traceback or a line of code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = partial(_show_warning, warnings.showwarning)
+                return super().invoke(ctx)
         except (Stopped, KeyboardInterrupt) as stop:
             _print_error(str(stop) or "Stopped.", "yellow")
             raise typer.Exit(STOPPED) from None
@@ -447,6 +450,15 @@ def _options(registry: Registry, name: str) -> str:
     same = {key for key, option in inherited.items() if key in known and option.default == known[key]}
     lines = [f"{key} = {default!r}" for key, default in known.items() if key not in same]
     return "\n".join([*lines, *([f"and those of {registry.name_of(base)}"] if inherited else [])])
+
+
+def _show_warning(otherwise: Callable[..., None], text: Warning, category: type[Warning], *where: Any) -> None:
+    from raypfl.display.console import warner
+
+    if issubclass(category, UserWarning):
+        warner(Console(stderr=True))(str(text))
+    else:
+        otherwise(text, category, *where)
 
 
 def _print_error(text: str, colour: str) -> None:
