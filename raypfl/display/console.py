@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -186,7 +185,7 @@ _LONGEST_SILENCE = 30.0  # seconds, if rounds end in between
 
 def warner(console: Console) -> Callable[[str], None]:
     """A function that shows a sentence as a warning, also while runs are shown."""
-    return lambda text: console.print(f"[yellow]Warning:[/] {escape(text)}")
+    return lambda text: console.print(Text.assemble(("Warning: ", "bold yellow"), text))
 
 
 class View:
@@ -216,7 +215,7 @@ class View:
         line(event)
         with contextlib.suppress(OSError):  # a terminal that is closed must not keep a run from being saved
             if isinstance(event, Warned):
-                self.console.print(Text.assemble(("Warning: ", "bold yellow"), event.text))
+                warner(self.console)(event.text)
             if isinstance(event, Progress) and event.stays:
                 self.console.print(Text(event.text), soft_wrap=True)
             else:

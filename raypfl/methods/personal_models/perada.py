@@ -50,8 +50,8 @@ class PerAda(FedDF):
         if model.segments.keys() == stored(model.module).keys():
             warnings.warn(
                 f"perada is for a network that is mostly frozen, but all {model.num_parameters:,} parameters of this "
-                "one are trained and sent: set model.trained, such as 'adapters, output layer', or begin with the recipe "
-                "perada-digits.",
+                "one are trained and sent: set model.trained, such as 'adapters, output layer', or begin with the "
+                "recipe perada-digits.",
                 stacklevel=2,
             )
 
