@@ -95,6 +95,19 @@ def test_a_pair_of_npy_files_is_read(tmp_path, opened):
     assert (data.input_shape, data.labels.tolist(), data.num_classes) == ((1, 6, 7), [0, 2, 1, 2, 0], 3)
 
 
+@pytest.mark.parametrize("shape", [(6, 7, 3), (6, 7, 1), (3, 7, 3), (1, 7, 3), (6, 3, 1)])
+def test_channels_may_be_first_unless_they_could_be_last(tmp_path, opened, shape):
+    (tmp_path / "data").mkdir()
+    last = datasets.pixels(5, *shape)
+    np.save(tmp_path / "data/labels.npy", np.arange(5) % 2)
+    read = []
+    for images in (last, last.transpose(0, 3, 1, 2)):
+        np.save(tmp_path / "data/image.npy", images)
+        read.append(np.array(opened("npy").inputs))
+    assert np.array_equal(read[0], last.transpose(0, 3, 1, 2))
+    assert np.array_equal(*read) == (last.shape[2] not in (1, 3))
+
+
 @pytest.mark.parametrize(
     ("images", "labels", "sentence"),
     [

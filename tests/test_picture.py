@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from raypfl.display.console import LiveView, LogView, RunLine, View, lines_for, 
 from raypfl.evaluation import summarise
 from raypfl.federation.ledger import LEDGER
 from raypfl.recipes import settings_of
+from raypfl.results import drawing
 from raypfl.results.compared import group_runs, labels, lettered_settings, setting
 from raypfl.results.drawing import draw
 from raypfl.results.units import over_seeds
@@ -97,6 +99,23 @@ def printed(show, width: int = 80) -> str:
 )
 def test_a_picture_is_drawn_of(results, tmp_path: Path):
     assert draw(results, tmp_path / "picture.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("methods", [1, 3, 6])
+def test_no_legend_covers_data(methods: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(drawing, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1])
+    runs = [
+        made_up({"name": "ditto", "lam": i}, ("personal", "global"), seed=s) for i in range(methods) for s in (0, 1)
+    ]
+    draw(runs, tmp_path / "picture.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    legends = [found for found in (*figure.legends, *(one.get_legend() for one in figure.axes)) if found]
+    told = [text.get_text() for legend in legends for text in legend.get_texts()]
+    assert {"personal model", "global model"} < set(told) and len(told) == methods + 2
+    boxes = [axes.get_window_extent() for axes in figure.axes]
+    assert not any(legend.get_window_extent().overlaps(box) for legend in legends for box in boxes)
 
 
 def test_a_setting_of_many_words_stays_on_the_picture(tmp_path: Path):

@@ -168,7 +168,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     compared = group_runs(results)
     protocol = "local" if "local" in compared[0].protocols else compared[0].protocols[0]
     unit = compared[0].unit
-    what, lower = capital(unit.phrase), not unit.metric.higher_is_better
+    what = capital(unit.phrase)
     tested = "their own test data" if protocol == "local" else f"the {protocol} test data"
     found = metric_curves(compared, protocol)
     tested_once = all(len(clients_from_worst(one, protocol)) <= len(one.results) for one in compared)
@@ -185,7 +185,6 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
             for model in MODELS
             if any(model == drawn for _, drawn in found)
         ]
-        left.legend(handles=lines, loc="upper right" if lower else "lower right")
         if tested_once:
             _draw_ends(right, compared, protocol)
             right.set_title("The global model at the end")
@@ -194,9 +193,10 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
             right.set_title(f"{what} of each client at the end")
         figure.suptitle(fill(shared_setting(results), 110), fontsize=11, color=GREY)
         handles = [Line2D([], [], color=one.colour, linewidth=5, label=_named(one, protocol)) for one in compared]
-        fitting = _LINE // (max(len(_named(one, protocol)) for one in compared) + _GAP)
+        handles += lines
+        fitting = _LINE // (max(len(str(one.get_label())) for one in handles) + _GAP)
         columns = max(1, min(len(handles), 5, fitting))
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1)
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
     return Path(path)
 
 

@@ -18,6 +18,7 @@ from raypfl.datasets.readers.cifar import CIFAR10_CLASSES
 
 _BLOCK = 12 << 20  # bytes of images in memory at a time
 _SEVERITIES = 5
+_CHANNELS = (1, 3)
 
 
 class _Pair(Reader):
@@ -39,9 +40,13 @@ class _Pair(Reader):
         """Images ``uint8[n, H, W]`` or ``[n, H, W, C]``, mapped into memory, and labels."""
         files = self.paths()
         pixels, labels = (opened(path) for path in files)
+        found = f"{pixels.dtype}{list(pixels.shape)}"
+        if pixels.ndim == 4 and pixels.shape[1] in _CHANNELS and pixels.shape[3] not in _CHANNELS:
+            pixels = pixels.transpose(0, 2, 3, 1)
         if pixels.dtype != np.uint8 or pixels.ndim < 3 or pixels.shape[3:] not in ((), (1,), (3,)):
-            found = f"{pixels.dtype}{list(pixels.shape)}"
-            raise DataError(f"{files[0]} holds {found}, not images as uint8[n, H, W] or uint8[n, H, W, 3].")
+            raise DataError(
+                f"{files[0]} holds {found}, not images as uint8[n, H, W], uint8[n, H, W, 3] or uint8[n, 3, H, W]."
+            )
         if labels.ndim == 1:  # others are refused as labels
             require_equal_lengths(len(pixels), files[0], len(labels), files[1])
         return pixels, labels
@@ -50,7 +55,10 @@ class _Pair(Reader):
 @DATASETS.register("npy")
 @dataclass(frozen=True, kw_only=True)
 class Npy(_Pair):
-    """Two files in data.root: images, ``uint8[n, H, W]`` or ``[n, H, W, 3]``, and labels, integers ``[n]`` from 0.
+    """Two files in data.root: images and labels.
+
+    Images are ``uint8[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]`` with 1 or 3 channels; channels are last if both
+    could be. Labels are integers ``[n]`` from 0.
 
     Attributes
     ----------
