@@ -7,7 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -47,6 +47,7 @@ def pretend_gpu() -> Iterator[list[str]]:
     autocast, numerics = torch.autocast, torch.utils.deterministic
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with contextlib.ExitStack() as stack:
+        stack.callback(gpu.forget)
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(mock.patch.multiple(torch.cuda, **patches))
         stack.enter_context(mock.patch("torch.Generator", _Generator))
@@ -77,25 +78,32 @@ class _Gpu:
 
     Attributes
     ----------
+    storages : by address, which is not used again as long as there is a reference.
     makes : the device of tensors that an operation makes from no others.
     """
+
+    storages: ClassVar[dict[int, StorageWeakRef]] = {}
 
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.generator = _Generator("cuda")
         self.makes = CPU
-        self._storages: dict[int, StorageWeakRef] = {}  # as long as one is referred to, its address is not used again
+
+    @classmethod
+    def forget(cls) -> None:
+        """Forget tensors that are no more; others may be in a cache, and used when there is a GPU again."""
+        cls.storages = {address: one for address, one in cls.storages.items() if not one.expired()}
 
     def device(self, tensor: Tensor) -> torch.device:
         """Where a tensor is."""
-        return GPU if _address(tensor) in self._storages else CPU
+        return GPU if _address(tensor) in self.storages else CPU
 
     def put(self, tensor: Tensor, device: torch.device) -> None:
         """Say where a new tensor is."""
         if device == GPU:
-            self._storages[_address(tensor)] = StorageWeakRef(_plain(tensor).untyped_storage())
+            self.storages[_address(tensor)] = StorageWeakRef(_plain(tensor).untyped_storage())
         else:
-            self._storages.pop(_address(tensor), None)
+            self.storages.pop(_address(tensor), None)
 
     def moved(self, result: Tensor, device: torch.device, given: Sequence[Tensor]) -> Tensor:
         """The result of a call, on a device: if it is one of the tensors that were given, and elsewhere, a copy."""

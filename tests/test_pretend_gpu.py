@@ -35,8 +35,14 @@ from tests.support import dropping_mlp, small_mlp
 
 @pytest.fixture
 def faults() -> Iterator[list[str]]:
-    with pretend_gpu() as found:
-        yield found
+    """Of a GPU; PyTorch warns also of what it has warned another test of."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with pretend_gpu() as found:
+            yield found
+    finally:
+        torch.set_warn_always(always)
 
 
 REFUSED = {
@@ -120,6 +126,8 @@ def test_nothing_of_it_is_left():
     assert torch.cuda.is_available() == there and torch.Generator is generator and torch.autocast is autocast
     assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     assert (kept + torch.ones(3)).device == CPU
+    with pretend_gpu():
+        assert kept.device == GPU and torch.ones(3).device == CPU
 
 
 @pytest.mark.parametrize("factory", [small_mlp, dropping_mlp])
@@ -184,22 +192,26 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
         | changes,
     )
     told: list[str] = []
-    torch.set_warn_always(True)  # also of what another test was warned of
     result = raypfl.run(
         described, listeners=[lambda event: told.append(event.text) if isinstance(event, Warned) else None]
     )
     assert not faults and not [text for text in told if not text.startswith("Nobody is left in the cohort")]
-    assert result.metadata["device"] == "cuda"
+    assert result.metadata["device"] == ("cuda" if described.ray.on_gpu else "cpu")
     return result
 
 
 @pytest.mark.parametrize(
-    ("executor", "server"), [("vectorised", 1), pytest.param("sequential", 0, marks=pytest.mark.slow)]
+    ("executor", "clients", "server"),
+    [
+        ("vectorised", 1, 1),
+        pytest.param("sequential", 1, 0, marks=pytest.mark.slow),
+        pytest.param("vectorised", 0, 1, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.filterwarnings("ignore:perada is for a network that is mostly frozen")
-def test_every_method_runs_on_a_gpu(tmp_path, faults, method, executor, server):
-    where = {"engine__executor": executor, "ray__gpus_for_server": server}
+def test_every_method_runs_on_a_gpu(tmp_path, faults, method, executor, clients, server):
+    where = {"engine__executor": executor, "ray__gpus_per_actor": clients, "ray__gpus_for_server": server}
     run(tmp_path, faults, method=method, **where, **CHANGES.get(method, {}))
 
 
@@ -319,7 +331,7 @@ VARIANTS = {
 }
 
 
-SLOW = {"a cnn", "adapters, trained before", "flntk", "numbers"}
+SLOW = {"a cnn", "adapters, trained before", "flntk", "noise on samples", "numbers"}
 
 
 @pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW)) for w in VARIANTS])
