@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ import torch
 import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.data import load_federated
+from raypfl.runs.result import is_finished
 from raypfl.server.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.server.setup import make_task
 from raypfl.storage.tree import flatten
@@ -97,6 +99,13 @@ def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path
     assert subprocess.run(command).returncode == -signal.SIGKILL
     resumed = raypfl.resume(tmp_path / "killed")
     assert resumed.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
+
+
+def test_a_finished_run_that_is_made_longer_is_unfinished_until_its_end(tmp_path):
+    folder, seen = Path(raypfl.run(experiment(tmp_path, rounds=1)).run_dir), []
+    raypfl.resume(folder, overrides=["rounds=2"], listeners=[lambda event: seen.append((event, is_finished(folder)))])
+    assert [done for event, done in seen if isinstance(event, RoundFinished)] == [False]
+    assert is_finished(folder)
 
 
 def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits(tmp_path):

@@ -210,7 +210,7 @@ def _unfinished(work: _Work, results: Sequence[Result]) -> str:
         return work.to_continue
     finished = sum(result.status == "finished" for result in results)
     before = sum(result.status == "finished" for result in _not_reached(work, results))
-    changed = f" with {shlex.join(work.changes)}; {before} have their earlier results" if before else ""
+    changed = f" with {shlex.join(work.changes)}; of {before}, there are the earlier results" if before else ""
     return f"{finished} of {len(work.runs)} runs are finished{changed}. {work.to_continue}"
 
 

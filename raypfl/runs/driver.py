@@ -53,6 +53,7 @@ from raypfl.runs.result import (
     forget_unbegun,
     reason_before,
     refuse_shorter,
+    reopen,
     write_description,
     write_tables,
 )
@@ -286,6 +287,7 @@ def _keep(job: Job, finished: RunFinished) -> None:
 def _write_beginning(folder: Path, event: Event) -> None:
     # Not before the run has begun: a resume whose changes are refused must leave the folder unchanged.
     if isinstance(event, RunStarted):
+        reopen(folder)
         write_description(folder, event.experiment)
         write(folder / METADATA, json.dumps(event.metadata, indent=1))
 

@@ -96,6 +96,13 @@ def is_finished(run_dir: Path) -> bool:
     return False
 
 
+def reopen(run_dir: Path) -> None:
+    """Let a run that begins be no longer complete: it may be a finished one that was given more rounds."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        end = json.loads((run_dir / SUMMARY).read_text())
+        write(run_dir / SUMMARY, json.dumps(end | {"status": "stopped"}, indent=1))
+
+
 def refuse_stranger(client: int, count: int) -> None:
     """Raise a ConfigError unless `client` is one of `count`."""
     if not 0 <= client < count:
