@@ -17,7 +17,8 @@ from raypfl.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
 from raypfl.backends.shipment import Shipment
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import RaypflError, Stopped
-from raypfl.federation.backend import Done, Failed, out_of_memory
+from raypfl.common.memory import out_of_memory
+from raypfl.federation.backend import Done, Failed
 from raypfl.federation.broadcasts import INSIDE
 from raypfl.federation.placement import Dispatch, Speeds
 from raypfl.storage.states import Stack

@@ -11,7 +11,6 @@ import numpy as np
 
 from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import MethodError
-from raypfl.common.memory import out_of_memory as out_of_memory
 from raypfl.common.user_code import traceback_text, with_location
 from raypfl.storage.states import Contents, Stack, StackRef, merged
 
