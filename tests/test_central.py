@@ -20,6 +20,7 @@ from raypfl.optimizers import SGD, Adam, AdamW
 from raypfl.server.events import RoundFinished, RunStarted, ServerProgress
 from raypfl.training.augmentation import Crop, Flip
 from raypfl.training.pool import Pools
+from tests.pretend_gpu import pretend_gpu
 from tests.support import POOLED, Federation, NormalisedConv, as_module, as_vector, close, dropping_mlp, small_mlp
 
 
@@ -200,13 +201,10 @@ def started() -> RunStarted:
 # --- on another device ------------------------------------------------------------------------------------------------
 
 
-def test_all_that_the_server_trains_with_is_on_its_device(monkeypatch):
-    """The meta device has shapes and no values, so an operation with a tensor that stayed on the CPU fails on it."""
-    monkeypatch.setattr("raypfl.training.executor._seed", lambda device, key: None)
-    monkeypatch.setattr(server_training.ServerTraining, "_refuse_divergence", lambda self, *what: None)
-    fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
-    model = FlatModel(NormalisedConv, dtype=torch.float64, device="meta")
-    gain, offset = (part.to("meta") for part in (fed.all_samples.gain, fed.all_samples.offset))
+def trained_and_moved(fed, where: str) -> list[Tensor]:
+    """What a server on a device makes of its samples, by each of its two ways to train."""
+    model = FlatModel(NormalisedConv, dtype=torch.float64, device=where)
+    gain, offset = (part.to(where) for part in (fed.all_samples.gain, fed.all_samples.offset))
     samples = replace(fed.all_samples, gain=gain, offset=offset)
     cohort = fed.cohort()
     cohort.task = replace(fed.task, model=model)
@@ -221,4 +219,13 @@ def test_all_that_the_server_trains_with_is_on_its_device(monkeypatch):
     options = {"lr": 0.1, "optimizer": Adam(), "clip_norm": 1.0, "weight_decay": 0.1, "teacher": teacher}
     trained = cohort.sgd(loss, model.init(0), batches, **options)
     moved = cohort.descend(lambda at: at.square().sum(), trained, steps=2, lr=0.1, optimizer=AdamW())
-    assert trained.device.type == moved.device.type == "meta" and trained.shape == moved.shape == (model.size,)
+    return [trained, moved]
+
+
+def test_all_that_the_server_trains_with_is_on_its_device():
+    fed = Federation(NormalisedConv, augmentation=[Crop(padding=1), Flip()])
+    expected = trained_and_moved(fed, "cpu")
+    with pretend_gpu() as faults:
+        made = trained_and_moved(fed, "cuda")
+        assert all(one.is_cuda for one in made) and not faults
+    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
