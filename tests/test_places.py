@@ -20,7 +20,7 @@ from raypfl.data import load_federated
 from raypfl.runs import driver
 from raypfl.server.setup import device_for, samples_for
 from raypfl.training.batches import room_on
-from tests.runs import experiment
+from tests.runs import ON_RAY, experiment
 from tests.support import Federation
 
 ELSEWHERE = torch.device("meta")
@@ -48,11 +48,10 @@ class Reserved(raypfl.methods.FedAvg):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("own", [0.5, 0.0])
-def test_server_and_client_actors_reserve_what_the_settings_say(tmp_path, own):
-    settings = {"ray__actors": 2, "ray__cpus_per_actor": 0.25, "ray__cpus_for_server": own}
-    described = experiment(tmp_path, rounds=1, engine__backend="ray", method=f"{__name__}:Reserved", **settings)
-    assert raypfl.run(described).server_state()["cpus"] == [0.25, own]
+@pytest.mark.parametrize(("settings", "cpus"), [({}, [0.5, 0.0]), ({"ray__cpus_for_server": 0.25}, [0.5, 0.25])])
+def test_server_and_client_actors_reserve_what_the_settings_say(tmp_path, settings, cpus):
+    described = experiment(tmp_path, rounds=1, method=f"{__name__}:Reserved", **ON_RAY, **settings)
+    assert raypfl.run(described).server_state()["cpus"] == cpus
 
 
 def cluster(**resources: float) -> Any:

@@ -91,11 +91,11 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_run_with_a_ray_of_its_own_is_saved_and_leaves_nothing_behind_when_it_is_told_to_end(tmp_path, number):
-    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, rounds=500, checkpoint__every=0).to_yaml())
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, 1, rounds=500, checkpoint__every=0).to_yaml())
     script = (
         "import os, sys, raypfl\n"
         "def told(event):  # SIGHUP as a terminal sends it: to Ray's processes too\n"
-        "    if getattr(event, 'round', 0) == 2:\n"
+        "    if isinstance(event, raypfl.server.events.RoundFinished) and event.round == 2:\n"
         "        import ray\n"
         "        global folder\n"
         "        folder = ray._private.worker._global_node.get_temp_dir_path()\n"
@@ -213,26 +213,12 @@ def test_analyses_keep_the_same_files_on_any_number_of_actors(tmp_path, actors):
     assert inline == files(**(ON_RAY | {"ray__actors": actors}))
 
 
-def test_one_actor_per_client_for_cross_silo_studies(tmp_path):
+def test_cross_silo_studies_have_an_actor_per_client_and_all_of_them_work_at_once(tmp_path):
     events = []
-    silos = on_ray(
+    meeting = on_ray(
         tmp_path,
         "null",
         ray__cpus_per_actor=0.2,
-        cohort__size=4,
-        rounds=1,
-        engine__group_size=1,
-    )
-    result = raypfl.run(silos, listeners=[events.append])
-    metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
-    assert metadata["actors"] == 4 and metadata["group_size"] == 1 and result.status == "finished"
-
-
-def test_as_many_groups_run_at_once_as_there_are_actors(tmp_path):
-    meeting = on_ray(
-        tmp_path,
-        4,
-        ray__cpus_per_actor=0.1,
         engine__group_size=1,
         cohort__size=4,
         rounds=3,
@@ -240,7 +226,9 @@ def test_as_many_groups_run_at_once_as_there_are_actors(tmp_path):
         method__marks=tmp_path,
         method__groups=4,
     )
-    assert raypfl.run(meeting).server_state() == {"met": 12}
+    assert raypfl.run(meeting, listeners=[events.append]).server_state() == {"met": 12}
+    metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
+    assert metadata["actors"] == 4 and metadata["group_size"] == 1
 
 
 def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):
