@@ -224,7 +224,7 @@ def test_a_method_may_change_what_it_reads_when_it_is_judged_and_the_state_stays
     kept.flags.writeable = False
     group = fed.group(states=[{"personal": row} for row in kept])
     values = score(group, lambda clients: Meddling().personal_model(clients, {}), None, ("local",), [])
-    changed = torch.from_numpy(kept) + 1.0
+    changed = torch.tensor(kept) + 1.0
     changed[:, :3] = 0.0
     for k in (0, 1, 3):
         right, *_ = by_hand(fed, changed[k], fed.tests[k])

@@ -56,7 +56,7 @@ def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(f
         adam.step()
         cosine.step()
     close(theta, as_vector(student), 1e-6)
-    assert fed.cohorts[0].logged.values["distillation_loss"] == pytest.approx(float(sum(losses)) / 7)
+    assert fed.cohorts[0].logged.values["distillation_loss"] == pytest.approx(sum(loss.item() for loss in losses) / 7)
 
 
 def test_a_linear_network_says_what_the_average_of_models_says_so_its_first_gradient_is_zero():

@@ -26,8 +26,6 @@ from raypfl.tracking.run import RunRecord
 from tests.mlflow_support import client_of, events, record, runs_of, with_database
 from tests.test_flntk import two_layer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")  # inside MLflow
-
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ from raypfl.trained.models import TrainedModels
 from tests.mlflow_support import client_of, runs_of, with_database
 from tests.runs import experiment
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")  # inside MLflow
-
 
 class Moody(nn.Module):
     """A network that torch cannot export, since it looks at its input."""

@@ -77,6 +77,7 @@ def test_a_sketch_as_long_as_the_parameters_is_exact_in_blocks_of_any_size(x):
         assert torch.allclose(found, kernel(rows, columns, 3), atol=1e-12)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_products_without_the_kernel_are_those_with_it(x):
     model = tanh_net()
     rows, clients = side(model, 0, x), [side(model, 1, x[:3]), side(model, 2, x[3:])]

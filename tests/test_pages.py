@@ -135,7 +135,6 @@ def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
     return run
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # inside MLflow and torch
 @pytest.mark.parametrize("page", dict.fromkeys(block.page for block in ALL if block.language == "python"))
 def test_the_python_of_a_page_runs_from_top_to_bottom(ran, page: str):
     import mlflow
@@ -255,7 +254,6 @@ def not_refused(done: Any) -> bool:
     return True
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in Ray's command line
 @pytest.mark.parametrize("words", shell_lines(), ids=" ".join)
 def test_a_command_on_a_page_is_accepted_by_its_program(accepted, words: list[str]):
     program, rest = words[0].lstrip("("), words[1:]

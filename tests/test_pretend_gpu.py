@@ -209,7 +209,6 @@ def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
     ],
 )
 @pytest.mark.parametrize("method", sorted(METHODS))
-@pytest.mark.filterwarnings("ignore:perada is for a network that is mostly frozen")
 def test_every_method_runs_on_a_gpu(tmp_path, faults, method, executor, clients, server):
     where = {"engine__executor": executor, "ray__gpus_per_actor": clients, "ray__gpus_for_server": server}
     run(tmp_path, faults, method=method, **where, **CHANGES.get(method, {}))
@@ -335,7 +334,6 @@ SLOW = {"a cnn", "adapters, trained before", "flntk", "noise on samples", "numbe
 
 
 @pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW)) for w in VARIANTS])
-@pytest.mark.filterwarnings("ignore:perada is for a network that is mostly frozen")
 def test_other_settings_run_on_a_gpu(tmp_path, faults, what):
     run(tmp_path, faults, **{"ray__gpus_for_server": 1, "engine__executor": "vectorised"} | VARIANTS[what])
 

@@ -97,7 +97,7 @@ def refused(one: Service, asked: Request) -> tuple[int, str]:
         ({"content": body(x=np.repeat(X, 2, 0), y=np.repeat(Y, 2))}, 413, "more than 20 samples"),
         ({"content": body(x=np.zeros((), np.uint8), y=np.zeros(1, np.uint8))}, 400, "x has the shape"),
         ({"content": body(x=X, y=Y + 5)}, 400, "there are 10 classes"),
-        ({"content": body(x=X.astype(np.float32) * np.inf, y=Y)}, 400, "not finite"),
+        ({"content": body(x=np.full_like(X, np.inf, np.float32), y=Y)}, 400, "not finite"),
     ],
 )
 def test_a_bad_request_gets_a_status_and_a_sentence(one: Service, asked: dict, status: int, sentence: str):

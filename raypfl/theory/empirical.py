@@ -6,6 +6,7 @@ server's and columns the clients'.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -98,8 +99,9 @@ def pull_back(side: Side, cotangent: Tensor) -> Tensor:
 def push_forward(side: Side, direction: Tensor) -> Tensor:
     """``J d``, ``[n, C]``: how outputs change along a direction ``d[P]``, to first order."""
     with forward_ad.dual_level(), torch.no_grad():
-        outputs = side.network(forward_ad.make_dual(side.parameters.detach(), direction), side.x)
-        return forward_ad.unpack_dual(outputs).tangent
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what PyTorch itself calls
+            parameters = forward_ad.make_dual(side.parameters.detach(), direction)
+        return forward_ad.unpack_dual(side.network(parameters, side.x)).tangent
 
 
 def product(rows: Side, columns: Sequence[tuple[Side, Tensor]]) -> Tensor:
