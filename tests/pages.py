@@ -43,6 +43,7 @@ ALL = [
 ]
 
 SAVED = {
+    "authors.py": ("docs/fednh.md", "class AuthorsDitto"),
     "my_analyses.py": ("docs/analyses.md", "class Drift"),
     "my_clients.py": ("docs/data.md", "class Sensors"),
     "my_experiment.yaml": ("README.md", "rounds: 20"),

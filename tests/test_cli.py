@@ -72,6 +72,7 @@ def test_a_resumed_run_is_called_by_its_method():
     assert "\nditto: round 3/3, " in said and said.count(Path(run["run_dir"]).name) == 1
 
 
+@pytest.mark.filterwarnings("default:perada is for a network")
 def test_a_warning_is_a_sentence_on_stderr_once_and_no_line_of_code():
     words = ["method=perada", "method.steps=0", *SMALL, "rounds=1", "evaluation.every=0"]
     said = raypfl("run", *words).stderr
