@@ -38,6 +38,10 @@ class ModelSettings:
     pretrain_lr: float = 1e-3
     options: dict[str, Any] = field(default_factory=dict)
 
+    def needed_pools(self) -> tuple[str, ...]:
+        """The pool on which the network is pretrained, if it is: weights that are given take precedence."""
+        return () if self.pretrain is None or self.weights is not None else (self.pretrain,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActorPool:

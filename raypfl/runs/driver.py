@@ -195,7 +195,9 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
             f"cohort.size is {experiment.cohort.size}, but {experiment.data.name} has {data.num_clients} clients; draw "
             "at most that many."
         )
-    _refuse_missing_pools(experiment, data)
+    analysed = [name for one in experiment.analyses for name in one.needed_pools()]
+    for name in (*experiment.model.needed_pools(), *experiment.method.needed_pools(), *analysed):
+        known_pool(name, data.pools)
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     refuse_misfit(experiment, model, data)
     experiment.method.check(model)
@@ -204,13 +206,6 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
         refuse_channels_last(model, experiment.training, data)
     return model
-
-
-def _refuse_missing_pools(experiment: Experiment, data: ClientData) -> None:
-    pretrain = experiment.model.pretrain if experiment.model.weights is None else None
-    needed = [*experiment.method.needed_pools(), *(name for one in experiment.analyses for name in one.needed_pools())]
-    for name in [pretrain, *needed] if pretrain else needed:
-        known_pool(name, data.pools)
 
 
 def _refuse_without_models(method: Method) -> None:

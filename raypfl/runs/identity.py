@@ -35,7 +35,7 @@ def differences(asked: Experiment, begun: Experiment) -> list[str]:
         settled.append("engine.executor")
     if asked.training.channels_last is None:
         settled.append("training.channels_last")
-    if asked.model.pretrain is not None and asked.model.weights is None:
+    if asked.model.needed_pools():
         settled.append("model.weights")
     return [
         key

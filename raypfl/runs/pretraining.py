@@ -60,7 +60,7 @@ def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
     ConfigError : if no pool is named, or weights are given, or the pool lacks labels.
     """
     model = experiment.model
-    if model.pretrain is None or model.weights is not None:
+    if not model.needed_pools():
         text = "is not set" if model.pretrain is None else f"is {model.pretrain!r}, but model.weights are given too"
         raise ConfigError(
             f"model.pretrain {text}; raypfl pretrain needs the name of a pool, and a network without weights, as in: "
@@ -81,8 +81,7 @@ def with_pretrained(experiment: Experiment, data: ClientData, device: torch.devi
     ------
     ConfigError : if there is no such pool, or it lacks the clients' labels.
     """
-    model = experiment.model
-    if model.pretrain is None or model.weights is not None:
+    if not experiment.model.needed_pools():
         return experiment
     path = _pretrained(experiment, data, device, emit).path
     return experiment.override([f"model.weights={json.dumps(str(path))}"])
@@ -134,7 +133,7 @@ def _trained(experiment: Experiment, data: ClientData, task: Task) -> tuple[dict
     def loss(p: Tensor, batch: Batch) -> Tensor:
         return task.objective.loss(model(p, batch.x), batch)
 
-    pool = central.pool(known_pool(str(settings.pretrain), task.pools))
+    pool = central.pool(str(settings.pretrain))
     size = BATCH + (len(pool) % BATCH == 1)  # batch norm needs two samples
     batches = pool.batches(size, epochs=settings.pretrain_epochs, augment=True)
     start = model.init(experiment.seed)
@@ -146,7 +145,7 @@ def _trained(experiment: Experiment, data: ClientData, task: Task) -> tuple[dict
 
 
 def _refuse_unlabelled(pool: str, data: ClientData) -> None:
-    known_pool(pool, data.pools if isinstance(data, FederatedData) else ())
+    known_pool(pool, data.pools)
     if not isinstance(data, FederatedData):
         return
     labels = data.labels[data.pool(pool)]
