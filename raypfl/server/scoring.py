@@ -46,7 +46,7 @@ def score(
         values[f"personal/{protocol}"] = Each(torch.cat([rows[protocol] for rows in portions]), charged=False)
     if shared is not None:
         for protocol, value in _shared(group, shared, protocols, shares).items():
-            values[f"global/{protocol}"] = type(value)(unmarked(value.rows).cpu(), charged=False)
+            values[f"global/{protocol}"] = type(value)(unmarked(value.rows), charged=False)
     return values
 
 
@@ -80,7 +80,7 @@ def _everywhere(group: ClientGroup, models: Tensor | Predictor, protocols: Colle
     sums = metric_sums.of(group.context.answers(models, group.context.everyone("test")), len(group))
     rows = {"global": metric_sums.values(sums)} if "global" in protocols else {}
     for protocol in weighted:
-        rows[protocol] = metric_sums.class_weighted(sums, class_weights(protocol, _classes(group).to(sums)))
+        rows[protocol] = metric_sums.class_weighted(sums, class_weights(protocol, _classes(group)))
     return rows
 
 
@@ -169,4 +169,4 @@ def _answers_for_owners(group: ClientGroup, model: Tensor, where: list[np.ndarra
 def _classes(group: ClientGroup) -> Tensor:
     """Training samples of each class, ``float64[K, C]``."""
     labels = [group.context.samples.take(where)[1] for where in group.split("train")]
-    return torch.stack([torch.bincount(y, minlength=group.context.num_classes) for y in labels]).double()
+    return torch.stack([torch.bincount(y, minlength=group.context.num_classes) for y in labels]).double().cpu()
