@@ -111,16 +111,17 @@ def lettered_settings(experiments: Sequence[Experiment]) -> list[str]:
 
     As in ``settings A: training.lr=0.1``, ``settings B: training.lr=0.05``.
     """
+    letters = differing_settings(experiments)
+    if not letters[0].startswith("settings "):
+        return []
     first = _deciding(experiments[0])
     of_letter: dict[str, dict[str, Any]] = {}
-    for suffix, experiment in zip(differing_settings(experiments), experiments, strict=True):
-        if suffix.startswith("settings ") and suffix not in of_letter:
-            own = _deciding(experiment)
-            of_letter[suffix] = _own(own, first, list(own))
-    differing = dict.fromkeys(key for own in of_letter.values() for key in own)
+    for letter, experiment in zip(letters, experiments, strict=True):
+        own = _deciding(experiment)
+        of_letter.setdefault(letter, _own(own, first, list(own)))
     names = {key.removesuffix(".name"): value for key, value in first.items()}
-    meant = [{key: names.get(key, "default") for key in differing}, *[*of_letter.values()][1:]]
-    return [f"{letter}: {_listed(values)}" for letter, values in zip(of_letter, meant, strict=False)]
+    of_letter[letters[0]] = {key: names.get(key, "default") for own in of_letter.values() for key in own}
+    return [f"{letter}: {_listed(values)}" for letter, values in of_letter.items()]
 
 
 def _listed(values: Mapping[str, Any]) -> str:
