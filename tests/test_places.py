@@ -17,13 +17,12 @@ from raypfl.backends.cluster import client_actors, for_client, for_server, in_on
 from raypfl.common.errors import ConfigError
 from raypfl.config.settings import RaySettings
 from raypfl.data import load_federated
-from raypfl.runs import driver
 from raypfl.server.setup import device_for, samples_for
 from raypfl.training.batches import room_on
+from tests.pretend_gpu import GPU, pretend_gpu
 from tests.runs import ON_RAY, experiment
 from tests.support import Federation
 
-ELSEWHERE = torch.device("meta")
 """A device that every torch has and that is not the CPU; tensors there have a shape, and no values."""
 
 GIB = 2**30
@@ -110,10 +109,10 @@ class Placed(raypfl.Method):
         return None
 
 
-def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(driver, "device_for", lambda gpus: ELSEWHERE if gpus else torch.device("cpu"))
-    result = raypfl.run(experiment(tmp_path, rounds=1, ray__gpus_for_server=1).replace(method=Placed()))
-    assert result.server_state() == {"device": "meta"}
+def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_device(tmp_path):
+    with pretend_gpu():
+        result = raypfl.run(experiment(tmp_path, rounds=1, ray__gpus_for_server=1).replace(method=Placed()))
+    assert result.server_state() == {"device": "cuda"}
 
 
 class CountsThreads(raypfl.methods.FedAvg):
@@ -133,9 +132,10 @@ def test_what_the_server_computes_has_threads_of_its_own(tmp_path):
 def test_what_clients_send_arrives_on_the_servers_device():
     fed = Federation(method=raypfl.methods.FedAvg())
     cohort = fed.cohort()
-    cohort.task = SimpleNamespace(model=SimpleNamespace(device=ELSEWHERE))
-    theta = cohort.run(fed.method.train, theta=fed.context.initial)["theta"]
-    assert theta.device == ELSEWHERE and theta.shape == (fed.model.size,)
+    cohort.task = SimpleNamespace(model=SimpleNamespace(device=GPU))
+    with pretend_gpu():
+        theta = cohort.run(fed.method.train, theta=fed.context.initial)["theta"]
+        assert theta.device == GPU and theta.shape == (fed.model.size,)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -153,10 +153,11 @@ def test_actors_on_one_card_divide_the_share_of_it_that_data_may_take(monkeypatc
 def test_data_that_need_more_than_their_room_stay_on_the_host_and_arrive_on_the_device_all_the_same(tmp_path, room):
     given = experiment(tmp_path)
     data = load_federated(given.data, given.partition, seed=given.seed)
-    model = SimpleNamespace(device=ELSEWHERE, dtype=torch.float32)
-    samples = samples_for(data, model, (), room)
+    model = SimpleNamespace(device=GPU, dtype=torch.float32)
+    with pretend_gpu():
+        samples = samples_for(data, model, (), room)
+        x, y = samples.take(np.array([3, 1, 4]))
+        assert x.device == y.device == samples.labels_of(np.array([3])).device == samples.normalise(x).device == GPU
+        assert x.shape == (3, 1, 8, 8) and x.dtype == torch.uint8
     size = data.inputs.nbytes + data.labels.nbytes
     assert samples.resident == (size if room else 0)
-    x, y = samples.take(np.array([3, 1, 4]))
-    assert x.device == y.device == samples.labels_of(np.array([3])).device == samples.normalise(x).device == ELSEWHERE
-    assert x.shape == (3, 1, 8, 8) and x.dtype == torch.uint8
