@@ -197,8 +197,7 @@ def test_a_job_has_the_cluster_that_stays_and_a_command_that_continues():
 
 def checked(tool: str, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
     found = shutil.which(tool, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if found is None:
-        pytest.skip(f"{tool} is not installed; it comes with raypfl[dev]")
+    assert found is not None, f"{tool} is not installed; it comes with raypfl[dev]"
     return subprocess.run([found, *options, str(file)], capture_output=True, text=True)
 
 
