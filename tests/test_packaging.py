@@ -43,4 +43,4 @@ def test_every_extra_is_pinned_and_on_the_page_on_installing():
 
 def test_no_file_names_a_package_index():
     for name in ["pyproject.toml", "constraints.txt", "Makefile", "bootstrap.py", ".ci/run", ".ci/package"]:
-        assert not re.search(r"index-url|extra-index|find-links|simple[/]|^--", (ROOT / name).read_text(), re.MULTILINE)
+        assert not re.search(r"index.url|extra.index|find.links|simple[/]|^--", (ROOT / name).read_text(), re.MULTILINE)
