@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
+from raypfl.commands import cli
 from raypfl.config import Experiment, experiments
 from raypfl.display import outcome
 from raypfl.display.console import LiveView, LogView, RunLine, View, lines_for, minutes, view
@@ -178,6 +181,13 @@ def test_settings_of_a_methods_own_are_told_beside_its_name_and_of_the_first_one
     methods[1] = {"name": "ditto", "settings": {"model": "lenet", "training.epochs": 3, "training.weight_decay": 0.001}}
     told = lettered_settings(experiments({"methods": methods[:2]}))
     assert told[0] == "settings A: model=mlp, training.epochs=1, training.weight_decay=0.0" and len(told) == 2
+    own = ({"model.hidden": [8, 8]}, {}, {"training": {"lr": 0.2, "epochs": 3}, "model": "lenet"})
+    named = zip(("fedavg", "ditto", "local"), own, strict=True)
+    assert lettered_settings(experiments({"methods": [{"name": name, "settings": one} for name, one in named]})) == [
+        "settings A: model.hidden=[8, 8], model=mlp, training.epochs=1, training.lr=0.1",
+        "settings B: model.hidden=default",
+        "settings C: model=lenet, training.epochs=3, training.lr=0.2",
+    ]
     twice = ["fedavg", {"name": "fedavg", "settings": {"training.lr": 0.2}}]
     assert labels(experiments({"methods": twice})) == ["fedavg training.lr=0.1", "fedavg training.lr=0.2"]
 
@@ -318,6 +328,16 @@ def test_a_narrow_terminal_shows_progress_without_cropping_it():
             shown.listener(0)(event)
         text = printed(lambda plain: plain.print(shown.render()), 50)
     assert "1234/2000" in text and "– / 12,340.0" in text and "MB" not in text
+
+
+def test_a_warning_stays_above_the_table_that_is_redrawn():
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    with LiveView(console, [RunLine("fedavg")]) as shown, catch_warnings():
+        showwarning = partial(cli._show_warning, None)
+        showwarning(UserWarning("beware of it"), UserWarning, "method.py", 1)
+        shown.console.print("and go on")
+    text = console.file.getvalue()
+    assert text.count("Warning: beware of it\n") == 1 and text.index("beware") < text.index("and go on")
 
 
 def test_what_is_suggested_keeps_what_was_changed():

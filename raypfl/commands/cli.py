@@ -456,7 +456,10 @@ def _show_warning(otherwise: Callable[..., None], text: Warning, category: type[
     from raypfl.display.console import warner
 
     if issubclass(category, UserWarning):
-        warner(Console(stderr=True))(str(text))
+        console = Console(stderr=True)
+        with console.capture() as said:
+            warner(console)(str(text))
+        sys.stderr.write(said.get())  # which stays above a live table; what a second console prints is drawn over
     else:
         otherwise(text, category, *where)
 
