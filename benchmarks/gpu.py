@@ -32,6 +32,7 @@ from benchmarks.circumstances import about
 from raypfl.backends.inline import Inline
 from raypfl.clients.context import Context
 from raypfl.clients.worker import Worker
+from raypfl.common.errors import OutOfMemory
 from raypfl.common.memory import out_of_memory
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
@@ -179,7 +180,7 @@ def measured(name: str, actors: int, seconds: float, device: str = "cuda") -> Me
 
     Raises
     ------
-    RuntimeError : if they do not fit.
+    OutOfMemory, RuntimeError : if they do not fit.
     """
     spawning = multiprocessing.get_context("spawn")
     gate = spawning.Barrier(actors + 1)
@@ -232,7 +233,7 @@ def main() -> None:
         for actors in options.actors:
             try:
                 one = measured(name, actors, options.seconds)
-            except RuntimeError as error:
+            except (RuntimeError, OutOfMemory) as error:
                 if not out_of_memory(error):
                     raise
                 print(f"{name:16}{actors:10}  do not fit the GPU's memory", flush=True)

@@ -24,6 +24,7 @@ from raypfl.runs import gpu_share
 from raypfl.runs.gpu_share import Card, actors_on, bytes_needed, line, with_numbers
 from raypfl.server import setup
 from raypfl.server.events import Progress
+from tests.pretend_gpu import pretend_gpu
 from tests.runs import experiment
 
 CPU = torch.device("cpu")
@@ -115,6 +116,21 @@ def test_methods_with_networks_and_exchanges_of_their_own_can_be_measured(tmp_pa
 
     data = load_federated(given.data, given.partition, seed=0)
     assert bytes_needed(given, data, CPU, Any()) == 8 and len(peaks) == 4
+
+
+class TooLarge(Ditto):
+    """Needs more memory than there is."""
+
+    def train(self, clients, theta):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.")
+
+
+def test_a_gpu_that_is_too_small_for_what_is_tried_gets_one_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_share, "CudaMemory", lambda device: Counting())
+    given = experiment(tmp_path, method=f"{__name__}:TooLarge")
+    data = load_federated(given.data, given.partition, seed=0)
+    with pretend_gpu():
+        assert gpu_share._probe(SimpleNamespace(opened=lambda: (given, data))) == Card(2**36, 2**36)
 
 
 # --- on a cluster -----------------------------------------------------------------------------------------------------

@@ -264,6 +264,7 @@ def test_a_mistake_that_no_way_mends_is_raised_as_the_plainest_way_raises_it(exe
         torch.OutOfMemoryError("CUDA out of memory."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("CUDA error: out of memory"),
+        RuntimeError("cuDNN error on CUDA: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     ],
     ids=str,
 )

@@ -66,6 +66,10 @@ class EmptyCohort(RaypflError):
     """No client is left in a round."""
 
 
+class OutOfMemory(RaypflError):
+    """A GPU's memory is too small for a group of clients."""
+
+
 class LostState(RaypflError):
     """Client states were lost with the node that held them; the rounds since the last checkpoint must be run again."""
 

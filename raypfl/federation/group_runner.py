@@ -11,7 +11,7 @@ import numpy as np
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import Observation
 from raypfl.clients.worker import Call, Group, Reply
-from raypfl.common.errors import ClientError, RaypflError
+from raypfl.common.errors import ClientError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
 from raypfl.federation.backend import Backend, Failed
@@ -181,7 +181,7 @@ class GroupRunner:
     def _raise_if_fatal(self, call: Call, group: Group, failed: Failed) -> None:
         error = failed.error
         if out_of_memory(error):  # a backend that can give an actor more of it has done so
-            raise RaypflError(
+            raise OutOfMemory(
                 f"The GPU's memory is too small for a group of {len(group.clients)} clients. Lower engine.group_size, "
                 f"training.batch_size or evaluation.batch_size. {str(error).splitlines()[0]}"
             ) from error

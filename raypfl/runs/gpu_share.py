@@ -16,7 +16,7 @@ import torch
 
 from raypfl.backends.actor_pools import reserved, room_for, share_of
 from raypfl.backends.cluster import nodes_of
-from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.errors import ConfigError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
 from raypfl.config import Experiment
 from raypfl.config.settings import ActorPool
@@ -99,7 +99,7 @@ def bytes_needed(experiment: Experiment, data: ClientData, device: torch.device,
 
     Raises
     ------
-    RuntimeError : if a group of `PROBED` clients does not fit.
+    OutOfMemory, RuntimeError : if a group of `PROBED` clients does not fit.
     """
     experiment = experiment.override(["privacy.secure_aggregation=false"])  # masks need a second client, and no memory
     trained = data.num_clients - len(data.unseen)
@@ -168,7 +168,7 @@ def _probe(shipment: Shipment) -> Card:
     total = torch.cuda.get_device_properties(device).total_memory
     try:
         return Card(total, bytes_needed(experiment, data, device, CudaMemory(device)))
-    except RuntimeError as error:
+    except (RuntimeError, OutOfMemory) as error:
         if not out_of_memory(error):
             raise
         # The run itself, alone on the GPU, has room or says what has not.
