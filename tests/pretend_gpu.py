@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
-_EXACT = {"bincount", "cat", "embedding", "gather", "index_add", "index_copy", "index_select", "scatter", "scatter_add"}
+_EXACT = {"bincount", "cat", "embedding", "equal", "gather", "stack"}
+_EXACT |= {"index_add", "index_copy", "index_select", "scatter", "scatter_add"}
 """Operations in which not even a scalar may be on another device."""
 
 
@@ -32,7 +33,8 @@ def pretend_gpu() -> Iterator[list[str]]:
     generator of its own, and autocast for it rounds as the CPU's.
 
     It cannot see: other threads and processes; kernels, their rounding and time; memory that runs out; copies that are
-    under way; which device a saved tensor was on; what a C++ function does within one operation.
+    under way; which device a saved tensor was on; what a C++ function does within one operation; tensors that hooks and
+    custom gradients make; a number on the GPU that is given as a size or a value.
     """
     gpu = _Gpu()
     patches: dict[str, Callable[..., Any]] = {

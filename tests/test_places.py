@@ -23,8 +23,6 @@ from tests.pretend_gpu import GPU, pretend_gpu
 from tests.runs import ON_RAY, experiment
 from tests.support import Federation
 
-"""A device that every torch has and that is not the CPU; tensors there have a shape, and no values."""
-
 GIB = 2**30
 
 
@@ -110,9 +108,9 @@ class Placed(raypfl.Method):
 
 
 def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_device(tmp_path):
-    with pretend_gpu():
+    with pretend_gpu() as faults:
         result = raypfl.run(experiment(tmp_path, rounds=1, ray__gpus_for_server=1).replace(method=Placed()))
-    assert result.server_state() == {"device": "cuda"}
+    assert result.server_state() == {"device": "cuda"} and not faults
 
 
 class CountsThreads(raypfl.methods.FedAvg):
@@ -133,9 +131,9 @@ def test_what_clients_send_arrives_on_the_servers_device():
     fed = Federation(method=raypfl.methods.FedAvg())
     cohort = fed.cohort()
     cohort.task = SimpleNamespace(model=SimpleNamespace(device=GPU))
-    with pretend_gpu():
+    with pretend_gpu() as faults:
         theta = cohort.run(fed.method.train, theta=fed.context.initial)["theta"]
-        assert theta.device == GPU and theta.shape == (fed.model.size,)
+        assert theta.device == GPU and theta.shape == (fed.model.size,) and not faults
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -154,10 +152,10 @@ def test_data_that_need_more_than_their_room_stay_on_the_host_and_arrive_on_the_
     given = experiment(tmp_path)
     data = load_federated(given.data, given.partition, seed=given.seed)
     model = SimpleNamespace(device=GPU, dtype=torch.float32)
-    with pretend_gpu():
+    with pretend_gpu() as faults:
         samples = samples_for(data, model, (), room)
         x, y = samples.take(np.array([3, 1, 4]))
         assert x.device == y.device == samples.labels_of(np.array([3])).device == samples.normalise(x).device == GPU
-        assert x.shape == (3, 1, 8, 8) and x.dtype == torch.uint8
+        assert x.shape == (3, 1, 8, 8) and x.dtype == torch.uint8 and not faults
     size = data.inputs.nbytes + data.labels.nbytes
     assert samples.resident == (size if room else 0)

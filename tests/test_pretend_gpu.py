@@ -54,6 +54,7 @@ REFUSED = {
     "a mask of the GPU": lambda here, there: here[there > 0],
     "values of the CPU": lambda here, there: there.index_put_((here.long(),), here),
     "concatenation": lambda here, there: torch.cat([here, there]),
+    "scalars in a stack": lambda here, there: torch.stack([here.sum(), there.sum()]),
     "vmap": lambda here, there: torch.vmap(lambda a, b: a * b)(here, there),
     "a method of a module": lambda here, there: nn.Linear(3, 1)(there),
     "a NumPy array": lambda here, there: there.numpy(),
