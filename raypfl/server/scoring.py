@@ -168,5 +168,5 @@ def _answers_for_owners(group: ClientGroup, model: Tensor, where: list[np.ndarra
 
 def _classes(group: ClientGroup) -> Tensor:
     """Training samples of each class, ``float64[K, C]``."""
-    labels = [group.context.samples.take(where)[1] for where in group.split("train")]
+    labels = [group.context.samples.labels_of(where) for where in group.split("train")]
     return torch.stack([torch.bincount(y, minlength=group.context.num_classes) for y in labels]).double().cpu()
