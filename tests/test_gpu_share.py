@@ -200,16 +200,12 @@ def test_a_share_is_a_number_or_auto(tmp_path: Path, value: object):
         experiment(tmp_path, ray__gpus_per_actor=value)
 
 
-def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    asked: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: asked.append((on, warn_only)))
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    monkeypatch.setattr(setup, "FlatModel", lambda *given, **more: None)
+def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_same_bits(tmp_path: Path):
     given = experiment(tmp_path)
     data = load_federated(given.data, given.partition, seed=0)
-    setup.make_model(given, data, CPU)
-    assert not asked and torch.backends.cudnn.allow_tf32
-    setup.make_model(given, data, torch.device("cuda"))
-    assert asked == [(True, True)] and not torch.backends.cudnn.allow_tf32
+    with pretend_gpu():
+        setup.make_model(given, data, CPU)
+        assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
+        setup.make_model(given, data, torch.device("cuda"))
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.allow_tf32
