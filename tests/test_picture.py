@@ -330,11 +330,12 @@ def test_a_narrow_terminal_shows_progress_without_cropping_it():
     assert "1234/2000" in text and "– / 12,340.0" in text and "MB" not in text
 
 
-def test_a_warning_stays_above_the_table_that_is_redrawn():
+def test_a_warning_is_told_once_and_stays_above_the_table_that_is_redrawn():
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
     with LiveView(console, [RunLine("fedavg")]) as shown, catch_warnings():
-        showwarning = partial(cli._show_warning, None)
-        showwarning(UserWarning("beware of it"), UserWarning, "method.py", 1)
+        showwarning = partial(cli._show_warning, None, set())
+        for line in (1, 2):
+            showwarning(UserWarning("beware of it"), UserWarning, "method.py", line)
         shown.console.print("and go on")
     text = console.file.getvalue()
     assert text.count("Warning: beware of it\n") == 1 and text.index("beware") < text.index("and go on")

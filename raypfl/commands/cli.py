@@ -49,7 +49,7 @@ class _Sentences(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = partial(_show_warning, warnings.showwarning)
+                warnings.showwarning = partial(_show_warning, warnings.showwarning, set())
                 return super().invoke(ctx)
         except (Stopped, KeyboardInterrupt) as stop:
             _print_error(str(stop) or "Stopped.", "yellow")
@@ -452,9 +452,14 @@ def _options(registry: Registry, name: str) -> str:
     return "\n".join([*lines, *([f"and those of {registry.name_of(base)}"] if inherited else [])])
 
 
-def _show_warning(otherwise: Callable[..., None], text: Warning, category: type[Warning], *where: Any) -> None:
+def _show_warning(
+    otherwise: Callable[..., None], shown: set[str], text: Warning, category: type[Warning], *where: Any
+) -> None:
     from raypfl.display.console import warner
 
+    if str(text) in shown:
+        return
+    shown.add(str(text))
     if issubclass(category, UserWarning):
         console = Console(stderr=True)
         with console.capture() as said:
