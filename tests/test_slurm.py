@@ -147,7 +147,8 @@ def test_a_job_that_is_requeued_goes_on_to_the_same_bits(slurm: Slurm, cause: st
         slurm(f"scancel --batch --signal=USR1 {job}")  # as Slurm does, by --signal
     slurm.wait(f"grep -q 'Stopped. To continue' raypfl-{job}.log")
     slurm.wait(f"squeue --noheader --jobs={job} --states=PD | grep -q .")
-    slurm(f"scontrol update JobId={job} StartTime=now")  # Slurm would wait for two minutes
+    # Slurm would wait for two minutes. In the second in which a job was requeued its new credential counts as revoked.
+    slurm(f"sleep 2 && scontrol update JobId={job} StartTime=now")
     assert slurm.ended(job) == "ExitCode=0:0 JobState=COMPLETED", slurm.log(job)
     undisturbed = raypfl.Experiment().override([*settings.split(), "engine.backend=inline", f"output={tmp_path}"])
     resumed = raypfl.Result.load(slurm.folder / f"runs/job-{job}")
