@@ -116,11 +116,11 @@ def lettered_settings(experiments: Sequence[Experiment]) -> list[str]:
         return []
     first = _deciding(experiments[0])
     of_letter: dict[str, dict[str, Any]] = {}
-    for letter, experiment in zip(letters, experiments, strict=True):
+    for letter, experiment in dict(zip(letters, experiments, strict=True)).items():
         own = _deciding(experiment)
         mine = _own(own, first, list(own))
         lacking = {key: "default" for key in _own(first, own, list(first)) if key not in mine}
-        of_letter.setdefault(letter, mine | lacking)
+        of_letter[letter] = mine | lacking
     names = {key.removesuffix(".name"): value for key, value in first.items()}
     of_letter[letters[0]] = {key: names.get(key, "default") for own in of_letter.values() for key in own}
     return [f"{letter}: {_listed(values)}" for letter, values in of_letter.items()]
