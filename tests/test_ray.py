@@ -226,7 +226,8 @@ def test_cross_silo_studies_have_an_actor_per_client_and_all_of_them_work_at_onc
         method__marks=tmp_path,
         method__groups=4,
     )
-    assert raypfl.run(meeting, listeners=[events.append]).server_state() == {"met": 12}
+    result = raypfl.run(meeting, listeners=[events.append])
+    assert result.server_state() == {"met": 12} and result.status == "finished"
     metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
     assert metadata["actors"] == 4 and metadata["group_size"] == 1
 
