@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -138,7 +139,7 @@ def unmarked(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(torch.Tensor) if isinstance(tensor, PerClient) else tensor
 
 
-class _OneClient:
+class _OneClient(threading.local):
     active = False
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from raypfl.common.exclusive import exclusive
 
-def forked(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Restores torch's global random streams on exit, so that they may be seeded by key within."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+@contextlib.contextmanager
+def forked(device: torch.device) -> Iterator[None]:
+    """While active, this thread alone may seed torch's global random streams by key; they are restored at the end."""
+    gpus = [device] if device.type == "cuda" else []
+    with exclusive, torch.random.fork_rng(devices=gpus):
+        yield
 
 
 def seed(device: torch.device, key: int) -> None:

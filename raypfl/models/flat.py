@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from raypfl.common import streams
 from raypfl.common.errors import ConfigError, MethodError, did_you_mean
+from raypfl.common.exclusive import exclusive
 from raypfl.models.parts import common_parts, freeze, frozen_norms, stored, trainable
 
 Input = Tensor | tuple[Tensor, ...]
@@ -134,7 +135,8 @@ class FlatModel:
 
     def as_module(self, theta: Tensor) -> nn.Module:
         """An ordinary module in evaluation mode with a copy of a model vector ``[P+B]``."""
-        module = copy.deepcopy(self.module)
+        with exclusive:  # another thread may have put a model's tensors into the network
+            module = copy.deepcopy(self.module)
         parts = self.unflatten(theta)
         with torch.no_grad():
             for name, tensor in self._moving(module).items():
@@ -200,6 +202,10 @@ class FlatModel:
 
         Inside a loss `theta` may also be parameters ``[P]``; :class:`LossCall` says which statistics go with them.
         """
+        with exclusive:
+            return self._output(theta, x)
+
+    def _output(self, theta: Tensor, x: Input) -> Tensor:
         loss = self._loss
         if loss is not None:
             loss.count()
@@ -219,11 +225,12 @@ class FlatModel:
         """
         seen: list[Tensor] = []
         layer = self.module.get_submodule(self.common_parts["output layer"][0].rpartition(".")[0])
-        hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
-            outputs = self(theta, x)
-        finally:
-            hook.remove()
+        with exclusive:
+            hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+            try:
+                outputs = self(theta, x)
+            finally:
+                hook.remove()
         return seen[0], outputs
 
     def side_call(self) -> AbstractContextManager[Any]:
@@ -248,13 +255,14 @@ class FlatModel:
 
     @contextmanager
     def mode(self, train: bool) -> Iterator[None]:
-        """Within: the network is in training mode, or in evaluation mode."""
-        was = self.module.training
-        self._train(train)
-        try:
-            yield
-        finally:
-            self._train(was)
+        """While active, the network is in training mode, or in evaluation mode, and no other thread can use it."""
+        with exclusive:
+            was = self.module.training
+            self._train(train)
+            try:
+                yield
+            finally:
+                self._train(was)
 
     def _train(self, train: bool) -> None:
         """``module.train(train)`` without nn.Module's attribute checks, 5 % of a small client's evaluation."""
@@ -269,12 +277,16 @@ class FlatModel:
 
     @contextmanager
     def bound(self) -> Iterator[BoundModel]:
-        """Within: the network computes with its own tensors, which ``bound.bind(vector)`` replaces by views of one."""
-        bound = BoundModel(self)
-        try:
-            yield bound
-        finally:
-            bound.release()
+        """While active, the network computes with its own tensors, and no other thread can use it.
+
+        ``bound.bind(vector)`` replaces the tensors by views of a vector.
+        """
+        with exclusive:
+            bound = BoundModel(self)
+            try:
+                yield bound
+            finally:
+                bound.release()
 
     def _with(self, tensors: Mapping[str, Tensor], x: Input) -> Tensor:
         """The module's output with `tensors` in place of its own.
@@ -328,11 +340,15 @@ class LossCall:
         self._outer: LossCall | None = None
 
     def __enter__(self) -> Self:
-        self._outer, self.model._loss, self._calls = self.model._loss, self, 0
+        exclusive.acquire()
+        self._outer = self.model._loss
+        self.model._loss = self
+        self._calls = 0
         return self
 
     def __exit__(self, *_: object) -> None:
         self.model._loss = self._outer
+        exclusive.release()
 
     def outputs(self, x: Input) -> Tensor:
         """The network's output for ``x[b, ...]`` at `parameters`."""

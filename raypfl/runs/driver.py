@@ -150,8 +150,9 @@ def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> It
         try:
             yield
         finally:
-            _spare.shared = False
-            _spare.release(ray)
+            with _on_ray_now:
+                _spare.shared = False
+                _spare.release(ray)
 
 
 @dataclass
@@ -176,6 +177,23 @@ class _Spare:
 
 
 _spare = _Spare()
+
+_on_ray_now = threading.RLock()
+"""Held by the thread that runs an experiment on Ray: a process has one connection , closed by the first to end."""
+
+
+@contextlib.contextmanager
+def _alone_on_ray() -> Iterator[None]:
+    """While active, no other thread of this process can run an experiment on Ray."""
+    if not _on_ray_now.acquire(blocking=False):
+        raise ConfigError(
+            "Another thread of this process runs an experiment on Ray, and a process has one connection to Ray. Wait "
+            "for its end, start this run in a process of its own, or use engine.backend=inline."
+        )
+    try:
+        yield
+    finally:
+        _on_ray_now.release()
 
 
 def make_room(ray: Any) -> None:
@@ -252,6 +270,8 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
     telling = _Audience([partial(_write_beginning, folder), *listeners])
     stop = StopRequest()
     with contextlib.ExitStack() as stack:
+        if experiment.engine.backend == "ray":
+            stack.enter_context(_alone_on_ray())
         stack.enter_context(stop.acknowledged(lambda: telling(Progress(STOPPING))))
         stack.enter_context(stop.listening())
         with stop.interruptible():

@@ -15,6 +15,7 @@ import torch
 
 from raypfl.common import streams
 from raypfl.common.errors import MethodError
+from raypfl.common.exclusive import exclusive
 from raypfl.common.user_code import where_defined
 
 ON_CLIENTS = "clients.generators(stream) or clients.randn(*shape, stream=...), keyed by seed, round and client"
@@ -35,10 +36,13 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
     NumPy's and Python's streams are checked only if the method's module refers to them, since threads of other
     libraries may draw from them at any time.
     """
-    mentioned = _mentioned(tuple(one.__module__ for one in type(function.__self__).__mro__))
-    before = _states(device, mentioned)
-    yield
-    for whose, state in _states(device, mentioned).items():
+    mentioned = _mentioned(tuple(base.__module__ for base in type(function.__self__).__mro__))
+    with exclusive:  # another thread that seeds the streams meanwhile would look like this function
+        before = _states(device, mentioned)
+        yield
+        after = _states(device, mentioned)
+
+    for whose, state in after.items():
         if state != before[whose]:
             raise MethodError(
                 f"{where_defined(function)} draws from {whose} global random stream (or seeds it), so that two runs of "
