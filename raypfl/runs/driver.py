@@ -179,7 +179,7 @@ class _Spare:
 _spare = _Spare()
 
 _on_ray_now = threading.RLock()
-"""Held by the thread that runs an experiment on Ray: a process has one connection , closed by the first to end."""
+"""Held by the thread that runs an experiment on Ray: a process has one connection, closed by the first to end."""
 
 
 @contextlib.contextmanager
