@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,6 +248,24 @@ def test_a_job_server_that_does_not_answer_for_long_is_given_up(monkeypatch: pyt
     monkeypatch.setattr(following, "POLL", 0.0)
     monkeypatch.setattr(following, "PATIENCE", 0.05)
     with pytest.raises(RaypflError, match="has not answered for"):
+        following.follow(server, "job", lambda text: None)
+
+
+def test_a_head_that_was_killed_is_noticed_at_once_and_not_after_minutes(monkeypatch: pytest.MonkeyPatch):
+    import requests
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+
+    def ask_a_closed_port(job: str) -> None:
+        requests.get(f"http://127.0.0.1:{port}/api/jobs/{job}")
+
+    server = Server([])
+    monkeypatch.setattr(server, "get_job_info", ask_a_closed_port)
+    monkeypatch.setattr(following, "POLL", 0.0)
+    monkeypatch.setattr(following, "REFUSED", 0.05)
+    with pytest.raises(RaypflError, match=r"head has died or was stopped.*submit it again"):
         following.follow(server, "job", lambda text: None)
 
 

@@ -68,19 +68,21 @@ def test_among_groups_that_take_about_as_long_the_one_whose_states_are_near_goes
     assert handed(dispatching(*groups, nodes="xx"))[:1] == [(0, 0)]
 
 
-def test_a_lost_actors_groups_wait_again_before_all_others():
+def test_a_lost_actors_groups_wait_again_before_all_others_or_after_them():
     groups = [group(i, 5 - i) for i in range(4)]
     dispatch = dispatching(*groups, nodes="x")
     assert handed(dispatch) == [(0, 0), (0, 1)]
     assert [g.index for g in dispatch.lost(0)] == [0, 1]
     dispatch.drop(groups[0])
+    dispatch.append(groups[0])
     dispatch.join(9, "x")
     assert handed(dispatch) == [(9, 1), (9, 2)]
     assert not dispatch.done
-    for g in groups[1:3]:
-        dispatch.finished(9, g, 1.0)
-    assert handed(dispatch) == [(9, 3)]
-    dispatch.finished(9, groups[3], 2.0)
+    for finished in groups[1:3]:
+        dispatch.finished(9, finished, 1.0)
+    assert handed(dispatch) == [(9, 3), (9, 0)]
+    for finished in groups[3], groups[0]:
+        dispatch.finished(9, finished, 2.0)
     assert dispatch.done
 
 

@@ -57,17 +57,20 @@ def test_an_actor_killed_in_the_middle_of_a_round_changes_no_bit(tmp_path, undis
     assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
 
 
-def test_a_client_that_kills_every_actor_is_named_after_no_more_tries_than_the_settings_say(tmp_path):
+def test_a_client_that_kills_every_actor_is_named_once_nothing_else_is_left_to_do(tmp_path):
     killing = on_ray(
         tmp_path,
         method="tests.federated_methods:KillsEveryActor",
         method__marks=tmp_path,
-        failures__retries=1,
+        failures__deaths=2,
         cohort__size=12,
     )
     with pytest.raises(RaypflError, match=r"(?s)Client 3 failed 2 times in a row.*process died"):
         raypfl.run(killing)
-    assert (tmp_path / "tries").read_text().split() == ["2", "2", "1"]  # the group's two, and client 3 alone
+    deaths = (tmp_path / "tries").read_text().split()
+    alone = deaths.index("1")
+    assert 2 <= alone <= 4 and set(deaths[:alone]) == {"2"}  # the group of two clients; others finished meanwhile
+    assert 2 <= len(deaths[alone:]) <= 3 and set(deaths[alone:]) == {"1"}  # client 3; the other one finished
 
 
 def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path, undisturbed):

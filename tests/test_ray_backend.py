@@ -141,8 +141,56 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def groups(count: int) -> list[Group]:
-    return [Group(i, (i,), np.arange(1), {}, [None]) for i in range(count)]
+def groups(count: int, **options: Any) -> list[Group]:
+    return [Group(i, (i,), np.arange(1), {}, [None], **options) for i in range(count)]
+
+
+class DiesAtWork(Stand):
+    """Stands for a client actor that dies at some of the calls of its kind: `dies` is called with their number."""
+
+    calls = 0
+
+    def __init__(self, dies: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.dies = dies
+
+    def _returning(self, count: int) -> Any:
+        import ray
+
+        finish = super()._returning(count)
+
+        def work(call: Call, group: Group, apart: bool) -> list[Any]:
+            DiesAtWork.calls += 1
+            if not self.dies(DiesAtWork.calls):
+                return finish(call, group, apart)
+            dead = self.put(ray.exceptions.ActorDiedError())
+            return [dead] * count
+
+        return work
+
+
+def test_groups_whose_actors_keep_dying_run_again_as_long_as_others_finish(killed, monkeypatch):
+    monkeypatch.setattr(DiesAtWork, "calls", 0)
+
+    def start() -> DiesAtWork:
+        return DiesAtWork(lambda number: number % 3 != 0)
+
+    backend = backend_of([start()], start)
+    outcomes = [outcome for _, outcome in backend.run(Call("evaluate", 1, 0.1), groups(12, deaths=3))]
+    assert len(outcomes) == 12 and not any(isinstance(outcome, Failed) for outcome in outcomes)
+    assert len(killed) >= 12
+
+
+def test_a_group_whose_actors_die_while_nothing_finishes_is_given_up(killed, monkeypatch):
+    monkeypatch.setattr(DiesAtWork, "calls", 0)
+
+    def start() -> DiesAtWork:
+        return DiesAtWork(lambda number: True)
+
+    backend = backend_of([start()], start)
+    [(group, failed)] = backend.run(Call("evaluate", 1, 0.1), groups(1, deaths=4))
+    assert isinstance(failed, Failed) and failed.deaths == 4 and "process died" in failed.trace
+    assert group.index == 0 and len(killed) == 4
 
 
 def test_actors_that_die_while_they_are_set_up_end_no_run_in_which_another_works(stand, clock):

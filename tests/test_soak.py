@@ -59,7 +59,7 @@ def _of_this_test(name: str, starting: bool) -> list[int]:
 def test_sixty_rounds_end_with_the_same_bits_although_their_processes_are_killed_all_the_time(tmp_path: Path):
     settings = {"method": "tests.federated_methods:Slow", "rounds": 60, "evaluation__every": 20, "cohort__size": 12}
     whole = raypfl.run(experiment(tmp_path, **settings))
-    settings |= {"engine__backend": "ray", "ray__actors": 3, "ray__cpus_per_actor": 0.3, "failures__retries": 50}
+    settings |= {"engine__backend": "ray", "ray__actors": 3, "ray__cpus_per_actor": 0.3}
     on_ray = experiment(tmp_path, **settings)
     events: list = []
     killer = Killer()

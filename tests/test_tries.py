@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,30 +18,48 @@ SKIP = FailureSettings(on_client_failure="skip", retries=2)
 
 
 class Mortal(Inline):
-    """Loses a process whenever client 3 is at work, and tries again itself, as the backend on Ray does: this often."""
+    """Loses the processes of some groups as often as these may die, as the backend on Ray does.
 
-    def __init__(self, inline: Inline, own_tries: int):
+    Parameters
+    ----------
+    kills : whether a group of these clients loses its process, given how many groups have.
+    """
+
+    def __init__(self, inline: Inline, kills: Callable[[tuple[int, ...], int], bool]):
         super().__init__(inline._worker)
-        self.own_tries = own_tries
-        self.deaths: list[tuple[int, ...]] = []
+        self.kills = kills
+        self.dead: list[tuple[int, ...]] = []
 
     def run(self, call, groups):
         for group in groups:
-            if 3 not in group.clients:
+            if self.kills(group.clients, len(self.dead)):
+                self.dead.append(group.clients)
+                yield group, Failed(OSError(), "Its process died.", deaths=group.deaths)
+            else:
                 yield from super().run(call, [group])
-                continue
-            spent = min(group.tries, self.own_tries)
-            self.deaths += [group.clients] * spent
-            yield replace(group, tries=group.tries - spent + 1), Failed(OSError(), "Its process died.")
 
 
-@pytest.mark.parametrize("own_tries", [1, 2, 9])
-def test_a_group_is_tried_as_often_as_the_settings_say_whoever_tries_again(own_tries):
-    fed = federation(failing(), failures=THREE_TRIES)
-    fed.runner.backend = mortal = Mortal(fed.runner.backend, own_tries)
-    with pytest.raises(ClientError, match=r"^Client 3 failed 3 times in a row in round 0:\nIts process died\.$"):
+def test_a_client_that_kills_its_processes_is_singled_out_whatever_the_retries():
+    fed = federation(failing(), failures=FailureSettings(retries=7, deaths=4))
+    fed.runner.backend = mortal = Mortal(fed.runner.backend, lambda clients, deaths: 3 in clients)
+    with pytest.raises(ClientError, match=r"^Client 3 failed 4 times in a row in round 0:\nIts process died\.$"):
         exchange(fed)
-    assert mortal.deaths == [(0, 1, 2, 3, 4)] * 3 + [(3,)]
+    assert mortal.dead == [(0, 1, 2, 3, 4), (3,)]
+
+
+def test_a_group_that_dies_although_each_of_its_clients_lives_alone_is_tried_again():
+    fed = federation(failing(), failures=THREE_TRIES)
+    fed.runner.backend = mortal = Mortal(fed.runner.backend, lambda clients, deaths: len(clients) == 5 and deaths < 2)
+    np.testing.assert_allclose(exchange(fed)["rows"], ROWS + 1, rtol=1e-12)
+    assert mortal.dead == [(0, 1, 2, 3, 4)] * 2
+
+
+def test_a_group_that_dies_only_as_a_whole_is_given_up_after_its_tries():
+    fed = federation(failing(), failures=THREE_TRIES)
+    fed.runner.backend = mortal = Mortal(fed.runner.backend, lambda clients, deaths: len(clients) == 5)
+    with pytest.raises(ClientError, match=r"^All 5 clients of a group failed 5 times in a row"):
+        exchange(fed)
+    assert mortal.dead == [(0, 1, 2, 3, 4)] * 3
 
 
 def test_what_is_left_of_a_group_without_its_culprits_is_tried_as_often_again():

@@ -303,9 +303,9 @@ class RayBackend:
     def _died(
         self, actor: _Actor, submitted: dict[Any, _Submitted], dispatch: Dispatch, error: BaseException
     ) -> Iterator[tuple[Group, Failed]]:
-        """Put a dead actor's groups back in the queue, or yield the only one if that was its last try.
+        """Put a dead actor's groups at the end of the queue, or yield the only one if its actors died too often.
 
-        Of two groups either may have caused the death, so each is run alone the next time.
+        Of two groups either may have caused the death, so each runs alone the next time, after the groups that wait.
         """
         self._kill(actor)
         self._warn("A client actor died; another takes its place, and its groups run again.")
@@ -313,11 +313,12 @@ class RayBackend:
             del submitted[task.reply]
         lost = dispatch.lost(actor)
         for group in lost:
-            if len(lost) == 1 and group.tries == 1:
-                dispatch.drop(group)
-                yield group, Failed(error, f"Its actor's process died. {_reason(error)}")
+            dispatch.drop(group)
+            deaths = self._restarts.died_at_work((group.index, group.clients)) if len(lost) == 1 else 0
+            if deaths == group.deaths:
+                yield group, Failed(error, f"Its actor's process died. {_reason(error)}", deaths)
             else:
-                dispatch.drop(group, instead=replace(group, tries=max(1, group.tries - 1), alone=True))
+                dispatch.append(replace(group, alone=True))
 
     def _kill(self, actor: _Actor) -> None:
         self._actors.remove(actor)

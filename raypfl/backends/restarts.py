@@ -1,6 +1,9 @@
-"""When a client actor that died is replaced: the policy alone, without actors or a clock."""
+"""What follows the deaths of client actors: the policy alone, without actors or a clock."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
 
 PAUSE = 0.5
 """Seconds before a replacement is started after an actor died in its set-up; doubled for each further death."""
@@ -16,10 +19,14 @@ PATIENCE = 300.0
 
 
 class RestartPolicy:
-    """Counts the actors that died in their set-up, for example for lack of memory, since the last finished group."""
+    """Counts deaths since the last finished group: of actors in their set-up, and of actors at work, by their group.
+
+    While groups finish, deaths say little: somebody kills processes, or memory is short for a while.
+    """
 
     def __init__(self) -> None:
         self.setup_deaths = 0
+        self._deaths_at_work: Counter[Hashable] = Counter()
         self._setup_failures = 0
         self._since = 0.0
         self._next_start = 0.0
@@ -34,7 +41,15 @@ class RestartPolicy:
 
     def group_finished(self) -> None:
         """A group was finished, so actors do work."""
-        self.setup_deaths, self._setup_failures, self._next_start = 0, 0, 0.0
+        self.setup_deaths = 0
+        self._setup_failures = 0
+        self._next_start = 0.0
+        self._deaths_at_work.clear()
+
+    def died_at_work(self, group: Hashable) -> int:
+        """An actor died that ran this group alone; returns how often that has happened since a group was finished."""
+        self._deaths_at_work[group] += 1
+        return self._deaths_at_work[group]
 
     def may_start(self, now: float) -> bool:
         """Whether a replacement may be started."""

@@ -80,7 +80,8 @@ class Group:
     scattered : name -> ``[K, ...]``.
     states : where each client's states are, the oldest first.
     length : expected duration, in any unit. seconds : the same in seconds, or 0 if unknown.
-    tries : how many are left, this one included. A try ends with a reply, an error, or its actor's death.
+    tries : how many are left, this one included. A try ends with a reply or an error.
+    deaths : how often its actor may die in a row while no group finishes.
     alone : whether its actor runs no other group, so that the cause of the actor's death is known.
     """
 
@@ -92,6 +93,7 @@ class Group:
     length: float = 1.0
     seconds: float = 0.0
     tries: int = 1
+    deaths: int = 1
     alone: bool = False
 
 

@@ -41,10 +41,12 @@ class Failed:
     Attributes
     ----------
     trace : of :func:`raypfl.common.user_code.traceback_text`.
+    deaths : how often in a row its actors died; 0: the function raised.
     """
 
     error: BaseException
     trace: str
+    deaths: int = 0
 
 
 def failure(error: Exception) -> Failed:
@@ -78,8 +80,7 @@ class Backend(Protocol):
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
         """Run the groups, the longest first; yields results as they arrive.
 
-        A group whose actor dies is tried again at once if it has tries left. A failed group is yielded with the tries
-        that it had left.
+        A group whose actor dies runs again, unless that has happened too often.
         """
         ...
 

@@ -112,6 +112,7 @@ class GroupRunner:
                 length=self._timings.length(ids[members]),
                 seconds=self._timings.seconds(function, ids[members]),
                 tries=self.tries,
+                deaths=self.failures.deaths,
             )
             for index, members in enumerate(cut(self.costs[ids], sizes, executor))
         ]
@@ -134,7 +135,8 @@ class GroupRunner:
             for group, outcome in self.backend.run(call, groups):
                 if isinstance(outcome, Failed):
                     self._raise_if_fatal(call, group, outcome)
-                    failures.append((replace(group, tries=group.tries - 1), first.setdefault(group.clients, outcome)))
+                    shown = first.setdefault(group.clients, outcome)
+                    failures.append((replace(group, tries=group.tries - 1), replace(shown, deaths=outcome.deaths)))
                     continue
                 for clients, stack, kept in outcome.stacks:
                     self.states.stage(clients, stack, outcome.home, kept)
@@ -164,6 +166,7 @@ class GroupRunner:
                 scattered={},
                 states=[self.states.refs(client) for client in part],
                 tries=self.tries,
+                deaths=self.failures.deaths,
             )
             for index, part in enumerate(self.states.sparse())
         ]
@@ -193,12 +196,15 @@ class GroupRunner:
     def _rest(self, call: Call, group: Group, failed: Failed, lose: Lose) -> Group | None:
         """What of a failed group to try again: all of it, or the clients that do not fail; None if there are none."""
         known = failed.error.clients if isinstance(failed.error, ClientError) else ()
-        if not known and not isinstance(failed.error, _DETERMINISTIC) and group.tries:
+        worth_a_try = not known and not isinstance(failed.error, _DETERMINISTIC) and group.tries > 0
+        if worth_a_try and not failed.deaths:
             return group
-        tries = self.tries - group.tries
-        failing = (
-            dict.fromkeys(known, failed) or self._failing_alone(call, group) or dict.fromkeys(group.clients, failed)
-        )
+        failing = dict.fromkeys(known, failed) or self._failing_alone(call, group)
+        if worth_a_try and not failing and len(group.clients) > 1:
+            return group  # none of its clients kills its process: something else does
+
+        failing = failing or dict.fromkeys(group.clients, failed)
+        tries = failed.deaths or self.tries - group.tries
         if self.failures.on_client_failure == "raise":
             raise _client_error(sorted(failing), call.round, failing[min(failing)], tries, len(group.clients))
         for client, why in sorted(failing.items()):

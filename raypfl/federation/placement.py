@@ -172,10 +172,13 @@ class Dispatch:
         self._waiting[:0] = groups
         return groups
 
-    def drop(self, group: Group, instead: Group | None = None) -> None:
-        """Remove a waiting group, or put another one in its place."""
-        place = self._waiting.index(group)
-        self._waiting[place : place + 1] = [] if instead is None else [instead]
+    def drop(self, group: Group) -> None:
+        """Remove a waiting group."""
+        self._waiting.remove(group)
+
+    def append(self, group: Group) -> None:
+        """Let a group wait until all others are out."""
+        self._waiting.append(group)
 
     def _may_get_one(self, queue: _Queue, now: float) -> bool:
         return not queue.groups or (self._may_prefetch(queue) and queue.idle_at() - AHEAD <= now)

@@ -55,14 +55,17 @@ class FailureSettings:
     Attributes
     ----------
     on_client_failure : ``raise`` stops the run with a sentence; ``skip`` continues without the client and counts it.
-    retries : further tries of a group, after an error or the death of its process, before its failing clients are
-        singled out by one try of each alone. A mistake in the method's code, such as a TypeError or KeyError, gets
-        none: it would fail again.
+    retries : further tries of a group after an error, before its failing clients are singled out by one try of each
+        alone. A mistake in the method's code, such as a TypeError or KeyError, gets none: it would fail again.
+    deaths : how often in a row the process of a group may die, while no group finishes anywhere, before its clients are
+        singled out in the same way. Deaths are counted apart from errors, since preemption and other programs that
+        fill the memory also kill processes.
     min_success_fraction : share of a cohort that must succeed, else the run stops even under ``skip``.
     loss_limit : a training loss above it, or one that is not finite, counts as a failure of that client.
     """
 
     on_client_failure: Literal["raise", "skip"] = "raise"
     retries: int = 2
+    deaths: int = 5
     min_success_fraction: float = 0.5
     loss_limit: float = 1e6

@@ -61,7 +61,8 @@ def sentences(address: str = "") -> Iterator[None]:
     except (requests.RequestException, ConnectionError, ray.exceptions.RayError) as error:
         raise Unreachable(
             f"No Ray job server answers{where}. Is the cluster running, with its dashboard, and can its port (8265, "
-            "unless another was chosen) be reached from here?"
+            "unless another was chosen) be reached from here?",
+            refused="refused" in str(error).lower(),
         ) from error
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RaypflError):
@@ -70,7 +71,14 @@ def sentences(address: str = "") -> Iterator[None]:
 
 
 class Unreachable(ConfigError):
-    """The job server does not answer."""
+    """The job server does not answer.
+
+    `refused` : whether its machine does, and says that nothing listens at the port.
+    """
+
+    def __init__(self, message: str, refused: bool = False):
+        super().__init__(message)
+        self.refused = refused
 
 
 def _reason(error: BaseException) -> str:

@@ -20,6 +20,8 @@ SILENCE = 60.0
 """Seconds without a word after which a log's stream is opened again: a connection may be lost without an end."""
 PATIENCE = 300.0
 """Seconds to wait for a job server that does not answer."""
+REFUSED = 15.0
+"""Seconds to wait if its machine answers that nothing listens there: the head's processes are gone."""
 STOPPED = 130
 """The exit code of a job that was stopped: what a shell expects after Ctrl-C."""
 
@@ -100,13 +102,20 @@ def _tail(client: JobSubmissionClient, job: str, log: _Log) -> None:
 
 
 def _details(client: JobSubmissionClient, job: str) -> JobDetails:
-    deadline = time.monotonic() + PATIENCE
+    since = time.monotonic()
     while True:
         try:
             with sentences():
                 return client.get_job_info(job)
         except Unreachable as error:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - since
+            if error.refused and waited > REFUSED:
+                raise RaypflError(
+                    "The cluster's head has died or was stopped: its machine answers, but nothing listens at the job "
+                    "server's port. The job has ended with it; submit it again to a new cluster, where the same "
+                    "command continues from the newest checkpoint if `output` outlived the head."
+                ) from error
+            if waited > PATIENCE:
                 raise RaypflError(
                     f"The cluster has not answered for {PATIENCE / 60:g} minutes. The job may still run, or be gone "
                     "with the cluster."
