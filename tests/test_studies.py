@@ -151,6 +151,36 @@ def test_a_study_that_extends_another_adds_to_it_takes_away_and_is_held_against_
     assert "FedPer: not in the published table." in lines and "1 of 2 methods: without FedAvg." in lines
 
 
+def test_a_study_that_extends_another_keeps_its_metrics_but_those_that_are_null(tiny: Path):
+    (tiny / "mine.yaml").write_text("extends: tiny.yaml\nmetrics: {GM: null, WD: {protocol: local, value: std}}\n")
+    study, reference = load("mine.yaml")
+    assert list(study.metrics) == ["PM", "WD"]
+    assert reference.quoted("FedAvg", "", "Dir(1.0)", "GM") == Quoted(60.0)
+    assert study.metrics["PM"].value is None
+
+
+def test_each_data_set_of_a_study_may_lie_in_a_folder_of_its_own_in_a_format_of_its_own():
+    words = ["datasets.cifar10={name: parquet, root: /ten}", "datasets.cifar100=/hundred"]
+    cell, *_ = cells_of("perada-table1", *words, only=("PerAda", "CIFAR-10"))
+    data = cell.experiment.to_dict()["data"]
+    assert (data["name"], data["root"]) == ("parquet", "/ten")
+    pools = data["pools"]
+    assert (pools["auxiliary"]["name"], pools["auxiliary"]["root"]) == ("cifar100", "/hundred")
+    assert pools["validation"] == 0.1 and pools["ood/cifar10_1"]["root"] is None
+
+    with pytest.raises(ConfigError, match=r"datasets.cifar is set, but no cell reads .* did you mean 'cifar10"):
+        cells_of("perada-table1", "datasets.cifar=/x", only=("CIFAR-10",))
+
+
+def test_data_that_is_missing_is_one_sentence_before_any_cell_runs(tiny: Path):
+    result = CliRunner().invoke(app, ["study", "perada-table1", "data.root=nowhere", "--only", "cifar10,chexpert"])
+    assert result.exit_code == 2
+    lines = [line for line in result.stderr.splitlines() if "cannot run" in line]
+    assert len(lines) == 2 and "17 of 34 cells (CIFAR-10) cannot run." in lines[0], result.stderr
+    assert "datasets.NAME=FOLDER" in result.stderr
+    assert not (tiny / "runs").exists()
+
+
 # Refusals
 
 

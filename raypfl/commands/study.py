@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
-from raypfl.common.errors import RaypflError, Stopped
+from raypfl.common.errors import ConfigError, RaypflError, Refused, Stopped
 from raypfl.common.files import draft, write
 from raypfl.common.stopping import interrupting, message_if_killed
+from raypfl.data import load_federated
 from raypfl.display.console import RunLine, view, warner
 from raypfl.display.outcome import nearby
 from raypfl.results.compared import colour
@@ -52,6 +53,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     study = select(study, only)
     published = plan(reference)  # without assignments, so that an error in it is the file's
     cells = plan(study, assignments)
+    _refuse_missing_data([cell for cell in cells if not is_finished(cell.folder)])
     folder = Path(cells[0].experiment.output).absolute() / study.name
     words = ["raypfl", "study", source, *assignments, *(["--only", ",".join(only)] if only else [])]
     to_continue = f"To continue: {shlex.join(words)}"
@@ -74,6 +76,31 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
             else:
                 _show(study, reference, measured, departures, folder)
         _raise_for(outcomes, cells, to_continue)
+
+
+def _refuse_missing_data(cells: Sequence[Cell]) -> None:
+    """Raise a ConfigError, with a sentence for each data set that cannot be read, before any cell runs."""
+    readers: dict[str, list[Cell]] = {}
+    for cell in cells:
+        readers.setdefault(str(cell.experiment.data), []).append(cell)
+
+    problems: dict[str, list[Cell]] = {}
+    for those in readers.values():
+        experiment = those[0].experiment
+        try:
+            load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        except Refused as error:
+            problems.setdefault(str(error), []).extend(those)
+
+    if problems:
+        lines = [f"{_counted(those, cells)} cannot run. {problem}" for problem, those in problems.items()]
+        hint = "datasets.NAME=FOLDER says where a data set lies, and --only chooses what has data."
+        raise ConfigError("\n".join([*lines, hint]))
+
+
+def _counted(some: Sequence[Cell], cells: Sequence[Cell]) -> str:
+    blocks = ", ".join(dict.fromkeys(cell.down for cell in some if cell.down))
+    return f"{len(some)} of {len(cells)} cells" + (f" ({blocks})" if blocks else "")
 
 
 def _run(cells: Sequence[Cell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[Outcome]:

@@ -20,7 +20,7 @@ from raypfl.studies.description import load as load_study
 from raypfl.tuning.sweep import load as load_sweep
 
 _PATH = re.compile(
-    r"(?:^|\.)(data(?:\.pools\.[^.]+)?\.root|data\.cache|model\.weights|checkpoint\.location|tracking\.uri)"
+    r"(?:^|\.)(data(?:\.pools\.[^.]+)?\.root|datasets\.[^.]+(?:\.root)?|data\.cache|model\.weights|checkpoint\.location|tracking\.uri)"
     r"(?:\.choice|\.grid)?$"
 )
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
+from raypfl.config.assignments import assign, parse_assignments
 from raypfl.config.limits import aggregates
 from raypfl.runs.identity import deciding
-from raypfl.studies.description import Setting, Study, merged, plain_label
+from raypfl.studies.description import Setting, Study, is_source, merged, plain_label
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def plan(study: Study, assignments: Sequence[str] = ()) -> list[Cell]:
 
     Parameters
     ----------
-    assignments : ``dotted.key=value``, as for a comparison; ``seeds=1`` is how many there are.
+    assignments : ``dotted.key=value``, as for a comparison; ``seeds=1`` is how many there are, and
+        ``datasets.cifar10=FOLDER`` where a data set lies.
 
     Raises
     ------
@@ -95,6 +97,7 @@ def plan(study: Study, assignments: Sequence[str] = ()) -> list[Cell]:
     for text in assignments:
         if text.partition("=")[0].strip() in ("method", "methods"):
             raise ConfigError(f"{text!r} cannot be set in a study: it has its methods. Choose among them with --only.")
+    study, assignments = _with_datasets(study, assignments)
     cells = [
         cell
         for down in study.down or ("",)
@@ -106,6 +109,31 @@ def plan(study: Study, assignments: Sequence[str] = ()) -> list[Cell]:
     return sorted(cells, key=lambda cell: cell.experiment.seed)
 
 
+def _with_datasets(study: Study, assignments: Sequence[str]) -> tuple[Study, list[str]]:
+    """The study with the data sets that assignments name, and the other assignments."""
+    others = [text for text in assignments if not text.strip().startswith("datasets.")]
+    values = {"datasets": dict(study.datasets)}
+    for path, value in parse_assignments(text for text in assignments if text not in others):
+        if path[1] not in study.dataset_names:
+            hint = did_you_mean(path[1], study.dataset_names)
+            raise ConfigError(f"datasets.{path[1]} is set, but no cell reads a data set of this name; {hint}")
+        assign(values, path, value)
+    return study.model_copy(update=values), others
+
+
+def _relocated(data: Any, datasets: Mapping[str, Any]) -> Any:
+    """The description `data` of an experiment, in which data sets of these names are read from where they lie."""
+    described = {"name": data} if isinstance(data, str) else dict(data)
+    if "pools" in described:
+        described["pools"] = {
+            name: _relocated(pool, datasets) if is_source(pool) else pool for name, pool in described["pools"].items()
+        }
+    place = datasets.get(described.get("name", ""))
+    if place is None:
+        return described
+    return merged(described, place if isinstance(place, Mapping) else {"root": place})
+
+
 def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> list[Cell]:
     """The cells of all methods and seeds in one setting."""
     values: dict[str, Any] = {"name": study.name, "seeds": study.seeds, **study.experiment}
@@ -115,6 +143,8 @@ def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> 
         described |= {
             label: merged(described[label], change) for label, change in setting.methods.items() if label in described
         }
+    if study.datasets and "data" in values:
+        values = values | {"data": _relocated(values["data"], study.datasets)}
     planned = experiments(values | {"methods": list(described.values())}, assignments)
     seeds = len(planned) // len(described)
     return [Cell([*described][i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]

@@ -14,7 +14,7 @@ from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read
 from raypfl.studies import STUDIES
 
-_REPLACED = ("metrics", "published", "choices")
+_REPLACED = ("published", "choices")
 """Keys that a study which extends another replaces as a whole."""
 
 _DASHES = {"–", "—", "-"}
@@ -86,6 +86,7 @@ class Study(_Part):
     methods : label -> method with its options.
     down, across : label -> what this block of rows, or this group of columns, changes.
     metrics : heading -> metric, in each group of columns.
+    datasets : name of a data set -> its folder, or how another copy of it is read, wherever cells use the data set.
     seeds : how often each method is run in each setting.
     choices : sentences on what the paper leaves open and this study chooses.
     published : None: there is nothing to compare with.
@@ -97,6 +98,7 @@ class Study(_Part):
     down: dict[str, Setting] = Field(default_factory=dict)
     across: dict[str, Setting] = Field(default_factory=dict)
     metrics: dict[str, Metric]
+    datasets: dict[str, Any] = Field(default_factory=dict)
     seeds: int = Field(default=1, ge=1)
     choices: list[str] = Field(default_factory=list)
     published: Published | None = None
@@ -105,6 +107,13 @@ class Study(_Part):
     def columns(self) -> list[tuple[str, str]]:
         """The table's columns, as (group, metric)."""
         return [(group, metric) for group in self.across or [""] for metric in self.metrics]
+
+    @property
+    def dataset_names(self) -> set[str]:
+        """Names of the data sets that cells read, for their clients or as pools."""
+        settings = [*self.down.values(), *self.across.values()]
+        described = [part.get("data") for part in (self.experiment, *(setting.experiment for setting in settings))]
+        return {name for data in described for name in _names_of(data)}
 
     @property
     def published_blocks(self) -> dict[str, Any]:
@@ -141,6 +150,9 @@ def load(source: str) -> tuple[Study, Study]:
     extended, reference = load(base)
     parent = extended.model_dump(exclude={"name", "published"})
     replaced = {key: given[key] for key in _REPLACED if key in given}
+    if isinstance(changed := given.get("metrics"), Mapping):  # each is replaced as a whole
+        metrics = {**parent["metrics"], **changed}
+        replaced["metrics"] = {heading: metric for heading, metric in metrics.items() if metric is not None}
     changes = {key: value for key, value in given.items() if key not in replaced}
     study = _checked(source, merged(parent, changes) | replaced)
     return study, study if "published" in given else reference
@@ -153,6 +165,22 @@ def merged(base: Any, change: Any) -> Any:
     under = {"name": base} if isinstance(base, str) else base if isinstance(base, Mapping) else {}
     over = {key: merged(under.get(key), value) for key, value in change.items()}
     return {key: value for key, value in {**under, **over}.items() if value is not None}
+
+
+def is_source(pool: Any) -> bool:
+    """Whether a pool is a data set of its own, and not a share of the clients' samples."""
+    return isinstance(pool, Mapping) and "name" in pool
+
+
+def _names_of(data: Any) -> Iterable[str]:
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, Mapping):
+        if "name" in data:
+            yield data["name"]
+        for pool in data.get("pools", {}).values():
+            if is_source(pool):
+                yield pool["name"]
 
 
 def plain_label(label: str) -> str:
@@ -191,6 +219,9 @@ def _label_mistakes(study: Study) -> Iterable[str]:
 
 
 def _option_mistakes(study: Study) -> Iterable[str]:
+    for name in study.datasets.keys() - study.dataset_names:
+        hint = did_you_mean(name, study.dataset_names)
+        yield f"datasets.{name} is set, but the study reads no data set of this name; {hint}"
     for heading, metric in study.metrics.items():
         for block in metric.down or ():
             if block not in study.down:
