@@ -23,7 +23,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.runs.result import is_finished
 from raypfl.server.events import RoundFinished, RunStarted
 from raypfl.studies import STUDIES, running
-from raypfl.studies.cells import identity, plan, select
+from raypfl.studies.cells import identity, plan, select, stated
 from raypfl.studies.description import Quoted, load
 from raypfl.studies.deviations import deviations
 from raypfl.studies.entries import Entry
@@ -401,12 +401,20 @@ def test_deviations_say_where_they_hold_and_are_on_the_page():
     assert "**Deviations from the published protocol**" in page and all(f"- {line}" in page for line in lines)
 
 
-def test_what_is_true_of_an_unchanged_study_alone_is_not_said_of_a_changed_one():
-    study, _ = load("digits-personal")
-    sentence = "The same seeds give the same bits"
-    found = [entry("A", "x", "GM", 1.0)]
-    assert sentence in markdown(study, study.published, found, [])
-    assert sentence not in markdown(study, study.published, found, ["rounds is 30, not 20."])
+def test_what_a_study_says_of_its_methods_is_read_from_their_cells(tiny: Path):
+    choices = "choices: ['lambda is {Ditto method.lam}, lr {FedAvg training.lr}.']\n"
+    (tiny / "tiny.yaml").write_text(TINY + choices)
+    study, _ = load("tiny.yaml")
+    assert stated(study, plan(study)) == ["lambda is 1.0 or 2.0, lr 0.1."]
+    assert stated(study, plan(select(study, ["Dir(0.1)"]))) == ["lambda is 1.0, lr 0.1."]
+    assert stated(study, plan(select(study, ["Ditto"]), ["method.lam=3"])) == []  # of a method that is not run
+
+    (tiny / "tiny.yaml").write_text(TINY + choices.replace("method.lam", "method.lamb"))
+    study, _ = load("tiny.yaml")
+    with pytest.raises(
+        ConfigError, match=r"choices name the setting method.lamb of Ditto, .* 'method.lam'"
+    ):
+        stated(study, plan(study))
 
 
 def test_reading_a_copy_in_another_format_is_said_and_where_it_lies_is_not():
@@ -443,3 +451,5 @@ def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     cells = plan(study)
     assert reference is study and STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
+    choices = stated(study, cells)
+    assert len(choices) == len(study.choices) and "{" not in "".join(choices)

@@ -22,7 +22,7 @@ from raypfl.results.compared import colour
 from raypfl.runs.result import Result, is_finished
 from raypfl.server.events import Event
 from raypfl.studies import layout
-from raypfl.studies.cells import Cell, plan, select
+from raypfl.studies.cells import Cell, plan, select, stated
 from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations
 from raypfl.studies.entries import Entry, as_rows, cell_table, entries, entry_table
@@ -53,6 +53,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     study = select(study, only)
     published = plan(reference)  # without assignments, so that an error in it is the file's
     cells = plan(study, assignments)
+    study = study.model_copy(update={"choices": stated(study, cells)})
     _refuse_missing_data([cell for cell in cells if not is_finished(cell.folder)])
     folder = Path(cells[0].experiment.output).absolute() / study.name
     words = ["raypfl", "study", source, *assignments, *(["--only", ",".join(only)] if only else [])]

@@ -12,10 +12,13 @@ from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
-from raypfl.config.assignments import assign, parse_assignments
+from raypfl.config.assignments import assign, flatten, parse_assignments
 from raypfl.config.limits import aggregates
 from raypfl.runs.identity import deciding
 from raypfl.studies.description import Setting, Study, is_source, merged, plain_label
+
+_STATED = re.compile(r"\{([^{}]+) ([\w.]+)\}")
+"""In a choice: the value of a setting in a method's cells."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,35 @@ def plan(study: Study, assignments: Sequence[str] = ()) -> list[Cell]:
     for cell in cells:
         _require_metrics(study, cell)
     return sorted(cells, key=lambda cell: cell.experiment.seed)
+
+
+def stated(study: Study, cells: Sequence[Cell]) -> list[str]:
+    """The study's choices with the values that its cells have; without those on methods that are not run.
+
+    Raises
+    ------
+    ConfigError : if a choice names a method or a setting that there is not.
+    """
+    values: dict[str, dict[str, list[str]]] = {}
+    for cell in cells:
+        of_method = values.setdefault(cell.method, {})
+        for key, value in flatten(cell.experiment.to_dict()).items():
+            of_method.setdefault(key, []).append(str(value))
+
+    return [
+        _STATED.sub(lambda match: _stated(values, *match.groups()), choice)
+        for choice in study.choices
+        if all(label in values for label, _ in _STATED.findall(choice))
+    ]
+
+
+def _stated(values: Mapping[str, Mapping[str, Sequence[str]]], label: str, key: str) -> str:
+    if key not in values[label]:
+        raise ConfigError(
+            f"The study's choices name the setting {key} of {label}, which has none of this name; "
+            f"{did_you_mean(key, values[label])}"
+        )
+    return " or ".join(dict.fromkeys(values[label][key]))
 
 
 def _with_datasets(study: Study, assignments: Sequence[str]) -> tuple[Study, list[str]]:

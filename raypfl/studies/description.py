@@ -66,13 +66,11 @@ class Published(_Part):
     ----------
     source : the paper, and the number of the table.
     notes : remarks on these numbers.
-    alike : remarks on the gaps that hold only without any deviation from the published protocol.
     rows : the table as printed: by block (if there are any) and method, a list with an entry for each column.
     """
 
     source: str
     notes: list[str] = Field(default_factory=list)
-    alike: list[str] = Field(default_factory=list)
     rows: dict[str, Any]
 
 
@@ -88,7 +86,8 @@ class Study(_Part):
     metrics : heading -> metric, in each group of columns.
     datasets : name of a data set -> its folder, or how another copy of it is read, wherever cells use the data set.
     seeds : how often each method is run in each setting.
-    choices : sentences on what the paper leaves open and this study chooses.
+    choices : sentences on what the paper leaves open and this study chooses. ``{Ditto method.lam}`` in one stands for
+        the value of this setting in the method's cells.
     published : None: there is nothing to compare with.
     """
 

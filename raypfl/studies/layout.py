@@ -154,7 +154,7 @@ def _notes(
     legend = f"{shares}. ± is the standard deviation over {over}. {PENDING} marks unfinished cells."
     notes = [("Numbers", [legend])]
     if published:
-        notes.append(("Published", [published.source, *published.notes, *([] if deviations else published.alike)]))
+        notes.append(("Published", [published.source, *published.notes]))
         notes.append(("Choices where the source leaves something open", study.choices))
     heading = "Deviations from the published protocol" if published else "Deviations"
     notes.append((heading, [*deviations] or ["None: everything was run as described."]))
