@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import raypfl
 from raypfl.analyses.base import observations
-from raypfl.analyses.flntk import CURVES, DIAGNOSIS, KERNELS, REPORT, observed_errors
+from raypfl.analyses.flntk import CURVES, DIAGNOSIS, KERNELS, REPORT, TERMS, observed_errors
 from raypfl.common.errors import RaypflError
 from raypfl.data import ClientData, load_federated
 from raypfl.server.events import Event, Warned
@@ -94,7 +94,7 @@ def test_clients_are_observed_before_each_step_of_chosen_rounds(result, problem)
     assert values[1, "flntk_asymmetry"] == pytest.approx(asymmetry(one.kernel(2)).fraction, rel=1e-9)
     assert values[1, "flntk_effective_eigenvalue"] == pytest.approx(one.effective_eigenvalue, rel=1e-9)
     terms, error = one.terms(), float(one.error.square().sum())
-    whole = ("flntk_descent", "flntk_unstable", "flntk_second_order")
+    whole = ("flntk_descent", "flntk_unstable_kernel", "flntk_unstable_output", "flntk_second_order")
     assert sum(values[1, n] for n in whole) == pytest.approx(terms.total / error, rel=1e-9)
 
 
@@ -107,7 +107,29 @@ def test_the_run_is_predicted_before_it_begins_and_explained_in_a_sentence(resul
         c["met"] for c in told["conditions"] if c["name"].startswith("eta")
     )
     assert found["rounds"] == told["predicted_rounds"] and str(found["rounds"]) in found["sentence"]
-    assert [row["name"] for row in result.images.to_pylist()] == ["flntk"]
+    assert [row["name"] for row in result.images.to_pylist()] == ["flntk", "flntk_rounds"]
+
+
+def test_the_change_that_a_run_names_saves_as_many_rounds_as_it_says(result, tmp_path):
+    found = json.loads((files(result) / DIAGNOSIS).read_text())
+    name, _, value = found["change"].rpartition(" ")
+    setting = {
+        "a local rate of": "training__lr",
+        "a number of local steps of": "training__steps",
+        "a server's rate of": "method__server_lr",
+    }[name]
+    rounds = found["changed"][found["change"]] + 1
+    observed = observed_errors(files(raypfl.run(two_layer(tmp_path, rounds=rounds, **{setting: value}))), rounds)
+    reached = next(t for t, error in observed.items() if error <= 0.1 * observed[0])
+    assert abs(reached - found["changed"][found["change"]]) <= 1 and reached < (found["observed"] or found["rounds"])
+
+
+def test_the_terms_of_observed_rounds_are_kept_for_the_picture(result):
+    observed = observed_errors(files(result), 6)
+    for t in (1, 3, 6):
+        terms = json.loads((files(result) / f"round-{t:06d}" / TERMS).read_text())
+        assert len(terms) == 4
+        assert sum(terms.values()) == pytest.approx(observed[t] / observed[t - 1] - 1, rel=1e-6)
 
 
 def test_the_signs_that_the_network_does_not_train_are_no_frozen_random_weights(tmp_path):

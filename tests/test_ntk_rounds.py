@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
+from raypfl.theory.flntk import Setting
 from raypfl.theory.kernels import Spectrum
 from raypfl.theory.rounds import RoundMap
+from raypfl.theory.scaling import Scaling, around
 from tests.ntk import fl_round, gradient, problem, simulate, split
 
 
@@ -129,6 +131,18 @@ def test_rounds_grow_with_clients_and_fall_with_steps():
     assert abs(rounds(4, 1) - 2 * rounds(2, 1)) <= 1 and abs(rounds(2, 1) - 2 * rounds(2, 2)) <= 1
     observed = simulate(p, split(60, 2), 5, 0.05, 20)[0].square().sum(1)
     assert abs(int((observed > 0.1 * observed[0]).sum()) - rounds(2, 5)) <= 1
+
+
+def test_rounds_by_clients_and_steps_are_those_of_simulated_runs_with_samples_dealt_at_random():
+    p = problem(24, 10, m=1024, paired=True)
+    setting = Setting(parts=split(24, 2), width=1024, steps=1, rate=0.1)
+    predicted = Scaling.of(setting, p.h0, -p.y, 0.2, clients=[2, 4], steps=[1, 3])
+    for clients, by_steps in zip(predicted.clients, predicted.rounds, strict=True):
+        for steps, rounds in zip(predicted.steps, by_steps, strict=True):
+            errors = simulate(p, split(24, clients), steps, 0.1, rounds + 3)[0].square().sum(1)
+            reached = int((errors <= 0.2 * errors[0]).nonzero()[0])
+            assert reached == pytest.approx(rounds, rel=0.05, abs=1)
+    assert around(20, most=50) == [5, 10, 20, 40] and around(1, most=4) == [1, 2, 4]
 
 
 def test_a_server_step_that_is_too_large_diverges_as_predicted():

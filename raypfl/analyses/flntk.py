@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,10 +22,19 @@ from raypfl.models.networks import TwoLayerReLU
 from raypfl.objectives import Regression
 from raypfl.theory.flntk import Setting, generalization, posterior_bound, report
 from raypfl.theory.kernels import Spectrum, asymmetry, gram, infinite_width, positive
-from raypfl.theory.limits import diagnose
-from raypfl.theory.two_layer import Round, TwoLayer
+from raypfl.theory.limits import Diagnosis, diagnose
+from raypfl.theory.scaling import Scaling, around
+from raypfl.theory.two_layer import Round, Terms, TwoLayer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REPORT, DIAGNOSIS, KERNELS, CURVES = "theory.json", "diagnosis.json", "kernels.safetensors", "predicted.safetensors"
+ERROR, TERMS = "error.json", "terms.json"
+"""Files of a round."""
+
+MOST_SAMPLES = 1000
+"""Above which the picture of rounds by clients and steps is left out: it takes some twenty spectra of kernels."""
 
 
 @ANALYSES.register("flntk")
@@ -104,32 +114,57 @@ class FLNTK(Analysis):
         if self.observes(view.round, view.task.rounds):
             _log_round(view, problem, kept["finite"])
         if view.round == view.task.rounds:
-            setting = problem.setting(self.delta)
-            found = diagnose(setting, kept["finite"], kept["error"], self.share, error, predicted, switched)
-            told = asdict(found)
-            finite, infinite = (Spectrum.of(kept[name]) for name in ("finite", "infinite"))
-            if infinite.least > 1e-12:
-                told["posterior_bound"] = posterior_bound(
-                    float(residual.abs().clamp_max(1).mean()),
-                    float((u - first).norm()),
-                    float(moved.max()),
-                    samples=len(problem.y),
-                    width=len(u),
-                    least=infinite.least,
-                    sigma=problem.module.sigma,
-                    delta=self.delta,
-                )
-            write(view.folder / DIAGNOSIS, json.dumps(told, indent=1))
-            from raypfl.analyses.flntk_picture import draw  # Matplotlib is slow to import
+            diagnosis = self._diagnose(view, problem, kept, switched)
+            view.log_image("flntk", picture(_picture_of_run(view, curves, kept)))
+            if len(problem.y) <= MOST_SAMPLES:
+                view.log_image("flntk_rounds", picture(self._picture_of_rounds(problem, kept, diagnosis.observed)))
 
-            errors = observed_errors(view.folder, view.task.rounds)
-            figure = draw(errors, curves, finite.values, infinite.values)
-            view.log_image("flntk", picture(figure))
+    def _diagnose(
+        self, view: AnalysedRound, problem: Problem, kept: Mapping[str, Tensor], switched: float
+    ) -> Diagnosis:
+        """Say what limits convergence, and write it into a file."""
+        errors = observed_errors(view.folder, view.round)
+        setting = problem.setting(self.delta)
+        diagnosis = diagnose(setting, kept["finite"], kept["infinite"], kept["error"], self.share, errors, switched)
+        values = asdict(diagnosis)
+        least = Spectrum.of(kept["infinite"]).least
+        if least > 1e-12:
+            u = problem.weights(view.after)
+            values["posterior_bound"] = posterior_bound(
+                float((problem.network.outputs(u, problem.x) - problem.y).abs().clamp_max(1).mean()),
+                float((u - kept["first"]).norm()),
+                float((u - kept["first"]).norm(dim=1).max()),
+                samples=len(problem.y),
+                width=len(u),
+                least=least,
+                sigma=problem.module.sigma,
+                delta=self.delta,
+            )
+        write(view.folder / DIAGNOSIS, json.dumps(values, indent=1))
+        return diagnosis
+
+    def _picture_of_rounds(self, problem: Problem, kept: Mapping[str, Tensor], observed: int | None) -> Figure:
+        from raypfl.analyses.flntk_picture import draw_scaling  # Matplotlib is slow to import
+
+        setting = problem.setting(self.delta)
+        clients = around(setting.clients, most=len(problem.y))
+        steps = around(setting.steps, most=4 * setting.steps)
+        scaling = Scaling.of(setting, kept["finite"], kept["error"], self.share, clients, steps)
+        return draw_scaling(scaling, self.share, setting.clients, setting.steps, observed)
 
     def summary(self, folder: Path, round: int) -> list[str]:
         before, after = (json.loads(f.read_text()) if (f := folder / n).exists() else {} for n in (REPORT, DIAGNOSIS))
         lines = _theory_lines(before, observed_errors(folder, round)) if before else []
         return lines + ([after["sentence"]] if after else [])
+
+
+def _picture_of_run(view: AnalysedRound, curves: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Figure:
+    from raypfl.analyses.flntk_picture import draw  # Matplotlib is slow to import
+
+    errors = observed_errors(view.folder, view.round)
+    terms = _observed_terms(view.folder, view.round)
+    finite, infinite = (Spectrum.of(kept[name]).values for name in ("finite", "infinite"))
+    return draw(errors, curves, terms, finite, infinite)
 
 
 @dataclass(frozen=True)
@@ -200,28 +235,42 @@ class Problem:
 
 def observed_errors(folder: Path, rounds: int) -> dict[int, float]:
     """Squared errors by round, as far as the run has come and as often as it was analysed."""
-    files = {t: folder / f"round-{t:06d}" / "error.json" for t in range(rounds + 1)}
+    return _read_rounds(folder, ERROR, rounds)
+
+
+def _observed_terms(folder: Path, rounds: int) -> dict[int, Terms]:
+    """The terms of the error by round, in shares of the squared error before it."""
+    return {t: Terms(**values) for t, values in _read_rounds(folder, TERMS, rounds).items()}
+
+
+def _read_rounds(folder: Path, name: str, rounds: int) -> dict[int, Any]:
+    files = {t: _file_of_round(folder, t, name) for t in range(rounds + 1)}
     return {t: json.loads(file.read_text()) for t, file in files.items() if file.exists()}
 
 
+def _file_of_round(folder: Path, round: int, name: str) -> Path:
+    return folder / f"round-{round:06d}" / name
+
+
 def _keep_error(view: AnalysedRound, error: float) -> None:
-    file = view.folder / f"round-{view.round:06d}" / "error.json"
+    file = _file_of_round(view.folder, view.round, ERROR)
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(error))
 
 
 def _log_round(view: AnalysedRound, problem: Problem, first: Tensor) -> None:
     one = problem.round()
-    terms, error, last = one.terms(), float(one.error.square().sum()), one.kernel(len(one.active) - 1)
+    error = float(one.error.square().sum())
+    terms = {name: value / error for name, value in asdict(one.terms()).items()}
+    _file_of_round(view.folder, view.round, TERMS).write_text(json.dumps(terms))
+    last = one.kernel(len(one.active) - 1)
     of = asymmetry(last)
     view.log(
         flntk_asymmetry=of.fraction,
         flntk_least_symmetric=of.least_symmetric,
         flntk_kernel_moved=float((last - first).norm() / first.norm()),
         flntk_effective_eigenvalue=one.effective_eigenvalue,
-        flntk_descent=terms.descent / error,
-        flntk_unstable=(terms.unstable_kernel + terms.unstable_output) / error,
-        flntk_second_order=terms.second_order / error,
+        **{f"flntk_{name}": value for name, value in terms.items()},
     )
 
 

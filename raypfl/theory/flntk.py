@@ -89,7 +89,7 @@ class Report:
     radius, local_radius : bounds of how far a neuron's weights move, in the server's model and in the clients'.
     required_width : smallest m for which the proof's conditions on it hold.
     rounds : by the theorem, until the squared error is `share` of the first one; None: it gives none.
-    predicted_rounds : the same with H(0) frozen.
+    predicted_rounds : the same with H(0) frozen; None: never, or the run would diverge.
     """
 
     least: float
@@ -169,8 +169,8 @@ def _verdict(setting: Setting, least: float, q: float, frozen: RoundMap) -> tupl
         return "no", f"The theorem is for {what}, which is not the case here."
     if least == 0:
         return "no", "lambda = 0: no guarantee. Some inputs are equal, or too many for this width."
-    if frozen.spectral_radius > 1:
-        return "no", f"The run diverges: with H(0) frozen, the error grows by {frozen.spectral_radius:.3g} per round."
+    if frozen.diverges:
+        return "no", f"With H(0) frozen the run diverges: the error grows by {frozen.spectral_radius:.3g} per round."
     if q <= 0:
         return "no", f"rho lambda / 2 is {1 - q:.3g}, which must be below 1."
     if frozen.spectral_radius**2 > q:

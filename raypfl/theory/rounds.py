@@ -13,6 +13,9 @@ from torch import Tensor
 LIMIT = 1_000_000
 """Rounds after which :meth:`RoundMap.rounds_to` gives up."""
 
+ROUNDING = 1e-9
+"""How far rounding may lift a spectral radius of 1, as a kernel with an eigenvalue of 0 has."""
+
 
 @dataclass(frozen=True)
 class RoundMap:
@@ -75,6 +78,11 @@ class RoundMap:
         """The factor by which the error shrinks per round after many rounds; above 1 it grows."""
         return float((1 - self.steps).abs().max())
 
+    @property
+    def diverges(self) -> bool:
+        """Whether part of the error grows without end."""
+        return self.spectral_radius > 1 + ROUNDING
+
     @cached_property
     def norm(self) -> float:
         """The largest factor by which any error may change in one round."""
@@ -88,10 +96,13 @@ class RoundMap:
         return torch.stack(found).square().sum(1)
 
     def rounds_to(self, error: Tensor, share: float) -> int | None:
-        """Rounds until ``||e(t)||^2`` is at most this share of ``||e(0)||^2``; None: never, or not in ``LIMIT``.
+        """Rounds until ``||e(t)||^2`` is at most this share of ``||e(0)||^2``.
 
-        M is squared until it is enough, and the number found by bisection.
+        None: never, not in ``LIMIT``, or part of the error grows, however small it is when the share is reached. M is
+        squared until it is enough, and the number found by bisection.
         """
+        if self.diverges:
+            return None
         goal = share * float(error.square().sum())
         powers = [self.matrix]
         while True:
