@@ -151,6 +151,14 @@ def test_a_study_that_extends_another_adds_to_it_takes_away_and_is_held_against_
     assert "FedPer: not in the published table." in lines and "1 of 2 methods: without FedAvg." in lines
 
 
+def test_published_numbers_may_be_listed_by_metric(tiny: Path):
+    columns = load("tiny.yaml")[0].columns
+    (tiny / "by_metric.yaml").write_text(TINY.replace("[50.00 ± 1.00, –, 60, –]", "{GM: [50.00 ± 1.00, 60]}"))
+    by_column = [load("tiny.yaml")[0].quoted("FedAvg", "", *column) for column in columns]
+    by_metric = [load("by_metric.yaml")[0].quoted("FedAvg", "", *column) for column in columns]
+    assert by_metric == by_column and by_metric[1] is None
+
+
 # Refusals
 
 
@@ -176,6 +184,16 @@ def test_a_study_that_extends_another_adds_to_it_takes_away_and_is_held_against_
             "    FedAvg: [",
             "    FedAvgg: [",
             "published.rows.FedAvgg is none of the study's methods; did you mean 'FedAvg'?",
+        ),
+        (
+            "[50.00 ± 1.00, –, 60, –]",
+            "{PMM: [60, –]}",
+            "published.rows.FedAvg.PMM is no metric of the study; did you mean 'PM'?",
+        ),
+        (
+            "[50.00 ± 1.00, –, 60, –]",
+            "{PM: [60]}",
+            "published.rows.FedAvg.PM has 1 entries; it must have one for each column: Dir(0.1), Dir(1.0).",
         ),
         ("Dir(1.0)", "dir-0.1", "'Dir(0.1)' and 'dir-0.1' must differ in letters or digits"),
         (
