@@ -64,7 +64,8 @@ def _personal(
     if models is None:
         return {}
     models = models if isinstance(models, Predictor) else unmarked(models).expand(len(group), -1)
-    plainly, rows = MetricSums(group.context.measures), {}
+    plainly = MetricSums(group.context.measures)
+    rows: dict[str, Tensor] = {}
     for protocol in protocols:
         if protocol in OWN:
             answers = group.context.answers(models, group.split(OWN[protocol]))
