@@ -351,6 +351,22 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
     assert losses[0] < losses[1]
 
 
+def test_the_recipes_have_the_papers_settings_and_those_of_the_authors_code():
+    def described(recipe: str) -> list[dict]:
+        return [one.to_dict() for one in experiments(settings_of(recipe))]
+
+    (paper, paper_pfedhn), (code, code_pfedhn) = described("pefll-paper"), described("pefll-release")
+    for one in (paper, paper_pfedhn, code, code_pfedhn):
+        assert one["method"]["size"] == "M" and one["training"]["steps"] == 50 and one["training"]["momentum"] == 0.9
+    assert {"server_optimizer": "average", "lam_h": 0.001, "standardise": False}.items() <= paper["method"].items()
+    assert {"server_optimizer": "adam", "lam_h": 0.0, "standardise": True}.items() <= code["method"].items()
+    decays = [one["training"]["weight_decay"] for one in (paper, paper_pfedhn, code, code_pfedhn)]
+    assert decays == [0, 5e-5, 5e-5, 5e-5]
+    assert (code["training"]["lr"], code["training"]["batch_size"], code["cohort"]["size"]) == (0.002, 32, 5)
+    assert (code_pfedhn["training"]["batch_size"], code_pfedhn["cohort"]["size"]) == (64, 1)
+    assert code["evaluation"]["masks"] == ["zero", "exclude"]
+
+
 @pytest.mark.slow
 def test_in_the_recipe_pefll_is_ahead_of_fedavg_and_of_training_alone_on_clients_that_were_never_trained(tmp_path):
     changes = ["engine.backend=inline", "tracking={mlflow: false}", f"output={tmp_path}"]
