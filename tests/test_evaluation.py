@@ -57,7 +57,7 @@ def by_hand(fed, theta, where):
     return int((logits.argmax(1) == y).sum()), float(F.cross_entropy(logits, y, reduction="sum")), logits, y
 
 
-def scored(fed, personal=None, shared=None, protocols=("local", "global"), groups=((0, 1, 2, 3),)):
+def scored(fed, personal=None, shared=None, protocols=("local", "global"), groups=((0, 1, 2, 3),), masks=()):
     """A table, put together as the server does."""
     total: dict[str, torch.Tensor] = {}
     for ids in groups:
@@ -65,13 +65,13 @@ def scored(fed, personal=None, shared=None, protocols=("local", "global"), group
         mine = (
             (lambda clients: per_client(personal[list(clients.ids)])) if personal is not None else lambda clients: None
         )
-        for name, value in score(group, mine, shared, protocols, [(i, 4) for i in ids]).items():
+        for name, value in score(group, mine, shared, protocols, [(i, 4) for i in ids], masks).items():
             rows = value.rows
             if isinstance(value, raypfl.Each):
                 total.setdefault(name, torch.zeros(4, rows.shape[1], dtype=torch.float64))[list(ids)] = rows
             else:
                 total[name] = total.get(name, 0) + rows.sum(0)
-    table = tabulate(fed.context.measures, 7, total, range(4), protocols)
+    table = tabulate(fed.context.measures, 7, total, range(4), protocols, masks)
     known = [[None if value != value else value for value in values] for values in table.values()]  # NaN as None
     rows = [dict(zip(table, values, strict=True)) for values in zip(*known, strict=True)]
     return {(row["protocol"], row["model"], row["client"]): row for row in rows}

@@ -97,6 +97,32 @@ def test_clients_steps_of_any_kind_are_pulled_back_through_both_networks(executo
     close(fed.server["embed"], expected[1])
 
 
+@both
+def test_standardised_descriptors_are_those_of_one_graph_and_keep_the_two_numbers_of_the_first_round(executor):
+    method = PeFLL(**SOME, standardise=True)
+    fed = Federation(executor=executor, training=FULL, method=method, group_size=2)
+    fed.server = method.start(fed.task)
+    mean = deviation = None
+    for ids in ([2, 0, 3], [1, 3]):
+        hyper, embed = networks(fed)
+        v = descriptors(fed, embed, ids)
+        if mean is None:
+            mean, deviation = v[0].mean().detach(), v[0].std().detach()
+        theta = hyper((v - mean) / deviation)
+        losses = [objective(fed, row, client) for row, client in zip(theta, ids, strict=True)]
+        slopes = gradients(torch.stack(losses).mean(), hyper, embed)
+        expected = [fed.server[name] - FULL.lr * slope for name, slope in zip(("hyper", "embed"), slopes, strict=True)]
+        fed.play(ids)
+        close(fed.server["hyper"], expected[0])
+        close(fed.server["embed"], expected[1])
+    assert abs(deviation - 1) > 0.1
+
+
+def test_a_descriptor_of_one_number_cannot_be_standardised():
+    with pytest.raises(ConfigError, match=r"method\.standardise needs descriptors of several numbers"):
+        Federation(method=PeFLL(length=1, standardise=True)).task  # noqa: B018
+
+
 def test_a_small_step_with_one_client_lowers_its_objective():
     method = PeFLL(**SOME, batch=None, lam_theta=0.02)
     fed = Federation(training=replace(FULL, lr=1e-3), method=method)
@@ -159,7 +185,7 @@ def test_the_servers_optimizers_are_torchs_on_the_mean_of_the_pulled_back_steps(
     server = method.start(fed.task)
     draws = torch.Generator().manual_seed(0)
     leaves = [torch.nn.Parameter(server[key].clone()) for key in ("hyper", "embeddings")]
-    kind, options = (torch.optim.SGD, {"momentum": 0.9}) if name == "sgd" else (torch.optim.Adam, {})
+    kind, options = (torch.optim.SGD, {"momentum": 0.9}) if name == "sgd" else (torch.optim.AdamW, {})
     optimizer = kind(leaves, lr=0.02, weight_decay=0.1, **options)
     for _ in range(3):
         for leaf in leaves:
@@ -170,6 +196,27 @@ def test_the_servers_optimizers_are_torchs_on_the_mean_of_the_pulled_back_steps(
         optimizer.step()
     close(server["hyper"], leaves[0].detach())
     close(server["embeddings"], leaves[1].detach())
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.05])
+def test_adams_decay_is_apart_from_its_step_which_follows_the_clients_steps_alone(lam):
+    method = PeFLL(**SOME | {"server_optimizer": "adam"}, server_lr=0.02, lam_h=lam, lam_v=lam)
+    fed = Federation(method=method)
+    server = method.start(fed.task)
+    step = {name: 1e-3 * torch.randn_like(server[name]) for name in ("hyper", "embed")}
+    expected = {name: server[name].tolist() for name in step}
+    first, second = ({name: [0.0] * len(step[name]) for name in step} for _ in range(2))
+    for count in (1, 2, 3):
+        method.move(server, {name: -step[name] for name in step}, lr=0.1)
+        for name, gradient in step.items():
+            for i, slope in enumerate(gradient.tolist()):
+                first[name][i] += 0.1 * (slope - first[name][i])
+                second[name][i] += 0.001 * (slope**2 - second[name][i])
+                size = (second[name][i] / (1 - 0.999**count)) ** 0.5 + 1e-8
+                shrunk = (1 - 0.02 * 2 * lam) * expected[name][i]
+                expected[name][i] = shrunk - 0.02 * first[name][i] / (1 - 0.9**count) / size
+    for name, values in expected.items():
+        close(server[name], torch.tensor(values, dtype=torch.float64))
 
 
 def test_a_round_of_pefll_is_six_messages_and_of_pfedhn_two():
@@ -302,6 +349,22 @@ def test_a_client_new_to_pfedhn_trains_its_embedding_alone_for_twenty_exchanges(
     assert still.weights_hash == result.weights_hash
     losses = [pc.mean(r.evaluations.filter(pc.field("protocol") == "unseen")["loss"]).as_py() for r in (result, still)]
     assert losses[0] < losses[1]
+
+
+def test_the_recipes_have_the_papers_settings_and_those_of_the_authors_code():
+    def described(recipe: str) -> list[dict]:
+        return [one.to_dict() for one in experiments(settings_of(recipe))]
+
+    (paper, paper_pfedhn), (code, code_pfedhn) = described("pefll-paper"), described("pefll-release")
+    for one in (paper, paper_pfedhn, code, code_pfedhn):
+        assert one["method"]["size"] == "M" and one["training"]["steps"] == 50 and one["training"]["momentum"] == 0.9
+    assert {"server_optimizer": "average", "lam_h": 0.001, "standardise": False}.items() <= paper["method"].items()
+    assert {"server_optimizer": "adam", "lam_h": 0.0, "standardise": True}.items() <= code["method"].items()
+    decays = [one["training"]["weight_decay"] for one in (paper, paper_pfedhn, code, code_pfedhn)]
+    assert decays == [0, 5e-5, 5e-5, 5e-5]
+    assert (code["training"]["lr"], code["training"]["batch_size"], code["cohort"]["size"]) == (0.002, 32, 5)
+    assert (code_pfedhn["training"]["batch_size"], code_pfedhn["cohort"]["size"]) == (64, 1)
+    assert code["evaluation"]["masks"] == ["zero", "exclude"]
 
 
 @pytest.mark.slow

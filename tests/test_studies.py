@@ -181,6 +181,14 @@ def test_data_that_is_missing_is_one_sentence_before_any_cell_runs(tiny: Path):
     assert not (tiny / "runs").exists()
 
 
+def test_published_numbers_may_be_listed_by_metric(tiny: Path):
+    columns = load("tiny.yaml")[0].columns
+    (tiny / "by_metric.yaml").write_text(TINY.replace("[50.00 ± 1.00, –, 60, –]", "{GM: [50.00 ± 1.00, 60]}"))
+    by_column = [load("tiny.yaml")[0].quoted("FedAvg", "", *column) for column in columns]
+    by_metric = [load("by_metric.yaml")[0].quoted("FedAvg", "", *column) for column in columns]
+    assert by_metric == by_column and by_metric[1] is None
+
+
 # Refusals
 
 
@@ -206,6 +214,16 @@ def test_data_that_is_missing_is_one_sentence_before_any_cell_runs(tiny: Path):
             "    FedAvg: [",
             "    FedAvgg: [",
             "published.rows.FedAvgg is none of the study's methods; did you mean 'FedAvg'?",
+        ),
+        (
+            "[50.00 ± 1.00, –, 60, –]",
+            "{PMM: [60, –]}",
+            "published.rows.FedAvg.PMM is no metric of the study; did you mean 'PM'?",
+        ),
+        (
+            "[50.00 ± 1.00, –, 60, –]",
+            "{PM: [60]}",
+            "published.rows.FedAvg.PM has 1 entries; it must have one for each column: Dir(0.1), Dir(1.0).",
         ),
         ("Dir(1.0)", "dir-0.1", "'Dir(0.1)' and 'dir-0.1' must differ in letters or digits"),
         (

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from raypfl.common.errors import did_you_mean
 from raypfl.config.settings import ActorPool, RaySettings
+from raypfl.evaluation.masking import mask_mistakes
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.protocols import mistakes
 from raypfl.evaluation.settings import EvaluationSettings
@@ -160,7 +161,7 @@ def privacy_mistakes(privacy: PrivacySettings, failures: FailureSettings) -> lis
 
 def evaluation_mistakes(evaluation: EvaluationSettings, objective: Objective | None) -> list[str]:
     """A sentence for every contradiction, as far as is known before the data is read."""
-    lines = mistakes(evaluation.protocols)
+    lines = [*mistakes(evaluation.protocols), *mask_mistakes(evaluation.masks, evaluation.protocols)]
     if evaluation.patience is not None and "val" not in evaluation.protocols:
         lines.append(
             f"evaluation.patience is {evaluation.patience}, but evaluation.protocols has no 'val', which early "

@@ -16,6 +16,7 @@ from rich.text import Text
 from raypfl.analyses.base import Analysis, folder_of
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.display.fitting import width_of
+from raypfl.evaluation.masking import mask_of
 from raypfl.results.compared import RunGroup, group_runs, labels, lettered_settings, settings, shared_setting
 from raypfl.results.epsilons import sentence
 from raypfl.results.numbers import prediction_traffic, seconds
@@ -25,6 +26,10 @@ from raypfl.runs.result import Result
 
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
 _PREDICTION = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
+_MASKED = {
+    "zero": "/zero: with the logits of classes that a client lacks in its training data set to 0.",
+    "exclude": "/exclude: predicting only the classes that a client has in its training data.",
+}
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
 
@@ -152,6 +157,8 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
     others = [Unit(compared[0].measures.of(c.aggregate)) for c in _others(compared) if c.heading not in left_out]
     if named := [f"{one.heading}: {one.phrase}{' in %' if one.sign else ''}" for one in others if one.metric.phrase]:
         notes.append(f"{'; '.join(named)}, of the models that the spread is of.")
+    protocols = [name for one in compared for name in one.protocols]
+    notes += [_MASKED[mask] for mask in dict.fromkeys(map(mask_of, protocols)) if mask]
     notes += [_PREDICTION.format(one.label, *sent) for one in compared if (sent := prediction_traffic(one))]
     notes += [f"{line}." for line in lettered_settings([result.experiment for result in evaluated])]
     notes += [text for one in compared if (text := sentence(one))]

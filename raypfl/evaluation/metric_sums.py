@@ -71,19 +71,10 @@ class MetricSums:
 
     def of(self, answers: Iterable[Answers], rows: int) -> Tensor:
         """The sums ``float64[rows, W]`` over all answers, on the CPU: a row for each model, or owner of the samples."""
-        sums: Tensor | None = None
-        kept: list[Answers] = []
+        running = RunningSums(self, rows)
         for part in answers:
-            if sums is None:
-                sums = self.empty(rows, part.outputs.device)
-            self._add(sums, part)
-            if self.whole:
-                kept.append(part)
-        if sums is None:
-            return self.empty(rows)
-        if kept:
-            self._add_whole(sums, kept)
-        return sums.cpu()
+            running.add(part)
+        return running.total()
 
     def values(self, sums: Tensor) -> Tensor:
         """The columns of `Measures`, ``float64[..., columns]``, from sums ``[..., W]``; NaN where there is no value."""
@@ -107,7 +98,8 @@ class MetricSums:
         unknown = torch.full_like(known["samples"], torch.nan)
         return torch.stack([known.get(name, unknown) for name in self.measures.columns], dim=-1)
 
-    def _add(self, sums: Tensor, part: Answers) -> None:
+    def add_part(self, sums: Tensor, part: Answers) -> None:
+        """Add the terms of a batch's samples to all sums but those of metrics that need all outputs at once."""
         outputs = unrounded(part.outputs)
         y = part.y.expand(len(outputs), *part.y.shape[1:])
         scores = self.measures.objective.scores(outputs, y)
@@ -126,7 +118,8 @@ class MetricSums:
             for i, row in enumerate(rows[kept]):
                 _add_at(mine, part.owners, y + (self._plain_width + i * self.measures.targets), row)
 
-    def _add_whole(self, sums: Tensor, parts: list[Answers]) -> None:
+    def add_whole(self, sums: Tensor, parts: list[Answers]) -> None:
+        """Add the values of metrics that need all outputs at once; `parts` are all batches."""
         every = range(len(sums))
         for k in every:
             chosen = [_of(k, part) for part in parts if k in every[part.models]]
@@ -136,6 +129,37 @@ class MetricSums:
             for metric in self._sparse:
                 if isinstance(metric, OverAll):
                     sums[k, self.spans[metric.name]] = metric.of_all(outputs, targets) * sums[k, 0]
+
+
+class RunningSums:
+    """Metric sums over answers that come batch by batch.
+
+    Parameters
+    ----------
+    rows : a row for each model, or owner of the samples.
+    """
+
+    def __init__(self, layout: MetricSums, rows: int):
+        self.layout = layout
+        self.rows = rows
+        self._sums: Tensor | None = None
+        self._parts: list[Answers] = []
+
+    def add(self, part: Answers) -> None:
+        """Add a batch."""
+        if self._sums is None:
+            self._sums = self.layout.empty(self.rows, part.outputs.device)
+        self.layout.add_part(self._sums, part)
+        if self.layout.whole:
+            self._parts.append(part)
+
+    def total(self) -> Tensor:
+        """The sums ``float64[rows, W]``, on the CPU; asked for once, after the last batch."""
+        if self._sums is None:
+            return self.layout.empty(self.rows)
+        if self._parts:
+            self.layout.add_whole(self._sums, self._parts)
+        return self._sums.cpu()
 
 
 def _summed(metric: SampleMean | SampleSums, scores: Scores, targets: int) -> list[Tensor]:

@@ -112,6 +112,9 @@ def _unknown(name: str) -> str:
         return ""
     if name.startswith(_OOD) and name != _OOD:
         return ""
+    base, slash, _ = name.partition("/")
+    if slash and base in OWN:
+        return f"which is not a protocol; masked outputs are {base!r} with evaluation.masks=[zero] or [exclude]."
     return f"which is not a protocol; {did_you_mean(name, PROTOCOLS)}"
 
 

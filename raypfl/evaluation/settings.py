@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raypfl.evaluation.masking import Mask
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
@@ -17,6 +19,9 @@ class EvaluationSettings:
     protocols : ``local`` (each client's own test split), ``global`` (the union of all clients' test splits), ``pm_v``
         and ``pm_l`` (the union, with the client's class weights), ``unseen`` (clients that are never trained),
         ``ood/POOL``, ``ood/corrupt/NAME[/SEVERITY]``, ``val`` (each client's own validation split).
+    masks : whether results on clients' own samples are also shown with masked outputs, in which the logits of classes
+        that a client's training data lack are 0 (``zero``) or minus infinity (``exclude``). Rows ``local/zero`` and so
+        on then follow the unmasked ones.
     batch_size : samples of each model in a forward pass.
     metrics : additional ones: registered names, or ``module:attribute`` of your own ``raypfl.objectives.Metric``.
     metric : what chooses the best round, on ``val`` only: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the
@@ -28,6 +33,7 @@ class EvaluationSettings:
     every: int = 5
     at_start: bool = False
     protocols: tuple[str, ...] = ("local", "global")
+    masks: tuple[Mask, ...] = ()
     batch_size: int = 256
     metrics: tuple[Any, ...] = ()
     metric: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from raypfl.evaluation.masking import unmasked_name, with_masks
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import OWN, WEIGHTED, class_weights
@@ -16,11 +17,17 @@ MODELS = ("personal", "global")
 
 
 def tabulate(
-    measures: Measures, round: int, scores: Mapping[str, Tensor], clients: Sequence[int], protocols: Iterable[str]
+    measures: Measures,
+    round: int,
+    scores: Mapping[str, Tensor],
+    clients: Sequence[int],
+    protocols: Iterable[str],
+    masks: Sequence[str] = (),
 ) -> dict[str, list[Any]]:
     """Columns of the evaluations table, with one row for each (protocol, model, client).
 
-    A client without test samples has no row. A global model that is evaluated once for all clients has client -1.
+    A client without test samples has no row, and one without training samples no row of masked outputs. A global model
+    that is evaluated once for all clients has client -1.
 
     Parameters
     ----------
@@ -28,7 +35,7 @@ def tabulate(
         added up.
     """
     columns: dict[str, list[Any]] = {name: [] for name in measures.kinds}
-    for protocol in protocols:
+    for protocol in with_masks(protocols, masks):
         for model in MODELS:
             rows, owners = _rows(measures, scores, model, protocol, clients)
             kept = rows[:, 0] > 0
@@ -100,6 +107,6 @@ def _rows(
         ).numpy(), everybody
     if (found := scores.get(f"{model}/{protocol}")) is None:
         return np.zeros((0, len(measures.columns))), everybody[:0]
-    if model == "global" and protocol not in OWN:
+    if model == "global" and unmasked_name(protocol) not in OWN:
         return MetricSums(measures).values(found[None]).numpy(), nobody
     return found.numpy(), everybody

@@ -17,6 +17,7 @@ from raypfl.common import files
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.version import __version__
 from raypfl.data import load_federated, summarised
+from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.measures import Measures
 from raypfl.report import figures, tables
 from raypfl.report import sweeps as searches
@@ -95,7 +96,8 @@ def shades(index: int) -> tuple[str, str]:
 def _part(compared: list[RunGroup], suffix: str) -> dict[str, Any]:
     """What the page shows of runs on one data set, partition and model; `suffix` makes ids unique on the page."""
     protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
-    tests = sorted((name for name in protocols if name != "val"), key=lambda name: name != "local") or protocols
+    tests = [name for name in protocols if unmasked_name(name) != "val"] or protocols
+    tests.sort(key=lambda name: name != "local")
     main = tests[0]
     own = next((name for name in _PER_CLIENT if name in protocols), None)
     headings, blocks = tables.results(compared)

@@ -27,6 +27,12 @@ _PROTOCOLS = {
     "unseen": "the own test data of clients that were never trained",
 }
 
+_MASKED = {
+    "": "",
+    "zero": ", with the logits of classes that a client lacks set to zero",
+    "exclude": ", with the classes that a client lacks excluded",
+}
+
 
 def protocol_name(protocol: str) -> str:
     """The test data of a protocol."""
@@ -35,7 +41,9 @@ def protocol_name(protocol: str) -> str:
         name, _, severity = rest.removeprefix("corrupt/").partition("/")
         strength = f"severity {severity}" if severity else "all severities"
         return f"all clients’ test data, corrupted: {name.replace('_', ' ')}, {strength}"
-    return _PROTOCOLS.get(protocol, f"the pool {rest}" if kind == "ood" else protocol)
+    if kind == "ood":
+        return f"the pool {rest}"
+    return _PROTOCOLS.get(kind, kind) + _MASKED[rest]
 
 
 def as_yaml(value: Any) -> str:

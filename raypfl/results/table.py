@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from raypfl.evaluation.masking import unmasked_name
 from raypfl.results.compared import RunGroup
 from raypfl.results.units import Cell, Unit, over_seeds
 
@@ -56,9 +57,9 @@ def columns(compared: Sequence[RunGroup]) -> list[Column]:
 def blocks(compared: Sequence[RunGroup], columns: Sequence[Column]) -> list[Block]:
     """The rows of all tests, then those of tests in the round that validation data chose, then those of validation."""
     protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
-    tests = [name for name in protocols if name != "val"]
+    tests = [name for name in protocols if unmasked_name(name) != "val"]
     wanted = [(name, False) for name in tests] + [(name, True) for name in tests]
-    wanted += [(name, False) for name in protocols if name == "val"]
+    wanted += [(name, False) for name in protocols if name not in tests]
     made = []
     for protocol, best in wanted:
         there = [i for i, one in enumerate(compared) if protocol in one.protocols and (one.has_best or not best)]

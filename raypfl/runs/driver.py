@@ -36,6 +36,7 @@ from raypfl.common.threads import threads
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.evaluation import Measures, refuse_untestable
+from raypfl.evaluation.masking import refuse_unmaskable
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import RANDOM, digest, origin
@@ -205,6 +206,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     """The clients' network; raises a ConfigError unless settings, data, network and method fit together."""
     measures = make_measures(experiment, data)
     refuse_untestable(experiment.evaluation.protocols, data, measures.objective)
+    refuse_unmaskable(experiment.evaluation.masks, measures.objective)
     _refuse_without_models(experiment.method)
     _refuse_another_objective(experiment, data, measures)
     _refuse_to_augment(experiment, data)

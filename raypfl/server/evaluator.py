@@ -14,6 +14,7 @@ from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each, Scatter, Sum
 from raypfl.common.user_code import where_defined
 from raypfl.evaluation import Measures, Selection, deciding, select, summarise, tabulate
+from raypfl.evaluation.masking import Mask
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
@@ -110,11 +111,12 @@ class Evaluator:
         self, state: dict[str, Any], round: int, clients: list[int], protocols: list[str], unseen: bool
     ) -> dict[str, list[Any]]:
         """Columns of the evaluations table for some clients, which are all `unseen` or all trained."""
+        masks = self.experiment.evaluation.masks
         if not clients or not protocols:
             return tabulate(self.measures, round, {}, [], [])
         # Methods that fine-tune models for evaluation use the learning rate of the round before.
         lr = self.experiment.training.learning_rate(max(round - 1, 0), self.experiment.rounds)
-        arguments = {"protocols": protocols, "maker": maker(unseen), "total": len(clients)}
+        arguments = {"protocols": protocols, "maker": maker(unseen), "total": len(clients), "masks": list(masks)}
         arguments["position"] = Scatter(torch.arange(len(clients)))
         if (shared := self.method.global_model(state)) is not None:
             last = self.runner.last_exchange
@@ -132,7 +134,7 @@ class Evaluator:
                 cohort.spent += reply.spent
             self.spent += cohort.spent
             self.runner.states.abandon()
-        return tabulate(self.measures, round, replies.result(), clients, protocols)
+        return tabulate(self.measures, round, replies.result(), clients, protocols, masks)
 
     def _selection(self) -> Selection:
         return select(self.measures, self._validated, self.experiment.evaluation)
@@ -185,6 +187,7 @@ def _score(
     maker: str,
     position: torch.Tensor,
     total: int,
+    masks: list[Mask],
     shared: torch.Tensor | None = None,
 ) -> Mapping[str, Each | Sum]:
     shares = [(i, total) for i in position.tolist()]
@@ -200,7 +203,7 @@ def _score(
             )
         return _checked(made, [len(clients), clients.model.size], make) if isinstance(made, torch.Tensor) else made
 
-    return score(group, models, shared, protocols, shares)
+    return score(group, models, shared, protocols, shares, masks)
 
 
 def _checked(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], hint: str = "") -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
 from raypfl.common.messages import Each, ReadOnlyChanged, Sum, unmarked
-from raypfl.evaluation.metric_sums import MetricSums
+from raypfl.evaluation.masking import Mask, masked, masked_name
+from raypfl.evaluation.metric_sums import MetricSums, RunningSums
 from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, class_weights, parts
 from raypfl.models.predictor import Predictor
 from raypfl.training.inference import Answers, Change
@@ -25,6 +26,7 @@ def score(
     shared: Tensor | None,
     protocols: Collection[str],
     shares: list[tuple[int, int]],
+    masks: Sequence[Mask] = (),
 ) -> dict[str, Each | Sum]:
     """The reply of a group by ``model/protocol``; it is not charged.
 
@@ -33,6 +35,7 @@ def score(
     personal : gives a group's personal models, ``[K, P+B]``, ``[P+B]`` or a predictor, or None.
     shared : the global model ``[P+B]``, or None.
     shares : for each client ``(i, n)``: the group tests the global model on the i-th of n shares of a common test set.
+    masks : by which the outputs on clients' own samples are also masked; ``personal/local/zero`` and so on.
 
     Returns
     -------
@@ -41,16 +44,18 @@ def score(
     samples by class, ``Each`` of ``[K, C]``.
     """
     values: dict[str, Each | Sum] = {}
-    portions = [_personal(portion, personal, protocols) for portion in group.portions()]
+    portions = [_personal(portion, personal, protocols, masks) for portion in group.portions()]
     for protocol in portions[0]:
         values[f"personal/{protocol}"] = Each(torch.cat([rows[protocol] for rows in portions]), charged=False)
     if shared is not None:
-        for protocol, value in _shared(group, shared, protocols, shares).items():
+        for protocol, value in _shared(group, shared, protocols, shares, masks).items():
             values[f"global/{protocol}"] = type(value)(unmarked(value.rows), charged=False)
     return values
 
 
-def _personal(group: ClientGroup, personal: PersonalModel, protocols: Collection[str]) -> dict[str, Tensor]:
+def _personal(
+    group: ClientGroup, personal: PersonalModel, protocols: Collection[str], masks: Sequence[Mask]
+) -> dict[str, Tensor]:
     try:
         models = personal(Clients(group))
     except ReadOnlyChanged:
@@ -58,14 +63,14 @@ def _personal(group: ClientGroup, personal: PersonalModel, protocols: Collection
         models = personal(Clients(group))
     if models is None:
         return {}
-    count = len(group)
-    models = models if isinstance(models, Predictor) else unmarked(models).expand(count, -1)
-    plainly, rows = MetricSums(group.context.measures), {}
+    models = models if isinstance(models, Predictor) else unmarked(models).expand(len(group), -1)
+    plainly = MetricSums(group.context.measures)
+    rows: dict[str, Tensor] = {}
     for protocol in protocols:
         if protocol in OWN:
-            rows[protocol] = plainly.values(
-                plainly.of(group.context.answers(models, group.split(OWN[protocol])), count)
-            )
+            answers = group.context.answers(models, group.split(OWN[protocol]))
+            sums_by_name = _own_sums(group, plainly, answers, protocol, masks)
+            rows |= {name: plainly.values(sums) for name, sums in sums_by_name.items()}
         elif protocol.startswith("ood/"):
             rows[protocol] = plainly.values(_on(group, models, _parts(group, protocol), again=True))
     return rows | _everywhere(group, models, protocols)
@@ -85,18 +90,27 @@ def _everywhere(group: ClientGroup, models: Tensor | Predictor, protocols: Colle
 
 
 def _shared(
-    group: ClientGroup, theta: Tensor, protocols: Collection[str], shares: list[tuple[int, int]]
+    group: ClientGroup,
+    theta: Tensor,
+    protocols: Collection[str],
+    shares: list[tuple[int, int]],
+    masks: Sequence[Mask],
 ) -> dict[str, Each | Sum]:
     model = unmarked(theta)[None]
+    plainly = MetricSums(group.context.measures)
     values: dict[str, Each | Sum] = {}
     weighted = any(protocol in WEIGHTED for protocol in protocols)
     everywhere = weighted or "global" in protocols
     for protocol, split in OWN.items():
         if protocol in protocols or (protocol == "local" and everywhere):
             metric_sums = MetricSums(group.context.measures, by_class=weighted and protocol == "local")
-            sums = metric_sums.of(_answers_for_owners(group, model, group.split(split)), len(group))
+            answers = _answers_for_owners(group, model, group.split(split))
+            masked_too = masks if protocol in protocols else ()
+            sums_by_name = _own_sums(group, metric_sums, answers, protocol, masked_too)
+            sums = sums_by_name.pop(protocol)
             if protocol in protocols:
                 values[protocol] = Each(metric_sums.values(sums))
+                values |= {name: Each(plainly.values(masked_sums)) for name, masked_sums in sums_by_name.items()}
             if protocol == "local" and everywhere:
                 # The union of the clients' tests. An area under a curve is not the sum of its parts' areas.
                 union = [Part(group.context.everyone("test"))]
@@ -107,6 +121,32 @@ def _shared(
     if weighted:
         values["alpha"] = Each(_classes(group))
     return values
+
+
+def _own_sums(
+    group: ClientGroup, layout: MetricSums, answers: Iterable[Answers], protocol: str, masks: Sequence[Mask]
+) -> dict[str, Tensor]:
+    """Metric sums ``[K, W]`` on the clients' own samples, unmasked in `layout` and by mask, from the same outputs.
+
+    Masked sums are not kept by class. They are empty for a client without training samples, which knows no class.
+    """
+    if not masks:
+        return {protocol: layout.of(answers, len(group))}
+
+    plain = RunningSums(layout, len(group))
+    known = _classes(group) > 0
+    by_mask = {mask: RunningSums(MetricSums(group.context.measures), len(group)) for mask in masks}
+    for part in answers:
+        plain.add(part)
+        for mask, running in by_mask.items():
+            running.add(masked(part, known, mask))
+
+    sums = {protocol: plain.total()}
+    for mask, running in by_mask.items():
+        total = running.total()
+        total[~known.any(1)] = 0
+        sums[masked_name(protocol, mask)] = total
+    return sums
 
 
 def _share(group: ClientGroup, model: Tensor, whole: Iterable[Part], shares: list[tuple[int, int]]) -> Tensor:

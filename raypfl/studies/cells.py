@@ -14,6 +14,7 @@ from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
 from raypfl.config.assignments import assign, flatten, parse_assignments
 from raypfl.config.limits import aggregates
+from raypfl.evaluation.masking import with_masks
 from raypfl.runs.identity import deciding
 from raypfl.studies.description import Setting, Study, is_source, merged, plain_label
 
@@ -184,15 +185,15 @@ def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> 
 
 def _require_metrics(study: Study, cell: Cell) -> None:
     experiment = cell.experiment
-    tested = experiment.evaluation.protocols
+    protocols, masks = experiment.evaluation.protocols, experiment.evaluation.masks
     known = aggregates(experiment.objective, experiment.evaluation.metrics)
     for heading, metric in study.metrics.items():
         if metric.down is not None and cell.down not in metric.down:
             continue
-        if metric.protocol not in tested:
+        if metric.protocol not in with_masks(protocols, masks):
             raise ConfigError(
                 f"The study's metric {heading} is of the protocol {metric.protocol!r}, but evaluation.protocols is "
-                f"[{', '.join(tested)}]; add it."
+                f"[{', '.join(protocols)}] with evaluation.masks=[{', '.join(masks)}]; add what it lacks."
             )
         if metric.value is not None and metric.value not in known:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -66,7 +66,8 @@ class Published(_Part):
     ----------
     source : the paper, and the number of the table.
     notes : remarks on these numbers.
-    rows : the table as printed: by block (if there are any) and method, a list with an entry for each column.
+    rows : the table as printed: by block (if there are any) and method, a list with an entry for each column; or, by
+        metric, lists with an entry for each group of columns.
     """
 
     source: str
@@ -125,7 +126,10 @@ class Study(_Part):
         rows = self.published_blocks.get(down, {})
         if method not in rows or (across, metric) not in self.columns:
             return None
-        return _parsed(rows[method][self.columns.index((across, metric))])
+        row = rows[method]
+        if isinstance(row, dict):
+            return _parsed(row[metric][list(self.across or [""]).index(across)]) if metric in row else None
+        return _parsed(row[self.columns.index((across, metric))])
 
 
 def load(source: str) -> tuple[Study, Study]:
@@ -248,8 +252,18 @@ def _published_mistakes(study: Study) -> Iterable[str]:
 def _row_mistakes(study: Study, where: str, method: str, row: Any) -> Iterable[str]:
     if method not in study.methods:
         yield f"{where} is none of the study's methods; {did_you_mean(method, study.methods)}"
-    if not isinstance(row, list) or len(row) != len(study.columns):
-        headings = ", ".join(" ".join(filter(None, column)) for column in study.columns)
+    if isinstance(row, dict):
+        for metric, entries in row.items():
+            if metric not in study.metrics:
+                yield f"{where}.{metric} is no metric of the study; {did_you_mean(metric, study.metrics)}"
+            yield from _entry_mistakes(f"{where}.{metric}", entries, [(group,) for group in study.across or [""]])
+    else:
+        yield from _entry_mistakes(where, row, study.columns)
+
+
+def _entry_mistakes(where: str, row: Any, columns: Sequence[tuple[str, ...]]) -> Iterable[str]:
+    if not isinstance(row, list) or len(row) != len(columns):
+        headings = ", ".join(" ".join(filter(None, column)) for column in columns)
         count = f"{len(row)} entries" if isinstance(row, list) else repr(row)
         yield f"{where} has {count}; it must have one for each column: {headings}."
         return

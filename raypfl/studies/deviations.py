@@ -14,7 +14,7 @@ _NO_DEVIATION = {
     "": ("name", "seed", "output", "engine", "ray", "checkpoint", "tracking", "failures"),
     "data": ("root", "cache", "download", "image", "label", "files"),
     "training": ("channels_last",),
-    "evaluation": ("every", "protocols", "batch_size"),
+    "evaluation": ("every", "protocols", "masks", "batch_size"),
 }
 """Settings, by section, that decide where, how fast and how often something is done, but not what."""
 

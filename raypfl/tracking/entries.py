@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from math import isinf
 from typing import Any
 
 import pyarrow as pa
@@ -103,7 +104,8 @@ def evaluation_points(event: Evaluated) -> Iterator[Point]:
     """An evaluation's metrics: ``accuracy/local/personal`` and so on."""
     for row in event.summary:
         for key, value in row.items():
-            if key not in ("protocol", "model"):
+            # MLflow would show an infinite loss, of a class that is excluded, as 1.8e308.
+            if key not in ("protocol", "model") and not isinf(value):
                 yield f"{key}/{row['protocol']}/{row['model']}", value, event.round
 
 

@@ -15,6 +15,7 @@ from raypfl.config.assignments import assign, parse_assignments
 from raypfl.config.comparison import paths_of
 from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read
+from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.recipes import settings_of
 from raypfl.tuning.spaces import Space, chosen, spaces_of
 
@@ -118,7 +119,7 @@ class Sweep(_Part):
     def _fits_together(self) -> Self:
         kinds = {space.kind for space in self.spaces}
         several, name = len(self.metric) > 1, self.scheduler.name
-        looking = [one.protocol for one in self.metric if one.protocol not in WITHOUT_TEST_DATA]
+        looking = [one.protocol for one in self.metric if unmasked_name(one.protocol) not in WITHOUT_TEST_DATA]
         lines = [
             "metric has several objectives, which need searcher: optuna and scheduler: none."
             if several and (self.searcher.name != "optuna" or name != "none")
@@ -170,7 +171,7 @@ class Sweep(_Part):
         """
         lowest = {space.name: space.values[0] if space.is_range else 0 for space in self.spaces}
         first = self.configured(lowest)
-        if "val" in (target.protocol for target in self.metric) and not first.data.val_fraction:
+        if "val" in (unmasked_name(target.protocol) for target in self.metric) and not first.data.val_fraction:
             raise ConfigError(
                 f"The metric of the sweep {self.name!r} is on validation data, but data.val_fraction is 0. "
                 "Set it under experiment, such as data.val_fraction: 0.2."
@@ -208,13 +209,16 @@ class Sweep(_Part):
                 "or a choice of methods in search."
             )
         (one,) = made
-        wanted = dict.fromkeys([*one.evaluation.protocols, *(target.protocol for target in self.metric)])
+        targets = [target.protocol for target in self.metric]
+        protocols = dict.fromkeys([*one.evaluation.protocols, *map(unmasked_name, targets)])
+        masks = dict.fromkeys([*one.evaluation.masks, *filter(None, map(mask_of, targets))])
         every = one.evaluation.every or one.rounds
         if self.scheduler.copies:
             every = self.scheduler.interval or every
         return one.override(
             [
-                f"evaluation.protocols=[{','.join(wanted)}]",
+                f"evaluation.protocols=[{','.join(protocols)}]",
+                f"evaluation.masks=[{','.join(masks)}]",
                 f"evaluation.every={every}",
                 f"checkpoint.every={every}",
             ]

@@ -19,7 +19,7 @@ from raypfl.methods.local_training import refuse_below
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Size, hypernetwork
 from raypfl.objectives.batch import Batch
-from raypfl.optimizers import SGD, Adam, LocalOptimizer, Update
+from raypfl.optimizers import SGD, AdamW, LocalOptimizer, Update
 
 LEARNING_RATES = {"average": 1.0, "sgd": 1e-2, "adam": 1e-3}
 
@@ -47,7 +47,8 @@ class HypernetworkMethod(Method):
     size : 1, 3 or 5 square hidden layers of 100 units in the hypernetwork (``S``, ``M``, ``L``), after the first one.
         With torch's initial weights, deep ones make nearly the same model for all clients at first, and for long.
     server_optimizer : ``average`` adds the mean of what clients' steps are pulled back to (PeFLL, Algorithm 2);
-        ``sgd`` and ``adam`` take it for a negative gradient.
+        ``sgd`` and ``adam`` take it for a negative gradient, to which ``sgd`` adds the decay 2 lambda eta, as torch
+        does; ``adam`` shrinks eta by 2 lambda `server_lr` apart from its step, as AdamW.
     server_lr : its learning rate; None: 1 with ``average``, 0.01 with ``sgd``, 0.001 with ``adam``.
     server_momentum : of ``sgd``.
     server_clip_norm : norm to which the mean is clipped, of all that the server trains together; None: no clipping.
@@ -130,7 +131,10 @@ class HypernetworkMethod(Method):
 
     @property
     def _optimizer(self) -> LocalOptimizer:
-        return SGD(momentum=self.server_momentum) if self.server_optimizer == "sgd" else Adam()
+        if self.server_optimizer == "sgd":
+            return SGD(momentum=self.server_momentum)
+        # Adam would divide the decay by the size of the clients' steps, which are far smaller, and so follow it alone.
+        return AdamW()
 
     def send(self, server: Server, cohort: Cohort, v: Tensor) -> None:
         """One exchange: the cohort gets its models from its vectors ``v[C, l]``, for evaluation."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
@@ -38,12 +40,16 @@ class PeFLL(HypernetworkMethod):
     embedding : the embedding network: ``linear`` or ``mlp1``, which see the classes alone, or ``cnn``, LeNet on images
         with a channel for each class.
     batch : samples in the batch that a client is described by; None: all.
+    standardise : whether the hypernetwork gets descriptors less a mean, over a standard deviation: the two numbers are
+        those of the entries of the first client's descriptor in the first round, for the whole run. The authors' code
+        does that, the paper does not.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
     embedding: Embedding = "linear"
     batch: int | None = 32
+    standardise: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +57,8 @@ class PeFLL(HypernetworkMethod):
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
         shape, classes, length = task.input_shape, task.num_classes, self.vector_length(task)
+        if self.standardise and length < 2:
+            raise ConfigError("method.standardise needs descriptors of several numbers, but method.length is 1 here.")
         embed = network(task, "embed", lambda: EmbeddingNetwork(self.embedding, shape, classes, length))
         return super().networks(task) | {"embed": embed}
 
@@ -59,13 +67,26 @@ class PeFLL(HypernetworkMethod):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         v = cohort.run(self.describe, embed=server["embed"])["v"]
-        pulled, steps = self.send_and_train(server, cohort, v)
+        pulled, steps = self.send_and_train(server, cohort, self._inputs(server, cohort, v))
+        if self.standardise:
+            steps = steps / server["standard"][1]
         known = Broadcast(server["embed"], charged=False)  # by the first exchange
         reply = cohort.run(self.pull_back, embed=known, step=Scatter(steps))
         self.move(server, {"hyper": pulled, "embed": reply["embed"]}, cohort.lr)
 
     def personalize(self, server: Server, cohort: Cohort) -> None:
-        self.send(server, cohort, cohort.run(self.describe, embed=server["embed"])["v"])
+        v = cohort.run(self.describe, embed=server["embed"])["v"]
+        self.send(server, cohort, self._inputs(server, cohort, v))
+
+    def _inputs(self, server: Server, cohort: Cohort, v: Tensor) -> Tensor:
+        """What the hypernetwork gets for descriptors ``v[C, l]``."""
+        if not self.standardise:
+            return v
+        if "standard" not in server:
+            first = v[int(cohort.present.argmax())]
+            server["standard"] = torch.stack([first.mean(), first.std()])
+        mean, deviation = server["standard"]
+        return (v - mean) / deviation
 
     def describe(self, clients: Clients, embed: Tensor) -> dict[str, Each]:
         return {"v": Each(clients.map(self._descriptor(clients), embed, self._batches(clients)))}
