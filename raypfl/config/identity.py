@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
-from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
+from raypfl.config.experiment import Experiment
 
 _NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
 _STAYS = ("name", "output", "checkpoint.location")

@@ -12,8 +12,8 @@ from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
+from raypfl.config.identity import deciding
 from raypfl.config.limits import aggregates
-from raypfl.runs.identity import deciding
 from raypfl.studies.description import Setting, Study, merged, plain_label
 
 
