@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import types
+from contextlib import nullcontext
 from pathlib import Path
 from textwrap import dedent
 
@@ -12,10 +15,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from raypfl.common.errors import MethodError
 from raypfl.config import Experiment
 from raypfl.data import IID, load_federated
 from raypfl.datasets.base import DataConfig, RawData
 from raypfl.runs.pretraining import pretrain
+from raypfl.training.unkeyed import refuse_unkeyed
 
 BODY = {"data.pools": "{body: 0.3}", "model.pretrain": "body", "model.pretrain_epochs": 1}
 
@@ -62,6 +67,20 @@ def test_a_network_of_ones_own_is_pretrained_again_when_its_code_changes(tmp_pat
         network = "model={name: 'net_of_mine:MyNet', pretrain: body, pretrain_epochs: 1}"
         bodies.append(body_of(tmp_path / "cache", network))
     assert not torch.equal(bodies[0]["1.weight"], bodies[1]["1.weight"])
+
+
+def test_a_module_that_imports_random_later_is_looked_at_again(monkeypatch):
+    """As a notebook's, in which a method ran before."""
+    notebook = types.ModuleType("notebook_of_mine")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    exec("class Mine:\n    def round(self):\n        return random.random()", notebook.__dict__)
+    function = notebook.Mine().round
+    for known in (False, True):
+        if known:
+            exec("import random", notebook.__dict__)
+        refused = pytest.raises(MethodError, match="Python's global random stream") if known else nullcontext()
+        with refused, refuse_unkeyed(function, torch.device("cpu"), "a generator"):
+            random.random()
 
 
 def by_share(config: DataConfig) -> RawData:
