@@ -66,7 +66,7 @@ def booleans(hint: Any, value: Any, where: str) -> list[str]:
     inside: list[tuple[Any, Any, str]] = []
     for kind in kinds:
         arguments = get_args(kind)
-        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
             inside += [(_hints(kind).get(key), inner, f"{where}.{key}") for key, inner in value.items()]
         elif get_origin(kind) is dict and isinstance(value, dict):
             inside += [(arguments[1], inner, f"{where}.{key}") for key, inner in value.items()]
