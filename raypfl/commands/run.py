@@ -16,13 +16,13 @@ from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflErro
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.config import Experiment
 from raypfl.config.assignments import last_of_each
-from raypfl.config.identity import moved, refuse_another
+from raypfl.config.identity import moved
 from raypfl.display import outcome
 from raypfl.display.console import lines_for, view, warner
 from raypfl.runs import driver as runs
 from raypfl.runs.folders import Comparison, new_folder, with_checkpoints_apart
 from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, is_finished, rounds_saved, write_description
-from raypfl.runs.resuming import continued, ends_later, resumed
+from raypfl.runs.resuming import continued, ends_later, refuse_another, resumed
 from raypfl.server.events import Listener
 from raypfl.tracking.connection import how_to_look
 from raypfl.tracking.entries import comparison_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from raypfl.common.errors import CheckpointError, ConfigError, Refused
 from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
-from raypfl.config.identity import is_in
+from raypfl.config.identity import differences, is_in
 from raypfl.config.yaml_text import parse
 from raypfl.datasets.population import is_described
 from raypfl.models.weights import is_file
@@ -73,6 +73,21 @@ def refuse_changes(run_dir: str | Path, asked: Experiment, begun: Experiment) ->
     _refuse_empty_location(run_dir, asked, begun)
     refuse_shorter(run_dir, asked)
     _refuse_other_rates(run_dir, asked, begun)
+
+
+def refuse_another(folder: Path, asked: Experiment, begun: Experiment) -> None:
+    """Raise a ConfigError unless the run in a folder is the requested one."""
+    keys = differences(asked, begun)
+    if asked.checkpoint.location != begun.checkpoint.location:
+        keys.append("checkpoint.location")
+    if keys:
+        wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
+        listed = ", ".join(f"{key} is {there.get(key)!r} there, not {wanted.get(key)!r}" for key in keys[:3])
+        more = f", and {len(keys) - 3} more settings differ" if len(keys) > 3 else ""
+        text = f"{folder} has another run: {listed}{more}. Name another folder"
+        if all(map(may_change, keys)):
+            text += f", or change the run that is there: `raypfl resume {folder} KEY=VALUE`"
+        raise ConfigError(f"{text}.")
 
 
 @contextlib.contextmanager
