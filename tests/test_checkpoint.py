@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -165,29 +167,33 @@ def test_a_checkpoint_saved_after_falling_back_counts_as_the_newest(tmp_path: Pa
     assert loaded.round == 25
 
 
-FILES = ["server.safetensors", "states-00000.safetensors", "tables", "meta.json", "manifest.json"]
+FILES = ["server.safetensors", "states-00000.safetensors", "meta.json", "manifest.json"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "a bit flipped"])
-@pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
-    tmp_path: Path, name: str, damage: str
-) -> None:
-    checkpoint.save(str(tmp_path), make_snapshot(1), keep=2)
-    snapshot = make_snapshot(2)
-    newest = Path(checkpoint.save(str(tmp_path), snapshot, keep=2))
-    file = newest / name
-    if name == "tables":
-        (part,) = snapshot.tables["rounds"].parts
-        file = tmp_path / "tables" / part.file
+DAMAGES = ["truncated", "missing", "a bit flipped"]
+
+
+def inflict(damage: str, file: Path, place: int | None = None) -> None:
+    """Damage a file; the bit that is flipped is in the middle unless a `place` is given."""
     content = bytearray(file.read_bytes())
     if damage == "missing":
         file.unlink()
     elif damage == "truncated":
         file.write_bytes(content[: len(content) // 2])
     else:
-        content[content.rindex(b'"sha256": "') + 12 if name == "manifest.json" else len(content) // 2] ^= 1
+        content[len(content) // 2 if place is None else place] ^= 1
         file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    checkpoint.save(str(tmp_path), make_snapshot(1), keep=2)
+    newest = Path(checkpoint.save(str(tmp_path), make_snapshot(2), keep=2))
+    file = newest / name
+    inflict(damage, file, file.read_bytes().index(b'"sha256": "') + 12 if name == "manifest.json" else None)
     warnings: list[str] = []
     loaded = load(tmp_path, warnings)
     assert loaded is not None
@@ -195,6 +201,62 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence_that_names_the_file(
     assert len(warnings) == 1
     assert str(newest) in warnings[0]
     assert name in warnings[0] or name == "manifest.json"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_table_costs_its_rows_and_no_checkpoint(tmp_path: Path, damage: str) -> None:
+    snapshot = make_snapshot(2)
+    table = snapshot.tables["rounds"]
+    checkpoint.save(str(tmp_path), snapshot, keep=2)
+    table.waiting.extend({"round": [4], "loss": [0.25]})
+    checkpoint.save(str(tmp_path), snapshot, keep=2)
+    first = table.parts[0]
+    inflict(damage, tmp_path / "tables" / first.file)
+    warnings: list[str] = []
+    loaded = load(tmp_path, warnings)
+    assert loaded is not None
+    assert checkpoint.whole(str(tmp_path), loaded.tables["rounds"]).to_pydict() == {"round": [4], "loss": [0.25]}
+    assert len(warnings) == 1
+    assert "3 rows of the table rounds are lost, and the run continues without them: " in warnings[0]
+    assert first.file in warnings[0]
+    with pytest.raises(CheckpointError, match=first.file):
+        checkpoint.load(str(tmp_path), lambda text: None, needed=["rounds"])
+
+
+def test_a_damaged_table_is_written_again_from_a_copy_if_that_has_its_rows(tmp_path: Path) -> None:
+    snapshot = make_snapshot(2)
+    for round in range(4, 9):
+        checkpoint.save(str(tmp_path), snapshot, keep=1)
+        snapshot.tables["rounds"].waiting.extend({"round": [round], "loss": [1 / round]})
+    checkpoint.save(str(tmp_path), snapshot, keep=1)
+    rows = checkpoint.whole(str(tmp_path), snapshot.tables["rounds"])
+    for part in snapshot.tables["rounds"].parts:
+        for copy, restored in ((rows.slice(1), False), (rows, True)):
+            inflict("a bit flipped", tmp_path / "tables" / part.file)
+            warnings: list[str] = []
+            loaded = checkpoint.load(str(tmp_path), warnings.append, copies=lambda name: copy)  # noqa: B023
+            assert loaded is not None
+            assert (len(loaded.tables["rounds"].parts) == len(snapshot.tables["rounds"].parts)) == restored
+            assert ("written again" in warnings[0]) == restored
+            if not restored:
+                inflict("a bit flipped", tmp_path / "tables" / part.file)
+        assert repr(checkpoint.whole(str(tmp_path), loaded.tables["rounds"]).to_pydict()) == repr(rows.to_pydict())
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "null", '{"round": 2, "state_files": "x"}', '"round"'])
+def test_a_checkpoint_with_an_odd_meta_file_is_skipped_with_a_sentence(tmp_path: Path, content: str) -> None:
+    checkpoint.save(str(tmp_path), make_snapshot(1), keep=2)
+    newest = Path(checkpoint.save(str(tmp_path), make_snapshot(2), keep=2))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+    manifest["files"]["meta.json"] = entry
+    (newest / "meta.json").write_text(content)
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    warnings: list[str] = []
+    loaded = load(tmp_path, warnings)
+    assert loaded is not None
+    assert loaded.round == 1
+    assert "its meta.json is not what raypfl writes" in warnings[0]
 
 
 def test_if_none_is_intact_the_error_says_so_for_each(tmp_path: Path) -> None:

@@ -188,10 +188,10 @@ def test_an_interrupted_extension_shows_all_runs_at_what_they_have(cut_off):
 def test_what_is_suggested_starts_from_what_ran_and_not_from_what_was_typed_first():
     told("run", *QUIETLY, "--method", "fedavg,local", "--seeds", "3")
     folder = only_folder()
-    for words in ((str(folder), "rounds=3", "training.lr=0.05"), (str(folder),)):
+    for words in ((str(folder), "rounds=3", "checkpoint.keep=4"), (str(folder),)):
         suggested = raypfl("resume", *words).stdout.split("Try next")[1]
         (again,) = [line for line in suggested.splitlines() if "raypfl run" in line]
-        assert " rounds=3 " in again and again.endswith(" seeds=3 training.lr=0.05 partition.alpha=0.1")
+        assert " rounds=3 " in again and again.endswith(" seeds=3 checkpoint.keep=4 partition.alpha=0.1")
         assert f"raypfl resume {folder} rounds=6\n" in suggested
 
 

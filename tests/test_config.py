@@ -11,6 +11,7 @@ import pytest
 
 from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment, experiments
+from raypfl.config.reference import SETTINGS
 from raypfl.data import Dirichlet
 from raypfl.methods import Ditto, FedAvg
 from raypfl.optimizers import SGD, Adam, AdamW, LocalOptimizer
@@ -234,6 +235,30 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
 )
 def test_a_mistake_is_told_in_a_sentence(values, sentence):
     assert sentence in refusal(**values)
+
+
+NUMBERS = [name for name in SETTINGS if SETTINGS.type(name).split()[0] in ("integer", "number")]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "key"),
+    [
+        *((f"{name}=true", name) for name in NUMBERS),
+        ("method.lam=true", "method.lam"),
+        ("partition.alpha=false", "partition.alpha"),
+        ("training.milestones=[true]", "training.milestones[0]"),
+        ("training.optimizer.beta1=true", "training.optimizer.beta1"),
+        ("model.hidden=[8, true]", "model.hidden[1]"),
+        ("ray.pools=[{actors: true}]", "ray.pools[0].actors"),
+        ("cohort.availability={low: true, high: 1}", "cohort.availability.low"),
+        ("data.pools={aux: true}", "data.pools.aux"),
+        ("seeds=true", "seeds"),
+    ],
+)
+def test_a_boolean_is_no_number(assignment, key):
+    described = {"method": "ditto", "training": {"optimizer": "adam"}}
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} is (True|False)[;,]"):
+        experiments(described, [assignment])
 
 
 def test_all_mistakes_are_told_at_once():

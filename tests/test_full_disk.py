@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,9 +34,29 @@ def no_room() -> Iterator[None]:
 def test_a_file_that_cannot_be_written_stays_as_it_was_and_is_named(tmp_path: Path):
     file = tmp_path / "summary.json"
     files.write(file, "before")
-    with no_room(), pytest.raises(Unwritable, match=r"summary\.json cannot be written: .*Is the disk full\?"):
+    with no_room(), pytest.raises(Unwritable, match=r"summary\.json cannot be written: File too large\. "):
         files.write(file, "after")
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (errno.ENOSPC, "Free some space there."),
+        (errno.EACCES, "Allow this user to write there."),
+        (errno.ENOTEMPTY, "A folder of this name is in the way; move it."),
+        (errno.EIO, "Write to another place, or try again."),
+    ],
+)
+def test_only_a_full_disk_is_told_to_be_full(tmp_path: Path, monkeypatch, number: int, sentence: str):
+    def refuse(*of: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(Unwritable) as caught:
+        files.write(tmp_path / "summary.json", "after")
+    assert str(caught.value) == f"{tmp_path}/summary.json cannot be written: {os.strerror(number)}. {sentence}"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_up_in_a_run_is_told_once_and_the_run_goes_on_to_the_same_bits(tmp_path: Path):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypfl
-from raypfl.common.errors import CheckpointError, ConfigError, DataError, MethodError
+from raypfl.common.errors import ConfigError, DataError, MethodError
 from raypfl.data import IID, ByColumn, load_federated
 from raypfl.datasets import DataConfig, Population, RawData
 from raypfl.evaluation import Measures, summarise
@@ -269,7 +269,7 @@ def test_a_metric_of_ones_own_is_named_once_and_decides(tmp_path):
 
 def test_a_run_is_not_resumed_with_other_metrics(tmp_path):
     result = raypfl.run(of_lines(tmp_path, rounds=3))
-    with pytest.raises(CheckpointError, match=r"was evaluated by other metrics than it would be now \(within\)"):
+    with pytest.raises(ConfigError, match=r"evaluation.metrics is \[\] .* decides its result"):
         raypfl.resume(result.run_dir, overrides=["rounds=6", f"evaluation.metrics=['{__name__}:Within']"])
 
 

@@ -238,7 +238,13 @@ def accepted(reader: Path) -> Iterator[Callable[[list[str]], bool]]:
         patch.setattr("raypfl.commands.tune.carry_out", tuned)
         patch.setattr("raypfl.commands.study.run_study", studied)
         patch.setattr("raypfl.commands.ntk.ntk", explained)
-        for name in ("run.run_experiments", "run.resume_folder", "pretrain.carry_out", "jobs.submit"):
+        for name in (
+            "run.run_experiments",
+            "run.resume_folder",
+            "run.continue_as_new",
+            "pretrain.carry_out",
+            "jobs.submit",
+        ):
             patch.setattr(f"raypfl.commands.{name}", nothing)
         for name in ("commands.personalize.personalize", "commands.personalize.serve", "tracking.listener.track"):
             patch.setattr(f"raypfl.{name}", nothing)

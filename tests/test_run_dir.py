@@ -66,7 +66,7 @@ def test_a_comparison_killed_while_its_folder_was_made_is_begun(elsewhere: Path)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["training.lr=0.3"], r"kept/mine has another run: training.lr is 0.1 there, not 0.3. Name another folder"),
+        (["training.lr=0.3"], r"kept/mine has another run: training.lr is 0.1 there, not 0.3. Name another folder\.$"),
         (["rounds=9"], r"rounds is 3 there, not 9.*`raypfl resume kept/mine KEY=VALUE`"),
         (["checkpoint.location=elsewhere"], r"checkpoint.location is None there, not 'elsewhere'"),
         (["engine.executor=sequential"], r"engine.executor is 'vectorised' there, not 'sequential'"),

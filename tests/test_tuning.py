@@ -154,6 +154,9 @@ def test_trials_of_pbt_go_on_from_others_checkpoints_with_settings_of_their_own(
     first = [run.rounds["loss"][0].as_py() for run in runs]
     assert len(set(first)) < 4, "no trial went on from another's first round"
     assert len({run.experiment.training.lr for run in runs}) > 1
+    copied = [entry for run in runs for entry in run.history if "parent" in entry]
+    assert any("training.lr" in entry["changed"] for entry in copied)
+    assert all(run.history[-1]["settings"] == run.experiment.to_dict() for run in runs)
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -145,24 +145,36 @@ def run(
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or comparison.", show_default=False)],
     changes: Changes = None,
+    from_round: Annotated[
+        int | None, typer.Option(help="Continue as a new run, after this round, of which there is a checkpoint.", min=1)
+    ] = None,
+    new_run: Annotated[Path | None, typer.Option("--as", metavar="FOLDER", help="Folder of that new run.")] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a run from its newest checkpoint, to the same result as without the interruption.
 
     In a comparison, the interrupted run continues and the remaining ones start. rounds=60 extends what is finished.
+    Other settings that decide the result stay; with --from-round 4 --as FOLDER, a new run continues with changed ones.
     """
-    from raypfl.commands.run import resume_folder
+    from raypfl.commands.run import continue_as_new, resume_folder
 
     _refuse_options(changes or [])
-    resume_folder(folder, changes or [], quiet, as_json)
+    if from_round is None and new_run is None:
+        resume_folder(folder, changes or [], quiet, as_json)
+    elif from_round is None:
+        raise ConfigError("--as needs --from-round: after which round the new run continues, as in --from-round 4.")
+    elif new_run is None:
+        raise ConfigError("--from-round needs --as: the folder of the new run, as in --as runs/lower-rate.")
+    else:
+        continue_as_new(folder, from_round, new_run, changes or [], quiet, as_json)
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)
 def pretrain(words: Words = None, quiet: Quiet = False, as_json: AsJson = False) -> None:
     """Train a network on a pool that is no client's (model.pretrain), as a run would before its first round.
 
-    The file of weights is kept in data.cache, where runs with the same network, data and seed find it.
+    The file of weights is kept in data.cache, where runs that would train the same network in the same way find it.
     """
     from raypfl.commands.pretrain import carry_out
     from raypfl.config import experiments

@@ -16,12 +16,13 @@ from raypfl.common.errors import CheckpointError, ConfigError, NoRun, RaypflErro
 from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.config import Experiment
 from raypfl.config.assignments import last_of_each
+from raypfl.config.identity import moved
 from raypfl.display import outcome
 from raypfl.display.console import lines_for, view, warner
 from raypfl.runs import driver as runs
 from raypfl.runs.folders import Comparison, new_folder, with_checkpoints_apart
-from raypfl.runs.identity import differences, moved, refuse_another
 from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, is_finished, rounds_saved, write_description
+from raypfl.runs.resuming import continued, ends_later, refuse_another, resumed
 from raypfl.server.events import Listener
 from raypfl.tracking.connection import how_to_look
 from raypfl.tracking.entries import comparison_of
@@ -65,7 +66,7 @@ class _Work:
         return {
             folder: one
             for folder, one in self.runs.items()
-            if not (is_finished(folder) and not differences(one, description(folder)))
+            if not is_finished(folder) or ends_later(one, description(folder))
         }
 
     @property
@@ -147,11 +148,22 @@ def resume_folder(folder: Path, changes: Sequence[str], quiet: bool, as_json: bo
     _carry_out(_work(folder, Comparison.load(folder), changes), quiet, as_json)
 
 
+def continue_as_new(
+    folder: Path, round: int, new_folder: Path, changes: Sequence[str], quiet: bool, as_json: bool
+) -> None:
+    """Continue a run after a round as a new run, with ``dotted.key=value`` changes. Raises as `run_experiments` does.
+
+    The run that is continued stays as it is.
+    """
+    with continued(folder, round, new_folder, changes) as folder:
+        _carry_out(_work(folder, None, []), quiet, as_json)
+
+
 def _work(folder: Path, comparison: Comparison | None, changes: Sequence[str]) -> _Work:
     """The run or comparison that is in a folder, with ``dotted.key=value`` changes."""
     if comparison:
         return _Work.of(comparison, changes)
-    planned = {folder.absolute(): description(folder).override(changes)}
+    planned = {folder.absolute(): resumed(folder, changes)}
     return _Work(folder.absolute(), planned, [str(folder / RECIPE)], changes=changes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import uuid
@@ -36,7 +37,25 @@ def draft(path: Path) -> Iterator[Path]:
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise Unwritable(f"{path} cannot be written: {error.strerror or error}. Is the disk full?") from error
+        raise Unwritable(f"{path} cannot be written: {error.strerror or error}. {remedy(error)}") from error
+
+
+_REMEDIES = {
+    "Free some space there.": (errno.ENOSPC, errno.EDQUOT),
+    "Allow this user to write there.": (errno.EACCES, errno.EPERM),
+    "The file system is read-only; write to another one.": (errno.EROFS,),
+    "A folder of this name is in the way; move it.": (errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
+    "A folder that it belongs in is missing, or was deleted meanwhile.": (errno.ENOENT, errno.ENOTDIR),
+    "Choose a shorter name.": (errno.ENAMETOOLONG,),
+}
+
+
+def remedy(error: OSError) -> str:
+    """What helps against an error of writing, as a sentence."""
+    for sentence, numbers in _REMEDIES.items():
+        if error.errno in numbers:
+            return sentence
+    return "Write to another place, or try again."
 
 
 def sync(path: str | Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import linecache
+import os
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -20,6 +23,14 @@ def where_defined(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return name + (f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else "")
+
+
+def source_digest(component: Any) -> str:
+    """A hash of the file that defines a class or function, for keys of caches of what it makes."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
+    except (TypeError, OSError):
+        return os.urandom(16).hex()  # typed into a console: it may have changed
 
 
 def traceback_text(error: BaseException) -> str:

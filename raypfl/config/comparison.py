@@ -61,7 +61,7 @@ def _methods(values: dict[str, Any]) -> list[Any]:
 
 def _seeds(values: dict[str, Any]) -> int:
     seeds = values.pop("seeds", 1)
-    if not isinstance(seeds, int) or not 1 <= seeds <= 10_000:
+    if not isinstance(seeds, int) or isinstance(seeds, bool) or not 1 <= seeds <= 10_000:
         raise ConfigError(f"seeds is {seeds!r}; it must be from 1 to 10000: how often each method is run.")
     return seeds
 

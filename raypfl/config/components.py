@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, Val
 from raypfl.analyses import ANALYSES, Analysis
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
-from raypfl.config.validation import Mistakes, sentences
+from raypfl.config.validation import Mistakes, booleans, sentences
 from raypfl.data import PARTITIONS, Partition
 from raypfl.methods import METHODS, Method
 from raypfl.objectives import METRICS, OBJECTIVES, Metric, Objective
@@ -124,6 +124,14 @@ def checked_options(
         known, model = _options_model(entry, where, tuple(hidden), shared)
     except (TypeError, ValueError):
         raise ValueError(f"{where} is {name!r}, which is not a class or function with options.") from None
+    given = {key: value for key, value in options.items() if key in model.model_fields}
+    lines = [
+        line
+        for key, value in given.items()
+        for line in booleans(model.model_fields[key].annotation, value, f"{where}.{key}")
+    ]
+    if lines:
+        raise Mistakes(lines)
     try:
         valid = model(**options)
     except ValidationError as error:

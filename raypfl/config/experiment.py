@@ -42,7 +42,7 @@ from raypfl.config.limits import (
     training_mistakes,
 )
 from raypfl.config.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
-from raypfl.config.validation import Mistakes, listed, sentences
+from raypfl.config.validation import Mistakes, booleans, listed, sentences
 from raypfl.config.yaml_text import read, write
 from raypfl.data import Dirichlet, Partition
 from raypfl.datasets import DATASETS, DataConfig, DataSource
@@ -239,6 +239,15 @@ class Experiment(BaseModel):
         if value["clients_per_actor"] is not None:
             raise ValueError("ray.clients_per_actor has become engine.group_size; set that instead.")
         return {name: one for name, one in value.items() if name != "clients_per_actor"}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        given = vars(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+        if lines := booleans(cls.model_fields[name].annotation, given, name):
+            raise Mistakes(lines)
+        return value
 
     @field_validator("*", mode="after")
     @classmethod

@@ -22,8 +22,9 @@ class ModelSettings:
         They are never sent, and exist once per process; batch norm in them uses its stored statistics.
     trained : the only parts that clients train (``adapters, output layer``); all others are frozen. None: all parts.
     pretrain : pool with labels, on which the network is trained before the first round, but for adapters and the output
-        layer; see docs/perada.md. It is done once for all runs with the same network, data and seed, unless `weights`
-        are given, and its result is then in `weights`. None: no such training.
+        layer; see docs/perada.md. It is done once for all runs in which everything that it reads is the same (network,
+        data, augmentation, seed), unless `weights` are given, and its result is then in `weights`. None: no such
+        training.
     pretrain_epochs, pretrain_lr : passes over that pool by Adam, and its learning rate, which decays to 0.
     options : keyword arguments of the model; in YAML they are given next to the name.
     """

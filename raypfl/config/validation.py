@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from textwrap import indent
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 
@@ -47,6 +50,41 @@ def listed(lines: list[str], subject: str) -> str:
     if len(lines) == 1:
         return lines[0]
     return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *(indent(line, "    ").lstrip() for line in lines)])
+
+
+def booleans(hint: Any, value: Any, where: str) -> list[str]:
+    """A sentence for each true or false in place of a number, for which pydantic would take 1 or 0.
+
+    Parameters
+    ----------
+    hint : the declared type of `value`. where : its dotted path.
+    """
+    kinds = _alternatives(hint)
+    if isinstance(value, bool):
+        expected = [said for kind, said in ((float, "a number"), (int, "a whole number")) if kind in kinds]
+        return [f"{where} is {value}; it must be {expected[0]}."] if expected and bool not in kinds else []
+    inside: list[tuple[Any, Any, str]] = []
+    for kind in kinds:
+        arguments = get_args(kind)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            inside += [(_hints(kind).get(key), inner, f"{where}.{key}") for key, inner in value.items()]
+        elif get_origin(kind) is dict and isinstance(value, dict):
+            inside += [(arguments[1], inner, f"{where}.{key}") for key, inner in value.items()]
+        elif arguments and get_origin(kind) is not dict and isinstance(value, list | tuple):
+            inside += [(arguments[0], inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+    return [line for part in inside for line in booleans(*part)]
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows, or the only one."""
+    if get_origin(hint) is Annotated:
+        return _alternatives(get_args(hint)[0])
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _sentence(detail: Any, unknown: Callable[[Path], str], prefix: Path) -> list[str]:

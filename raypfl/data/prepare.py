@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -18,6 +17,7 @@ import numpy as np
 
 from raypfl.common import files
 from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.user_code import source_digest
 from raypfl.data.arrays import Arrays, alone, writing
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
 from raypfl.data.splits import NOBODY, allocate
@@ -59,7 +59,7 @@ def _identity(source: DataSource, cache: Path) -> tuple[Any, ...]:
     reader = source.reader
     options = {field.name: getattr(reader, field.name) for field in fields(reader) if field.name != "config"}
     content = _content(reader.paths(), source, cache)
-    return source.name, {**source.options, **options}, _code(DATASETS.get(source.name)), content
+    return source.name, {**source.options, **options}, source_digest(DATASETS.get(source.name)), content
 
 
 def holdings_key(samples: str, data: DataConfig, partition: Partition, seed: int) -> str:
@@ -67,7 +67,9 @@ def holdings_key(samples: str, data: DataConfig, partition: Partition, seed: int
     held_out = (data.test_fraction, data.val_fraction, data.unseen_fraction, data.split, list(data.shares().items()))
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in partition.files() if path.is_file()]
     name, kind = PARTITIONS.name_of(type(partition)), type(partition)
-    return _key(_FORMAT, samples, seed, held_out, name, asdict(partition), _code(kind), digests, _own_moments(data))
+    return _key(
+        _FORMAT, samples, seed, held_out, name, asdict(partition), source_digest(kind), digests, _own_moments(data)
+    )
 
 
 def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -261,31 +263,23 @@ def _content(paths: list[Path], source: DataSource, cache: Path) -> str:
     Reading them takes time, so the hash is kept until a file's size, time of change or time of status change differs.
     The last, which only the system sets, shows files that were overwritten and got their old time of change back.
     """
-    root = Path(source.root).expanduser() if source.root else Path()
+    root = Path(source.root).expanduser().absolute() if source.root else Path().absolute()
     there = [(path, path.stat()) for path in paths if path.is_file()]
     if not there:
         return ""
     states = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in there]
-    known = cache / "contents" / _key(states)
+    known = cache / "contents" / _key(str(root), states)
     if known.is_file():
         return known.read_text()
     content = hashlib.sha256()
     for path, _ in there:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        content.update(f"{os.path.relpath(path, root)} {digest}\n".encode())
+        content.update(f"{os.path.relpath(path.absolute(), root)} {digest}\n".encode())
     with writing(known):
         known.parent.mkdir(parents=True, exist_ok=True)
         files.write(known, content.hexdigest())
     return content.hexdigest()
-
-
-def _code(component: Any) -> str:
-    """A hash of the file that defines a reader or partition, so that a changed one does not get cached data."""
-    try:
-        return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
-    except (TypeError, OSError):
-        return os.urandom(16).hex()  # typed into a console: it may have changed
 
 
 def _key(*parts: Any) -> str:

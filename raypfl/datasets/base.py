@@ -70,9 +70,13 @@ class DataSource:
 
     @property
     def reader(self) -> Reader:
-        """What reads this data set."""
+        """What reads this data set.
+
+        It gets the settings that prepared samples are kept by: name, options and root. Others have their defaults.
+        """
         entry = DATASETS.get(self.name)
-        return entry(self, **self.options) if _is_reader(entry) else _FunctionReader(self)
+        alone = type(self)(name=self.name, options=self.options, root=self.root, download=self.download)
+        return entry(alone, **self.options) if _is_reader(entry) else _FunctionReader(alone)
 
     def read(self) -> RawData:
         """Read the whole data set.
@@ -159,7 +163,7 @@ class DataConfig(DataSource):
 def _require_pool(name: str, pool: Any) -> None:
     if name in SPLITS:
         raise ConfigError(f"data.pools has one called {name!r}, which is the name of a split of the clients' own.")
-    if isinstance(pool, int | float):
+    if isinstance(pool, int | float) and not isinstance(pool, bool):
         _require_share(f"data.pools.{name}", pool)
     elif not isinstance(pool, DataSource):
         raise ConfigError(

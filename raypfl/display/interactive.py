@@ -17,7 +17,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment
 from raypfl.display.console import lines_for, view
 from raypfl.display.outcome import table
-from raypfl.runs import driver, result
+from raypfl.runs import driver, result, resuming
 from raypfl.server.events import Listener
 
 if TYPE_CHECKING:
@@ -93,17 +93,34 @@ def resume(
     *,
     listeners: Sequence[Listener] = (),
     overrides: Sequence[str] = (),
+    from_round: int | None = None,
+    new_run_dir: str | Path | None = None,
     progress: bool | None = None,
 ) -> Result:
     """Continue a run that was stopped, failed or was killed, to the same bits as an uninterrupted one.
 
+    With `from_round` and `new_run_dir`, a new run continues it with changed settings, and the run stays as it is.
+
     Parameters
     ----------
     run_dir : the run's folder.
-    overrides : ``dotted.key=value`` changes to the experiment, such as ``rounds=200`` for a longer run.
+    overrides : ``dotted.key=value`` changes to the experiment, such as ``rounds=200`` for a longer run. What decides
+        the result of a run stays (see :data:`raypfl.runs.resuming.MAY_CHANGE`), unless a new run continues it.
+    from_round : the round after which a new run continues; there must be a checkpoint of it.
+    new_run_dir : the folder of the new run. Its metadata and its history name the run that it continues.
     listeners, progress : as for :func:`run`.
+
+    Raises
+    ------
+    ConfigError : if a change would falsify what the run has recorded; nothing is written.
+    CheckpointError : if there is no checkpoint of `from_round`.
     """
-    with _shown(result.description(run_dir).override(overrides), progress) as shown:
+    if (from_round is None) != (new_run_dir is None):
+        raise ConfigError("raypfl.resume takes from_round and new_run_dir together: where a new run begins, and where.")
+    if from_round is not None and new_run_dir is not None:
+        with resuming.continued(run_dir, from_round, new_run_dir, overrides) as folder:
+            return resume(folder, listeners=listeners, progress=progress)
+    with _shown(resuming.resumed(run_dir, overrides), progress) as shown:
         return _own(driver.resume(run_dir, listeners=[*shown, *listeners], overrides=overrides))
 
 

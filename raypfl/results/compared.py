@@ -10,11 +10,11 @@ from typing import Any
 
 from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
+from raypfl.config.identity import deciding, is_in
 from raypfl.config.settings import ModelSettings
 from raypfl.datasets.population import is_described
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.results.units import Unit
-from raypfl.runs.identity import deciding, is_in
 from raypfl.runs.result import Result
 
 COLOURS = (

@@ -127,7 +127,7 @@ def refuse_misfit(experiment: Experiment, model: FlatModel, data: ClientData) ->
     """Raise a ConfigError if the network fails for samples of the data's shape."""
     if (error := _raised(model, experiment.training, data, channels_last=False)) is not None:
         raise ConfigError(
-            f"model is {experiment.model.name!r}, which fails for samples of {experiment.data.name!r}, whose shape is "
+            f"model is {experiment.model.name!r}, which fails for samples of {data.name!r}, whose shape is "
             f"{tuple(data.input_shape)}: {type(error).__name__}: {with_location(error)}"
         ) from error
 

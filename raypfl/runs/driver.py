@@ -52,12 +52,14 @@ from raypfl.runs.result import (
     Result,
     description,
     forget_unbegun,
+    is_finished,
     reason_before,
-    refuse_shorter,
     reopen,
     write_description,
     write_tables,
 )
+from raypfl.runs.resuming import ends_later, resumed
+from raypfl.server import history
 from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.server.server import Job, Server
 from raypfl.server.setup import (
@@ -116,8 +118,9 @@ def resume(
 ) -> Result:
     """Continue a run and show nothing; the rest is as in :func:`raypfl.resume`, and `lockstep` as in `run`."""
     folder = Path(run_dir).resolve()
-    experiment = description(folder).override(overrides)
-    refuse_shorter(folder, experiment)
+    begun, experiment = description(folder), resumed(folder, overrides)
+    if is_finished(folder) and not ends_later(experiment, begun):
+        return Result.load(folder)  # nothing is left to do, so its records stay as they are
     return _run(experiment, folder, listeners, lockstep)
 
 
@@ -305,6 +308,7 @@ def _write_beginning(folder: Path, event: Event) -> None:
     # Not before the run has begun: a resume whose changes are refused must leave the folder unchanged.
     if isinstance(event, RunStarted):
         reopen(folder)
+        history.add(folder, event.first_round, event.experiment, metadata=event.metadata)
         write_description(folder, event.experiment)
         write(folder / METADATA, json.dumps(event.metadata, indent=1))
 
@@ -313,8 +317,7 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, lockstep: bool,
     """The server's job. It says what the settings left open, so that a resume does the same."""
     engine, training = experiment.engine, experiment.training
     model = _fitting_model(experiment, data)
-    with threads(threads_of_server(experiment)):
-        pretrained = with_pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
+    pretrained = with_pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
     if pretrained is not experiment:
         experiment, model = pretrained, _fitting_model(pretrained, data)
     if experiment.model.frozen or experiment.model.trained:  # what a network freezes itself is its design
@@ -327,8 +330,17 @@ def _job(experiment: Experiment, folder: Path, data: ClientData, lockstep: bool,
             chosen, why = choose(experiment, data, device_for(experiment.ray.on_gpu))
         layout = str(chosen.channels_last).lower()
         experiment = experiment.override([f"engine.executor={chosen.executor}", f"training.channels_last={layout}"])
-    weights, attempt = digest(experiment.model.weights), uuid.uuid4().hex
-    return Job(folder.name, str(folder), experiment, why, data.fingerprint, weights, attempt, lockstep)
+    return Job(
+        name=folder.name,
+        run_dir=str(folder),
+        experiment=experiment,
+        why=why,
+        fingerprint=data.fingerprint,
+        weights=digest(experiment.model.weights),
+        attempt=uuid.uuid4().hex,
+        lockstep=lockstep,
+        parent=history.parent_of(folder),
+    )
 
 
 def _warn_of_random_weights(model: FlatModel, emit: Listener) -> None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypfl.common import files
-from raypfl.common.errors import ConfigError
+from raypfl.common.errors import ConfigError, NoRun
 from raypfl.config import Experiment
 from raypfl.config.assignments import parse_assignments
 from raypfl.config.yaml_text import read, write
 from raypfl.methods import METHODS
-from raypfl.runs.result import COMPARISON, METADATA, description, refuse_shorter, write_description
+from raypfl.runs.result import COMPARISON, METADATA, write_description
+from raypfl.runs.resuming import resumed
 
 _ITS_OWN = ("method", "methods", "seed", "seeds", "name", "output")
 
@@ -64,7 +65,13 @@ class Comparison:
         if not file.exists():
             return None
         values = read(file)
-        return cls(Path(folder), tuple(values["words"]), tuple(values["runs"]))
+        words, runs = values.get("words"), values.get("runs")
+        if not (isinstance(words, list) and isinstance(runs, list) and words and runs):
+            raise NoRun(
+                f"{file} is damaged: it must have the lists words and runs, the command that started the comparison "
+                "and the folders of its runs."
+            )
+        return cls(Path(folder), tuple(words), tuple(runs))
 
     def keep(self, words: Sequence[str]) -> None:
         """Write into its folder which runs it has, and that these `words` would start them."""
@@ -80,17 +87,14 @@ class Comparison:
 
         Raises
         ------
-        ConfigError : if a change concerns the comparison itself, or does not fit one of its runs.
+        ConfigError : if a change concerns the comparison itself, does not fit one of its runs, or would falsify it.
         """
         for path, _ in parse_assignments(changes):
             if len(path) == 1 and path[0] in _ITS_OWN:
                 raise ConfigError(
                     f"{path[0]} cannot be changed once a comparison has started; start another one with `raypfl run`."
                 )
-        planned = [description(folder).override(changes) for folder in self.folders]
-        for folder, experiment in zip(self.folders, planned, strict=True):
-            refuse_shorter(folder, experiment)
-        return planned
+        return [resumed(folder, changes) for folder in self.folders]
 
     def forget_unbegun(self) -> None:
         """Undo `new` if no run has begun."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,29 @@ from torch import Tensor
 from raypfl.common import files
 from raypfl.common.errors import ConfigError, known_pool
 from raypfl.common.threads import threads
+from raypfl.common.user_code import source_digest
+from raypfl.common.version import __version__
 from raypfl.config import Experiment
 from raypfl.data import ClientData, FederatedData, load_federated
 from raypfl.data.store import cache_folder
+from raypfl.datasets import DataConfig
 from raypfl.federation.server_training import ServerContext, ServerTraining
+from raypfl.federation.settings import EngineSettings
 from raypfl.federation.task import Task
-from raypfl.methods import FedAvg
+from raypfl.models import MODELS
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Adam
 from raypfl.runs.autotune import refuse_misfit, refuse_outputs
 from raypfl.server.events import Listener, Progress
-from raypfl.server.setup import device_for, make_task, pools_of_server, precision_of, threads_of_server
+from raypfl.server.setup import (
+    device_for,
+    make_measures,
+    make_task,
+    pools_of_server,
+    precision_of,
+    threads_of_server,
+)
+from raypfl.training.settings import TrainingSettings
 
 BATCH = 64
 """Samples in a mini-batch."""
@@ -41,7 +53,8 @@ class Pretraining:
 
     Attributes
     ----------
-    about : the network's settings, hashes of the data, and the seed. samples : of the pool.
+    about : everything that the weights depend on: settings, hashes of data and code, device, versions.
+    samples : of the pool.
     loss : mean over all steps. seconds : that training took; None: the file was there.
     """
 
@@ -67,15 +80,14 @@ def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
             "raypfl pretrain 'data.pools={body: 0.3}' model.pretrain=body"
         )
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-    with threads(threads_of_server(experiment)):
-        return _pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
+    return _pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
 
 
 def with_pretrained(experiment: Experiment, data: ClientData, device: torch.device, emit: Listener) -> Experiment:
     """`experiment`, with the file of its pretrained weights as ``model.weights``.
 
-    The network is trained if there is no file of this network, data, pool and seed in the cache yet. Weights that are
-    given take precedence: then nothing is pretrained.
+    The network is trained if no file in the cache was made from the same :func:`_recipe`. Weights that are given take
+    precedence: then nothing is pretrained.
 
     Raises
     ------
@@ -88,29 +100,49 @@ def with_pretrained(experiment: Experiment, data: ClientData, device: torch.devi
 
 
 def _pretrained(experiment: Experiment, data: ClientData, device: torch.device, emit: Listener) -> Pretraining:
-    model, begun, pool = experiment.model, None, str(experiment.model.pretrain)
+    pool, begun = str(experiment.model.pretrain), None
     _refuse_unlabelled(pool, data)
-    options = {name: value for name, value in model.options.items() if not name.startswith("adapter")}
-    plain = replace(model, options=options, lora=0, frozen=None, trained=None)
-    alone = experiment.replace(model=plain, method=FedAvg())
-    about = asdict(plain) | {"data": data.fingerprint, "seed": experiment.seed}
-    about |= {"precision": experiment.training.precision, "objective": str(experiment.objective)}
+    recipe = _recipe(experiment, data)
+    about = {
+        "settings": recipe.to_dict(),
+        "data": data.fingerprint,
+        "code": source_digest(MODELS.get(recipe.model.name)),
+        "device": device.type,
+        "versions": {"raypfl": __version__, "torch": torch.__version__},
+    }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
-    path = cache_folder(experiment.data) / "pretrained" / f"{model.name}-{model.pretrain}-{key}.safetensors"
+    path = cache_folder(experiment.data) / "pretrained" / f"{recipe.model.name}-{pool}-{key}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.alone(path):
+    with files.alone(path), threads(threads_of_server(recipe)):
         if not path.exists():
-            task, begun = make_task(alone, data, device), time.perf_counter()
-            refuse_misfit(alone, task.model, data)
-            refuse_outputs(alone, task.model, data)
-            emit(Progress(f"pretraining {model.name} on the pool {pool!r}, {task.pools[pool]} samples"))
-            trained, loss = _trained(alone, data, task)
+            task, begun = make_task(recipe, data, device), time.perf_counter()
+            refuse_misfit(recipe, task.model, data)
+            refuse_outputs(recipe, task.model, data)
+            emit(Progress(f"pretraining {recipe.model.name} on the pool {pool!r}, {task.pools[pool]} samples"))
+            trained, loss = _trained(recipe, data, task)
             weights = {name: tensor.contiguous() for name, tensor in trained.items()}
             files.write(path, save(weights, {"pretraining": json.dumps(about), "loss": str(loss)}))
     with safe_open(path, "pt") as file:
         loss = float((file.metadata() or {}).get("loss", "nan"))
     seconds = None if begun is None else time.perf_counter() - begun
     return Pretraining(path, about, len(data.pool(pool)) if isinstance(data, FederatedData) else 0, loss, seconds)
+
+
+def _recipe(experiment: Experiment, data: ClientData) -> Experiment:
+    """All settings that pretraining may read; every other one has its default.
+
+    The training gets this experiment in place of the run's, and the cache's key has all of it. So what is not copied
+    here cannot change the weights, and what is copied makes a file of its own.
+    """
+    options = {name: value for name, value in experiment.model.options.items() if not name.startswith("adapter")}
+    return Experiment(
+        seed=experiment.seed,
+        data=DataConfig(augmentation=experiment.data.augmentation),  # the samples themselves are given as `data`
+        model=replace(experiment.model, options=options, lora=0, frozen=None, trained=None),
+        objective=make_measures(experiment, data).objective,
+        training=TrainingSettings(precision=experiment.training.precision),
+        engine=EngineSettings(threads=threads_of_server(experiment)),
+    )
 
 
 class _Central(ServerTraining):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +21,7 @@ from raypfl.config import Experiment
 from raypfl.evaluation import summarise
 from raypfl.federation.logged import ANALYSIS, Logged
 from raypfl.methods import METHODS
+from raypfl.server import history
 from raypfl.server.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.server.server import checkpoints_of
 from raypfl.storage import checkpoint
@@ -33,6 +34,9 @@ SUMMARY = "summary.json"
 METADATA = "metadata.json"
 RECIPE = "experiment.yaml"
 COMPARISON = "comparison.yaml"
+
+_END = ("status", "round", "weights_hash", "error", "best_round")
+"""What ``summary.json`` holds, as in :class:`raypfl.server.events.RunFinished`."""
 
 _NAMED = 6
 """Folders that a sentence names at most."""
@@ -63,7 +67,7 @@ def _where_runs_are(folder: Path) -> str:
 def write_description(folder: Path, experiment: Experiment) -> None:
     """Write the experiment into its folder, which makes it a run's folder that can be resumed."""
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / RECIPE, experiment.to_yaml())
+    write(folder / RECIPE, history.note(folder) + experiment.to_yaml())
 
 
 def forget_unbegun(folder: Path) -> None:
@@ -90,17 +94,31 @@ def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether a run is complete."""
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        return bool(json.loads((run_dir / SUMMARY).read_text())["status"] == "finished")
-    return False
+    """Whether a run is complete, and its folder says so in files that can be read."""
+    end = _written(run_dir / SUMMARY, _END)
+    return end is not None and end["status"] == "finished" and _written(run_dir / METADATA) is not None
 
 
 def reopen(run_dir: Path) -> None:
-    """Let a run that begins be no longer complete: it may be a finished one that was given more rounds."""
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        end = json.loads((run_dir / SUMMARY).read_text())
+    """Mark a finished run unfinished, since it begins again with more rounds."""
+    if end := _written(run_dir / SUMMARY, _END):
         write(run_dir / SUMMARY, json.dumps(end | {"status": "stopped"}, indent=1))
+
+
+def _written(file: Path, keys: Iterable[str] = ()) -> dict[str, Any] | None:
+    """What a JSON file of a run holds; None if there is none, or something else than a run writes."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        content = json.loads(file.read_text())
+        if isinstance(content, dict) and set(keys) <= content.keys():
+            return content
+    return None
+
+
+def _needed(file: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
+    """The same; raises NoRun if it is None."""
+    if (content := _written(file, keys)) is None:
+        raise NoRun(f"{file} is damaged; `raypfl resume {file.parent}` writes it again from the run's checkpoint.")
+    return content
 
 
 def refuse_stranger(client: int, count: int) -> None:
@@ -111,11 +129,9 @@ def refuse_stranger(client: int, count: int) -> None:
 
 def reason_before(folder: Path, experiment: Experiment) -> str:
     """Why a resumed run has its executor and layout; empty for a new run, or if they were changed."""
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        metadata = json.loads((folder / METADATA).read_text())
-        chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
-        return str(metadata["why"]) if chosen.items() <= metadata.items() else ""
-    return ""
+    metadata = _written(folder / METADATA, ["why"]) or {}
+    chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
+    return str(metadata["why"]) if chosen.items() <= metadata.items() else ""
 
 
 def write_tables(folder: Path, finished: RunFinished) -> None:
@@ -127,7 +143,7 @@ def write_tables(folder: Path, finished: RunFinished) -> None:
         file = folder / PICTURES / image["name"] / f"{image['round']:06d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         write(file, image["png"])
-    end = {name: getattr(finished, name) for name in ("status", "round", "weights_hash", "error", "best_round")}
+    end = {name: getattr(finished, name) for name in _END}
     write(folder / SUMMARY, json.dumps(end, indent=1))
 
 
@@ -147,7 +163,7 @@ class Result:
     status : ``finished``, ``stopped`` or ``failed``. round : rounds finished.
     weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
     best_round : the best evaluated round by validation data; None without validation.
-    metadata : of the run when it started, see ``events.RunStarted``.
+    metadata : of the run when it was last started or resumed, see ``events.RunStarted``; `history` has all.
     rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
     evaluations : a row for each (round, client, protocol, model): samples, and every metric.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
@@ -190,7 +206,7 @@ class Result:
         experiment = description(folder)
         if not all((folder / name).exists() for name in (SUMMARY, METADATA)):
             raise NoRun(f"{folder} has no finished run; `raypfl resume {folder}` finishes an interrupted one.")
-        end = json.loads((folder / SUMMARY).read_text())
+        end = _needed(folder / SUMMARY, _END)
         return cls(
             experiment=experiment,
             run_dir=folder,
@@ -198,14 +214,13 @@ class Result:
             round=end["round"],
             weights_hash=end["weights_hash"],
             best_round=end["best_round"],
-            metadata=json.loads((folder / METADATA).read_text()),
-            **{name: read(str(folder / f"{name}.parquet")) for name in TABLES},
+            metadata=_needed(folder / METADATA),
+            **{name: _table(folder / f"{name}.parquet") for name in TABLES},
             analysis={
-                file.stem.removeprefix(ANALYSIS): read(str(file))
-                for file in sorted(folder.glob(f"{ANALYSIS}*.parquet"))
+                file.stem.removeprefix(ANALYSIS): _table(file) for file in sorted(folder.glob(f"{ANALYSIS}*.parquet"))
             },
             images=_images(folder),
-            privacy=read(str(file)) if (file := folder / "privacy.parquet").exists() else None,
+            privacy=_table(file) if (file := folder / "privacy.parquet").exists() else None,
         )
 
     @property
@@ -232,6 +247,16 @@ class Result:
         return summarise(
             self.experiment.measures, self.evaluations.filter(pc.equal(self.evaluations["round"], wanted)).to_pydict()
         )
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What was in force in which rounds, oldest first: a dict for each time that the run began or was resumed.
+
+        ``settings`` and ``metadata`` count from the round after ``from_round`` on, until a later entry takes over.
+        ``changed`` names the settings that differ from the entry before. Where a run continues another one, ``parent``
+        names that run and its round.
+        """
+        return history.read(self.run_dir)
 
     @property
     def megabytes(self) -> tuple[float, float]:
@@ -270,6 +295,16 @@ class Result:
         return newest(self.run_dir)[1].state_of(client)
 
 
+def _table(file: Path) -> pa.Table:
+    try:
+        return read(str(file))
+    except (OSError, pa.ArrowException) as error:
+        raise NoRun(
+            f"{file} is missing or damaged ({str(error).splitlines()[0]}). Delete {file.parent / SUMMARY}; then "
+            f"`raypfl resume {file.parent}` writes all tables again from the run's checkpoint."
+        ) from error
+
+
 def _images(folder: Path) -> pa.Table:
     files = sorted((folder / PICTURES).glob("*/[0-9]*.png"), key=lambda file: (int(file.stem), file.parent.name))
     columns = Columns({"round": "int32", "name": "text", "file": "text"})
@@ -301,8 +336,8 @@ def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
         yield RoundFinished(**row, bytes_up_total=sent["up"][i], bytes_down_total=sent["down"][i], logged=logged)
         if row["round"] in judged:
             yield Evaluated(row["round"], result.summary(row["round"]))
-    end = json.loads((result.run_dir / SUMMARY).read_text())
-    yield RunFinished(**end, tables=result.tables)
+    end = _needed(result.run_dir / SUMMARY, _END)
+    yield RunFinished(**{name: end[name] for name in _END}, tables=result.tables)
 
 
 def _logged(result: Result, round: int) -> Logged:

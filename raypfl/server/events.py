@@ -30,7 +30,8 @@ class RunStarted:
     run : its name. run_dir : its folder.
     metadata : num_clients, parameters, weights (where the initial ones are from), executor, channels_last, why (the
         reason for these two; empty if the settings name them), group_size, actors, data, device (of the clients),
-        server_device, system, versions, startup_seconds (from the command to this event: data, processes, choices).
+        server_device, system, versions, startup_seconds (from the command to this event: data, processes, choices),
+        and parent (``run`` and ``round``) if the run continues another one.
     """
 
     run: str

@@ -42,7 +42,7 @@ from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.columns import Columns
 from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable, digests, merged
-from raypfl.storage.tables import Table, arrow
+from raypfl.storage.tables import Table, arrow, read
 from raypfl.storage.tree import clone, flatten, unflatten
 from raypfl.training.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
 
@@ -72,6 +72,7 @@ class Job:
     fingerprint, weights : of the data and partition, and of the file of initial weights, if there is one.
     attempt : a name for this try at the run, which its lease on the checkpoints has.
     lockstep : whether the server waits after a checkpoint until all listeners have returned.
+    parent : the run that this one continues, and its round; None: it begins with the first round.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Job:
     weights: str
     attempt: str
     lockstep: bool = False
+    parent: Mapping[str, Any] | None = None
 
     @property
     def checkpoints(self) -> str:
@@ -174,6 +176,8 @@ class Server:
                 "python": platform.python_version(),
             },
         }
+        if self.job.parent:
+            metadata["parent"] = dict(self.job.parent)
         self.emit(RunStarted(self.job.name, self.job.run_dir, self.experiment, metadata | self.metadata, self.round))
 
     def _finish_rounds(self) -> RunFinished:
@@ -373,7 +377,9 @@ class Server:
 
     def _restore_or_start(self) -> None:
         self.states = self._runner.states = StateTable()
-        if (snapshot := checkpoint.load(self.job.checkpoints, self._warn)) is not None:
+        # Without what was spent, the epsilon that the run reports would be too small.
+        snapshot = checkpoint.load(self.job.checkpoints, self._warn, needed=("spending",), copies=self._copy)
+        if snapshot is not None:
             self._restore(snapshot)
         else:
             with refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
@@ -385,6 +391,12 @@ class Server:
             self._analyses.start(self._global_model(), logged, {})
             self._record_logged(logged)
         self.ledger.rows = self._tables["ledger"].waiting
+
+    def _copy(self, table: str) -> pa.Table | None:
+        """A table as the run's folder has it since the run last ended; None if it has none."""
+        with contextlib.suppress(OSError, pa.ArrowException):
+            return read(f"{self.job.run_dir}/{table}.parquet")
+        return None
 
     def _restore(self, snapshot: Snapshot) -> None:
         self._tables = _empty_tables(self._evaluator.measures) | snapshot.tables

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -38,7 +38,7 @@ from raypfl.common import files as disk
 from raypfl.common.errors import CheckpointError
 from raypfl.storage.columns import Columns
 from raypfl.storage.states import LiveStack, StateFile, StateShard
-from raypfl.storage.tables import Part, Table
+from raypfl.storage.tables import Part, Table, restore
 from raypfl.storage.tree import decoded, encoded
 
 FORMAT = 3
@@ -47,9 +47,12 @@ STATES = "states-"
 FILE_SIZE = 64 << 20
 """Bytes of client states from which a file is full: what a save and a load hold in memory at a time."""
 _MANIFEST = "manifest.json"
+_META = "meta.json"
 _NAME = re.compile(r"(\d+)-round-\d+")
 _DRAFT = ".draft"
 _CHUNK = 1 << 22
+
+Copies = Callable[[str], pa.Table | None] | None
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,8 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
             _publish(draft, path, [f"{root}/{name}" for name in _shared(snapshot)])
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint of round {snapshot.round} cannot be written to {location}: {error}. Free some space "
-            f"there, or set checkpoint.location to another place; `raypfl resume` continues from the checkpoint before."
+            f"The checkpoint of round {snapshot.round} cannot be written to {location}: {error}. {disk.remedy(error)} "
+            f"Or set checkpoint.location to another place; `raypfl resume` continues from the checkpoint before."
         ) from error
     for file, stacks in written:
         for stack in stacks:
@@ -130,13 +133,20 @@ def save(location: str, snapshot: Snapshot, keep: int, permit: Callable[[], None
     return path
 
 
-def load(location: str, warn: Callable[[str], None], whole: bool = True) -> Snapshot | None:
+def load(
+    location: str, warn: Callable[[str], None], whole: bool = True, needed: Collection[str] = (), copies: Copies = None
+) -> Snapshot | None:
     """The newest checkpoint that is intact, or None if none was ever completed.
+
+    A table only records what was done, so a file of it that is damaged costs no checkpoint: it is written again from a
+    copy of the table, or else its rows are left out.
 
     Parameters
     ----------
-    warn : called with a sentence for each checkpoint that is skipped.
+    warn : called with a sentence for each checkpoint that is skipped, and each file of a table that is damaged.
     whole : False: only the files of the server's state must be intact; the others are not read.
+    needed : names of tables without which a run cannot continue: a checkpoint that lacks rows of them is damaged.
+    copies : name of a table -> a copy of all its rows, or None; without it, nothing is written.
 
     Raises
     ------
@@ -150,7 +160,7 @@ def load(location: str, warn: Callable[[str], None], whole: bool = True) -> Snap
             if not _is_complete(files, path):
                 warn(f"The checkpoint {path} is skipped: it is unfinished; the run was probably killed while saving.")
                 continue
-            return _read(files, root, path, whole)
+            return _read(files, root, path, whole, warn, needed, copies)
         except (OSError, _Damaged) as error:
             damaged.append(f"{path} ({error})")
             warn(f"The checkpoint {path} is skipped: {error}.")
@@ -194,25 +204,47 @@ def history(location: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def adopt(source: str, round: int, location: str) -> None:
-    """Replace all checkpoints of a location by a copy of another location's newest one of a round.
+    """Replace all checkpoints of a location by a copy of another location's newest intact one of a round.
 
     Raises
     ------
-    CheckpointError : if there is none.
+    CheckpointError : if there is none, or it cannot be copied.
     """
-    theirs, there = resolve(source)
+    theirs, there, _ = _found(source)
     ours, here = resolve(location)
-    names = [name for name in _list(theirs, there) if name.endswith(f"-round-{round}")]
-    complete = [name for name in names if _is_complete(theirs, f"{there}/{name}")]
-    if not complete:
-        raise CheckpointError(f"{source} has no checkpoint of round {round}.")
-    newest = max(complete)
-    if ours.get_file_info(here).type != pafs.FileType.NotFound:
-        ours.delete_dir_contents(here)
-    ours.create_dir(f"{here}/{TABLES}")
-    ours.create_dir(f"{here}/{newest}")
-    for name in (newest, *_manifest(theirs, f"{there}/{newest}")["shared"]):
-        pafs.copy_files(f"{there}/{name}", f"{here}/{name}", theirs, ours)
+    with _reading("checkpoints", source):
+        name = _intact(theirs, there, round)
+        if name is None:
+            raise CheckpointError(
+                f"{source} has no checkpoint of round {round}; it has {_listed(rounds(source))}. checkpoint.every and "
+                "checkpoint.keep say which ones a run keeps."
+            )
+        if ours.get_file_info(here).type != pafs.FileType.NotFound:
+            ours.delete_dir_contents(here)
+        ours.create_dir(f"{here}/{TABLES}")
+        ours.create_dir(f"{here}/{name}")
+        for file in (name, *_manifest(theirs, f"{there}/{name}")["shared"]):
+            with contextlib.suppress(FileNotFoundError):  # a table that is lost is told when the checkpoint is loaded
+                pafs.copy_files(f"{there}/{file}", f"{here}/{file}", theirs, ours)
+
+
+def forget(location: str) -> None:
+    """Delete all checkpoints of a location, if there are any."""
+    files, root = resolve(location)
+    if files.get_file_info(root).type != pafs.FileType.NotFound:
+        files.delete_dir(root)
+
+
+def rounds(location: str) -> list[int]:
+    """The rounds of which there are complete checkpoints, ascending.
+
+    Raises
+    ------
+    CheckpointError : if the location cannot be read.
+    """
+    files, root, names = _found(location)
+    with _reading("checkpoints", location):
+        return sorted({_round_of(name) for name in names if _is_complete(files, f"{root}/{name}")})
 
 
 def reached(location: str) -> int:
@@ -225,7 +257,7 @@ def reached(location: str) -> int:
     files, root, names = _found(location)
     with _reading("checkpoints", location):
         done = [name for name in names if _is_complete(files, f"{root}/{name}")]
-    return int(done[-1].rpartition("-")[2]) if done else 0
+    return _round_of(done[-1]) if done else 0
 
 
 def holds(location: str, file: StateFile) -> bool:
@@ -344,7 +376,7 @@ def _write(
         for name, table in snapshot.tables.items()
     }
     meta = {"round": snapshot.round, "server": server, "state_files": len(state_files), "tables": tables}
-    put("meta.json", json.dumps({**meta, "meta": snapshot.meta}).encode())
+    put(_META, json.dumps({**meta, "meta": snapshot.meta}).encode())
     manifest = {"format": FORMAT, "files": written, "shared": _shared(snapshot)}
     permit()
     put(_MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -462,6 +494,28 @@ def _list(files: pafs.FileSystem, root: str) -> list[str]:
     ]
 
 
+def _round_of(name: str) -> int:
+    return int(name.removesuffix(_DRAFT).rpartition("-")[2])
+
+
+def _listed(rounds: Sequence[int]) -> str:
+    """``those of rounds 2, 4 and 6``."""
+    if not rounds:
+        return "none"
+    *first, last = map(str, rounds)
+    return f"those of rounds {', '.join(first)} and {last}" if first else f"that of round {last}"
+
+
+def _intact(files: pafs.FileSystem, root: str, round: int) -> str | None:
+    """The name of the newest intact checkpoint of a round."""
+    for name in sorted(_list(files, root), reverse=True):
+        if _round_of(name) == round and _is_complete(files, f"{root}/{name}"):
+            with contextlib.suppress(_Damaged):
+                _verify(files, f"{root}/{name}", whole=True)
+                return name
+    return None
+
+
 def _is_complete(files: pafs.FileSystem, path: str) -> bool:
     """Whether the save was completed; the files may have been damaged since."""
     if isinstance(files, pafs.LocalFileSystem):
@@ -469,37 +523,81 @@ def _is_complete(files: pafs.FileSystem, path: str) -> bool:
     return files.get_file_info(f"{path}/{_MANIFEST}").type == pafs.FileType.File
 
 
-def _read(files: pafs.FileSystem, root: str, path: str, whole: bool) -> Snapshot:
-    manifest = _verify(files, root, path, whole)
-    meta = json.loads(_bytes(files, f"{path}/meta.json"))
-    tensors = safetensors.torch.load(_bytes(files, f"{path}/server.safetensors"))
-    names = map(_state_file_name, range(meta["state_files"]))
-    return Snapshot(
-        round=meta["round"],
-        server=decoded(meta["server"], tensors),
-        states=StoredShards(files, tuple(StateFile(f"{path}/{name}", **manifest[name]) for name in names)),
-        tables={
-            name: Table(Columns(table["kinds"]), [Part(**part) for part in table["parts"]])
-            for name, table in meta["tables"].items()
-        },
-        meta=meta["meta"],
-    )
+def _read(
+    files: pafs.FileSystem,
+    root: str,
+    path: str,
+    whole: bool,
+    warn: Callable[[str], None] = lambda text: None,
+    needed: Collection[str] = (),
+    copies: Copies = None,
+) -> Snapshot:
+    manifest = _verify(files, path, whole)
+    try:
+        meta = json.loads(_bytes(files, f"{path}/{_META}"))
+        tensors = safetensors.torch.load(_bytes(files, f"{path}/server.safetensors"))
+        names = map(_state_file_name, range(meta["state_files"]))
+        snapshot = Snapshot(
+            round=meta["round"],
+            server=decoded(meta["server"], tensors),
+            states=StoredShards(files, tuple(StateFile(f"{path}/{name}", **manifest[name]) for name in names)),
+            tables={
+                name: Table(Columns(table["kinds"]), [Part(**part) for part in table["parts"]])
+                for name, table in meta["tables"].items()
+            },
+            meta=meta["meta"],
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise _Damaged(f"its {_META} is not what raypfl writes ({type(error).__name__}: {error})") from error
+    for name, table in snapshot.tables.items() if whole else ():
+        table.parts = tuple(_intact_parts(files, root, name, table, warn, name in needed, copies))
+    return snapshot
 
 
-def _verify(files: pafs.FileSystem, root: str, path: str, whole: bool) -> dict[str, dict[str, Any]]:
+def _verify(files: pafs.FileSystem, path: str, whole: bool) -> dict[str, dict[str, Any]]:
     """The checkpoint's own files, as in the manifest; raises `_Damaged` unless files are as they were written."""
-    manifest = _manifest(files, path)
-    places = [(path, *file) for file in manifest["files"].items() if whole or not file[0].startswith(STATES)]
-    places += [(root, *file) for file in manifest["shared"].items() if whole]
-    for folder, name, expected in places:
-        size = files.get_file_info(f"{folder}/{name}").size
-        if size is None:
-            raise _Damaged(f"its {name} is missing")
-        if size != expected["bytes"]:
-            raise _Damaged(f"its {name} has {size:,} bytes instead of {expected['bytes']:,}")
-        if _sha256(files, f"{folder}/{name}") != expected["sha256"]:
-            raise _Damaged(f"the content of its {name} has changed since it was written")
-    return manifest["files"]
+    manifest = _manifest(files, path)["files"]
+    for name, expected in manifest.items():
+        if whole or not name.startswith(STATES):
+            _refuse_damaged(files, path, name, **expected)
+    return manifest
+
+
+def _refuse_damaged(files: pafs.FileSystem, folder: str, name: str, bytes: int, sha256: str) -> None:
+    size = files.get_file_info(f"{folder}/{name}").size
+    if size is None:
+        raise _Damaged(f"its {name} is missing")
+    if size != bytes:
+        raise _Damaged(f"its {name} has {size:,} bytes instead of {bytes:,}")
+    if _sha256(files, f"{folder}/{name}") != sha256:
+        raise _Damaged(f"the content of its {name} has changed since it was written")
+
+
+def _intact_parts(
+    files: pafs.FileSystem,
+    root: str,
+    name: str,
+    table: Table,
+    warn: Callable[[str], None],
+    needed: bool,
+    copies: Copies,
+) -> Iterator[Part]:
+    """The parts of a table whose files are as they were written, or can be restored."""
+    start = 0
+    for part in table.parts:
+        try:
+            _refuse_damaged(files, root, f"{TABLES}/{part.file}", part.bytes, part.sha256)
+            yield part
+        except _Damaged as problem:
+            copy = copies(name) if copies else None
+            if copy is not None and restore(files, f"{root}/{TABLES}", part, copy.slice(start, part.rows)):
+                warn(f"{part.rows:,} rows of the table {name} were written again from its copy: {problem}.")
+                yield part
+            elif needed:
+                raise
+            else:
+                warn(f"{part.rows:,} rows of the table {name} are lost, and the run continues without them: {problem}.")
+        start += part.rows
 
 
 def _manifest(files: pafs.FileSystem, path: str) -> dict[str, dict[str, dict[str, Any]]]:

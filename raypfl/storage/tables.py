@@ -97,6 +97,16 @@ def arrow(columns: Columns) -> pa.Table:
     return pa.Table.from_arrays([_array(columns, name, kind) for name, kind in columns.kinds.items()], schema=schema)
 
 
+def restore(files: pafs.FileSystem, folder: str, part: Part, rows: pa.Table) -> bool:
+    """Write the file of a part again, if these are its rows; returns whether they are, to the byte."""
+    content = _parquet(rows)
+    if hashlib.sha256(content).hexdigest() != part.sha256:
+        return False
+    with files.open_output_stream(f"{folder}/{part.file}", compression=None) as stream:
+        stream.write(content)
+    return True
+
+
 def read(path: str) -> pa.Table:
     """The table in a local Parquet file."""
     return pq.ParquetFile(path).read()  # pq.read_table imports pandas

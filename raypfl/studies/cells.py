@@ -13,9 +13,9 @@ from typing import Any
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
 from raypfl.config.assignments import assign, flatten, parse_assignments
+from raypfl.config.identity import deciding
 from raypfl.config.limits import aggregates
 from raypfl.evaluation.masking import with_masks
-from raypfl.runs.identity import deciding
 from raypfl.studies.description import Setting, Study, is_source, merged, plain_label
 
 _STATED = re.compile(r"\{([^{}]+) ([\w.]+)\}")

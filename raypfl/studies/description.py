@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.config.validation import listed, sentences
+from raypfl.config.validation import Mistakes, booleans, listed, sentences
 from raypfl.config.yaml_text import read
 from raypfl.studies import STUDIES
 
@@ -30,6 +30,14 @@ class Quoted(NamedTuple):
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        if lines := booleans(cls.model_fields[name].annotation, value, name):
+            raise Mistakes(lines)
+        return value
 
 
 class Metric(_Part):

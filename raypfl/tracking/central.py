@@ -20,7 +20,10 @@ def record(experiment: Experiment, done: Pretraining) -> None:
         where = experiment_id(client, experiment, uri)
     tags = {"pretraining": str(experiment.model.pretrain)}
     run = client.create_run(where, tags=tags, run_name=done.path.stem).info.run_id
-    for key, value in flatten(done.about).items():
+    settings = done.about["settings"]
+    augmentation, precision = settings["data"]["augmentation"], settings["training"]["precision"]
+    shown = {"seed": settings["seed"], "augmentation": augmentation, "precision": precision}
+    for key, value in flatten(settings["model"] | shown | {"data": done.about["data"]}).items():
         client.log_param(run, key, str(value)[:500])
     for name, number in (("loss", done.loss), ("seconds", done.seconds), ("samples", done.samples)):
         if number is not None and math.isfinite(number):

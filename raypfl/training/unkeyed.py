@@ -36,7 +36,9 @@ def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterato
     NumPy's and Python's streams are checked only if the method's module refers to them, since threads of other
     libraries may draw from them at any time.
     """
-    mentioned = _mentioned(tuple(base.__module__ for base in type(function.__self__).__mro__))
+    modules = tuple(base.__module__ for base in type(function.__self__).__mro__)
+    # A notebook's module grows: what was found in it counts until it has other names.
+    mentioned = _mentioned(modules, tuple(len(vars(sys.modules[name])) for name in modules if name in sys.modules))
     with exclusive:  # another thread that seeds the streams meanwhile would look like this function
         before = _states(device, mentioned)
         yield
@@ -61,8 +63,8 @@ def _states(device: torch.device, mentioned: frozenset[str]) -> dict[str, Any]:
 
 
 @lru_cache
-def _mentioned(modules: tuple[str, ...]) -> frozenset[str]:
-    """Whose streams these modules refer to, except modules of raypfl."""
+def _mentioned(modules: tuple[str, ...], sizes: tuple[int, ...]) -> frozenset[str]:
+    """Whose streams these modules, which have so many names, refer to, except modules of raypfl."""
     names = {name for name in modules if name.partition(".")[0] != "raypfl"} & sys.modules.keys()
     values = [value for name in names for value in vars(sys.modules[name]).values()]
     values += [value.__self__ for value in values if isinstance(value, BuiltinMethodType | MethodType)]

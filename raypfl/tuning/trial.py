@@ -197,17 +197,14 @@ class _Run:
 
     def _go_on_from(self, start: Any) -> bool:
         """Begin with the state that a reported checkpoint is of; returns whether that is another trial's."""
-        from raypfl.runs.result import write_description
-        from raypfl.storage import checkpoint
+        from raypfl.runs.resuming import branch
 
         with start.as_directory() as folder:
             where = json.loads(Path(folder, WHERE).read_text())
-        source = str(Path(where["folder"], "checkpoints"))
-        is_copy = Path(where["folder"]) != self.folder
+        source = Path(where["folder"])
+        is_copy = source != self.folder
         if is_copy:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.adopt(source, where["round"], str(self.folder / "checkpoints"))
-            write_description(self.folder, self.experiment)
+            branch(source, where["round"], self.folder, self.experiment)
         self.reported = where["round"]
         return is_copy
 

@@ -1,4 +1,4 @@
-"""Which experiments have the same result, and whether a folder has the requested run."""
+"""Which experiments have the same result."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raypfl.common.errors import ConfigError
-from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
+from raypfl.config.experiment import Experiment
 
 _NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
 _STAYS = ("name", "output", "checkpoint.location")
@@ -42,21 +41,6 @@ def differences(asked: Experiment, begun: Experiment) -> list[str]:
         for key in {**wanted, **there}
         if wanted.get(key) != there.get(key) and not any(is_in(key, one) for one in settled)
     ]
-
-
-def refuse_another(folder: Path, asked: Experiment, begun: Experiment) -> None:
-    """Raise a ConfigError unless the run in a folder is the requested one."""
-    keys = differences(asked, begun)
-    if asked.checkpoint.location != begun.checkpoint.location:
-        keys.append("checkpoint.location")
-    if keys:
-        wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
-        listed = ", ".join(f"{key} is {there.get(key)!r} there, not {wanted.get(key)!r}" for key in keys[:3])
-        more = f", and {len(keys) - 3} more settings differ" if len(keys) > 3 else ""
-        raise ConfigError(
-            f"{folder} has another run: {listed}{more}. Name another folder, or change the run that is there: "
-            f"`raypfl resume {folder} KEY=VALUE`."
-        )
 
 
 def moved(asked: Experiment, begun: Experiment) -> list[str]:
