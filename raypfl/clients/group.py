@@ -155,12 +155,13 @@ class ClientGroup:
         self.branches.append(branch)
         return visits, self.draws(stream), branch, NoisySum(privacy.clip, privacy.deviation, size)
 
-    def refuse_unprotected(self, called: str) -> None:
-        """Raise a PrivacyError if training data are private, since what `called` computes of them is not."""
-        if self.context.privacy.of_samples:
+    def refuse_moved_statistics(self, before: Tensor, after: Tensor) -> None:
+        """Raise a PrivacyError if a private training changed the network's statistics ``[K, B]``: they get no noise."""
+        if not torch.equal(before, after):
             raise PrivacyError(
-                f"{called} reads clients' training data without noise, so privacy.noise would not hold. Choose a "
-                "method that reads them by clients.sgd and batch.step only, privacy.unit=client, or no privacy."
+                "Training moved statistics of the network, such as running means, which depend on the samples and "
+                "get no noise, so privacy.noise would not hold. Choose a network without them (norm: group), or freeze "
+                "what has them."
             )
 
     def visits(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> Order:

@@ -106,6 +106,7 @@ class Value:
     masked : what `array` is under its masks; None: it has none.
     """
 
+    contributors : under masks, how many clients' rows are not all zeros.
     kind: Literal["each", "sum", "mean"]
     array: np.ndarray
     weight: float
@@ -113,6 +114,7 @@ class Value:
     masked: torch.dtype | None = None
 
 
+    contributors: int = 0
 @dataclass
 class Reply:
     """The result of a group.
@@ -186,9 +188,7 @@ class Worker:
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
         stack, kept = clients.state.stack() if clients.state.changed else (None, None)
-        free = np.zeros(len(clients), np.int64)
-        sums = {name: rows.double().sum().cpu().numpy() for name, rows in clients.logged.items()}
-        logged = {name: Value("mean", total, len(clients), free) for name, total in sums.items()}
+        logged = _logged(clients)
         observed = clients.observer.seen if clients.observer else {}
         spent = [row for branch in clients.branches for row in branch.rows()]
         return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged, observed, spent), stack
@@ -229,7 +229,14 @@ class Worker:
             rows = rows * unmarked(value.weight).double().view(-1, *[1] * (rows.dim() - 1))
         masks = Masks(call.masked, self.context.seed, f"mask {call.exchange} {name}", call.round)
         numbers = numbers_charged(name, True, len(ids), rows[0].numel())
-        return replace(plain, array=masks.sum_of(ids, rows), numbers=numbers, masked=unmarked(value.rows).dtype)
+        contributors = int((rows.reshape(len(rows), -1) != 0).any(1).sum())
+        return replace(
+            plain,
+            array=masks.sum_of(ids, rows),
+            numbers=numbers,
+            masked=unmarked(value.rows).dtype,
+            contributors=contributors,
+        )
 
     def _clipped(self, who: str, name: str, value: object, arguments: Mapping[str, Any]) -> Mean:
         """A mean of updates, each clipped."""
@@ -299,6 +306,17 @@ def _reduced(who: str, name: str, value: object, clients: int) -> Value:
         raise MethodError(f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each.")
     rows = unmarked(value.rows).detach()
     if rows.dim() == 0 or len(rows) != clients:
+def _logged(clients: ClientGroup) -> dict[str, Value]:
+    """The numbers that clients logged, summed up; a client that logged NaN has none."""
+    values = {}
+    for name, rows in clients.logged.items():
+        numbers = rows.double()[~rows.isnan()]
+        if len(numbers):
+            free = np.zeros(len(numbers), np.int64)
+            values[name] = Value("mean", numbers.sum().cpu().numpy(), len(numbers), free)
+    return values
+
+
         raise MethodError(
             f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
             "its first axis must run over them."

@@ -18,7 +18,7 @@ from raypfl.common.user_code import where_defined
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Entry, Phase
-from raypfl.federation.logged import Log
+from raypfl.federation.logged import Log, Logged
 from raypfl.federation.server_training import ServerTraining
 from raypfl.privacy import Spending, server_noise
 from raypfl.storage.tree import flatten
@@ -36,6 +36,11 @@ class _Answer(dict[str, Tensor]):
             f"{self.who} returned {', '.join(map(repr, self)) or 'nothing'}; there is no {name!r}. The reply of "
             f"cohort.run has the names that the function returned: use one of them, or return {{{name!r}: Mean(...)}}."
         )
+
+
+def recorded(cohort: Cohort) -> tuple[dict[int, float], Logged]:
+    """The training loss of each client in a round, and what was logged, for the run's record."""
+    return cohort._losses, cohort._logged
 
 
 class Cohort(Log, ServerTraining):
@@ -69,7 +74,7 @@ class Cohort(Log, ServerTraining):
         self.task = runner.task
         self.context = runner.context
         self.present = np.ones(len(ids), dtype=bool)
-        self.losses: dict[int, float] = {}
+        self._losses: dict[int, float] = {}
         self.failed: dict[int, str] = {}
         Log.__init__(self, analysis)
         self.spent: list[Spending] = []
@@ -80,6 +85,18 @@ class Cohort(Log, ServerTraining):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The mean training loss of each client that reported one."""
+        self._refuse_unprotected("losses")
+        return self._losses
+
+    @property
+    def logged(self) -> Logged:
+        """What was logged so far."""
+        self._refuse_unprotected("logged")
+        return self._logged
 
     def generator(self, stream: str = "") -> torch.Generator:
         """A generator for the server's own draws; the same stream gives the same draws in a round.
@@ -129,7 +146,7 @@ class Cohort(Log, ServerTraining):
             logged.add(group, reply.logged)
             self.spent += reply.spent
             if reply.losses is not None:
-                self.losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
+                self._losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
             for note in reply.notes:
                 self._runner.warn(note)
         self._refuse_empty()
@@ -141,6 +158,7 @@ class Cohort(Log, ServerTraining):
         self._runner.last_exchange = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
 
+        replies.refuse_exposed(where_defined(function))
     @property
     def exchange(self) -> str:
         """What tells the exchange from others of the round."""
@@ -154,6 +172,14 @@ class Cohort(Log, ServerTraining):
         where = (self.round, self._exchanges)
         for name, mean in means.items():
             means[name] = mean + server_noise(mean, privacy, clients, self.task.seed, self.phase + name, *where)
+    def _refuse_unprotected(self, name: str) -> None:
+        privacy = self._runner.privacy
+        if privacy.noise is not None or privacy.secure_aggregation:
+            raise PrivacyError(
+                f"cohort.{name} was measured without noise and masks, for the run's record only. Under privacy.noise "
+                "or privacy.secure_aggregation, a method must not use it: let clients return what the server needs."
+            )
+
         here = [client for client, present in zip(self.ids, self.present, strict=True) if present]
         self.spent += [Spending(client, function, 1.0, 1, len(means)) for client in here if means]
         return means
