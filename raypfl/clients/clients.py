@@ -338,8 +338,13 @@ class Clients:
         """Samples that belong to no client (``data.pools``), in the same mini-batches as ``cohort.pool(name)``."""
         return self._context.pools.pool(name, self.round)
 
-    def evaluate(self, theta: Tensor | Predictor, split: str = "test") -> dict[str, PerClient]:
-        """``samples`` and metrics of each client's model on its own split, by name, ``[K]``; NaN without samples."""
+    def evaluate(self, theta: Tensor | Predictor, split: str) -> dict[str, PerClient]:
+        """``samples`` and metrics of each client's model on its own split, by name, ``[K]``; NaN without samples.
+
+        Parameters
+        ----------
+        split : ``train``, ``val`` or ``test``. Training may not read test samples (:class:`raypfl.Method`).
+        """
         context, models = self._context, theta if isinstance(theta, Predictor) else self._group.rows(theta)
         metric_sums = MetricSums(context.measures)
         sums = metric_sums.of(context.answers(models, self._group.split(split)), len(self))
@@ -372,8 +377,6 @@ class Clients:
             )
 
 
-def _unequal(batches: list[Batch]) -> bool:
-    return len({len(batch.y) for batch in batches}) > 1
 class ProtectedClients(Clients):
     """Clients whose training samples are protected: a name that is not known to protect them is refused."""
 
@@ -388,3 +391,5 @@ class ProtectedClients(Clients):
         )
 
 
+def _unequal(batches: list[Batch]) -> bool:
+    return len({len(batch.y) for batch in batches}) > 1

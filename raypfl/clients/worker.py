@@ -56,6 +56,7 @@ class Call:
     server : the server's state in the same form, if the function may look at it; tensors are fetched on first use.
     observers : numbers of the experiment's analyses that see the local steps.
     masked : all clients of the exchange, if they send sums under masks.
+    training : whether the exchange is part of training.
     """
 
     function: str | Callable[..., Mapping[str, Any]]
@@ -67,6 +68,7 @@ class Call:
     server: Mapping[str, Any] | None = None
     observers: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
+    training: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,17 +106,17 @@ class Value:
     kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
     numbers : ``int64[K]``, how many numbers each client sends; zeros if it is not charged.
     masked : what `array` is under its masks; None: it has none.
+    contributors : under masks, how many clients' rows are not all zeros.
     """
 
-    contributors : under masks, how many clients' rows are not all zeros.
     kind: Literal["each", "sum", "mean"]
     array: np.ndarray
     weight: float
     numbers: np.ndarray
     masked: torch.dtype | None = None
-
-
     contributors: int = 0
+
+
 @dataclass
 class Reply:
     """The result of a group.
@@ -164,7 +166,10 @@ class Worker:
         begun = time.perf_counter()
         name = call.function if isinstance(call.function, str) else "personal model"
         exchange = (name, call.exchange)
-        clients = ClientGroup(self.context, group.clients, call.round, call.lr, states, exchange=exchange)
+        reads_test = not call.training or getattr(self.method, "test_data_in_training", False)
+        clients = ClientGroup(
+            self.context, group.clients, call.round, call.lr, states, exchange=exchange, reads_test=reads_test
+        )
         if call.observers:
             analyses = {number: self.analyses[number] for number in call.observers}
             clients.observer = Observer(self.context, analyses, group.clients, call.round)
@@ -301,11 +306,6 @@ class _ServerState(Mapping[str, Any]):
         return len(self._entries)
 
 
-def _reduced(who: str, name: str, value: object, clients: int) -> Value:
-    if not isinstance(value, Mean | Sum | Each):
-        raise MethodError(f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each.")
-    rows = unmarked(value.rows).detach()
-    if rows.dim() == 0 or len(rows) != clients:
 def _logged(clients: ClientGroup) -> dict[str, Value]:
     """The numbers that clients logged, summed up; a client that logged NaN has none."""
     values = {}
@@ -317,6 +317,11 @@ def _logged(clients: ClientGroup) -> dict[str, Value]:
     return values
 
 
+def _reduced(who: str, name: str, value: object, clients: int) -> Value:
+    if not isinstance(value, Mean | Sum | Each):
+        raise MethodError(f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each.")
+    rows = unmarked(value.rows).detach()
+    if rows.dim() == 0 or len(rows) != clients:
         raise MethodError(
             f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
             "its first axis must run over them."

@@ -136,9 +136,17 @@ class Cohort(Log, ServerTraining):
                 f"The cohort of round {self.round} is one client alone, whose message is the sum: "
                 "privacy.secure_aggregation needs two clients or more in every cohort."
             )
-        observers, exchange = self._runner.observers if self.phase == "training" else (), self.exchange
+        training = self.phase == "training"
+        observers = self._runner.observers if training else ()
         call, groups = self._runner.prepare(
-            name, pairs, self.round, self.lr, arguments, observers=observers, exchange=exchange
+            name,
+            pairs,
+            self.round,
+            self.lr,
+            arguments,
+            observers=observers,
+            exchange=self.exchange,
+            training=training,
         )
         replies, logged = (ReplyAggregator(len(self.ids), self.task.model.device) for _ in range(2))
         for group, reply in self._runner.run(call, groups, self._lose):
@@ -150,6 +158,7 @@ class Cohort(Log, ServerTraining):
             for note in reply.notes:
                 self._runner.warn(note)
         self._refuse_empty()
+        replies.refuse_exposed(where_defined(function))
         for sent, senders in replies.senders.items():
             self._charge("up", sent, senders, replies.sample[sent].array.itemsize)
         self.log(**logged.result())
@@ -158,11 +167,18 @@ class Cohort(Log, ServerTraining):
         self._runner.last_exchange = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
 
-        replies.refuse_exposed(where_defined(function))
     @property
     def exchange(self) -> str:
         """What tells the exchange from others of the round."""
         return f"{self.phase} {self._exchanges}"
+
+    def _refuse_unprotected(self, name: str) -> None:
+        privacy = self._runner.privacy
+        if privacy.noise is not None or privacy.secure_aggregation:
+            raise PrivacyError(
+                f"cohort.{name} was measured without noise and masks, for the run's record only. Under privacy.noise "
+                "or privacy.secure_aggregation, a method must not use it: let clients return what the server needs."
+            )
 
     def _noisy(self, function: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """The means of clients' clipped updates with noise, if clients are protected."""
@@ -172,14 +188,6 @@ class Cohort(Log, ServerTraining):
         where = (self.round, self._exchanges)
         for name, mean in means.items():
             means[name] = mean + server_noise(mean, privacy, clients, self.task.seed, self.phase + name, *where)
-    def _refuse_unprotected(self, name: str) -> None:
-        privacy = self._runner.privacy
-        if privacy.noise is not None or privacy.secure_aggregation:
-            raise PrivacyError(
-                f"cohort.{name} was measured without noise and masks, for the run's record only. Under privacy.noise "
-                "or privacy.secure_aggregation, a method must not use it: let clients return what the server needs."
-            )
-
         here = [client for client, present in zip(self.ids, self.present, strict=True) if present]
         self.spent += [Spending(client, function, 1.0, 1, len(means)) for client in here if means]
         return means
