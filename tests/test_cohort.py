@@ -17,8 +17,10 @@ from raypfl.common.errors import ClientError, EmptyCohort, MethodError
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, unmarked
 from raypfl.federation.ledger import Entry
 from raypfl.federation.settings import FailureSettings
-from raypfl.methods import Method
+from raypfl.methods import FedAvg, Method
+from raypfl.runs.driver import check
 from raypfl.server.evaluator import EvaluationCohort
+from tests.runs import experiment
 from tests.support import Federation, sent_per_client
 
 SIZES = (7, 4, 11, 7, 2)
@@ -512,3 +514,14 @@ def test_training_reads_test_samples_only_if_the_method_declares_it_and_evaluati
 def test_an_evaluation_by_a_method_must_say_on_which_samples():
     with pytest.raises(Exception, match=r"missing 1 required positional argument: 'split'"):
         exchange(federation(lambda clients: clients.evaluate(clients.initial)))
+
+
+class AveragesOnTests(FedAvg):
+    """FedAvg that says that its rounds read test samples."""
+
+    test_data_in_training: ClassVar[bool] = True
+
+
+def test_a_run_warns_that_its_method_trains_on_what_it_is_tested_on(tmp_path):
+    with pytest.warns(UserWarning, match="AveragesOnTests declares test_data_in_training: its rounds may read"):
+        check([experiment(tmp_path, method="tests.test_cohort:AveragesOnTests")])

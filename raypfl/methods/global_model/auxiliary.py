@@ -132,7 +132,7 @@ class Sets(NamedTuple):
 
 
 class OwnImages(Auxiliary):
-    """Auxiliary images of clients, which stay there, but for `pictures`: those of the first client of a cohort are sent.
+    """Auxiliary images of clients, which stay there; for `pictures`, the first client of a cohort sends its own.
 
     Attributes
     ----------
