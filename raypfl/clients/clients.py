@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,9 +61,9 @@ class Clients:
     If ``privacy.noise`` protects samples, only the names in `WITHOUT_CONTENTS` and `WITH_NOISE` can be used.
     """
 
-    def __new__(cls, group: ClientGroup) -> Self:
+    def __new__(cls, group: ClientGroup) -> Clients:
         # No check where nothing is protected: it would cost time with every name that a method uses.
-        return super().__new__(ProtectedClients if group.context.privacy.of_samples else cls)  # type: ignore[type-var]
+        return object.__new__(ProtectedClients if group.context.privacy.of_samples else cls)
 
     def __init__(self, group: ClientGroup):
         self._group = group
