@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +17,10 @@ from raypfl.common.errors import ClientError, EmptyCohort, MethodError
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, unmarked
 from raypfl.federation.ledger import Entry
 from raypfl.federation.settings import FailureSettings
-from raypfl.methods import Method
+from raypfl.methods import FedAvg, Method
+from raypfl.runs.driver import check
+from raypfl.server.evaluator import EvaluationCohort
+from tests.runs import experiment
 from tests.support import Federation, sent_per_client
 
 SIZES = (7, 4, 11, 7, 2)
@@ -35,6 +38,12 @@ class Probe(Method):
 
 def federation(answer: Callable[..., Mapping[str, Any] | None], **options: Any) -> Federation:
     return Federation(sizes=SIZES, method=Probe(answer=answer), **options)
+
+
+class TrainsOnTests(Probe):
+    """A method that says that its rounds read test samples."""
+
+    test_data_in_training: ClassVar[bool] = True
 
 
 def exchange(fed: Federation, ids=None, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -473,3 +482,46 @@ def test_training_losses_are_known_by_client():
     cohort = fed.cohort([0, 2, 3])
     cohort.run(fed.method.reply)
     assert cohort.losses == pytest.approx({0: 0.0, 2: 2.0, 3: 3.0})
+
+
+READS_TEST = {
+    "evaluate": lambda clients: clients.evaluate(clients.initial, "test"),
+    "batches": lambda clients: clients.batches(3, "some", split="test"),
+    "label_counts": lambda clients: clients.label_counts("test"),
+    "class_means": lambda clients: clients.class_means(lambda p, x: x.flatten(1), clients.initial, split="test"),
+}
+
+
+@pytest.mark.parametrize("name", READS_TEST)
+def test_training_reads_test_samples_only_if_the_method_declares_it_and_evaluation_always_may(name):
+    seen = []
+
+    def answer(clients):
+        seen.append(READS_TEST[name](clients))
+
+    fed = federation(answer)
+    fed.context.split = lambda client, split: fed.split[client]
+    with pytest.raises(MethodError, match=r"'reply' asks for clients' test samples in training, so that an evaluation"):
+        exchange(fed)
+    assert not seen
+    EvaluationCohort(fed.runner, range(5), 1, 0.1, unseen=False).run(fed.method.reply)
+    declared = Federation(sizes=SIZES, method=TrainsOnTests(answer=answer))
+    declared.context.split = lambda client, split: declared.split[client]
+    exchange(declared)
+    assert len(seen) == 2
+
+
+def test_an_evaluation_by_a_method_must_say_on_which_samples():
+    with pytest.raises(Exception, match=r"missing 1 required positional argument: 'split'"):
+        exchange(federation(lambda clients: clients.evaluate(clients.initial)))
+
+
+class AveragesOnTests(FedAvg):
+    """FedAvg that says that its rounds read test samples."""
+
+    test_data_in_training: ClassVar[bool] = True
+
+
+def test_a_run_warns_that_its_method_trains_on_what_it_is_tested_on(tmp_path):
+    with pytest.warns(UserWarning, match="AveragesOnTests declares test_data_in_training: its rounds may read"):
+        check([experiment(tmp_path, method="tests.test_cohort:AveragesOnTests")])

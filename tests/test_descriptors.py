@@ -82,7 +82,7 @@ def test_a_client_needs_the_model_of_its_own_descriptor(models):
         return clients.networks["hyper"](pefll.server["hyper"], v).detach()
 
     def accuracy(v: torch.Tensor) -> float:
-        return float(clients.evaluate(raypfl.per_client(made(v)))["accuracy"].nanmean())
+        return float(clients.evaluate(raypfl.per_client(made(v)), "test")["accuracy"].nanmean())
 
     assert accuracy(v) > np.mean([accuracy(v.roll(i, 0)) for i in range(1, 10)])
     shared = made(v.mean(0).expand_as(v))

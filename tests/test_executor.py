@@ -455,7 +455,7 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_clients_without_test_samples_score_nothing(executor):
     clients = Federation(executor=executor).clients()
-    judged = clients.evaluate(clients.initial)
+    judged = clients.evaluate(clients.initial, split="test")
     assert judged["samples"].tolist() == [0] * 4 and judged["accuracy"].isnan().all()
 
 

@@ -245,6 +245,22 @@ def test_the_ledger_has_one_extra_model_down_for_the_server_side_and_for_a_globa
             assert (downs, ups) == (down[round] * size, size)
 
 
+@pytest.mark.parametrize("name", ["fedptr", "extra-images"])
+def test_a_clients_images_leave_it_only_if_pictures_are_asked_for_and_are_then_charged(name, tmp_path):
+    method = {"name": name, "per_class": 2}
+    quiet, shown = (
+        raypfl.run(experiment(tmp_path, method=method | options, rounds=3, evaluation__every=0))
+        for options in ({}, {"pictures": 2})
+    )
+    assert quiet.images.num_rows == 0 and set(quiet.ledger["name"].to_pylist()) == {"theta"}
+    assert shown.images["round"].to_pylist() == [1, 3] and shown.weights_hash == quiet.weights_hash
+    sent = [row for row in shown.ledger.to_pylist() if row["name"] == "pictures"]
+    assert [(row["round"], row["direction"], row["clients"], row["numbers"]) for row in sent] == [
+        (1, "up", 1, 10 * 2 * 64),
+        (3, "up", 1, 10 * 2 * 64),
+    ]
+
+
 @both
 @each_side
 def test_a_matching_that_diverges_is_survived_and_counted(side, executor):

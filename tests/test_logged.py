@@ -51,12 +51,14 @@ def test_clients_numbers_come_up_as_their_mean_over_the_cohort_uncharged(group_s
     def answer(clients):
         clients.log(id=ids_of(clients) + 9)
         clients.log(id=ids_of(clients), samples=clients.num_samples)
+        clients.log(some=torch.where(ids_of(clients) > 0, ids_of(clients), torch.nan), none=ids_of(clients) / 0 * 0)
 
     fed = federation(answer, group_size=group_size)
     cohort = fed.cohort([0, 1, 4])
     cohort.run(fed.method.reply)
     assert cohort.logged.values == {
         "id": pytest.approx(5 / 3),
+        "some": 2.5,
         "samples": pytest.approx(np.mean([SIZES[k] for k in (0, 1, 4)])),
     }
     assert fed.ledger.entries == []

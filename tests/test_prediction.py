@@ -259,7 +259,7 @@ def test_nearest_neighbours_vote_as_they_do_by_hand_also_where_some_clients_have
     fed = Federation(sizes=sizes, executor=executor, method=method)
     fed.context.split = lambda client, name: fed.split[client] if name == "train" else fed.split[3 - client]
     theta, clients = fed.model.init(1), fed.clients()
-    found = clients.evaluate(method.personal_model(clients, {"theta": theta}))
+    found = clients.evaluate(method.personal_model(clients, {"theta": theta}), "test")
     for k in range(4):
         x, y = fed.samples(3 - k)
         chances = votes(fed, method, theta, k, x)
@@ -297,6 +297,8 @@ def test_what_a_predictor_gets_wrong_is_said_in_a_sentence(executor):
     with pytest.raises(MethodError, match=r"marked so are \{'theta': 1, 'rows': 4\}"):
         Predictor(predict, theta=per_client(theta[None]), rows=rows)
     with pytest.raises(MethodError, match=r"predict .* returned \[3\] for 4 samples"):
-        clients.evaluate(Predictor(predict, theta=theta, rows=rows))
+        clients.evaluate(Predictor(predict, theta=theta, rows=rows), "test")
     with pytest.raises(MethodError, match=r"the function of a Predictor: Predictor\(function, memory=rows\)"):
-        clients.evaluate(Predictor(lambda x, theta, bias: clients.model(theta, x) + rows, theta=theta, bias=rows))
+        clients.evaluate(
+            Predictor(lambda x, theta, bias: clients.model(theta, x) + rows, theta=theta, bias=rows), "test"
+        )

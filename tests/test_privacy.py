@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import raypfl
-from raypfl import Experiment, Result, resume, run
-from raypfl.common.errors import ConfigError
+from raypfl import Experiment, Mean, Result, resume, run
+from raypfl.clients.clients import WITH_NOISE, WITHOUT_CONTENTS
+from raypfl.common.errors import ConfigError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
 from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
+from raypfl.objectives.batch import Batch
 from raypfl.privacy import NoisySum, PrivacySettings
 from raypfl.privacy.accounting import ALL, accounted, epsilon
 from raypfl.results.compared import group_runs
@@ -24,7 +26,7 @@ from raypfl.results.epsilons import epsilons, sentence
 from raypfl.runs.driver import check
 from raypfl.training.batches import order, sampled_order
 from raypfl.training.loss import LocalLoss
-from tests.support import EXECUTORS, FP64, Federation, as_module, both, close, starts_of
+from tests.support import CLASSES, EXECUTORS, FP64, SHAPE, Federation, as_module, both, close, starts_of
 
 CLIPS = PrivacySettings(noise=0.0, clip=0.3)
 NOISY = PrivacySettings(noise=1.0, clip=1.0)
@@ -164,8 +166,116 @@ def test_a_method_that_reads_training_data_without_noise_is_refused(method):
     if isinstance(method, MTL):
         fed.play(None)  # it trains by clients.sgd only
     else:
-        with pytest.raises(Exception, match="reads clients' training data without noise"):
+        with pytest.raises(Exception, match="reads clients' data without noise"):
             fed.play(None)
+
+
+REFUSED = {"batches", "class_means", "evaluate", "grad", "label_counts", "losses", "map", "vjp"}
+"""What a method may not use of `clients` if samples are protected."""
+
+CALLS = {
+    "compute": lambda f: f(lambda rows: [rows + 1], torch.arange(4.0)),
+    "generators": lambda f: [g.initial_seed() for g in f("stream")],
+    "log": lambda f: f(lr=torch.ones(4)),
+    "logits": lambda f: f(STEEP, torch.ones(2, *SHAPE, dtype=torch.float64)),
+    "loss": lambda f: f(STEEP, Batch(torch.ones(1, *SHAPE).double(), torch.tensor([1]), torch.ones(1).double())),
+    "num_steps": lambda f: f(),
+    "other": lambda f: f(STEEP).theta,
+    "pool": lambda f: [*next(iter(f("auxiliary").batches(3)))],
+    "randn": lambda f: f(3),
+    "state": list,
+    "weights": lambda f: f("samples"),
+}
+"""How each name of `clients` that is not a plain value is asked what it tells."""
+
+STEEP = torch.linspace(-1, 1, 183, dtype=torch.float64)
+
+
+def other_contents(**options) -> Federation:
+    """A federation whose clients have as many samples as others, but no sample of them."""
+    fed = Federation(**options)
+    own = slice(0, sum(fed.sizes))
+    fed.inputs[own] = 16 - fed.inputs[own]
+    fed.labels[own] = (fed.labels[own] + 1) % CLASSES
+    return fed
+
+
+def test_every_public_name_of_clients_is_refused_under_noise_or_tells_nothing_of_the_samples():
+    clients, twins = (made(privacy=NOISY).clients() for made in (Federation, other_contents))
+    plain = Federation().clients()
+    names = {name for name in dir(plain) if not name.startswith("_")}
+    assert names == WITHOUT_CONTENTS | WITH_NOISE | REFUSED, "a name is new: does it read clients' samples?"
+    for name in REFUSED:
+        with pytest.raises(PrivacyError, match=rf"^clients\.{name} reads clients' data without noise"):
+            getattr(clients, name)
+        getattr(plain, name)
+    for name in WITHOUT_CONTENTS - {"model", "networks"}:  # the same function of a vector for all
+        ask = CALLS.get(name, lambda value: value)
+        told, again = (ask(getattr(group, name)) for group in (clients, twins))
+        if isinstance(told, Tensor):
+            assert torch.equal(told, again), name
+        else:
+            assert str(told) == str(again), name
+    batch = next(clients.minibatches())
+    assert {name for name in dir(batch) if not name.startswith("_")} == {"active", "step"}
+
+
+def test_every_public_name_of_a_cohort_is_classified_and_what_is_measured_without_noise_is_for_the_record_only():
+    closed = {"losses", "logged"}
+    open_names = {
+        *("context", "exchange", "failed", "ids", "lr", "phase", "present", "round", "spent", "task", "unseen"),
+        *("descend", "generator", "log", "log_image", "log_table", "other", "pool", "progress", "run", "sgd"),
+    }
+    fed = Federation(privacy=NOISY, method=FedAvg())
+    fed.play(None)
+    assert {name for name in dir(fed.cohorts[0]) if not name.startswith("_")} == closed | open_names
+    for privacy in (NOISY, replace(NOISY, unit="client"), PrivacySettings(secure_aggregation=True)):
+        cohort = Federation(privacy=privacy, method=FedAvg()).cohort()
+        for name in closed:
+            with pytest.raises(PrivacyError, match=rf"^cohort\.{name} was measured without noise and masks"):
+                getattr(cohort, name)
+
+
+class SendsItsLosses(FedAvg):
+    """FedAvg whose clients weigh themselves by how well they trained."""
+
+    def train(self, clients, theta):
+        trained = clients.sgd(clients.loss, theta)
+        return {"theta": Mean(trained, weight=1 / clients.losses)}
+
+
+class SendsItsAccuracy(FedAvg):
+    """FedAvg whose clients send how well the model fits their samples."""
+
+    def train(self, clients, theta):
+        return super().train(clients, theta) | {"fit": Mean(clients.evaluate(theta, split="train")["accuracy"])}
+
+
+class WeighsByLosses(FedAvg):
+    """FedAvg whose server looks at every client's training loss."""
+
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        server["worst"] = max(cohort.losses.values())
+
+
+class Tracking(torch.nn.Module):
+    """A network whose normalisation keeps running statistics, without mixing samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.InstanceNorm2d(2, track_running_stats=True)
+        self.head = torch.nn.Linear(32, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x).flatten(1))
+
+
+@pytest.mark.parametrize("method", [FedAvg(), PFedMe()], ids=["sgd", "batch.step"])
+def test_statistics_that_samples_move_without_noise_are_refused(method):
+    fed = Federation(factory=Tracking, executor="sequential", privacy=NOISY, method=method)
+    with pytest.raises(PrivacyError, match="Training moved statistics of the network"):
+        fed.play(None)
 
 
 def test_the_accountant_is_above_the_exact_curve_and_close_to_published_values():
@@ -297,12 +407,23 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
     ("settings", "match"),
     [
         (["privacy.unit=client"], r"^FedAvg\.train .*set method\.weighting=uniform"),
-        (["method=fednh"], "reads clients' training data without noise"),
-        (["method=knn-per"], "clients.map reads clients' training data without noise"),
+        (["method=fednh"], "reads clients' data without noise"),
+        (["method=knn-per"], "clients.map reads clients' data without noise"),
         (["method=pfedhn", "privacy.secure_aggregation=true"], "'step' as a row for each client"),
         (["privacy.secure_aggregation=true", "cohort.size=1"], "is one client alone"),
+        (["method=tests.test_privacy:SendsItsLosses"], "clients.losses reads clients' data without noise"),
+        (["method=tests.test_privacy:SendsItsAccuracy"], "clients.evaluate reads clients' data without noise"),
+        (["method=tests.test_privacy:WeighsByLosses"], "cohort.losses was measured without noise"),
+        (["method=fedptr"], "clients.batches reads clients' data without noise"),
+        (
+            ["method=fedptr", "method.pictures=5", "privacy.noise=null", "privacy.secure_aggregation=true"],
+            "returned 'pictures' with zeros, or a weight of zero, for all clients of the cohort but one",
+        ),
     ],
-    ids=["weights", "its round", "its prediction", "rows", "a cohort of one"],
+    ids=[
+        *("weights", "its round", "its prediction", "rows", "a cohort of one"),
+        *("losses", "fit", "losses on the server", "own images", "pictures"),
+    ],
 )
 def test_a_method_that_does_not_let_privacy_hold_is_refused_before_anything_is_written(tmp_path, settings, match):
     refused = experiment(tmp_path, *settings)

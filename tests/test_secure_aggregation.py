@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypfl import Experiment
-from raypfl.common.errors import ConfigError, RaypflError
+from raypfl import Experiment, Mean, Sum, per_client
+from raypfl.common.errors import ConfigError, PrivacyError, RaypflError
 from raypfl.federation import cohort as module
 from raypfl.federation.aggregation import ReplyAggregator
-from raypfl.methods import Ditto, FedAvg, PerAda, PFedHN, Scaffold
+from raypfl.methods import Ditto, FedAvg, FedPTR, PerAda, PFedHN, Scaffold
 from raypfl.privacy import Masks, PrivacySettings, unmasked
 from raypfl.privacy.masks import FRACTION_BITS
 from tests.runs import experiment
@@ -89,6 +89,43 @@ def test_peradas_server_needs_sums_only_if_clients_send_the_logits_too_which_are
     close(secure.server["theta"], plain.server["theta"], 1e-3)
     sent = {entry.name: entry.numbers for entry in secure.ledger.entries if entry.direction == "up"}
     assert sent == {"theta": secure.model.size, "logits": 8 * CLASSES}
+
+
+class Exposed(FedAvg):
+    """FedAvg in which client 2 alone sends a number, in one of three ways."""
+
+    way: str = ""
+
+    def train(self, clients, theta):
+        alone = per_client(torch.tensor([float(client == 2) for client in clients.ids]))
+        ways = {"sum": Sum(5 * alone), "mean": Mean(clients.num_samples, weight=alone), "group": Sum(alone + 1)}
+        reply = {"number": ways[self.way]} if self.way != "group" or 2 in clients.ids else {}
+        return super().train(clients, theta) | reply
+
+
+@pytest.mark.parametrize("group_size", [1, None])
+@pytest.mark.parametrize("way", ["sum", "mean", "group"])
+def test_a_sum_that_is_one_clients_own_message_is_refused(way, group_size):
+    method = Exposed(way=way)
+    said = {
+        "sum": r"returned 'number' with zeros, or a weight of zero, for all clients of the cohort but one",
+        "mean": r"returned 'number' with zeros, or a weight of zero, for all clients of the cohort but one",
+        "group": r"returned 'number' for 1 of the cohort's 4 clients",
+    }
+    if way == "group" and group_size is None:
+        played(method, None, privacy=SECURE, group_size=None)  # there is a number of every client
+        return
+    with pytest.raises(PrivacyError, match=said[way]):
+        played(method, None, privacy=SECURE, group_size=group_size)
+    played(method, None, group_size=group_size)
+
+
+def test_fedptr_sends_sums_only_also_where_one_client_alone_matches():
+    method = FedPTR(lam=0.5, per_class=1, outer_steps=2, inner_steps=3, window=1, image_lr=10.0)
+    rounds = [[0, 1], [0, 2], [0, 3]]  # client 0 alone has a full window in the last one
+    secure, plain = (played(method, *rounds, privacy=privacy) for privacy in (SECURE, PrivacySettings()))
+    close(secure.server["theta"], plain.server["theta"], 1e-5)
+    assert plain.cohorts[-1].logged.values["matching_failed"] == 0
 
 
 def test_what_masks_cannot_hide_or_hold_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.minibatches import MiniBatch, MiniBatches
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.models.extras import Other
@@ -25,6 +25,18 @@ from raypfl.training.executor import Executor
 from raypfl.training.loss import LocalLoss, Loss, Report
 from raypfl.training.pool import Pool
 from raypfl.training.vectorised import Vectorised
+
+WITHOUT_CONTENTS = frozenset(
+    {
+        *("device", "ids", "initial", "input_shape", "lr", "model", "networks", "num_classes", "num_samples"),
+        *("objective", "round", "seed", "state", "training"),
+        *("compute", "generators", "log", "logits", "loss", "num_steps", "other", "pool", "randn", "weights"),
+    }
+)
+"""Names of `Clients` whose values do not depend on what a client's samples are, only on how many there are."""
+
+WITH_NOISE = frozenset({"minibatches", "sgd"})
+"""Names of `Clients` that read training samples by DP-SGD, if they are protected."""
 
 
 class Clients:
@@ -45,7 +57,13 @@ class Clients:
     input_shape : of one sample, such as ``(C, H, W)``.
     seed : of the run.
     device : where the group computes.
+
+    If ``privacy.noise`` protects samples, only the names in `WITHOUT_CONTENTS` and `WITH_NOISE` can be used.
     """
+
+    def __new__(cls, group: ClientGroup) -> Clients:
+        # No check where nothing is protected: it would cost time with every name that a method uses.
+        return object.__new__(ProtectedClients if group.context.privacy.of_samples else cls)
 
     def __init__(self, group: ClientGroup):
         self._group = group
@@ -103,7 +121,6 @@ class Clients:
         MethodError : if targets are numbers or tokens.
         """
         self._refuse_without_classes("label_counts")
-        self._group.refuse_unprotected("clients.label_counts")
         labels = [self._context.samples.labels_of(where) for where in self._group.split(split)]
         rows = [y.sum(0) if y.dim() > 1 else torch.bincount(y, minlength=self.num_classes) for y in labels]
         return per_client(torch.stack(rows).to(self.model.dtype))
@@ -209,6 +226,8 @@ class Clients:
             group.trainer(local_loss, rows, visits, extras),
             lambda e: e.sgd(local_loss, rows, group.samples("train"), visits, update, keys, extras, added, observe),
         )
+        if rule is not None:
+            group.refuse_moved_statistics(self.model.buffers(rows), self.model.buffers(trained))
         group.report(trained, losses if report is not None and visits.index.shape[1] else None)
         trained = trained if moving is None else torch.where(moving, trained, rows)
         if observe is not None:
@@ -232,7 +251,6 @@ class Clients:
         `batches` is what :meth:`batches` gave; None: all training samples of each client.
         """
         group, local_loss = self._group, LocalLoss(self.model, loss)
-        group.refuse_unprotected("clients.grad")
         keys, chosen, rows = group.draws(), batches or group.whole("train"), group.rows(at)
         extras = group.extras(extras)
         executor = group.executor_for(local_loss, rows[0], chosen[0].some, _unequal(chosen), extras, train=True)
@@ -245,7 +263,6 @@ class Clients:
         each sample, ``[b, ...]``, the result is ``[K, b, ...]`` for the largest b, padded with zeros.
         """
         group = self._group
-        group.refuse_unprotected("clients.map")
         keys, chosen, rows = group.draws(), batches or group.whole("train"), group.rows(at)
         extras = group.extras(extras)
         with self._context.evaluating():
@@ -278,7 +295,6 @@ class Clients:
 
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
         """A random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream."""
-        self._group.refuse_unprotected("clients.batches")
         samples = self._group.samples(split)
         visits = order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
         positions = [torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]]) for k in range(len(self))]
@@ -322,8 +338,13 @@ class Clients:
         """Samples that belong to no client (``data.pools``), in the same mini-batches as ``cohort.pool(name)``."""
         return self._context.pools.pool(name, self.round)
 
-    def evaluate(self, theta: Tensor | Predictor, split: str = "test") -> dict[str, PerClient]:
-        """``samples`` and metrics of each client's model on its own split, by name, ``[K]``; NaN without samples."""
+    def evaluate(self, theta: Tensor | Predictor, split: str) -> dict[str, PerClient]:
+        """``samples`` and metrics of each client's model on its own split, by name, ``[K]``; NaN without samples.
+
+        Parameters
+        ----------
+        split : ``train``, ``val`` or ``test``. Training may not read test samples (:class:`raypfl.Method`).
+        """
         context, models = self._context, theta if isinstance(theta, Predictor) else self._group.rows(theta)
         metric_sums = MetricSums(context.measures)
         sums = metric_sums.of(context.answers(models, self._group.split(split)), len(self))
@@ -334,7 +355,8 @@ class Clients:
     def log(self, **rows: Tensor) -> None:
         """Log numbers ``[K]``, one per client; the run keeps their mean over the cohort, by round.
 
-        They are reduced on the actors and not charged. Numbers logged during evaluation are not kept.
+        NaN stands for a client that has nothing to log, and is left out of the mean. The numbers are reduced on the
+        actors and not charged. Numbers logged during evaluation are not kept.
         """
         for name, values in rows.items():
             if values.shape != (len(self),):
@@ -353,6 +375,20 @@ class Clients:
                 f"clients.{called} counts classes, but the targets here are {self.objective.targets}. A method that "
                 "needs classes says `objectives: ClassVar = (Classification,)`, and is then refused such data."
             )
+
+
+class ProtectedClients(Clients):
+    """Clients whose training samples are protected: a name that is not known to protect them is refused."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("_") or name in WITHOUT_CONTENTS or name in WITH_NOISE:
+            return value
+        raise PrivacyError(
+            f"clients.{name} reads clients' data without noise, so privacy.noise would not hold. Choose a method, or "
+            "an option of this one, that reads them by clients.sgd and batch.step only, privacy.unit=client, or no "
+            "privacy."
+        )
 
 
 def _unequal(batches: list[Batch]) -> bool:

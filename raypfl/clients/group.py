@@ -36,6 +36,7 @@ class ClientGroup:
     logged : name -> ``[K]`` numbers that the clients logged.
     observer : shows local steps to analyses; None: none is due.
     exchange : the client function, and what tells this exchange from others of the round.
+    reads_test : whether clients' test samples may be read.
     branches : the private trainings so far.
     """
 
@@ -48,6 +49,7 @@ class ClientGroup:
         states: list[Mapping[str, np.ndarray]] | None = None,
         read_only: bool = False,
         exchange: tuple[str, str] = ("", ""),
+        reads_test: bool = True,
     ):
         self.context = context
         self.model = context.model
@@ -59,6 +61,7 @@ class ClientGroup:
         self.logged: dict[str, Tensor] = {}
         self.observer: Observer | None = None
         self.exchange = exchange
+        self.reads_test = reads_test
         self.branches: list[Branch] = []
         self._samples: dict[str, GroupSamples] = {}
         self._shared: set[int] = set()
@@ -77,9 +80,11 @@ class ClientGroup:
     def alone(self, k: int, read_only: bool = False) -> ClientGroup:
         """The k-th client as a group of one; see :class:`ClientState` for `read_only`."""
         states = [self.state._rows[k]]
-        one = ClientGroup(self.context, (self.ids[k],), self.round, self.lr, states, read_only, self.exchange)
-        one.branches = self.branches
-        return one
+        client = ClientGroup(
+            self.context, (self.ids[k],), self.round, self.lr, states, read_only, self.exchange, self.reads_test
+        )
+        client.branches = self.branches
+        return client
 
     def received(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors from the server: as extras, their first axis does not run over clients."""
@@ -93,7 +98,18 @@ class ClientGroup:
         return self.context.objective.loss(outputs, batch)
 
     def split(self, name: str) -> list[np.ndarray]:
-        """Numbers of the samples in each client's split, ``int64[n]`` per client."""
+        """Numbers of the samples in each client's split, ``int64[n]`` per client.
+
+        Raises
+        ------
+        MethodError : if these are test samples, and training must not read them.
+        """
+        if name == "test" and not self.reads_test:
+            raise MethodError(
+                f"The client function {self.exchange[0]!r} asks for clients' test samples in training, so that an "
+                "evaluation on them would test nothing. Use split='train', or split='val' with data.val_fraction. A "
+                "method that is meant to train on test samples declares `test_data_in_training: ClassVar[bool] = True`."
+            )
         return [self.context.split(client, name) for client in self.ids]
 
     def samples(self, split: str) -> GroupSamples:
@@ -155,12 +171,13 @@ class ClientGroup:
         self.branches.append(branch)
         return visits, self.draws(stream), branch, NoisySum(privacy.clip, privacy.deviation, size)
 
-    def refuse_unprotected(self, called: str) -> None:
-        """Raise a PrivacyError if training data are private, since what `called` computes of them is not."""
-        if self.context.privacy.of_samples:
+    def refuse_moved_statistics(self, before: Tensor, after: Tensor) -> None:
+        """Raise a PrivacyError if a private training changed the network's statistics ``[K, B]``: they get no noise."""
+        if not torch.equal(before, after):
             raise PrivacyError(
-                f"{called} reads clients' training data without noise, so privacy.noise would not hold. Choose a "
-                "method that reads them by clients.sgd and batch.step only, privacy.unit=client, or no privacy."
+                "Training moved statistics of the network, such as running means, which depend on the samples and "
+                "get no noise, so privacy.noise would not hold. Choose a network without them (norm: group), or freeze "
+                "what has them."
             )
 
     def visits(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> Order:

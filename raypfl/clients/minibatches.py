@@ -151,6 +151,8 @@ class MiniBatch:
         memory = trained.memories[update.optimizer]
         active = {name: self._mine(kept) for name, kept in memory.items()}
         update.step_(moved[:, :size], gradient, active)
+        if self._steps.rule is not None:
+            group.refuse_moved_statistics(moved[:, size:], statistics)
         moved[:, size:] = statistics
         if not self._everybody:
             for name, kept in memory.items():

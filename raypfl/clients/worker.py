@@ -56,6 +56,7 @@ class Call:
     server : the server's state in the same form, if the function may look at it; tensors are fetched on first use.
     observers : numbers of the experiment's analyses that see the local steps.
     masked : all clients of the exchange, if they send sums under masks.
+    training : whether the exchange is part of training.
     """
 
     function: str | Callable[..., Mapping[str, Any]]
@@ -67,6 +68,7 @@ class Call:
     server: Mapping[str, Any] | None = None
     observers: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
+    training: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,7 @@ class Value:
     kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
     numbers : ``int64[K]``, how many numbers each client sends; zeros if it is not charged.
     masked : what `array` is under its masks; None: it has none.
+    contributors : under masks, how many clients' rows are not all zeros.
     """
 
     kind: Literal["each", "sum", "mean"]
@@ -113,6 +116,7 @@ class Value:
     weight: float
     numbers: np.ndarray
     masked: torch.dtype | None = None
+    contributors: int = 0
 
 
 @dataclass
@@ -164,7 +168,10 @@ class Worker:
         begun = time.perf_counter()
         name = call.function if isinstance(call.function, str) else "personal model"
         exchange = (name, call.exchange)
-        clients = ClientGroup(self.context, group.clients, call.round, call.lr, states, exchange=exchange)
+        reads_test = not call.training or getattr(self.method, "test_data_in_training", False)
+        clients = ClientGroup(
+            self.context, group.clients, call.round, call.lr, states, exchange=exchange, reads_test=reads_test
+        )
         if call.observers:
             analyses = {number: self.analyses[number] for number in call.observers}
             clients.observer = Observer(self.context, analyses, group.clients, call.round)
@@ -188,9 +195,7 @@ class Worker:
         losses = None if clients.losses is None else clients.losses.cpu().numpy()
         notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
         stack, kept = clients.state.stack() if clients.state.changed else (None, None)
-        free = np.zeros(len(clients), np.int64)
-        sums = {name: rows.double().sum().cpu().numpy() for name, rows in clients.logged.items()}
-        logged = {name: Value("mean", total, len(clients), free) for name, total in sums.items()}
+        logged = _logged(clients)
         observed = clients.observer.seen if clients.observer else {}
         spent = [row for branch in clients.branches for row in branch.rows()]
         return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged, observed, spent), stack
@@ -231,7 +236,14 @@ class Worker:
             rows = rows * unmarked(value.weight).double().view(-1, *[1] * (rows.dim() - 1))
         masks = Masks(call.masked, self.context.seed, f"mask {call.exchange} {name}", call.round)
         numbers = numbers_charged(name, True, len(ids), rows[0].numel())
-        return replace(plain, array=masks.sum_of(ids, rows), numbers=numbers, masked=unmarked(value.rows).dtype)
+        contributors = int((rows.reshape(len(rows), -1) != 0).any(1).sum())
+        return replace(
+            plain,
+            array=masks.sum_of(ids, rows),
+            numbers=numbers,
+            masked=unmarked(value.rows).dtype,
+            contributors=contributors,
+        )
 
     def _clipped(self, who: str, name: str, value: object, arguments: Mapping[str, Any]) -> Mean:
         """A mean of updates, each clipped."""
@@ -294,6 +306,17 @@ class _ServerState(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _logged(clients: ClientGroup) -> dict[str, Value]:
+    """The numbers that clients logged, summed up; a client that logged NaN has none."""
+    values = {}
+    for name, rows in clients.logged.items():
+        numbers = rows.double()[~rows.isnan()]
+        if len(numbers):
+            free = np.zeros(len(numbers), np.int64)
+            values[name] = Value("mean", numbers.sum().cpu().numpy(), len(numbers), free)
+    return values
 
 
 def _reduced(who: str, name: str, value: object, clients: int) -> Value:

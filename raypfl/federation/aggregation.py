@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.worker import Group, Value
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.privacy import unmasked
 
 
@@ -26,6 +26,7 @@ class ReplyAggregator:
     def __init__(self, clients: int, device: torch.device):
         self.sample: dict[str, Value] = {}
         self.senders: dict[str, Counter[int]] = {}
+        self._contributors: Counter[str] = Counter()
         self._clients = clients
         self._device = device
         self._sums: dict[str, np.ndarray] = {}
@@ -35,6 +36,7 @@ class ReplyAggregator:
         for name, value in values.items():
             self.sample.setdefault(name, value)
             self.senders.setdefault(name, Counter()).update(value.numbers.tolist())
+            self._contributors[name] += value.contributors
             if value.kind == "each":
                 rows = self._sums.setdefault(name, np.zeros((self._clients, *value.array.shape[1:]), value.array.dtype))
                 rows[group.positions] = value.array
@@ -44,6 +46,22 @@ class ReplyAggregator:
             else:
                 self._sums[name] = np.array(value.array)
                 self._weights[name] = value.weight
+
+    def refuse_exposed(self, who: str) -> None:
+        """Raise a PrivacyError if masks do not hide a client's message, of those that the function `who` returned."""
+        for name in (name for name, value in self.sample.items() if value.masked is not None):
+            senders = self.senders[name].total()
+            if senders < self._clients:
+                raise PrivacyError(
+                    f"{who} returned {name!r} for {senders} of the cohort's {self._clients} clients, but the masks of "
+                    "privacy.secure_aggregation cancel only in a sum over all of them; return it for every client."
+                )
+            if self._contributors[name] == 1:
+                raise PrivacyError(
+                    f"{who} returned {name!r} with zeros, or a weight of zero, for all clients of the cohort but one, "
+                    "so that the sum is this client's own message, which privacy.secure_aggregation is to hide. Choose "
+                    "a method, or an option of this one, with which all clients contribute, or set it to false."
+                )
 
     def result(self) -> dict[str, Tensor]:
         """The cohort's reply by name.

@@ -18,7 +18,7 @@ from raypfl.common.user_code import where_defined
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Entry, Phase
-from raypfl.federation.logged import Log
+from raypfl.federation.logged import Log, Logged
 from raypfl.federation.server_training import ServerTraining
 from raypfl.privacy import Spending, server_noise
 from raypfl.storage.tree import flatten
@@ -36,6 +36,11 @@ class _Answer(dict[str, Tensor]):
             f"{self.who} returned {', '.join(map(repr, self)) or 'nothing'}; there is no {name!r}. The reply of "
             f"cohort.run has the names that the function returned: use one of them, or return {{{name!r}: Mean(...)}}."
         )
+
+
+def recorded(cohort: Cohort) -> tuple[dict[int, float], Logged]:
+    """The training loss of each client in a round, and what was logged, for the run's record."""
+    return cohort._losses, cohort._logged
 
 
 class Cohort(Log, ServerTraining):
@@ -69,7 +74,7 @@ class Cohort(Log, ServerTraining):
         self.task = runner.task
         self.context = runner.context
         self.present = np.ones(len(ids), dtype=bool)
-        self.losses: dict[int, float] = {}
+        self._losses: dict[int, float] = {}
         self.failed: dict[int, str] = {}
         Log.__init__(self, analysis)
         self.spent: list[Spending] = []
@@ -80,6 +85,18 @@ class Cohort(Log, ServerTraining):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The mean training loss of each client that reported one."""
+        self._refuse_unprotected("losses")
+        return self._losses
+
+    @property
+    def logged(self) -> Logged:
+        """What was logged so far."""
+        self._refuse_unprotected("logged")
+        return self._logged
 
     def generator(self, stream: str = "") -> torch.Generator:
         """A generator for the server's own draws; the same stream gives the same draws in a round.
@@ -119,9 +136,17 @@ class Cohort(Log, ServerTraining):
                 f"The cohort of round {self.round} is one client alone, whose message is the sum: "
                 "privacy.secure_aggregation needs two clients or more in every cohort."
             )
-        observers, exchange = self._runner.observers if self.phase == "training" else (), self.exchange
+        training = self.phase == "training"
+        observers = self._runner.observers if training else ()
         call, groups = self._runner.prepare(
-            name, pairs, self.round, self.lr, arguments, observers=observers, exchange=exchange
+            name,
+            pairs,
+            self.round,
+            self.lr,
+            arguments,
+            observers=observers,
+            exchange=self.exchange,
+            training=training,
         )
         replies, logged = (ReplyAggregator(len(self.ids), self.task.model.device) for _ in range(2))
         for group, reply in self._runner.run(call, groups, self._lose):
@@ -129,10 +154,11 @@ class Cohort(Log, ServerTraining):
             logged.add(group, reply.logged)
             self.spent += reply.spent
             if reply.losses is not None:
-                self.losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
+                self._losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
             for note in reply.notes:
                 self._runner.warn(note)
         self._refuse_empty()
+        replies.refuse_exposed(where_defined(function))
         for sent, senders in replies.senders.items():
             self._charge("up", sent, senders, replies.sample[sent].array.itemsize)
         self.log(**logged.result())
@@ -145,6 +171,14 @@ class Cohort(Log, ServerTraining):
     def exchange(self) -> str:
         """What tells the exchange from others of the round."""
         return f"{self.phase} {self._exchanges}"
+
+    def _refuse_unprotected(self, name: str) -> None:
+        privacy = self._runner.privacy
+        if privacy.noise is not None or privacy.secure_aggregation:
+            raise PrivacyError(
+                f"cohort.{name} was measured without noise and masks, for the run's record only. Under privacy.noise "
+                "or privacy.secure_aggregation, a method must not use it: let clients return what the server needs."
+            )
 
     def _noisy(self, function: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """The means of clients' clipped updates with noise, if clients are protected."""

@@ -88,6 +88,7 @@ class GroupRunner:
         server: Mapping[str, Any] | None = None,
         observers: tuple[int, ...] = (),
         exchange: str = "",
+        training: bool = False,
     ) -> tuple[Call, list[Group]]:
         """The call and the groups of an exchange.
 
@@ -97,6 +98,7 @@ class GroupRunner:
         cut_for : instead of the run's own.
         server : the server's state, which the function gets as `server` and fetches entry by entry. It is not charged.
         exchange : what tells it from others of the round.
+        training : whether it is part of training.
         """
         to_all, tensors = flatten({n: a for n, a in arguments.items() if not isinstance(a, Scatter)})
         rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
@@ -119,7 +121,7 @@ class GroupRunner:
         entries, on_demand = (None, {}) if server is None else flatten(dict(server), "server")
         sent = self._broadcasts.sent(tensors, round, on_demand)
         masked = tuple(ids.tolist()) if self.privacy.secure_aggregation and isinstance(function, str) else ()
-        return Call(function, round, lr, sent, to_all, exchange, entries, observers, masked), groups
+        return Call(function, round, lr, sent, to_all, exchange, entries, observers, masked, training), groups
 
     def run(self, call: Call, groups: list[Group], lose: Lose) -> Iterator[tuple[Group, Reply]]:
         """Run groups until each has succeeded or lost its failing clients, which `lose` is called with.

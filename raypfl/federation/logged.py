@@ -48,36 +48,37 @@ class Log:
     Parameters
     ----------
     known : the columns and their kinds of each table that was logged in earlier rounds.
-
-    Attributes
-    ----------
-    logged : what was logged so far.
     """
 
     def __init__(self, known: Mapping[str, Mapping[str, str]]):
-        self.logged = Logged()
+        self._logged = Logged()
         self._known = known
+
+    @property
+    def logged(self) -> Logged:
+        """What was logged so far."""
+        return self._logged
 
     def log(self, **values: float | Tensor) -> None:
         """Log numbers of this round, such as ``log(distillation_loss=0.3)``.
 
         They are in ``result.logged``, the report and MLflow. Of one name, a round keeps the last value.
         """
-        self.logged.values.update({name: number(name, value) for name, value in values.items()})
+        self._logged.values.update({name: number(name, value) for name, value in values.items()})
 
     def log_table(self, name: str, columns: Mapping[str, Any]) -> None:
         """Log a table of this round: column -> ``[n]`` numbers or texts, with the same columns in every round.
 
         ``result.analysis[name]`` has the rows of all rounds.
         """
-        self.logged.tables[name] = checked_columns(name, columns, self._known.get(name))
+        self._logged.tables[name] = checked_columns(name, columns, self._known.get(name))
 
     def log_image(self, name: str, images: Tensor) -> None:
         """Log images ``[n, C, H, W]`` of this round as one PNG file, in a grid.
 
         C is 1 or 3; values are uint8, or floats from 0 to 1. The files are in ``result.images``.
         """
-        self.logged.images[name] = png(name, images)
+        self._logged.images[name] = png(name, images)
 
 
 def refuse_bad_name(name: str) -> None:

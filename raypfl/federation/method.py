@@ -43,9 +43,12 @@ class Method(Component):
     Attributes
     ----------
     objectives : what it can learn, with subclasses; a run of it with another objective is refused.
+    test_data_in_training : whether its rounds may read clients' test samples, as in ``clients.evaluate(theta,
+        "test")``. Test results then do not show how well it does on new samples.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+    test_data_in_training: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

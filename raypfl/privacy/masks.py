@@ -63,5 +63,5 @@ class Masks:
 
 def unmasked(total: np.ndarray, dtype: torch.dtype) -> Tensor:
     """The sum over a whole cohort, of which all masks have cancelled."""
-    numbers = torch.from_numpy(total.view(np.int64).astype(np.float64) / 2**FRACTION_BITS)
+    numbers = torch.from_numpy(np.asarray(total.view(np.int64).astype(np.float64) / 2**FRACTION_BITS))
     return (numbers if dtype.is_floating_point else numbers.round()).to(dtype)

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -224,6 +225,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     refuse_misfit(experiment, model, data)
     experiment.method.check(model)
+    _warn_of_test_data(experiment.method)
     refuse_outputs(experiment, model, data)
     refuse_unprotected(experiment, data, model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
@@ -237,6 +239,15 @@ def _refuse_without_models(method: Method) -> None:
             f"{type(method).__name__} has no model to evaluate: define global_model(self, server), which returns a "
             "vector [P+B] such as server['theta'], or personal_model(self, clients, server), which returns [K, P+B], "
             "or both."
+        )
+
+
+def _warn_of_test_data(method: Method) -> None:
+    if method.test_data_in_training:
+        warnings.warn(
+            f"{type(method).__name__} declares test_data_in_training: its rounds may read the samples that it is then "
+            "tested on, so that test results do not show how well it does on new ones.",
+            stacklevel=2,
         )
 
 

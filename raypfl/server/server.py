@@ -25,7 +25,7 @@ from raypfl.common.version import __version__
 from raypfl.data import ClientData
 from raypfl.evaluation import Measures
 from raypfl.federation.backend import Backend
-from raypfl.federation.cohort import Cohort
+from raypfl.federation.cohort import Cohort, recorded
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.schedule import Draw, cohort_size, draw, is_due
@@ -238,7 +238,8 @@ class Server:
                 seconds = time.perf_counter() - start
                 here = tuple(c for c, present in zip(cohort.ids, cohort.present, strict=True) if present)
                 models = before, self._global_model()
-                self._analyses.after_round(number, here, models, cohort.logged, self._known_tables())
+                _, logged = recorded(cohort)
+                self._analyses.after_round(number, here, models, logged, self._known_tables())
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
             seconds = time.perf_counter() - start
@@ -259,7 +260,8 @@ class Server:
         return Draw(*(tuple(trained[list(some)].tolist()) for some in (drawn.clients, drawn.dropped)))
 
     def _record(self, cohort: Cohort, dropped: int, seconds: float) -> None:
-        losses = [cohort.losses[c] for c in cohort.ids if c in cohort.losses]
+        loss_of, logged = recorded(cohort)
+        losses = [loss_of[c] for c in cohort.ids if c in loss_of]
         self.round += 1
         sent = {way: self.ledger.total(way, self.round) for way in self._sent}
         self._sent = {way: before + sent[way] for way, before in self._sent.items()}
@@ -274,11 +276,11 @@ class Server:
             failed=len(cohort.failed),
             bytes_up_total=self._sent["up"],
             bytes_down_total=self._sent["down"],
-            logged=cohort.logged,
+            logged=logged,
         )
         row = {**vars(finished), "cohort": cohort.ids}
         self._tables["rounds"].waiting.append(**{name: row[name] for name in ROUNDS})
-        self._record_logged(cohort.logged)
+        self._record_logged(logged)
         self._record_spent("training", cohort.spent)
         self.emit(finished)
 

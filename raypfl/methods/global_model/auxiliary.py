@@ -50,7 +50,7 @@ class Auxiliary(FedAvg):
     step_lr: float = 1e-5
     every: int = 1
     checkpointing: bool = False
-    pictures: int = 20
+    pictures: int = 0
 
     def __post_init__(self) -> None:
         refuse_below(1, window=self.window, per_class=self.per_class, inner_steps=self.inner_steps)
@@ -101,15 +101,6 @@ class Auxiliary(FedAvg):
         """Where the window of the server's models begins; None: it is not full."""
         return server["past"][0] if len(server["past"]) > self.window else None
 
-    def log_matching(self, cohort: Cohort, trace: Tensor) -> None:
-        """Log the means of ``trace[5]``, which are sums over matchings; see :func:`traced`."""
-        tried, failed, *sums = trace.tolist()
-        if tried > failed:
-            names = ("matching_loss_before", "matching_loss", "matching_step_size")
-            cohort.log(**{name: one / (tried - failed) for name, one in zip(names, sums, strict=True)})
-        if tried:
-            cohort.log(matching_failed=failed)
-
     def log_images(self, cohort: Cohort, images: Tensor) -> None:
         """Log ``images[n, C, H, W]`` as a picture."""
         cohort.log_image("auxiliary", mosaic(images, self.per_class))
@@ -130,7 +121,7 @@ class Sets(NamedTuple):
     images, step_size : ``[K, n, ...]`` and ``[K]``.
     begun : ``[K, P]``, where the clients' windows begin.
     ready : ``bool[K]``, whether their windows are full.
-    reply : what is logged of them; it is not charged.
+    reply : the images of the client that shows its own, under ``pictures``; empty if none does in this round.
     """
 
     images: Tensor
@@ -141,7 +132,7 @@ class Sets(NamedTuple):
 
 
 class OwnImages(Auxiliary):
-    """Auxiliary images of clients, which stay there.
+    """Auxiliary images of clients, which stay there; for `pictures`, the first client of a cohort sends its own.
 
     Attributes
     ----------
@@ -163,9 +154,8 @@ class OwnImages(Auxiliary):
         self.step(server, reply["theta"], cohort.task.model)
         if self.history == "global":
             self.moved_on(server)
-        self.log_matching(cohort, reply["trace"])
-        if "shown" in reply:
-            self.log_images(cohort, reply["shown"])
+        if "pictures" in reply:
+            self.log_images(cohort, reply["pictures"])
 
     def learn(self, clients: Clients, theta: Tensor, shown: int, begun: Tensor | None = None) -> dict[str, Mean | Sum]:
         """The client function: local training with the help of :meth:`sets`, whose reply goes with its own."""
@@ -176,19 +166,16 @@ class OwnImages(Auxiliary):
         start, turn = self._windows(clients, theta, begun)
         images = unmarked(clients.state.get("images", default=partial(self.first_images, clients)))
         step_size = unmarked(clients.state.get("step_size", default=theta.new_tensor(self.step_size)))
-        due, trace = self.is_due(turn), theta.new_zeros(len(clients), 5)
+        due = self.is_due(turn)
         if bool(due.any()):
             work = partial(self.matched, clients.model, self.labels(clients.num_classes, theta.device), iter)
             rows = theta.expand(len(clients), -1)
             found = Matched(*clients.compute(work, *(part[due] for part in (images, step_size, start, rows))))
-            images[due], step_size[due], trace[due] = map(unmarked, (found.images, found.step_size, traced(found)))
+            images[due], step_size[due] = unmarked(found.images), unmarked(found.step_size)
+            nothing = theta.new_full((len(clients),), torch.nan)
+            clients.log(**{name: nothing.masked_scatter(due, values) for name, values in traced(found).items()})
         clients.state["images"], clients.state["step_size"] = images, step_size
-        reply = {"trace": Sum(trace, charged=False)}
-        if shown in clients.ids:
-            mine = per_client(torch.zeros_like(images))
-            mine[clients.ids.index(shown)] = images[clients.ids.index(shown)]
-            reply["shown"] = Sum(mine, charged=False)
-        return Sets(images, step_size, start, turn >= 0, reply)
+        return Sets(images, step_size, start, turn >= 0, _shown(clients, images, shown))
 
     def first_images(self, clients: Clients, new: Tensor) -> Tensor:
         """The images ``[len(new), n, ...]`` that clients at these positions of the group begin with."""
@@ -221,13 +208,29 @@ class OwnImages(Auxiliary):
         return past[:, 0], seen - self.window - 1
 
 
-def traced(found: Matched) -> Tensor:
-    """``[K, 5]``: 1, whether matching failed, the losses before and after, and the step size; zeros if it failed."""
-    first, last, step_size = (unmarked(part) for part in (found.first, found.last, found.step_size))
+def traced(found: Matched) -> dict[str, Tensor]:
+    """What is logged of K matchings, ``[K]`` by name: whether they failed and, NaN if so, the losses and step size."""
     ok = unmarked(found.ok)
-    numbers = torch.stack([first, last, step_size], dim=1)
-    head = torch.stack([torch.ones_like(first), (~ok).to(first.dtype)], dim=1)
-    return torch.cat([head, torch.where(ok[:, None], numbers, 0)], dim=1)
+    numbers = {
+        "matching_loss_before": found.first,
+        "matching_loss": found.last,
+        "matching_step_size": found.step_size,
+    }
+    rows = {name: torch.where(ok, unmarked(values), torch.nan) for name, values in numbers.items()}
+    return rows | {"matching_failed": (~ok).to(found.first.dtype)}
+
+
+def _shown(clients: Clients, images: Tensor, shown: int) -> dict[str, Sum]:
+    """The client `shown` contributes its own of ``images[K, n, ...]``, all others zeros; -1: nothing is sent."""
+    if shown < 0:
+        return {}
+    rows = torch.zeros_like(images)
+    numbers = torch.zeros(len(clients), dtype=torch.int64)
+    if shown in clients.ids:
+        k = clients.ids.index(shown)
+        rows[k] = images[k]
+        numbers[k] = images[k].numel()
+    return {"pictures": Sum(per_client(rows), charged=numbers)}
 
 
 def mosaic(images: Tensor, per_class: int) -> Tensor:

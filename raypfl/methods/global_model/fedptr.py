@@ -112,6 +112,8 @@ class FedPTRServer(Projecting):
     more than in FedAvg.
     """
 
+    pictures: int = 20
+
     def start(self, task: Task) -> Server:
         state, draws = super().start(task), torch.Generator().manual_seed(rng.key(task.seed, "auxiliary images"))
         shape = (task.num_classes * self.per_class, *task.input_shape)
@@ -131,13 +133,13 @@ class FedPTRServer(Projecting):
         if (begun := self.begun(server)) is None:
             return None
         model, labels = cohort.task.model, self.labels(cohort.task.num_classes, cohort.task.model.device)
-        ends, trace = (begun[None], server["theta"][None]), begun.new_zeros(5)
+        ends = begun[None], server["theta"][None]
         if self.is_due(server["turn"]):
             shown = partial(cohort.progress, "matching the trajectory")
             found = self.matched(model, labels, shown, server["images"][None], server["step_size"][None], *ends)
-            server["images"], server["step_size"], trace = found.images[0], found.step_size[0], traced(found)[0]
+            server["images"], server["step_size"] = found.images[0], found.step_size[0]
+            cohort.log(**{name: value for name, value in traced(found).items() if bool(value.isfinite())})
         server["turn"] += 1
-        self.log_matching(cohort, trace)
         (aim,), finite = self.projected(model, labels, server["images"][None], server["step_size"][None], *ends)
         return aim if bool(finite) else None
 
