@@ -165,8 +165,9 @@ def test_a_change_that_diverges_is_not_recommended_even_if_the_share_is_reached_
     run = case(c, share=0.3, sigma=20)
     found = run.diagnosis(20)
     longer = f"a local rate of {2 * run.setting.rate:.3g}"
-    errors = run.with_change(longer).squared_errors(60)
-    assert errors[-1] > errors[0] and found.changed[longer] is None and found.change != longer
+    # A finite network may come back from there, with another kernel: no prediction says whether.
+    assert run.with_change(longer).squared_errors(60).max() > 5 * run.squared_errors(1)[0]
+    assert found.changed[longer] is None and found.change != longer
 
 
 def test_a_share_that_is_reached_between_two_observed_rounds_is_no_sign_of_a_slow_run():
