@@ -15,10 +15,12 @@ from rich.text import Text
 
 from raypfl.analyses.base import Analysis, folder_of
 from raypfl.common.user_code import where_defined, with_location
+from raypfl.display import paired
 from raypfl.display.fitting import width_of
 from raypfl.results.compared import RunGroup, group_runs, labels, lettered_settings, settings, shared_setting
 from raypfl.results.epsilons import sentence
 from raypfl.results.numbers import prediction_traffic, seconds
+from raypfl.results.paired import differences, remarks
 from raypfl.results.table import Column, blocks, columns
 from raypfl.results.units import SPREAD, Unit, capital
 from raypfl.runs.result import Result
@@ -66,8 +68,9 @@ def show(
     folder: Path,
     mlflow: str = "",
     command: str = "run",
+    baseline: str | None = None,
 ) -> None:
-    """Print the table and what analyses have found, then where things are and what to try next.
+    """Print the tables and what analyses have found, then where things are and what to try next.
 
     Parameters
     ----------
@@ -77,12 +80,14 @@ def show(
     command : of raypfl, with which it was run.
     folder : of the run, or of the comparison.
     mlflow : how to look at the runs there; empty: they were not tracked.
+    baseline : label of the method that others are compared with; None: the best one.
     """
     evaluated = [result for result in results if result.evaluations.num_rows]
     console.print()
     if evaluated:
         console.print(Text(shared_setting(evaluated), "dim"))
         _show_table(console, evaluated)
+        _show_differences(console, evaluated, baseline)
         console.print()
     show_findings(console, results, [findings(result) for result in results])
     places = [(heading, str(nearby(path))) for heading, path in pictures.items()]
@@ -160,6 +165,15 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
     console.print(drawn)
     for note in notes:
         console.print(Text(note, "dim"), width=min(_NOTE_WIDTH, console.width))
+
+
+def _show_differences(console: Console, evaluated: Sequence[Result], baseline: str | None) -> None:
+    """The table of paired differences between methods, if there are several, and what its numbers are."""
+    compared = group_runs(evaluated)
+    if rows := differences(compared, baseline):
+        console.print(paired.table(rows, console.width))
+        for note in remarks(rows, compared):
+            console.print(Text(note, "dim"), width=min(_NOTE_WIDTH, console.width))
 
 
 def _fitting(console: Console, evaluated: Sequence[Result], compared: Sequence[RunGroup]) -> tuple[Table, list[str]]:
