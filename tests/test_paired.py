@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import io
-import json
 from dataclasses import replace
-from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
+from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
@@ -15,33 +13,53 @@ import pytest
 import scipy.stats
 
 from raypfl.common.errors import ConfigError
-from raypfl.config import Experiment
-from raypfl.display import outcome
-from raypfl.report import page
-from raypfl.results import bootstrap
+from raypfl.display.paired import compare
+from raypfl.federation.logged import LOGGED
+from raypfl.report import write
+from raypfl.results import bootstrap, latex
 from raypfl.results.compared import group_runs
 from raypfl.results.paired import Difference, differences, named, remarks
-from raypfl.tracking.entries import comparison_of
-from tests.test_picture import MadeUp, comparison, made_up, printed, show, with_columns
+from raypfl.runs.result import Result
+from raypfl.storage.columns import Columns
+from raypfl.storage.tables import arrow
+from raypfl.tracking.entries import comparison_metrics, comparison_of
+from tests.test_picture import made_up, printed, show, with_columns
 
 ISSUE = {"fedavg": (91.0, 94.9, 94.3), "ditto": (93.3, 96.8, 97.4)}
 """Accuracies of three seeds, in %: 93.4±2.1 and 95.8±2.2, but +2.3, +1.9 and +3.1 seed by seed."""
 
 
-def levelled(levels: dict[str, tuple[float, ...]], clients: int = 20, noise: float = 1.0) -> list[MadeUp]:
+CLIENTS = 20
+
+
+def levelled(levels: dict[str, tuple[float, ...]]) -> list[Result]:
     """Runs whose mean accuracies are these, in %; a client is as much easier than another for every method."""
-    runs = []
-    for method, means in levels.items():
-        for seed, mean in enumerate(means):
-            draws = np.random.default_rng(seed)
-            harder, own = 10 * draws.normal(size=clients), noise * draws.normal(size=clients)
-            own = own if method != "fedavg" else 0 * own
-            accuracy = mean + harder - harder.mean() + own - own.mean()
-            run = made_up(method, ("global",), seed=seed, clients=clients, rounds=(10,))
-            values = np.tile(accuracy / 100, run.evaluations.num_rows // clients)
-            table = run.evaluations.set_column(5, "accuracy", pa.array(values))
-            runs.append(replace(run, evaluations=table, metadata={"data": f"partition of seed {seed}"}))
-    return runs
+    return [run_of(method, seed, mean) for method, means in levels.items() for seed, mean in enumerate(means)]
+
+
+def run_of(method: str, seed: int, mean: float) -> Result:
+    draws = np.random.default_rng(seed)
+    easier = 10 * draws.normal(size=CLIENTS)
+    suited = draws.normal(size=CLIENTS) if method == "ditto" else np.zeros(CLIENTS)
+    accuracy = (mean + easier - easier.mean() + suited - suited.mean()) / 100
+    run = made_up(method, ("global",), seed=seed, clients=CLIENTS, rounds=(10,))
+    values = pa.array(np.tile(accuracy, run.evaluations.num_rows // CLIENTS))
+    spent = {name: [1_155_000] * 10 for name in ("bytes_up", "bytes_down")}
+    return Result(
+        experiment=run.experiment,
+        run_dir=run.run_dir,
+        status="finished",
+        round=10,
+        weights_hash="3fa2c19d88e0",
+        best_round=None,
+        metadata={"data": f"partition of seed {seed}", "startup_seconds": 1.0},
+        rounds=pa.table({"round": range(1, 11), "loss": [0.5] * 10, "seconds": [0.5] * 10, **spent}),
+        evaluations=run.evaluations.set_column(5, "accuracy", values),
+        ledger=run.ledger,
+        logged=arrow(Columns(LOGGED)),
+        analysis={},
+        images=arrow(Columns({"round": "int32", "name": "text", "file": "text"})),
+    )
 
 
 def local(rows: list[Difference]) -> Difference:
@@ -123,3 +141,93 @@ def test_only_seeds_on_the_same_data_are_paired_and_the_others_are_named():
         assert "ditto and fedavg have no seed with the same data in common, so they are not paired." in remarks(
             [row], compared
         )
+
+
+def test_a_baseline_is_a_label_or_the_one_method_of_that_name():
+    labels = ["fedavg", "ditto lam=0.1", "ditto lam=1.0", "fedavg"]
+    assert named(labels, "fedavg") == "fedavg" and named(labels, "ditto lam=1.0") == "ditto lam=1.0"
+    for baseline, why in (
+        ("ditto", "could be any of: ditto lam=0.1; ditto lam=1.0. Give one of these in full."),
+        ("fedavgg", "is none of the methods; did you mean 'fedavg'?"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            named(labels, baseline)
+    with pytest.raises(ConfigError, match="needs another method to compare with; there is only fedavg"):
+        named(["fedavg", "fedavg"], "fedavg")
+
+
+def test_a_terminal_of_eighty_columns_and_a_narrow_one_show_every_difference_whole():
+    for width in (80, 50):
+        text = printed(lambda console: show(console, levelled(ISSUE), {}, ["digits"]), width)
+        rows = [line for line in text.splitlines() if "-3.1 to -1.8" in line]
+        assert len(rows) == 2 and all(part in rows[0] for part in ("fedavg", "ditto", "-2.4", "-3.1 to -1.8"))
+        assert max(map(len, rows)) <= width and text.count("Wilcoxon") == 1
+        assert rows[0].endswith("0 of 3     0% ") == (width == 80)
+        assert ("more columns: draws ahead, seeds ahead" in " ".join(text.split())) == (width == 50)
+    assert "against" not in printed(lambda console: show(console, levelled(ISSUE)[:3], {}, ["digits"]))
+
+
+def test_python_gets_the_differences_as_rows_that_print(tmp_path):
+    fedavg, ditto = (run for run in levelled(ISSUE) if run.experiment.seed == 0)
+    table = compare([ditto, fedavg], baseline="fedavg")
+    assert [(row.protocol, row.method) for row in table] == [("local", "ditto"), ("global", "ditto")]
+    assert f"+{table.rows[0].mean:.1f}" in repr(table) and "There is only one seed" in table._repr_html_()
+    with pytest.raises(ConfigError, match="give results of at least two methods"):
+        compare([ditto])
+
+
+def test_the_report_shows_paired_differences_and_its_headline_goes_by_them(tmp_path):
+    text = write(levelled(ISSUE), tmp_path / "report.html", baseline="fedavg").read_text()
+    told = " ".join("".join(ElementTree.fromstring(text).itertext()).split())
+    assert "2.4 points above the global model of fedavg, ahead in 3 of 3 seeds (95% interval +1.8 to +3.1)." in told
+    assert "own test data, against fedavg" in told and "+2.4 +1.8 to +3.1 3 of 3 100%" in told
+    assert told.count("Wilcoxon") == 1 and "within the spread" not in told
+    level = {"fedavg": (90.0, 94.9, 96.3), "ditto": (93.3, 93.8, 97.4)}
+    told = write(levelled(level), tmp_path / "report.html").read_text()
+    assert "but the 95% interval of the difference includes 0" in told
+    with pytest.raises(ConfigError, match="none of the methods"):
+        write(levelled(ISSUE), tmp_path / "report.html", baseline="nobody")
+
+
+def test_mlflow_gets_the_differences_of_a_comparison_as_metrics_and_in_its_description():
+    runs = levelled(ISSUE)
+    metrics = comparison_metrics(runs, "fedavg")
+    assert metrics["seeds_ahead/local/ditto"] == 3 and metrics["draws_ahead/local/ditto"] > 0.999
+    assert metrics["difference/local/ditto"] == pytest.approx(7.3 / 300)  # accuracies are shares there
+    assert metrics["difference_low/local/ditto"] < 7.3 / 300 < metrics["difference_high/local/ditto"]
+    lam = [replace(run, experiment=run.experiment.override([f"method.lam={i}"])) for i, run in enumerate(runs[3:5])]
+    assert "difference/local/ditto lam_1.0" in comparison_metrics(lam) or comparison_metrics(lam) == {}
+    text = comparison_of(runs, "fedavg")
+    assert "| local | ditto | fedavg | +2.4 | +1.8 to +3.1 | 3 of 3 | 100% |" in text and "Wilcoxon" in text
+
+
+def test_a_comparison_is_exported_as_csv_with_all_its_numbers(tmp_path):
+    runs = levelled(ISSUE)
+    rows = list(csv.DictReader(write(runs, tmp_path / "table.csv", baseline="fedavg").open()))
+    assert [(row["method"], row["tested_on"]) for row in rows] == [
+        *(("fedavg", protocol) for protocol in ("local", "global")),
+        *(("ditto", protocol) for protocol in ("local", "global")),
+    ]
+    ditto, (group,) = rows[2], [group for group in group_runs(runs) if group.label == "ditto"]
+    assert float(ditto["global"]) == pytest.approx(fmean(group.scores("local")))
+    assert float(ditto["global_std_over_seeds"]) == pytest.approx(stdev(group.scores("local")))
+    assert float(ditto["difference"]) == pytest.approx(7.3 / 3) and ditto["against"] == "fedavg"
+    assert ditto["seeds_ahead"] == "3" and ditto["personal"] == "" == rows[0]["difference"]
+    assert {row["metric"] for row in rows} == {"accuracy (%)"} and ditto["megabytes_up"].startswith("11.55")
+
+
+def test_a_comparison_is_exported_as_latex_that_needs_booktabs_alone(tmp_path):
+    text = write(levelled(ISSUE), tmp_path / "table.tex", baseline="fedavg").read_text()
+    lines = [line.strip() for line in text.splitlines()]
+    heading, *rows = [line for line in lines if line.startswith(("method &", "ditto &"))]
+    assert all(row.count(" & ") == heading.count(" & ") for row in rows) and len(rows) == 2
+    assert all(r" & \textbf{95.8} $\pm$ 2.2 & " in row for row in rows)
+    assert all(row.endswith(r" & $+2.4$ [$+1.8$, $+3.1$] & 3/3 \\") for row in rows)
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+    assert not [line for line in text.splitlines() if line.count("{") != line.count("}")]
+
+
+def test_what_latex_takes_for_commands_is_escaped():
+    assert latex.escaped("ditto · lam=0.1 & 50% of {a_b} ~ c^2 \\ d#1 $") == (
+        r"ditto $\cdot$ lam=0.1 \& 50\% of \{a\_b\} \textasciitilde{} c\textasciicircum{}2 \textbackslash{} d\#1 \$"
+    )

@@ -94,7 +94,7 @@ def test_the_results_are_those_of_the_runs_tables_over_seeds(results, whole):
 def test_the_best_of_a_column_is_bold_and_equals_all_are(results):
     headings, blocks = tables.results(group_runs(results))
     for j, heading in enumerate(headings):
-        column = [cells[j] for _, _, cells in blocks[0][1] if cells[j].mean != "–"]
+        column = [cells[j] for _, _, cells in blocks[0][3] if cells[j].mean != "–"]
         wanted = (min if heading in ("std", "ECE") else max)(float(cell.mean) for cell in column)
         assert [cell.best for cell in column] == [float(cell.mean) == wanted for cell in column]
 
@@ -125,7 +125,7 @@ def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are
     for personal in (97, 90):
         runs = [shifted(results[0], {"global": 95}), shifted(results[2], {"personal": personal, "global": 94})]
         _, blocks = tables.results(group_runs(runs))
-        fedavg, ditto = (cells[:2] for _, _, cells in blocks[0][1])
+        fedavg, ditto = (cells[:2] for _, _, cells in blocks[0][3])
         assert ditto[0].best == (personal == 97) and fedavg[1].best
 
 

@@ -93,6 +93,12 @@ Address = Annotated[
     ),
 ]
 Job = Annotated[str, typer.Argument(metavar="ID", help="The job, as raypfl jobs lists it.", show_default=False)]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD", help="Method that the others are compared with; by default the best.", show_default=False
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
 
 
@@ -126,6 +132,7 @@ def run(
         Path | None,
         typer.Option(metavar="FOLDER", help="Folder of the run. If the run is there already, it continues."),
     ] = None,
+    baseline: Baseline = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -138,13 +145,15 @@ def run(
     from raypfl.recipes import settings_of
 
     recipe, changes = _recipe_and_changes(words or [], method, seeds)
-    run_experiments(experiments(settings_of(recipe), changes), [recipe, *changes], run_dir, quiet, as_json)
+    planned = experiments(settings_of(recipe), changes)
+    run_experiments(planned, [recipe, *changes], run_dir, quiet, as_json, baseline=baseline)
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or comparison.", show_default=False)],
     changes: Changes = None,
+    baseline: Baseline = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -155,7 +164,7 @@ def resume(
     from raypfl.commands.run import resume_folder
 
     _refuse_options(changes or [])
-    resume_folder(folder, changes or [], quiet, as_json)
+    resume_folder(folder, changes or [], quiet, as_json, baseline)
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)
@@ -178,16 +187,23 @@ def report(
         list[Path] | None,
         typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps, or folders that contain some."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
+    out: Annotated[
+        Path, typer.Option(help="File to write: a page or, if it ends in .tex or .csv, the table of results.")
+    ] = Path("report.html"),
+    baseline: Baseline = None,
 ) -> None:
-    """Write one HTML page about runs, to show, print or send: results, curves, clients, data, bytes, settings."""
+    """Write one HTML page about runs, to show, print or send: results, curves, clients, data, bytes, settings.
+
+    --out table.tex writes the table of results as LaTeX, and --out table.csv as CSV.
+    """
     from raypfl.report import found, write
     from raypfl.report.sweeps import is_sweep
 
     results, left_out = found(runs or [])
     for sentence in left_out:
         _print_error(sentence, "yellow")
-    print(f"Report: {write(results, out, left_out, [folder for folder in runs or [] if is_sweep(folder)])}")
+    sweeps = [folder for folder in runs or [] if is_sweep(folder)]
+    print(f"Report: {write(results, out, left_out, sweeps, baseline)}")
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)

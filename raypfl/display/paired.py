@@ -46,7 +46,8 @@ class Differences:
 
     def _printed(self) -> Console:
         console = Console(record=True, file=io.StringIO(), width=_PAGE)
-        console.print(table(self.rows, _PAGE))
+        drawn, _ = table(self.rows, _PAGE)
+        console.print(drawn)
         for note in self.notes:
             console.print(Text(note))
         return console
@@ -90,15 +91,14 @@ def compared_groups(results: Sequence[Result]) -> list[RunGroup]:
     return compared
 
 
-def table(rows: Sequence[Difference], width: int) -> Table:
-    """A row for each difference, folded to a width."""
+def table(rows: Sequence[Difference], width: int) -> tuple[Table, list[str]]:
+    """A row for each difference, folded to a width, and the headings left out."""
     cells = list(zip(*(row.cells for row in rows), strict=True))
     tests = [f"{row.protocol}{'*' * row.best}" for row in rows]
     columns: dict[str, Sequence[str]] = {
-        "tested on": ["" if i and tests[i - 1] == test else test for i, test in enumerate(tests)],
+        "tested\non": ["" if i and tests[i - 1] == test else test for i, test in enumerate(tests)],
         "method": [row.method for row in rows],
-        "against": [row.baseline for row in rows],
+        "vs": [row.baseline for row in rows],
         **dict(zip(HEADINGS, cells, strict=True)),
     }
-    drawn, _ = fitting(width, columns, [HEADINGS[-1]], right=HEADINGS)
-    return drawn
+    return fitting(width, columns, dispensable=HEADINGS[:1:-1], right=HEADINGS)

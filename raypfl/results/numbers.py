@@ -104,9 +104,7 @@ def clients_with_both(group: RunGroup, protocol: str) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def client_scores(
-    result: Result, protocol: str, model: str, best: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def client_scores(result: Result, protocol: str, model: str, best: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Ids ``int[n]`` of the clients, and their primary metric ``float64[n]`` in its unit.
 
     `best` : in the round that validation data chose, instead of the last evaluated one.

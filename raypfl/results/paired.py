@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Difference:
     method, baseline : labels. best : whether in the round that validation data chose, instead of the last one.
     unit : of the metric.
     by_seed : the mean over clients, by the seeds that both have on the same data; empty: nothing is paired.
-    low, high : the middle 95 % of the bootstrap's draws. draws_ahead : the share of draws in which the method is
+    low, high : the middle 95% of the bootstrap's draws. draws_ahead : the share of draws in which the method is
         better than the baseline. All are None where there is nothing to resample.
     over_clients : whether clients are resampled; not if each method has one model on one test set.
     """
@@ -70,11 +71,33 @@ class Difference:
         ahead = f"{self.seeds_ahead} of {len(self.by_seed)}"
         if self.low is None or self.high is None or self.draws_ahead is None:
             return self.text(self.mean), "–", ahead, "–"
-        return self.text(self.mean), f"{self.text(self.low)} to {self.text(self.high)}", ahead, f"{self.draws_ahead:.0%}"
+        return (
+            self.text(self.mean),
+            f"{self.text(self.low)} to {self.text(self.high)}",
+            ahead,
+            f"{self.draws_ahead:.0%}",
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for programs; None for what there is not."""
+        return {
+            "method": self.method,
+            "against": self.baseline,
+            "protocol": self.protocol,
+            "round": "best" if self.best else "last",
+            "metric": self.unit.label,
+            "difference": self.mean,
+            "low": self.low,
+            "high": self.high,
+            "seeds_paired": len(self.by_seed),
+            "seeds_ahead": self.seeds_ahead,
+            "draws_ahead": self.draws_ahead,
+            "by_seed": self.by_seed,
+        }
 
 
-HEADINGS = ("difference", "95% interval", "seeds\nahead", "draws\nahead")
-"""Of the `cells` of a difference."""
+HEADINGS = ("difference", "95%\ninterval", "seeds\nahead", "draws\nahead")
+"""Of the `cells` of a difference, with line breaks for narrow tables."""
 
 
 def named(labels: Sequence[str], baseline: str) -> str:
@@ -105,12 +128,10 @@ def differences(compared: Sequence[RunGroup], baseline: str | None = None) -> li
     label = named([group.label for group in compared], baseline) if baseline else ""
     rows = []
     for protocol, best in tests_of(compared):
-        tested = [
-            group for group in compared if (group.has_best or not best) and group.scores(protocol, best=best)
-        ]
+        tested = [group for group in compared if (group.has_best or not best) and group.scores(protocol, best=best)]
         references = [group for group in tested if group.label == label] if label else _best(tested, protocol, best)
         rows += [
-            _difference(group, reference, protocol, best)
+            difference(group, reference, protocol, best)
             for reference in references
             for group in tested
             if group is not reference
@@ -131,8 +152,8 @@ def remarks(rows: Sequence[Difference], compared: Sequence[RunGroup]) -> list[st
     seeds = max(len(row.by_seed) for row in rows)
     if 1 < seeds < _ENOUGH_SEEDS:
         lines.append(
-            f"{seeds} seeds cannot show much: a two-sided Wilcoxon test over them gives p = {2 / 2**seeds:.2g} at best; "
-            f"p below .05 takes {_ENOUGH_SEEDS} seeds or more."
+            f"{seeds} seeds cannot show much: a two-sided Wilcoxon test over them gives p = {2 / 2**seeds:.2g} at "
+            f"best, and p below 0.05 takes {_ENOUGH_SEEDS} seeds or more."
         )
     seeds_of = {group.label: [result.experiment.seed for result in group.results] for group in compared}
     unpaired = {_missing(row, seeds_of[row.method], seeds_of[row.baseline]): None for row in rows}
@@ -147,7 +168,7 @@ def _resampling(rows: Sequence[Difference]) -> list[str]:
     several = any(len(row.by_seed) > 1 for row in resampled)
     clients = any(row.over_clients for row in resampled)
     what = " and ".join(name for name, is_drawn in (("the seeds", several), ("the clients", clients)) if is_drawn)
-    lines = [f"The interval is 95 % of {bootstrap.DRAWS:,} bootstrap draws of {what}."]
+    lines = [f"The 95% interval is that of {bootstrap.DRAWS:,} bootstrap draws of {what}."]
     if not several:
         lines.append("There is only one seed: it does not say what others would give.")
     return lines
@@ -171,7 +192,8 @@ def _best(tested: Sequence[RunGroup], protocol: str, best: bool) -> list[RunGrou
     return [choose(tested, key=lambda group: fmean(group.scores(protocol, best=best)))]
 
 
-def _difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool) -> Difference:
+def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool = False) -> Difference:
+    """A group against another on one protocol; `best` : in the round that validation data chose."""
     theirs = {result.experiment.seed: result for result in reference.results}
     models = group.deployed(protocol), reference.deployed(protocol)
     clients: dict[int, np.ndarray] = {}
