@@ -56,7 +56,7 @@ class Difference:
     @property
     def seeds_ahead(self) -> int:
         """In how many seeds the method is better than the baseline."""
-        return sum(_is_ahead(self.unit, np.array(list(self.by_seed.values()))))
+        return int(_is_ahead(self.unit, np.array([*self.by_seed.values()])).sum())
 
     def text(self, value: float) -> str:
         """A difference as it is printed, with its sign: ``"+2.4"``."""
