@@ -75,12 +75,12 @@ def compare(results: Sequence[Result], baseline: str | None = None) -> Differenc
         ]
         raypfl.compare(results, baseline="fedavg")
     """
-    compared = compared_groups(results)
+    compared = _compared(results)
     rows = differences(compared, baseline)
     return Differences(tuple(rows), tuple(remarks(rows, compared)))
 
 
-def compared_groups(results: Sequence[Result]) -> list[RunGroup]:
+def _compared(results: Sequence[Result]) -> list[RunGroup]:
     """The runs by method, if there are at least two with an evaluation; a ConfigError otherwise."""
     compared = group_runs([result for result in results if result.evaluations.num_rows])
     if len(compared) < 2:
@@ -98,7 +98,7 @@ def table(rows: Sequence[Difference], width: int) -> tuple[Table, list[str]]:
     columns: dict[str, Sequence[str]] = {
         "tested\non": ["" if i and tests[i - 1] == test else test for i, test in enumerate(tests)],
         "method": [row.method for row in rows],
-        "vs": [row.baseline for row in rows],
+        "against": [row.baseline for row in rows],
         **dict(zip(HEADINGS, cells, strict=True)),
     }
     return fitting(width, columns, dispensable=HEADINGS[:1:-1], right=HEADINGS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+PREAMBLE = "% Needs \\usepackage{booktabs}.\n"
+
 _COMMANDS = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": r"\textbackslash{}",
@@ -56,6 +58,3 @@ def table(headings: Sequence[str], blocks: Sequence[Block], caption: str, words:
 
 def _row(cells: Sequence[str]) -> str:
     return f"{' & '.join(cells)} \\\\"
-
-
-PREAMBLE = "% Needs \\usepackage{booktabs}.\n"
