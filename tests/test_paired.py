@@ -159,13 +159,13 @@ def test_a_baseline_is_a_label_or_the_one_method_of_that_name():
 
 
 def test_a_terminal_of_eighty_columns_and_a_narrow_one_show_every_difference_whole():
-    for width in (80, 56):
+    for width in (80, 52):
         text = printed(lambda console: show(console, levelled(ISSUE), {}, ["digits"]), width)
         rows = [line for line in text.splitlines() if "-3.1 to -1.8" in line]
         assert len(rows) == 2 and all(part in rows[0] for part in ("fedavg", "ditto", "-2.4", "-3.1 to -1.8"))
         assert max(map(len, rows)) <= width and text.count("Wilcoxon") == 1
         assert rows[0].endswith("0 of 3     0% ") == (width == 80)
-        assert ("more columns: draws ahead, seeds ahead" in " ".join(text.split())) == (width == 56)
+        assert ("more columns: draws ahead, seeds ahead" in " ".join(text.split())) == (width == 52)
     assert "against" not in printed(lambda console: show(console, levelled(ISSUE)[:3], {}, ["digits"]))
 
 
