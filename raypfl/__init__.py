@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from raypfl.display.interactive import Result as Result
     from raypfl.display.interactive import resume as resume
     from raypfl.display.interactive import run as run
+    from raypfl.display.paired import compare as compare
     from raypfl.federation.cohort import Cohort as Cohort
     from raypfl.methods import METHODS as METHODS
     from raypfl.methods import Method as Method
@@ -56,6 +57,7 @@ _HOMES = {
     "Scatter": "raypfl.common.messages",
     "Sum": "raypfl.common.messages",
     "Task": "raypfl.methods",
+    "compare": "raypfl.display.paired",
     "load_model": "raypfl.trained.saved_model",
     "per_client": "raypfl.common.messages",
     "resume": "raypfl.display.interactive",

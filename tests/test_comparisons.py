@@ -69,6 +69,21 @@ def test_a_comparison_has_a_folder_with_its_runs_its_picture_and_what_names_them
     assert Path(outcome["picture"]) == folder.absolute() / "picture.png" and (folder / "picture.png").exists()
 
 
+def test_a_named_baseline_is_what_methods_are_compared_with_on_the_terminal_and_in_the_table(elsewhere: Path):
+    refused = raypfl("run", *QUIETLY, "--method", "fedavg,ditto", "--baseline", "fedavgg")
+    assert refused.exit_code == 2 and "did you mean 'fedavg'?" in refused.stderr and not Path("runs").exists()
+    words = ["run", *QUIETLY, "--method", "fedavg,ditto", "--baseline", "ditto"]
+    compared = told(*words)["differences"]
+    assert {(row["method"], row["against"], row["seeds_paired"]) for row in compared} == {("fedavg", "ditto", 1)}
+    folder = only_folder()
+    again = raypfl("resume", str(folder), "--baseline", "fedavg")
+    assert "fedavg  ditto" not in again.stdout and "ditto   fedavg" in again.stdout
+    for name in ("table.csv", "table.tex"):
+        done = raypfl("report", str(folder), "--out", name, "--baseline", "fedavg")
+        assert done.stdout == f"Report: {name}\n" and "against" in Path(name).read_text()
+    assert raypfl("report", str(folder / "ditto-s0"), "--baseline", "ditto").exit_code == 2
+
+
 def test_where_there_is_no_run_those_inside_are_named():
     told("run", *QUIETLY, "--method", "fedavg,ditto", "--seeds", "4")
     folder = only_folder()
@@ -95,6 +110,11 @@ def test_settings_of_a_methods_own_are_in_the_table_the_report_and_mlflow(elsewh
     assert f"{label}, seed 0" in done.stdout and "\nfedavg, seed 0" in done.stdout
     (parent,) = runs_of(elsewhere / "runs", "tags.kind = 'comparison'")
     assert f"{label} | local" in parent.data.tags["mlflow.note.content"]
+    kinds = {"difference", "difference_low", "difference_high", "seeds_ahead", "draws_ahead"}
+    for protocol in ("local", "global"):  # in which one method or the other is best
+        (behind,) = {key.split("/")[2] for key in parent.data.metrics if f"/{protocol}/" in key}
+        assert behind in ("fedavg", label.replace("=", "_"))
+        assert {key.split("/")[0] for key in parent.data.metrics if f"/{protocol}/" in key} == kinds
     children = runs_of(elsewhere / "runs", "tags.kind = 'run'")
     names = {child.info.run_name: child.data.params["training.lr"] for child in children}
     assert names == {"fedavg s0": "0.1", "ditto s0 training.optimizer=adam training.lr=0.05": "0.05"}

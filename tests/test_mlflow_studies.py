@@ -61,7 +61,7 @@ def test_a_study_that_is_cut_off_and_made_larger_stays_below_one_parent(folder: 
     ]
     assert "Dir(1.0)" in parent.data.tags["mlflow.note.content"]
     kept = {file.path for file in client_of(folder).list_artifacts(parent.info.run_id)}
-    assert kept == {"table.md", "table.parquet", "cells.parquet", "table.png"}
+    assert kept == {"table.md", "table.csv", "table.tex", "table.parquet", "cells.parquet", "table.png"}
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -94,7 +94,7 @@ def test_the_results_are_those_of_the_runs_tables_over_seeds(results, whole):
 def test_the_best_of_a_column_is_bold_and_equals_all_are(results):
     headings, blocks = tables.results(group_runs(results))
     for j, heading in enumerate(headings):
-        column = [cells[j] for _, _, cells in blocks[0][1] if cells[j].mean != "–"]
+        column = [cells[j] for _, _, cells in blocks[0][3] if cells[j].mean != "–"]
         wanted = (min if heading in ("std", "ECE") else max)(float(cell.mean) for cell in column)
         assert [cell.best for cell in column] == [float(cell.mean) == wanted for cell in column]
 
@@ -125,7 +125,7 @@ def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are
     for personal in (97, 90):
         runs = [shifted(results[0], {"global": 95}), shifted(results[2], {"personal": personal, "global": 94})]
         _, blocks = tables.results(group_runs(runs))
-        fedavg, ditto = (cells[:2] for _, _, cells in blocks[0][1])
+        fedavg, ditto = (cells[:2] for _, _, cells in blocks[0][3])
         assert ditto[0].best == (personal == 97) and fedavg[1].best
 
 
@@ -182,21 +182,27 @@ def shifted(result: raypfl.Result, points: dict[str, float]) -> raypfl.Result:
 
 
 def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results, tmp_path):
-    def lead(*levels: dict[str, float]) -> str:
-        runs = [shifted(one, level) for one, level in zip(results[:4], levels, strict=True)]
+    def lead(*levels: dict[str, float], of: list[raypfl.Result] = results[:4]) -> str:
+        runs = [shifted(one, level) for one, level in zip(of, levels, strict=True)]
         (found_one,) = [one for one in page(runs, tmp_path).iter("p") if one.get("class") == "lead"]
         return text(found_one)
 
     close = lead({"global": 94}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 97, "global": 95})
     assert close == (
         "The personal models of ditto are best on each client’s own test data: 96.5 ± 0.7 %, 1.5 points above the "
-        "global model of fedavg. The global model of ditto has 95.0 ± 0.0 %."
+        "global model of fedavg, ahead in 2 of 2 seeds (95% interval +1.0 to +2.0). The global model of ditto has "
+        "95.0 ± 0.0 %."
     )
-    wide = lead({"global": 90}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 94, "global": 95})
-    assert "2.0 points above the global model of fedavg, which is within the spread over seeds (± 4.2)." in wide
+    levels = {"global": 90}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 94, "global": 95}
+    wide = lead(*levels)
+    assert "2.0 points above the global model of fedavg, but the 95% interval of the difference includes 0" in wide
+    elsewhere = [{"data": "another partition"}] * 2 + [{}] * 2
+    apart = [replace(one, metadata=one.metadata | data) for one, data in zip(results[:4], elsewhere, strict=True)]
+    unpaired = lead(*levels, of=apart)
+    assert "2.0 points above the global model of fedavg, which is within the spread over seeds (± 4.2)." in unpaired
     won = lead({"global": 97}, {"global": 97}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
     assert won.startswith("The global model of fedavg is best")
-    assert won.endswith("7.0 points above the personal models of ditto.")
+    assert "7.0 points above the personal models of ditto, ahead in 2 of 2 seeds" in won
 
 
 def test_runs_with_other_settings_are_no_seeds_of_one_method(results):

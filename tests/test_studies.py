@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +29,7 @@ from raypfl.studies.cells import identity, plan, select, stated
 from raypfl.studies.description import Quoted, load
 from raypfl.studies.deviations import deviations
 from raypfl.studies.entries import Entry
-from raypfl.studies.layout import blocks, markdown
+from raypfl.studies.layout import as_latex, blocks, markdown
 from raypfl.studies.picture import draw
 from raypfl.studies.worker import run_cell
 
@@ -350,13 +352,16 @@ def test_the_whole_legend_is_in_the_picture(tmp_path: Path, across: tuple[str, .
         assert (edge == pixels[0, 0]).all()
 
 
-def test_the_command_runs_a_study_and_leaves_its_table_in_four_files(tiny: Path):
+def test_the_command_runs_a_study_and_leaves_its_table_in_six_files(tiny: Path):
     study = told("tiny.yaml", "--rounds", "1", "--seeds", "1", "--only", "FedAvg,Dir(0.1)")
     folder = Path(study["folder"])
     assert folder == tiny / "runs" / "tiny" and (folder / "table.png").stat().st_size > 10_000
     table = pq.ParquetFile(folder / "table.parquet").read().to_pylist()
     assert table == study["entries"]
     gm, pm = table
+    assert len(written := list(csv.DictReader((folder / "table.csv").open()))) == 2
+    assert float(written[0]["measured"]) == gm["measured"] and written[1]["measured"] == ""
+    assert f"{gm['measured']:.2f}" in (folder / "table.tex").read_text()
     assert (gm["method"], gm["across"], gm["metric"], gm["published"]) == ("FedAvg", "Dir(0.1)", "GM", 50.0)
     assert gm["gap"] == pytest.approx(gm["measured"] - 50.0) and gm["seeds"] == 1 and gm["std_over_seeds"] is None
     assert pm["measured"] is None and pm["published"] is None
@@ -392,6 +397,17 @@ def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
         ["", "gap", "-5.40", "+0.00", "–", "–"],
         ["B", "here", "10.00", "10.00", "10.00", "10.00"],
     ]
+    study = load("digits-personal")[0]
+    written = as_latex(study, None, [*found, *(replace(one, down="Other_set") for one in found)], ["Half the data."])
+    for line in (
+        r"method &  & x GM & x PM & y GM & y PM \\",
+        r"\multicolumn{6}{l}{\emph{Other\_set}} \\",
+        r"A & here & 61.00 $\pm$ 1.41 & 70.00 $\pm$ 0.00\dots{} & \dots{} & -- \\",
+        r" & gap & $-5.40$ & $+0.00$ & -- & -- \\",
+        "% Deviations: Half the data.",
+    ):
+        assert line in written
+    assert written.count(r"\begin{tabular}{llrrrr}") == 1
 
 
 def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():
@@ -429,9 +445,7 @@ def test_what_a_study_says_of_its_methods_is_read_from_their_cells(tiny: Path):
 
     (tiny / "tiny.yaml").write_text(TINY + choices.replace("method.lam", "method.lamb"))
     study, _ = load("tiny.yaml")
-    with pytest.raises(
-        ConfigError, match=r"choices name the setting method.lamb of Ditto, .* 'method.lam'"
-    ):
+    with pytest.raises(ConfigError, match=r"choices name the setting method.lamb of Ditto, .* 'method.lam'"):
         stated(study, plan(study))
 
 

@@ -50,11 +50,10 @@ by_method = rows.groupby(["method", "protocol", "model"])[["accuracy", "worst_de
 # knows the classes of others; the global model does. The worst decile says whether a few clients pay
 # for a good mean.
 #
-# Seeds are paired, so a difference between methods is taken seed by seed:
+# Seeds are paired, so differences between methods are taken seed by seed and client by client:
 
 # %%
-local = rows[rows.protocol == "local"].groupby(["seed", "method"])["accuracy"].max().unstack()
-(100 * (local["ditto"] - local["fedavg"])).round(1)
+raypfl.compare(results, baseline="fedavg")
 
 # %% [markdown]
 # ## The picture and the report
@@ -73,8 +72,8 @@ raypfl.report.write(results, "report.html")
 #
 # What to read in it, from top to bottom:
 #
-# - **The first sentence** names the best method on a client's own data, with its deviation over
-#   seeds. If deviations overlap, take more seeds.
+# - **The first sentence** names the best method on a client's own data, and in how many seeds it is
+#   ahead of the second. If the interval of the difference includes 0, take more seeds.
 # - **Results**: is the best mean also the best worst decile? Are probabilities calibrated (ECE)?
 # - **Learning**: is a curve still rising at the end? Then more rounds may change the order.
 # - **Accuracy for effort**: at the same number of megabytes, or of seconds, the order may be

@@ -93,6 +93,12 @@ Address = Annotated[
     ),
 ]
 Job = Annotated[str, typer.Argument(metavar="ID", help="The job, as raypfl jobs lists it.", show_default=False)]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD", help="Method that the others are compared with; by default the best.", show_default=False
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
 
 
@@ -126,6 +132,7 @@ def run(
         Path | None,
         typer.Option(metavar="FOLDER", help="Folder of the run. If the run is there already, it continues."),
     ] = None,
+    baseline: Baseline = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -138,7 +145,8 @@ def run(
     from raypfl.recipes import settings_of
 
     recipe, changes = _recipe_and_changes(words or [], method, seeds)
-    run_experiments(experiments(settings_of(recipe), changes), [recipe, *changes], run_dir, quiet, as_json)
+    planned = experiments(settings_of(recipe), changes)
+    run_experiments(planned, [recipe, *changes], run_dir, quiet, as_json, baseline=baseline)
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)
@@ -149,6 +157,7 @@ def resume(
         int | None, typer.Option(help="Continue as a new run, after this round, of which there is a checkpoint.", min=1)
     ] = None,
     new_run: Annotated[Path | None, typer.Option("--as", metavar="FOLDER", help="Folder of that new run.")] = None,
+    baseline: Baseline = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -161,11 +170,13 @@ def resume(
 
     _refuse_options(changes or [])
     if from_round is None and new_run is None:
-        resume_folder(folder, changes or [], quiet, as_json)
+        resume_folder(folder, changes or [], quiet, as_json, baseline)
     elif from_round is None:
         raise ConfigError("--as needs --from-round: after which round the new run continues, as in --from-round 4.")
     elif new_run is None:
         raise ConfigError("--from-round needs --as: the folder of the new run, as in --as runs/lower-rate.")
+    elif baseline is not None:
+        raise ConfigError("--baseline is for comparisons, and --from-round continues a single run; leave one out.")
     else:
         continue_as_new(folder, from_round, new_run, changes or [], quiet, as_json)
 
@@ -190,16 +201,23 @@ def report(
         list[Path] | None,
         typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps, or folders that contain some."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
+    out: Annotated[
+        Path, typer.Option(help="File to write: a page or, if it ends in .tex or .csv, the table of results.")
+    ] = Path("report.html"),
+    baseline: Baseline = None,
 ) -> None:
-    """Write one HTML page about runs, to show, print or send: results, curves, clients, data, bytes, settings."""
+    """Write one HTML page about runs, to show, print or send: results, curves, clients, data, bytes, settings.
+
+    --out table.tex writes the table of results as LaTeX, and --out table.csv as CSV.
+    """
     from raypfl.report import found, write
     from raypfl.report.sweeps import is_sweep
 
     results, left_out = found(runs or [])
     for sentence in left_out:
         _print_error(sentence, "yellow")
-    print(f"Report: {write(results, out, left_out, [folder for folder in runs or [] if is_sweep(folder)])}")
+    sweeps = [folder for folder in runs or [] if is_sweep(folder)]
+    print(f"Report: {write(results, out, left_out, sweeps, baseline)}")
 
 
 @app.command(context_settings=_KEEP_UNKNOWN)

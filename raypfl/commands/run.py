@@ -19,13 +19,15 @@ from raypfl.config.assignments import last_of_each
 from raypfl.config.identity import moved
 from raypfl.display import outcome
 from raypfl.display.console import lines_for, view, warner
+from raypfl.results.compared import labels
+from raypfl.results.paired import named
 from raypfl.runs import driver as runs
 from raypfl.runs.folders import Comparison, new_folder, with_checkpoints_apart
 from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, is_finished, rounds_saved, write_description
 from raypfl.runs.resuming import continued, ends_later, refuse_another, resumed
 from raypfl.server.events import Listener
 from raypfl.tracking.connection import how_to_look
-from raypfl.tracking.entries import comparison_of
+from raypfl.tracking.entries import comparison_metrics, comparison_of
 from raypfl.tracking.listener import MLflowListener
 
 
@@ -38,7 +40,7 @@ class _Work:
     folder : of the run or of the comparison. runs : the folder of each run, and what is run there.
     tried : recipe or file, and the assignments that changed it. tags : for MLflow.
     changes : assignments that this resume was given, and the next one needs.
-    command : of raypfl, which is suggested again.
+    command : of raypfl, which is suggested again. baseline : the method that others are compared with.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class _Work:
     tags: Mapping[str, str] = field(default_factory=dict)
     changes: Sequence[str] = ()
     command: str = "run"
+    baseline: str | None = None
 
     @classmethod
     def of(cls, comparison: Comparison, changes: Sequence[str]) -> _Work:
@@ -89,6 +92,7 @@ def run_experiments(
     quiet: bool,
     as_json: bool,
     command: str = "run",
+    baseline: str | None = None,
 ) -> None:
     """Run an experiment, or several as a comparison.
 
@@ -97,15 +101,18 @@ def run_experiments(
     tried : the recipe or file, and the assignments that changed it.
     run_dir : the folder; what has begun there continues, if it is the same. None: a new one in ``output``.
     quiet : show no progress. as_json : print the results for programs. command : of raypfl, which is suggested again.
+    baseline : the method that the others are compared with; None: the best one.
 
     Raises
     ------
     Stopped : if it was interrupted; the text says how to continue.
     RaypflError : if a run is refused, or fails.
     """
+    if baseline:
+        named(labels(planned), baseline)
     tags = {"recipe": tried[0]}
     if run_dir is not None and (begun := _begun(run_dir, planned)):
-        _carry_out(replace(begun, tried=tried, tags=tags, command=command), quiet, as_json)
+        _carry_out(replace(begun, tried=tried, tags=tags, command=command, baseline=baseline), quiet, as_json)
         return
     if len(planned) > 1:
         comparison = Comparison.new(planned, tried, run_dir)
@@ -115,7 +122,7 @@ def run_experiments(
         write_description(folder, planned[0])
         work, forget = _Work(folder, {folder: planned[0]}, tried, tags), partial(forget_unbegun, folder)
     try:
-        _carry_out(replace(work, command=command), quiet, as_json)
+        _carry_out(replace(work, command=command, baseline=baseline), quiet, as_json)
     except Refused:
         forget()
         raise
@@ -143,9 +150,14 @@ def _begun(folder: Path, planned: Sequence[Experiment]) -> _Work | None:
     return _work(folder, comparison, changes)
 
 
-def resume_folder(folder: Path, changes: Sequence[str], quiet: bool, as_json: bool) -> None:
+def resume_folder(
+    folder: Path, changes: Sequence[str], quiet: bool, as_json: bool, baseline: str | None = None
+) -> None:
     """Finish the run or comparison in a folder, with ``dotted.key=value`` changes. Raises as `run_experiments` does."""
-    _carry_out(_work(folder, Comparison.load(folder), changes), quiet, as_json)
+    work = _work(folder, Comparison.load(folder), changes)
+    if baseline:
+        named(labels(list(work.runs.values())), baseline)
+    _carry_out(replace(work, baseline=baseline), quiet, as_json)
 
 
 def continue_as_new(
@@ -242,14 +254,24 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
     pictures = _pictures(work.folder, results, judged, warner(Console(stderr=True)))
     for drawn in pictures.values():
         tracked.attach(drawn)
+    baseline = _baseline(work, judged)
     if judged:  # also runs that were finished before a comparison was interrupted
-        tracked.describe(comparison_of(judged))
+        tracked.describe(comparison_of(judged, baseline), comparison_metrics(judged, baseline))
     if as_json:
-        print(json.dumps(outcome.as_json(results, pictures), indent=2))
+        print(json.dumps(outcome.as_json(results, pictures, baseline), indent=2))
     else:
         mlflow = how_to_look(results[0].experiment, tracked.experiment_id)
         tried = work.tried if is_complete else ()
-        outcome.show(Console(), results, pictures, tried, work.folder, mlflow, work.command)
+        outcome.show(Console(), results, pictures, tried, work.folder, mlflow, work.command, baseline)
+
+
+def _baseline(work: _Work, judged: Sequence[Result]) -> str | None:
+    """The label of the baseline; None before it has run: methods are then compared with the best."""
+    if work.baseline is None:
+        return None
+    with suppress(ConfigError):
+        return named(labels([result.experiment for result in judged]), work.baseline)
+    return None
 
 
 def _pictures(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow.csv import write_csv
 from rich.console import Console
 from rich.text import Text
 
@@ -31,7 +32,7 @@ from raypfl.studies.running import run
 from raypfl.studies.worker import FAILED, FINISHED, STOPPED, Outcome
 from raypfl.tracking.listener import MLflowListener
 
-FILES = ("table.md", "table.parquet", "cells.parquet", "table.png")
+FILES = ("table.md", "table.tex", "table.csv", "table.parquet", "cells.parquet", "table.png")
 
 
 def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quiet: bool, as_json: bool) -> None:
@@ -68,6 +69,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
             departures = deviations(reference, study, cells, published, results)
             page = layout.markdown(study, reference.published, measured, departures)
             _write(folder, study.name, page, measured, cell_table(cells, results))
+            write(folder / "table.tex", layout.as_latex(study, reference.published, measured, departures))
             tracked.describe(page)
             for name in FILES:
                 tracked.attach(folder / name)
@@ -131,6 +133,8 @@ def _write(folder: Path, name: str, page: str, measured: Sequence[Entry], cells:
     for file, table in (("table", entry_table(measured)), ("cells", cells)):
         with draft(folder / f"{file}.parquet") as path:
             pq.write_table(table, path)
+    with draft(folder / "table.csv") as path:
+        write_csv(entry_table(measured), path)
     draw(measured, name, folder / "table.png")
 
 

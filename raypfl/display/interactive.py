@@ -17,6 +17,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment
 from raypfl.display.console import lines_for, view
 from raypfl.display.outcome import table
+from raypfl.display.paired import Differences, compare
 from raypfl.runs import driver, result, resuming
 from raypfl.server.events import Listener
 
@@ -46,6 +47,10 @@ class Result(result.Result):
         with Image.open(file) as image:
             image.load()
         return image
+
+    def compare(self, *others: result.Result, baseline: str | None = None) -> Differences:
+        """How far this run and others are apart, client by client; see :func:`raypfl.compare`."""
+        return compare([self, *others], baseline)
 
     def _repr_html_(self) -> str:
         if not self.evaluations.num_rows:

@@ -15,11 +15,13 @@ from rich.text import Text
 
 from raypfl.analyses.base import Analysis, folder_of
 from raypfl.common.user_code import where_defined, with_location
+from raypfl.display import paired
 from raypfl.display.fitting import width_of
 from raypfl.evaluation.masking import mask_of
 from raypfl.results.compared import RunGroup, group_runs, labels, lettered_settings, settings, shared_setting
 from raypfl.results.epsilons import sentence
 from raypfl.results.numbers import prediction_traffic, seconds
+from raypfl.results.paired import differences, remarks
 from raypfl.results.table import Column, blocks, columns
 from raypfl.results.units import SPREAD, Unit, capital
 from raypfl.runs.result import Result
@@ -71,8 +73,9 @@ def show(
     folder: Path,
     mlflow: str = "",
     command: str = "run",
+    baseline: str | None = None,
 ) -> None:
-    """Print the table and what analyses have found, then where things are and what to try next.
+    """Print the tables and what analyses have found, then where things are and what to try next.
 
     Parameters
     ----------
@@ -82,12 +85,14 @@ def show(
     command : of raypfl, with which it was run.
     folder : of the run, or of the comparison.
     mlflow : how to look at the runs there; empty: they were not tracked.
+    baseline : label of the method that others are compared with; None: the best one.
     """
     evaluated = [result for result in results if result.evaluations.num_rows]
     console.print()
     if evaluated:
         console.print(Text(shared_setting(evaluated), "dim"))
         _show_table(console, evaluated)
+        _show_differences(console, evaluated, baseline)
         console.print()
     show_findings(console, results, [findings(result) for result in results])
     places = [(heading, str(nearby(path))) for heading, path in pictures.items()]
@@ -122,10 +127,17 @@ def show_findings(console: Console, results: Sequence[Result], lines: Sequence[S
             console.print(Text("".join(f"  {line}\n" for line in own)), soft_wrap=True)
 
 
-def as_json(results: Sequence[Result], pictures: Mapping[str, Path]) -> dict[str, Any]:
+def as_json(results: Sequence[Result], pictures: Mapping[str, Path], baseline: str | None = None) -> dict[str, Any]:
     """The same for programs; ``picture`` is the one of results, if there is one, and others have their headings."""
     files = {heading.lower().replace(" ", "_"): str(path) for heading, path in pictures.items()}
-    return {"picture": None, **files, "runs": [_run_as_json(result) for result in results]}
+    compared = group_runs([result for result in results if result.evaluations.num_rows])
+    paired_rows = [row.as_dict() for row in differences(compared, baseline)]
+    return {
+        "picture": None,
+        **files,
+        "runs": [_run_as_json(result) for result in results],
+        "differences": paired_rows,
+    }
 
 
 def nearby(path: Path) -> Path:
@@ -151,9 +163,7 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
     ]
     if spread:
         notes[0] += f" Spread over clients ({', '.join(spread)}): of the personal models, if there are any."
-    if left_out:
-        names = ", ".join(heading.replace("\n", " ") for heading in left_out)
-        notes.append(f"A wider terminal has room for more columns: {names}.")
+    notes += _narrow(left_out)
     others = [Unit(compared[0].measures.of(c.aggregate)) for c in _others(compared) if c.heading not in left_out]
     if named := [f"{one.heading}: {one.phrase}{' in %' if one.sign else ''}" for one in others if one.metric.phrase]:
         notes.append(f"{'; '.join(named)}, of the models that the spread is of.")
@@ -167,6 +177,24 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
     console.print(drawn)
     for note in notes:
         console.print(Text(note, "dim"), width=min(_NOTE_WIDTH, console.width))
+
+
+def _show_differences(console: Console, evaluated: Sequence[Result], baseline: str | None) -> None:
+    """The table of paired differences between methods, if there are several, and what its numbers are."""
+    compared = group_runs(evaluated)
+    rows = differences(compared, baseline)
+    if not rows:
+        return
+    drawn, left_out = paired.table(rows, console.width)
+    console.print(drawn)
+    for note in [*_narrow(left_out), *remarks(rows, compared)]:
+        console.print(Text(note, "dim"), width=min(_NOTE_WIDTH, console.width))
+
+
+def _narrow(left_out: Sequence[str]) -> list[str]:
+    """What to say if columns are left out."""
+    names = ", ".join(heading.replace("\n", " ") for heading in left_out)
+    return [f"A wider terminal has room for more columns: {names}."] if left_out else []
 
 
 def _fitting(console: Console, evaluated: Sequence[Result], compared: Sequence[RunGroup]) -> tuple[Table, list[str]]:

@@ -19,18 +19,20 @@ from raypfl.common.version import __version__
 from raypfl.data import load_federated, summarised
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.measures import Measures
-from raypfl.report import figures, tables
+from raypfl.report import export, figures, tables
 from raypfl.report import sweeps as searches
 from raypfl.report.tables import listed, protocol_name
 from raypfl.results import client_data
 from raypfl.results.compared import COLOURS, RunGroup, data_setting, group_runs, mark, shared_setting
 from raypfl.results.epsilons import epsilons, sentence
 from raypfl.results.numbers import prediction_traffic
+from raypfl.results.paired import HEADINGS, Difference, difference, differences, named, remarks
 from raypfl.results.table import MODELS
 from raypfl.results.units import Unit, capital
 from raypfl.runs.result import Result
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
+_EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}
 _CURVES = 6  # protocols that have a figure of their own
 _PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val", "train")
 # Some colours are a little darker on white, or lighter on the dark page, so that their contrast is 3:1 (WCAG 2.2).
@@ -39,16 +41,25 @@ _ON_DARK = {"#4F55B5": "#565cb8"}
 
 
 def write(
-    results: Sequence[Result], path: str | Path, notes: Sequence[str] = (), sweeps: Sequence[str | Path] = ()
+    results: Sequence[Result],
+    path: str | Path,
+    notes: Sequence[str] = (),
+    sweeps: Sequence[str | Path] = (),
+    baseline: str | None = None,
 ) -> Path:
-    """Write a report on runs that were evaluated at least once, and return its path.
+    """Write a report on runs that were evaluated at least once, or its table of results, and return its path.
 
     Parameters
     ----------
     results : at least one; those that differ in their seed alone are one method's repetitions.
-    path : of the HTML file; its folder must exist.
+    path : of the HTML file or, if it ends in ``.tex`` or ``.csv``, of the table; its folder must exist.
     notes : sentences for the reader, such as on what is left out.
     sweeps : folders of hyperparameter searches that the results are from.
+    baseline : the method, by its label, that the others are compared with; None: the best one.
+
+    Raises
+    ------
+    ConfigError : if there is no such folder or baseline.
     """
     if not Path(path).parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}.")
@@ -57,7 +68,14 @@ def write(
         key = (data_setting(result.experiment, result.metadata), result.experiment.measures.primary.name)
         settings.setdefault(key, []).append(result)
     groups = [group_runs(some) for some in settings.values()]
-    parts = [_part(compared, f"-{i}" if len(groups) > 1 else "") for i, compared in enumerate(groups, 1)]
+    baselines = _baselines(groups, baseline)
+    if export := _EXPORTS.get(Path(path).suffix):
+        files.write(Path(path), export(list(zip(groups, baselines, strict=True))))
+        return Path(path)
+    parts = [
+        _part(compared, f"-{i}" if len(groups) > 1 else "", label)
+        for i, (compared, label) in enumerate(zip(groups, baselines, strict=True), 1)
+    ]
     count = max(map(len, groups))
     for part in parts:
         body = _template("part.html.jinja").render(**part, marks=[mark(i) for i in range(count)])
@@ -74,6 +92,23 @@ def write(
     )
     files.write(Path(path), page)
     return Path(path)
+
+
+def _baselines(groups: Sequence[Sequence[RunGroup]], baseline: str | None) -> list[str | None]:
+    """The baseline of each part; None where it is not: differences there are to the best method."""
+    if baseline is None:
+        return [None] * len(groups)
+    found: list[str | None] = []
+    errors = []
+    for compared in groups:
+        try:
+            found.append(named([group.label for group in compared], baseline))
+        except ConfigError as error:
+            found.append(None)
+            errors.append(error)
+    if len(errors) == len(groups):
+        raise errors[0]
+    return found
 
 
 def _template(name: str) -> jinja2.Template:
@@ -93,7 +128,7 @@ def shades(index: int) -> tuple[str, str]:
     return _ON_LIGHT.get(colour, colour.lower()), _ON_DARK.get(colour, colour.lower())
 
 
-def _part(compared: list[RunGroup], suffix: str) -> dict[str, Any]:
+def _part(compared: list[RunGroup], suffix: str, baseline: str | None) -> dict[str, Any]:
     """What the page shows of runs on one data set, partition and model; `suffix` makes ids unique on the page."""
     protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
     tests = [name for name in protocols if unmasked_name(name) != "val"] or protocols
@@ -104,6 +139,7 @@ def _part(compared: list[RunGroup], suffix: str) -> dict[str, Any]:
     differing, shared = tables.differences(compared)
     environment_differing, environment = tables.environment(compared)
     logged_tables, logged_images = tables.logged(compared)
+    paired = differences(compared, baseline)
     runs = [(i, one.label, result) for i, one in enumerate(compared) for result in one.results]
     return {
         "suffix": suffix,
@@ -119,6 +155,9 @@ def _part(compared: list[RunGroup], suffix: str) -> dict[str, Any]:
         "capital": capital,
         "metrics": _other_metrics(compared[0].measures, headings),
         "blocks": blocks,
+        "paired": tables.paired(compared, paired),
+        "paired_headings": [heading.replace("\n", " ") for heading in HEADINGS],
+        "paired_remarks": remarks(paired, compared),
         "costs": tables.costs(compared),
         "tested": protocol_name(main),
         "first_curves": figures.curves(compared, main, "round", wide=True),
@@ -161,12 +200,24 @@ def _lead(compared: Sequence[RunGroup], protocol: str) -> str:
     second, theirs = others[0]
     ahead = abs(fmean(reached) - fmean(theirs))
     way = f"{' points' if unit.metric.percent else ''} {'above' if unit.metric.higher_is_better else 'below'}"
-    spread = max((stdev(values) for values in (reached, theirs) if len(values) > 1), default=0.0)
-    within = f", which is within the spread over seeds (± {unit.text(spread)})" if ahead <= spread else ""
     own = best.scores(protocol, "global") if best.deployed(protocol) == "personal" else []
     also = f" The global model of {best.label} has {_printed(unit, own)}." if own else ""
     lead = f"{unit.text(ahead)}{way} {_models(second, protocol)[0]}"
-    return f"{capital(models)} {are} best on {tested}: {_printed(unit, reached)}, {lead}{within}.{also}"
+    sure = _certainty(difference(best, second, protocol), (reached, theirs))
+    return f"{capital(models)} {are} best on {tested}: {_printed(unit, reached)}, {lead}{sure}.{also}"
+
+
+def _certainty(row: Difference, scores: Sequence[Sequence[float]]) -> str:
+    """What follows the best method's lead: how often it is ahead, or the spread over seeds if they are not paired."""
+    if row.low is not None and row.high is not None:
+        interval = f"{row.text(row.low)} to {row.text(row.high)}"
+        if row.low <= 0 <= row.high:
+            return f", but the 95% interval of the difference includes 0 ({interval})"
+        ahead = f", ahead in {row.seeds_ahead} of {len(row.by_seed)} seeds" if len(row.by_seed) > 1 else ""
+        return f"{ahead} (95% interval {interval})"
+    lead = abs(fmean(scores[0]) - fmean(scores[1]))
+    spread = max((stdev(values) for values in scores if len(values) > 1), default=0.0)
+    return f", which is within the spread over seeds (± {row.unit.text(spread)})" if lead <= spread else ""
 
 
 def _printed(unit: Unit, values: Sequence[float]) -> str:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from raypfl.config.assignments import flatten
 from raypfl.results.compared import RunGroup, settings
 from raypfl.results.numbers import Message, messages, metric_curves, seconds
+from raypfl.results.paired import Difference
 from raypfl.results.table import blocks, columns
 from raypfl.results.units import Cell, over_seeds
 
@@ -46,6 +47,11 @@ def protocol_name(protocol: str) -> str:
     return _PROTOCOLS.get(kind, kind) + _MASKED[rest]
 
 
+def test_name(protocol: str, best: bool) -> str:
+    """The test data of a protocol and, if `best`, that the models are those of the round that validation data chose."""
+    return protocol_name(protocol) + (", in the round that validation data chose" if best else "")
+
+
 def as_yaml(value: Any) -> str:
     """A setting, as YAML has it."""
     if value is None or isinstance(value, bool):
@@ -65,6 +71,8 @@ _LOGGED_ROWS = 20
 
 Line = tuple[int, str, list[Cell]]
 """A group's row: its index, its label and its cells."""
+Block = tuple[str, str, bool, list[Line]]
+"""A title, its protocol, whether in the round that validation data chose, and lines."""
 Setting = tuple[str, list[tuple[str, list[str]]]]
 """A setting, and each of its values with the labels of the runs that have it."""
 
@@ -88,16 +96,15 @@ class Logged:
     image: str = ""
 
 
-def results(compared: Sequence[RunGroup]) -> tuple[list[str], list[tuple[str, list[Line]]]]:
-    """Headings, and for each protocol a title and its lines; of columns, those in which anybody has a number."""
+def results(compared: Sequence[RunGroup]) -> tuple[list[str], list[Block]]:
+    """Headings, and a block for each protocol; of columns, those in which anybody has a number."""
     shown = columns(compared)
     made = blocks(compared, shown)
     filled = [j for j in range(len(shown)) if any(row[j].mean != "–" for one in made for row in one.rows.values())]
-    titled = []
+    titled: list[Block] = []
     for block in made:
-        title = protocol_name(block.protocol) + (", in the round that validation data chose" if block.best else "")
         lines = [(i, compared[i].label, [cells[j] for j in filled]) for i, cells in block.rows.items()]
-        titled.append((title, lines))
+        titled.append((test_name(block.protocol, block.best), block.protocol, block.best, lines))
     return [shown[j].heading.replace("\n", " ") for j in filled], titled
 
 
@@ -115,6 +122,18 @@ def costs(compared: Sequence[RunGroup]) -> list[Line]:
         cells = [over_seeds(values if len(set(values)) > 1 else values[:1], digits) for values, digits in numbers]
         lines.append((i, one.label, cells))
     return lines
+
+
+def paired(
+    compared: Sequence[RunGroup], rows: Sequence[Difference]
+) -> list[tuple[str, list[tuple[int, str, Difference]]]]:
+    """For each test and baseline a title, and the differences with the index and label of their method."""
+    index = {group.label: i for i, group in enumerate(compared)}
+    titled: dict[str, list[tuple[int, str, Difference]]] = {}
+    for row in rows:
+        title = f"{test_name(row.protocol, row.best)}, against {row.baseline}"
+        titled.setdefault(title, []).append((index[row.method], row.method, row))
+    return list(titled.items())
 
 
 def curve_values(compared: Sequence[RunGroup], protocol: str) -> tuple[list[str], list[tuple[int, list[str]]]]:

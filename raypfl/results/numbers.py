@@ -90,7 +90,7 @@ def clients_from_worst(group: RunGroup, protocol: str) -> np.ndarray:
     """The final primary metric of every client with the model that it uses, in its unit, from the worst to the best:
     ``float64[clients of all seeds]``."""
     model = group.deployed(protocol)
-    values = np.sort(np.concatenate([_final(result, protocol, model)[1] for result in group.results]))
+    values = np.sort(np.concatenate([client_scores(result, protocol, model)[1] for result in group.results]))
     return values if group.unit.metric.higher_is_better else values[::-1]
 
 
@@ -98,10 +98,21 @@ def clients_with_both(group: RunGroup, protocol: str) -> np.ndarray:
     """The final primary metric of every client with the global and with its personal model: ``float64[n, 2]``."""
     rows = []
     for result in group.results:
-        (ids, shared), (owners, own) = (_final(result, protocol, model) for model in ("global", "personal"))
+        (ids, shared), (owners, own) = (client_scores(result, protocol, model) for model in ("global", "personal"))
         _, i, j = np.intersect1d(ids, owners, return_indices=True)
         rows.append(np.stack([shared[i], own[j]], axis=1))
     return np.concatenate(rows)
+
+
+def client_scores(result: Result, protocol: str, model: str, best: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Ids ``int[n]`` of the clients, and their primary metric ``float64[n]`` in its unit.
+
+    `best` : in the round that validation data chose, instead of the last evaluated one.
+    """
+    unit = Unit(result.experiment.measures.primary)
+    round = result.best_round if best else pc.max(result.evaluations["round"])
+    rows = _rows(result, protocol, model).filter(pc.field("round") == round)
+    return rows["client"].to_numpy(), unit.factor * rows[unit.metric.name].to_numpy()
 
 
 def seconds(result: Result) -> float:
@@ -161,13 +172,6 @@ def _positions(result: Result, against: Axis) -> np.ndarray:
     names, scale = (["seconds"], 1.0) if against == "seconds" else (["bytes_up", "bytes_down"], 1e6)
     spent = sum(result.rounds[name].to_numpy() for name in names)
     return np.append(0.0, np.cumsum(spent) / scale)
-
-
-def _final(result: Result, protocol: str, model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and primary metric of the clients in the last evaluated round."""
-    unit = Unit(result.experiment.measures.primary)
-    last = _rows(result, protocol, model).filter(pc.field("round") == pc.max(result.evaluations["round"]))
-    return last["client"].to_numpy(), unit.factor * last[unit.metric.name].to_numpy()
 
 
 def _rows(result: Result, protocol: str, model: str) -> pa.Table:

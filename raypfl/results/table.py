@@ -56,16 +56,20 @@ def columns(compared: Sequence[RunGroup]) -> list[Column]:
 
 def blocks(compared: Sequence[RunGroup], columns: Sequence[Column]) -> list[Block]:
     """The rows of all tests, then those of tests in the round that validation data chose, then those of validation."""
-    protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
-    tests = [name for name in protocols if unmasked_name(name) != "val"]
-    wanted = [(name, False) for name in tests] + [(name, True) for name in tests]
-    wanted += [(name, False) for name in protocols if name not in tests]
     made = []
-    for protocol, best in wanted:
+    for protocol, best in tests_of(compared):
         there = [i for i, one in enumerate(compared) if protocol in one.protocols and (one.has_best or not best)]
         down = [_cells([compared[i] for i in there], column, protocol, best) for column in columns]
         made.append(Block(protocol, best, {i: [cells[row] for cells in down] for row, i in enumerate(there)}))
     return [block for block in made if block.rows]
+
+
+def tests_of(compared: Sequence[RunGroup]) -> list[tuple[str, bool]]:
+    """Protocols, in the order of the blocks, and whether in the round that validation data chose."""
+    protocols = list(dict.fromkeys(name for group in compared for name in group.protocols))
+    tests = [name for name in protocols if unmasked_name(name) != "val"]
+    validation = [name for name in protocols if name not in tests]
+    return [(name, False) for name in tests] + [(name, True) for name in tests] + [(name, False) for name in validation]
 
 
 def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool) -> list[Cell]:

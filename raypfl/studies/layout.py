@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.display.fitting import width_of
+from raypfl.results import latex
 from raypfl.studies.description import Published, Study
 from raypfl.studies.entries import Entry
 
@@ -80,6 +81,23 @@ def markdown(study: Study, published: Published | None, found: Sequence[Entry], 
     for heading, lines in _notes(study, published, found, deviations):
         parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
     return "\n\n".join(parts) + "\n"
+
+
+def as_latex(study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]) -> str:
+    """The table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
+    of_headings: dict[tuple[tuple[str, str], ...], list[Block]] = {}
+    for block in blocks(found):
+        of_headings.setdefault(tuple(block.headings), []).append(block)
+    (_, (legend,)), *notes = _notes(study, published, found, deviations)
+    tables = []
+    for headings, alike in of_headings.items():
+        named = ["method", "", *(latex.escaped(" ".join(filter(None, heading))) for heading in headings)]
+        rows = [
+            (latex.escaped(block.title), [list(map(latex.number, line)) for line in block.lines]) for block in alike
+        ]
+        tables.append(latex.table(named, rows, f"{study.name}. {legend}", words=2))
+    comments = [f"% {heading}: {line}" for heading, lines in notes for line in lines]
+    return "\n".join([latex.PREAMBLE, *tables, *comments, ""])
 
 
 def _parts(block: Block, console: Console) -> Iterator[Table]:

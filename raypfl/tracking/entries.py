@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from math import isinf
@@ -11,7 +12,8 @@ import pyarrow as pa
 
 from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
-from raypfl.results.compared import group_runs, setting, settings
+from raypfl.results.compared import RunGroup, group_runs, setting, settings
+from raypfl.results.paired import HEADINGS, differences, remarks
 from raypfl.results.table import blocks, columns
 from raypfl.results.units import SPREAD
 from raypfl.runs.result import Result
@@ -19,6 +21,7 @@ from raypfl.server.events import Evaluated, RoundFinished, RunStarted
 from raypfl.tracking.connection import without_password
 
 LONGEST_VALUE = 5000
+_UNNAMEABLE = re.compile(r"[^\w\-. /:]")  # characters that MLflow takes in no metric's name
 _MOST_ROWS = 10_000  # of a table that a browser shows
 Point = tuple[str, float, int]
 """Name, value and step of a metric."""
@@ -64,8 +67,9 @@ def description_of(started: RunStarted, run_id: str, uri: str) -> str:
     )
 
 
-def comparison_of(results: Sequence[Result]) -> str:
-    """The description of a comparison: a table of the final primary metric, mean ± deviation over seeds."""
+def comparison_of(results: Sequence[Result], baseline: str | None = None) -> str:
+    """The description of a comparison: a table of the final primary metric, mean ± deviation over seeds; and of the
+    paired differences to the baseline or, without one, to the best method."""
     compared = group_runs(results)
     unit = compared[0].unit
     shown = [column for column in columns(compared) if column.aggregate in ("", "worst_decile")]
@@ -81,7 +85,33 @@ def comparison_of(results: Sequence[Result]) -> str:
         if i in block.rows
     ]
     lines += ["", SPREAD] if any(len(one.results) > 1 for one in compared) else []
-    return "\n".join(lines)
+    return "\n".join([*lines, *_paired_lines(compared, baseline)])
+
+
+def _paired_lines(compared: Sequence[RunGroup], baseline: str | None) -> list[str]:
+    rows = [row for row in differences(compared, baseline) if not row.best]
+    if not rows:
+        return []
+    headings = ["tested on", "method", "against", *(heading.replace("\n", " ") for heading in HEADINGS)]
+    cells = [[row.protocol, row.method, row.baseline, *row.cells] for row in rows]
+    table = [f"| {' | '.join(line)} |" for line in [headings, [":--"] * 3 + ["--:"] * len(HEADINGS), *cells]]
+    return ["", *table, "", " ".join(remarks(rows, compared))]
+
+
+def comparison_metrics(results: Sequence[Result], baseline: str | None = None) -> dict[str, float]:
+    """The paired differences as metrics of a comparison's run: ``difference/local/ditto`` and so on.
+
+    They are in the scale of the metrics of its runs: an accuracy is a share.
+    """
+    metrics: dict[str, float | None] = {}
+    for row in differences(group_runs(results), baseline):
+        where = f"{row.protocol}{'*' * row.best}/{row.method}"
+        values = {"difference": row.mean, "difference_low": row.low, "difference_high": row.high}
+        for name, value in values.items():
+            metrics[f"{name}/{where}"] = None if value is None else value / row.unit.factor
+        if row.by_seed:
+            metrics |= {f"seeds_ahead/{where}": row.seeds_ahead, f"draws_ahead/{where}": row.draws_ahead}
+    return {_UNNAMEABLE.sub("_", key): float(value) for key, value in metrics.items() if value is not None}
 
 
 def shortened(description: str) -> str:

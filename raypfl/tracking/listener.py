@@ -58,6 +58,7 @@ class MLflowListener:
         folder = None if kept_in is None else Path(kept_in)
         self._comparison = Comparison(comparison, self._tags, folder) if comparison else None
         self._description = ""
+        self._metrics: dict[str, float] = {}
         self._records: list[RunRecord] = []
         self._current: RunRecord | None = None
 
@@ -96,9 +97,10 @@ class MLflowListener:
         """The MLflow experiment in which the runs are; empty: none has been recorded."""
         return next((record.experiment_id for record in self._records if record.client), "")
 
-    def describe(self, description: str) -> None:
-        """Set the comparison's description, as Markdown; without it, it is the table of its runs."""
+    def describe(self, description: str, metrics: Mapping[str, float] | None = None) -> None:
+        """Set the comparison's description, as Markdown, and its metrics; else they are those of its runs."""
         self._description = description
+        self._metrics = dict(metrics or {})
 
     def attach(self, file: str | Path) -> None:
         """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
@@ -109,14 +111,20 @@ class MLflowListener:
             if self._comparison and run_id:
                 return
 
-    def _comparison_text(self) -> str:
+    def _describe_runs(self) -> None:
+        """Describe the comparison by the table of its runs."""
         over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
         evaluated = [result for result in over if result.evaluations.num_rows]
-        return entries.comparison_of(evaluated) if evaluated else ""
+        if evaluated:
+            self.describe(entries.comparison_of(evaluated), entries.comparison_metrics(evaluated))
 
     def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
-        if text := self._description or self._comparison_text():
-            client.set_tag(parent, NOTE, entries.shortened(text))
+        if not self._description:
+            self._describe_runs()
+        if self._description:
+            client.set_tag(parent, NOTE, entries.shortened(self._description))
+        for name, value in self._metrics.items():
+            client.log_metric(parent, name, value)
         ends = [record.status for record in self._records]
         stopped = "stopped" in ends or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))
         status = "stopped" if stopped else "failed" if kind or "failed" in ends else "finished"

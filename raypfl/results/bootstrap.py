@@ -1,0 +1,57 @@
+"""A bootstrap over two levels: seeds, and the clients of each seed.
+
+Resampling seeds and then clients within each drawn seed is the two-stage bootstrap of nested data (Davison and Hinkley
+1997, section 3.8). Where the clients are the same in every seed, such as writers, seeds and clients cross: one draw of
+clients then counts for all seeds (Owen 2007, "The pigeonhole bootstrap"). Libraries resample one level only
+(``scipy.stats.bootstrap``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from raypfl.common import rng
+
+DRAWS = 4000
+_MANY = 100
+"""Clients from which the mean of resampled ones is drawn from its limit, a normal distribution, which costs nothing."""
+
+
+def draws(values: Sequence[np.ndarray], same_clients: bool) -> np.ndarray:
+    """Resampled means over seeds of means over clients, ``float64[DRAWS]``; the same values give the same draws.
+
+    Parameters
+    ----------
+    values : of each seed, ``float64[clients]``; a single value is not resampled.
+    same_clients : whether the clients are the same in every seed; all seeds then have as many.
+    """
+    generator = rng.generator(0, "bootstrap")
+    chosen = generator.integers(len(values), size=(DRAWS, len(values)))
+    if same_clients:
+        return _crossed(np.stack(values), chosen, generator)
+    means = np.empty(chosen.shape)
+    for seed, clients in enumerate(values):
+        places = chosen == seed
+        means[places] = _resampled_means(clients, places.sum(), generator)
+    return means.mean(axis=1)
+
+
+def _resampled_means(clients: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    if len(clients) > _MANY:
+        return clients.mean() + clients.std() / np.sqrt(len(clients)) * generator.standard_normal(count)
+    return clients[generator.integers(len(clients), size=(count, len(clients)))].mean(axis=1)
+
+
+def _crossed(values: np.ndarray, chosen: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """`values` : ``[seeds, clients]``. `chosen` : the seeds of each draw."""
+    seeds, clients = values.shape
+    weights = (chosen[:, :, None] == np.arange(seeds)).mean(axis=1)  # of each seed in each draw
+    if clients > _MANY:
+        covariance = np.cov(values, bias=True).reshape(seeds, seeds)
+        deviation = np.sqrt(np.einsum("ds,st,dt->d", weights, covariance, weights).clip(0) / clients)
+        return weights @ values.mean(axis=1) + deviation * generator.standard_normal(DRAWS)
+    picked = generator.integers(clients, size=(DRAWS, clients))
+    means = np.stack([seed[picked].mean(axis=1) for seed in values], axis=1)
+    return (weights * means).sum(axis=1)
