@@ -27,7 +27,7 @@ from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, is_f
 from raypfl.runs.resuming import continued, ends_later, refuse_another, resumed
 from raypfl.server.events import Listener
 from raypfl.tracking.connection import how_to_look
-from raypfl.tracking.entries import comparison_metrics, comparison_of
+from raypfl.tracking.entries import comparison_metrics, comparison_of, scores_of
 from raypfl.tracking.listener import MLflowListener
 
 
@@ -188,7 +188,8 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
         if folder not in left:
             line.status, line.round = "finished", line.rounds
     results: list[Result] = []
-    name, kept_in = (work.tried[0], work.folder) if work.is_comparison else (None, None)
+    name = planned[0].name if work.is_comparison else None
+    kept_in = work.folder if work.is_comparison else None
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
     with interrupting(), message_if_killed(work.to_continue), tracking as tracked:
         trackers = tracked.for_each(planned)
@@ -256,7 +257,7 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
         tracked.attach(drawn)
     baseline = _baseline(work, judged)
     if judged:  # also runs that were finished before a comparison was interrupted
-        tracked.describe(comparison_of(judged, baseline), comparison_metrics(judged, baseline))
+        tracked.describe(comparison_of(judged, baseline), comparison_metrics(judged, baseline), scores_of(judged))
     if as_json:
         print(json.dumps(outcome.as_json(results, pictures, baseline), indent=2))
     else:

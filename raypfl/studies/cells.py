@@ -156,7 +156,7 @@ def _with_datasets(study: Study, assignments: Sequence[str]) -> tuple[Study, lis
 
 def _relocated(data: Any, datasets: Mapping[str, Any]) -> Any:
     """The description `data` of an experiment, in which data sets of these names are read from where they lie."""
-    described = {"name": data} if isinstance(data, str) else dict(data)
+    described: dict[str, Any] = {"name": data} if isinstance(data, str) else dict(data)
     if "pools" in described:
         described["pools"] = {
             name: _relocated(pool, datasets) if is_source(pool) else pool for name, pool in described["pools"].items()

@@ -150,7 +150,7 @@ def load(source: str) -> tuple[Study, Study]:
     ConfigError : if there is no such study, or for every mistake in it.
     """
     is_file = source.endswith((".yaml", ".yml"))
-    given = {"name": Path(source).stem if is_file else source}
+    given: dict[str, Any] = {"name": Path(source).stem if is_file else source}
     given |= read(Path(source) if is_file else STUDIES.text(source))
     base = given.pop("extends", None)
     if base is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from math import isinf
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -15,12 +16,13 @@ from raypfl.config.assignments import flatten
 from raypfl.results.compared import RunGroup, group_runs, setting, settings
 from raypfl.results.paired import HEADINGS, differences, remarks
 from raypfl.results.table import blocks, columns
-from raypfl.results.units import SPREAD
+from raypfl.results.units import SPREAD, Unit
 from raypfl.runs.result import Result
 from raypfl.server.events import Evaluated, RoundFinished, RunStarted
 from raypfl.tracking.connection import without_password
 
 LONGEST_VALUE = 5000
+_LONGEST_NAME = 250
 _UNNAMEABLE = re.compile(r"[^\w\-. /:]")  # characters that MLflow takes in no metric's name
 _MOST_ROWS = 10_000  # of a table that a browser shows
 Point = tuple[str, float, int]
@@ -34,6 +36,28 @@ def name_of(experiment: Experiment) -> str:
     defaults = {field.name: field.default for field in fields(method)}
     changed = [f"{key}={value}" for key, value in options.items() if key != "name" and value != defaults[key]]
     return " ".join([options["name"].rpartition(":")[2], *changed, f"s{experiment.seed}"])
+
+
+def score_of(experiment: Experiment, summary: Sequence[Mapping[str, Any]]) -> str:
+    """The primary metric in an evaluation's summary, of the model that clients use: ``"96.9 %"``."""
+    metric = experiment.measures.primary
+    first = [row for row in summary if row["protocol"] == summary[0]["protocol"]]
+    row = next((row for row in first if row["model"] == "personal"), first[0])
+    return _score(Unit(metric), [row[metric.name]])
+
+
+def scores_of(results: Sequence[Result]) -> str:
+    """What the runs of a comparison ended with, the best first: ``"ditto 96.9 %, fedavg 96.5 %"``."""
+    groups = group_runs(results)
+    unit = groups[0].unit
+    by_label = {group.label: group.scores(group.protocols[0]) for group in groups}
+    is_loss = groups[0].measures.lower_is_better(unit.metric.name)
+    ranked = sorted(by_label, key=lambda label: fmean(by_label[label]), reverse=not is_loss)
+    return ", ".join(f"{label} {_score(unit, [fmean(by_label[label])])}" for label in ranked)
+
+
+def _score(unit: Unit, values: Sequence[float]) -> str:
+    return f"{unit.text(*unit.of(values))}{unit.sign or f' {unit.phrase}'}"
 
 
 def tags_of(started: RunStarted) -> dict[str, str]:
@@ -112,6 +136,11 @@ def comparison_metrics(results: Sequence[Result], baseline: str | None = None) -
         if row.by_seed:
             metrics |= {f"seeds_ahead/{where}": row.seeds_ahead, f"draws_ahead/{where}": row.draws_ahead}
     return {_UNNAMEABLE.sub("_", key): float(value) for key, value in metrics.items() if value is not None}
+
+
+def short_name(name: str) -> str:
+    """A run's name of the length that MLflow takes."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def shortened(description: str) -> str:

@@ -59,6 +59,7 @@ class MLflowListener:
         self._comparison = Comparison(comparison, self._tags, folder) if comparison else None
         self._description = ""
         self._metrics: dict[str, float] = {}
+        self._scores = ""
         self._records: list[RunRecord] = []
         self._current: RunRecord | None = None
 
@@ -97,10 +98,14 @@ class MLflowListener:
         """The MLflow experiment in which the runs are; empty: none has been recorded."""
         return next((record.experiment_id for record in self._records if record.client), "")
 
-    def describe(self, description: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Set the comparison's description, as Markdown, and its metrics; else they are those of its runs."""
+    def describe(self, description: str, metrics: Mapping[str, float] | None = None, scores: str = "") -> None:
+        """Set the comparison's description, as Markdown, and its metrics; else they are those of its runs.
+
+        `scores` : of its methods, which are added to its name.
+        """
         self._description = description
         self._metrics = dict(metrics or {})
+        self._scores = scores
 
     def attach(self, file: str | Path) -> None:
         """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
@@ -116,7 +121,8 @@ class MLflowListener:
         over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
         evaluated = [result for result in over if result.evaluations.num_rows]
         if evaluated:
-            self.describe(entries.comparison_of(evaluated), entries.comparison_metrics(evaluated))
+            metrics = entries.comparison_metrics(evaluated)
+            self.describe(entries.comparison_of(evaluated), metrics, entries.scores_of(evaluated))
 
     def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
         if not self._description:
@@ -125,6 +131,8 @@ class MLflowListener:
             client.set_tag(parent, NOTE, entries.shortened(self._description))
         for name, value in self._metrics.items():
             client.log_metric(parent, name, value)
+        if self._scores and self._comparison:
+            client.update_run(parent, name=entries.short_name(f"{self._comparison.name}: {self._scores}"))
         ends = [record.status for record in self._records]
         stopped = "stopped" in ends or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))
         status = "stopped" if stopped else "failed" if kind or "failed" in ends else "finished"
@@ -145,7 +153,7 @@ def track(run_dir: str | Path, uri: str | None = None) -> None:
     problems: list[str] = []
     comparison = folders.Comparison.load(run_dir)
     results = [Result.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
-    name = comparison.words[0] if comparison else None
+    name = results[0].experiment.name if comparison else None
     with MLflowListener(name, warn=problems.append, kept_in=run_dir if comparison else None) as listener:
         for result, mine in zip(results, listener.for_each([one.experiment for one in results]), strict=True):
             for event in events_of(result, uri):

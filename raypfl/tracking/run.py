@@ -62,9 +62,15 @@ class Comparison:
         self._tags = tags
         self._file = kept_in and kept_in / RUN_ID_FILE
 
-    def parent_tags(self, client: MlflowClient, experiment_id: str, began: int) -> dict[str, str]:
-        """Tags that put a run below the parent, which is in the MLflow experiment of the first run."""
-        self.run_id = self.run_id or self._known(client, experiment_id) or self._new(client, experiment_id, began)
+    def parent_tags(self, client: MlflowClient, experiment_id: str, began: int, data: Any) -> dict[str, str]:
+        """Tags that put a run below the parent, which is in the MLflow experiment of the first run.
+
+        `data` : of the run, as MLflow records a data set.
+        """
+        self.run_id = self.run_id or self._known(client, experiment_id)
+        if not self.run_id:
+            self.run_id = self._new(client, experiment_id, began)
+            client.log_inputs(self.run_id, datasets=[data])
         return {PARENT: self.run_id, "comparison": self.name}
 
     def adopt(self, tags: Mapping[str, str]) -> None:
@@ -204,25 +210,35 @@ class RunRecord:
         return None
 
     def _new_run(self, client: MlflowClient) -> Any:
-        from mlflow.entities import Dataset, DatasetInput
-
         experiment = self._started.experiment
         home = experiment_id(client, self._started.experiment, self._uri)
         tags = {**_mlflow_tags(), **entries.tags_of(self._started), **self._tags, **self._parent_tags(client, home)}
-        data = "" if self._comparison else experiment.data.name
-        name = " ".join(filter(None, [data, entries.name_of(experiment), self._tags.get("settings")]))
-        run = client.create_run(home, self._began, tags, name)
+        run = client.create_run(home, self._began, tags, self._name)
         run_id: str = run.info.run_id
         write(Path(self.run_dir, RUN_ID_FILE), run_id)
         client.set_tag(run_id, NOTE, entries.description_of(self._started, run_id, self._uri))
         client.log_text(run_id, without_password(experiment.to_yaml()), "experiment.yaml")
-        digest = str(self._started.metadata.get("data", ""))[:36]
-        dataset = Dataset(experiment.data.name, digest, "local", str(experiment.data.root or ""))
-        client.log_inputs(run_id, datasets=[DatasetInput(dataset)])
+        client.log_inputs(run_id, datasets=[self._dataset()])
         return run
 
+    @property
+    def _name(self) -> str:
+        """Name of the experiment, unless its parent has it; method, changed options and seed; settings that differ."""
+        experiment = self._started.experiment
+        above = "" if self._comparison else experiment.name
+        return " ".join(filter(None, [above, entries.name_of(experiment), self._tags.get("settings")]))
+
+    def _dataset(self) -> Any:
+        from mlflow.entities import Dataset, DatasetInput
+
+        data = self._started.experiment.data
+        digest = str(self._started.metadata.get("data", ""))[:36]
+        return DatasetInput(Dataset(data.name, digest, "local", str(data.root or "")))
+
     def _parent_tags(self, client: MlflowClient, home: str) -> dict[str, str]:
-        return self._comparison.parent_tags(client, home, self._began) if self._comparison else {}
+        if self._comparison is None:
+            return {}
+        return self._comparison.parent_tags(client, home, self._began, self._dataset())
 
     def _continue(self, client: MlflowClient, known: Any) -> None:
         """Find what is recorded already; a run below a parent stays there."""
@@ -260,6 +276,10 @@ class RunRecord:
         for event, at in fresh:
             if isinstance(event, RoundFinished):
                 self._log_images(client, event, at)
+        evaluated = [event for event, _ in pending if isinstance(event, Evaluated) and event.summary]
+        if evaluated:  # MLflow's page shows no metric by itself, but every name
+            score = entries.score_of(self._started.experiment, evaluated[-1].summary)
+            client.update_run(self.run_id, name=entries.short_name(f"{self._name} · {score}"))
         saved = [event.location for event, _ in pending if isinstance(event, Checkpointed)]
         if saved:
             client.set_tag(self.run_id, "checkpoint", saved[-1])
