@@ -112,7 +112,7 @@ class FromSamples(Way):
             made |= dict(zip(places, together, strict=True))
         return [made[place] for place in range(len(given))]
 
-    def _together(self, samples: list[Labelled], held_out: float | None) -> list[Made | RaypflError]:
+    def _together(self, samples: list[Labelled], held_out: float) -> list[Made | RaypflError]:
         try:
             clients = self.models.personalize_all(samples, held_out)
         except RaypflError as error:
