@@ -213,6 +213,7 @@ def test_a_new_client_may_have_negative_numbers_to_predict(tmp_path):
     described = experiment(tmp_path, method="fedavg-ft", rounds=1, evaluation__every=0, cohort__size=2)
     options = {"name": "table", "root": str(file.parent), "target": "income", "leave_out": ["level", "bought"]}
     described = described.override([f"data={json.dumps(options)}", "partition={name: iid, clients: 2}"])
+    described = described.override(["objective={name: regression, mean: 3000, std: 2000}"])
     models = TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
     x, y = samples_in(file.parent, models)
     assert np.array_equal(x, models.outline.data.inputs) and y.tolist() == [1000.5, -2000, 3000, 4000, 5000, 6000]
