@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from raypfl.runs.driver import session as session
     from raypfl.tracking.listener import MLflowListener as MLflowListener
     from raypfl.tracking.models import trained_models as trained_models
+    from raypfl.trained.remote import RemoteRun as RemoteRun
     from raypfl.trained.saved_model import load_model as load_model
     from raypfl.training import augmentation as augmentation
     from raypfl.tuning.outcome import tune as tune
@@ -53,6 +54,7 @@ _HOMES = {
     "Mean": "raypfl.common.messages",
     "Method": "raypfl.methods",
     "Predictor": "raypfl.models",
+    "RemoteRun": "raypfl.trained.remote",
     "Result": "raypfl.display.interactive",
     "Scatter": "raypfl.common.messages",
     "Sum": "raypfl.common.messages",

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pyarrow.compute as pc
 import pytest
+import yaml
 
 import raypfl
 from raypfl.config.reference import SETTINGS, markdown
@@ -159,3 +160,11 @@ def test_every_test_that_the_documentation_names_exists():
 def test_every_tutorial_has_a_place_in_the_navigation():
     placed = re.findall(r"- tutorials/(\w+)\.md", (ROOT / "docs/.nav.yml").read_text())
     assert sorted(placed) == [file.stem for file in TUTORIALS]
+
+
+def test_the_site_can_be_searched_from_disk_and_loads_no_script_from_elsewhere():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    scripts = site["extra"]["polyfills"]
+    assert "offline" in site["plugins"], "browsers read no search index from disk, unless it is a script"
+    assert any("iframe-worker" in script for script in scripts), "the plugin would load one from a server"
+    assert all((ROOT / "docs" / script).is_file() for script in scripts)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.compute as pc
@@ -108,10 +108,22 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 """What the reader of a page has before its first block."""
 
 
-def answered(url: str, params: dict[str, Any], data: bytes, headers: dict[str, str]) -> SimpleNamespace:
-    """What a service answers: the model that the page has made in Python before."""
-    assert url.endswith("/personalize") and data and headers["Authorization"] == "Bearer secret"
-    return SimpleNamespace(ok=True, content=Path("mine.safetensors").read_bytes())
+class Served:
+    """A service in place of the page's: it has the model that the page has made in Python before."""
+
+    about: ClassVar[dict[str, Any]] = {"class_names": list("0123456789")}
+
+    def __init__(self, address: str, token: str):
+        assert token == "secret"
+
+    def personalize(self, x: np.ndarray, y: np.ndarray, file: str) -> Any:
+        return raypfl.load_model(file)
+
+
+def predicted(url: str, json: dict[str, Any], headers: dict[str, str]) -> SimpleNamespace:
+    """What it predicts."""
+    assert url.endswith("/predict") and headers["Authorization"] == "Bearer secret"
+    return SimpleNamespace(ok=True, json=lambda: {"predictions": ["3"] * len(json["inputs"])})
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +137,8 @@ def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             sys.modules[module.__name__] = module
             patch.setattr(raypfl, "run", quick, raising=False)
-            patch.setattr("requests.post", answered)
+            patch.setattr("requests.post", predicted)
+            patch.setattr("raypfl.trained.remote.RemoteRun", Served)
             patch.setattr("raypfl.attacks.membership.membership", functools.partial(membership, epochs=1))
             vars(module).update(GIVEN.get(page, dict)())
             for code in blocks(page, "python"):

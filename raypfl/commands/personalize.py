@@ -77,8 +77,7 @@ def serve(run: Path, host: str, port: int, replicas: int, megabytes: float, samp
     with interrupting(), service.served(run, token, host, port, replicas, limits) as address:
         say(f"Serving {run} at {address}")
         say(f"Token: {f'that of ${TOKEN}' if given else token}")
-        request = f"--data-binary @samples.safetensors {address}/personalize -o model.safetensors"
-        say(f'curl -H "Authorization: Bearer TOKEN" {request}')
+        say(f'In Python: raypfl.RemoteRun("{address}", TOKEN).personalize(x, y)')
         say("Ctrl-C ends it.")
         sys.stdout.flush()
         try:

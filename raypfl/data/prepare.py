@@ -91,6 +91,10 @@ def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any],
         "scale": raw.scale if inputs.dtype == np.uint8 else 1.0,
         "pools": [pool.name for pool in others],
     }
+    if raw.feature_names is not None:
+        about["feature_names"] = raw.feature_names
+    if raw.indicators is not None:
+        about["indicators"] = raw.indicators
     columns: dict[str, Any] = {
         "input": inputs,
         "label": np.concatenate(labels).astype(_STORED.get(raw.kind, raw.labels.dtype)),
@@ -133,11 +137,11 @@ def prepared_holdings(
     split = np.concatenate([held.split, columns["pool"][own:] + len(SPLITS) + len(data.shares())]).astype(np.int16)
     order = np.lexsort((client, split))
     trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, held.unseen))
-    mean, std = _moments(columns["input"], trained_on, about["scale"])
+    mean, std = _moments(columns["input"], trained_on, about)
     pool_moments = {}
     for name in _own_moments(data):
         pooled = np.flatnonzero(split == names.index(name))
-        pool_moments[name] = [part.tolist() for part in _moments(columns["input"], pooled, about["scale"])]
+        pool_moments[name] = [part.tolist() for part in _moments(columns["input"], pooled, about)]
     return {"client": client[order], "split": split[order], "sample": order.astype(np.int64)}, {
         "clients": held.clients,
         "unseen": held.unseen.tolist(),
@@ -219,16 +223,21 @@ def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def _moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def _moments(inputs: np.ndarray, chosen: np.ndarray, about: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of ``inputs / scale``, ``float64[C]`` each; the latter 1 if it would be 0.
 
     By channel for images, whose sums are of integers, hence exact; by the last axis for other features; 0 and 1 for
-    tokens, which are not normalised.
+    tokens and indicators of categories, which are not normalised.
     """
+    scale = about["scale"]
     if inputs.dtype == np.int64:
         return np.zeros(1), np.ones(1)
     if inputs.dtype != np.uint8:
-        return _feature_moments(inputs, chosen, scale)
+        mean, std = _feature_moments(inputs, chosen, scale)
+        as_they_are = np.flatnonzero(about.get("indicators", []))
+        mean[as_they_are] = 0.0
+        std[as_they_are] = 1.0
+        return mean, std
     total, squares = np.zeros((2, inputs.shape[1]), dtype=np.int64)
     for span in _spans(inputs, len(chosen)):
         block = inputs[chosen[span]]

@@ -44,6 +44,7 @@ class FederatedData:
     unseen : ``int64[U]``, the clients that are never trained, ascending.
     pools : names of the pools, whose samples belong to no client, e.g. ``auxiliary``.
     pool_moments : name -> (mean, std), as above, of the pools with ``normalise: own``.
+    feature_names, indicators : as in `RawData`.
     fingerprint : SHA-256 of the samples and of who holds them, the same on every machine.
     """
 
@@ -58,6 +59,8 @@ class FederatedData:
     unseen: np.ndarray
     pools: tuple[str, ...]
     pool_moments: dict[str, tuple[np.ndarray, np.ndarray]]
+    feature_names: list[str] | None
+    indicators: list[bool] | None
     fingerprint: str
     _splits: dict[str, tuple[np.ndarray, np.ndarray]]
     _pools: dict[str, np.ndarray]
@@ -244,6 +247,8 @@ def _joined(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData
             name: (np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32))
             for name, (mean, std) in holdings.about.get("pool_moments", {}).items()
         },
+        feature_names=samples.about.get("feature_names"),
+        indicators=samples.about.get("indicators"),
         fingerprint=hashlib.sha256((samples.digest + holdings.digest).encode()).hexdigest(),
         _splits={name: (np.searchsorted(client[spans[name]], steps), sample[spans[name]]) for name in SPLITS},
         _pools={name: sample[spans[name]] for name in pools},

@@ -6,6 +6,7 @@ from raypfl.datasets.readers import (  # noqa: F401 - readers register themselve
     arrays,
     cifar,
     csv_images,
+    feature_table,
     folders,
     hugging_face,
     idx,

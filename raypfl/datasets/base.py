@@ -95,6 +95,8 @@ class DataSource:
         if self.root is None:
             raise ConfigError(f"data.root is missing: name the folder that holds {holds}.")
         root = Path(self.root).expanduser()
+        if root.is_file():
+            raise ConfigError(f"data.root is {self.root!r}, which is a file; name the folder that it is in.")
         if not root.is_dir():
             raise ConfigError(f"data.root is {self.root!r}, but there is no such folder; it should hold {holds}.")
         return root
@@ -206,6 +208,8 @@ class RawData:
     scale : the value of a full pixel, by which images are divided.
     test_mask : ``bool[N]``, the samples of the published test split; None: there is none.
     groups : the domain, writer or the like of each sample, ``[N]`` of integers or text; None: there is no such column.
+    feature_names : of the last axis of `inputs`; None: features have no names. Those of pools are matched by name.
+    indicators : for each of these, whether it is 1 or 0 for a category, and so is not standardised; None: none is.
 
     Raises
     ------
@@ -218,6 +222,8 @@ class RawData:
     scale: float = 255.0
     test_mask: np.ndarray | None = None
     groups: np.ndarray | None = None
+    feature_names: list[str] | None = None
+    indicators: list[bool] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.labels):
@@ -229,6 +235,11 @@ class RawData:
         for what, column in (("marks of the test split", self.test_mask), ("groups", self.groups)):
             if column is not None and len(column) != len(self.labels):
                 raise DataError(f"There are {len(self.labels)} labels, but {len(column)} {what}.")
+        names = self.feature_names or []
+        if self.indicators is not None and len(self.indicators) != len(names):
+            raise DataError(f"There are {len(names)} names of features, but {len(self.indicators)} indicators.")
+        if names and isinstance(self.inputs, np.ndarray) and self.inputs.shape[-1] != len(names):
+            raise DataError(f"There are {len(names)} names of features, but inputs are [N, {self.inputs.shape[-1]}].")
 
     @property
     def kind(self) -> str:

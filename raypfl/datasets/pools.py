@@ -78,7 +78,7 @@ def read(name: str, source: DataSource, own: RawData) -> Pool:
     ------
     DataError : if there are none, or if a test pool has other classes than the clients' data set.
     """
-    raw = source.read()
+    raw = _with_features_of(source.read(), own, name)
     is_test = name.startswith("ood/")
     chosen = np.ones(len(raw.labels), dtype=bool)
     if raw.test_mask is not None and source.split == "auto":
@@ -101,6 +101,32 @@ def read(name: str, source: DataSource, own: RawData) -> Pool:
     return Pool(name, raw, chosen, labels)
 
 
+def _with_features_of(raw: RawData, own: RawData, name: str) -> RawData:
+    """A data set with the features of the clients', by name; a category that it does not have is 0.
+
+    Raises
+    ------
+    DataError : if it has another feature, or lacks one that is not of a category.
+    """
+    if raw.feature_names is None or own.feature_names is None or raw.feature_names == own.feature_names:
+        return raw
+    indicators = own.indicators or [False] * len(own.feature_names)
+    categories = {feature for feature, is_one in zip(own.feature_names, indicators, strict=True) if is_one}
+    wrong = [feature for feature in raw.feature_names if feature not in own.feature_names]
+    wrong += [f"no {feature}" for feature in own.feature_names if feature not in {*raw.feature_names, *categories}]
+    if wrong:
+        raise DataError(f"{name} has other features than the clients' data: {', '.join(wrong[:5])}.")
+    place = {feature: number for number, feature in enumerate(own.feature_names)}
+
+    def matched(block: np.ndarray) -> np.ndarray:
+        inputs = np.zeros((len(block), len(place)), block.dtype)
+        inputs[:, [place[feature] for feature in raw.feature_names or ()]] = block
+        return inputs
+
+    blocks = map(matched, raw.blocks())
+    return replace(raw, inputs=blocks, feature_names=own.feature_names, indicators=own.indicators)
+
+
 def _labels(raw: RawData, own: RawData, chosen: np.ndarray) -> np.ndarray | None:
     """The pool's labels in the clients' numbering, by class name or, if names are numbers, unchanged; None: other
     classes."""
@@ -108,7 +134,9 @@ def _labels(raw: RawData, own: RawData, chosen: np.ndarray) -> np.ndarray | None
         return None
     if raw.kind not in ("classes", "labels"):
         return raw.labels[chosen] if raw.class_names == own.class_names else None
-    numbered = raw.class_names == [str(number) for number in range(len(raw.class_names))]
+    # Numbers that stand for other names; where the clients' names are numbers too, they say which they are.
+    unnamed = raw.class_names == [str(number) for number in range(len(raw.class_names))]
+    numbered = unnamed and not all(name.isdecimal() for name in own.class_names)
     if raw.class_names == own.class_names or (numbered and len(raw.class_names) <= len(own.class_names)):
         return raw.labels[chosen]
     if raw.labels.ndim > 1 or not set(raw.class_names) <= set(own.class_names):

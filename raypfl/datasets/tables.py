@@ -1,21 +1,57 @@
-"""What readers of tables that hold or list images share: options, columns and the test split."""
+"""What readers of tables share: columns, the test split, and options of those that hold or list images."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.datasets.base import RawData
 from raypfl.datasets.images import ImageReader
 from raypfl.datasets.labels import class_count
+
+TEST_WORDS = {"test", "valid", "val", "validation"}
+"""Words in the name of a table whose rows are the published test split."""
+
+
+def is_test(shown: str, words: Set[str]) -> bool:
+    """Whether one of the words is in a file's name."""
+    return not words.isdisjoint(re.split(r"[^a-z]+", shown.lower()))
+
+
+def read_csv(path: Path, shown: str) -> pa.Table:
+    """A CSV file. The type of a column is one that all its values have.
+
+    Raises
+    ------
+    DataError : if it cannot be read; `shown` is its name in the message.
+    """
+    short: list[str] = []
+
+    def note(row: pa_csv.InvalidRow) -> str:
+        # Arrow counts from 1, and the header too.
+        short.append(f"Row {row.number - 2} of {shown} has {row.actual_columns} columns, but its header")
+        short.append(f"{row.expected_columns}.")
+        return "error"
+
+    try:
+        whole = min(path.stat().st_size + 1, 2**31 - 1)  # Arrow looks at the first block only to choose types
+        return pa_csv.read_csv(
+            path,
+            read_options=pa_csv.ReadOptions(use_threads=False, block_size=whole),  # threads would lose rows' numbers
+            parse_options=pa_csv.ParseOptions(invalid_row_handler=note),
+            convert_options=pa_csv.ConvertOptions(strings_can_be_null=True),
+        )
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(" ".join(short) or f"{path} is not a readable CSV file: {error}") from error
 
 
 class Table(ABC):
@@ -32,7 +68,7 @@ class Table(ABC):
 
     def __init__(self, path: Path, root: Path, test_words: set[str]):
         self.path, self.shown = path, str(path.relative_to(root))
-        self.is_test = not test_words.isdisjoint(re.split(r"[^a-z]+", self.shown.lower()))
+        self.is_test = is_test(self.shown, test_words)
 
     @abstractmethod
     def values(self, name: str) -> pa.ChunkedArray:
@@ -55,7 +91,8 @@ class Table(ABC):
         """The type of the column that ``data.<option>`` names. Raises a ConfigError if there is none."""
         if name not in self.types:
             raise ConfigError(
-                f"data.{option} is {name!r}, but {self.shown} has no such column; {did_you_mean(name, self.types)}"
+                f"data.{option} is {name!r}, but {self.shown} has no such column; {did_you_mean(name, self.types)} "
+                "This reader reads images; data.name=table reads tables of features."
             )
         return self.types[name]
 

@@ -176,7 +176,7 @@ class TrainedModels:
                 metrics=metrics[client],
                 seconds=seconds,
                 epsilon=epsilons.get(client, 0.0) if privacy.of_samples else None,
-                origin=self._origin,
+                origin=self.origin,
             )
             for client, network in enumerate(self._networks(made, len(samples)))
         ]
@@ -192,7 +192,16 @@ class TrainedModels:
 
     def at_start(self) -> dict[str, Any]:
         """The server's state before the first round."""
-        return self.experiment.method.start(self._task)
+        return self.experiment.method.start(self.task)
+
+    def as_networks(self, rows: Tensor) -> list[TrainedModel]:
+        """Model vectors ``[n, P+B]`` as networks, in evaluation mode."""
+        return [self._trained(self.task.model.as_module(row)) for row in rows]
+
+    @cached_property
+    def normalisation(self) -> tuple[Tensor, Tensor]:
+        """``gain, offset``: networks see ``x * gain + offset``."""
+        return normalisation(self.outline, self.task.model)
 
     def _made(
         self, context: Context, clients: Sequence[int], states: list[Mapping[str, np.ndarray]], unseen: bool
@@ -209,8 +218,7 @@ class TrainedModels:
     def _networks(self, made: Tensor | Predictor, count: int) -> list[TrainedModel]:
         if isinstance(made, Predictor):
             return [self._trained(made.as_module(k, self._context.evaluating)) for k in range(count)]
-        rows = unmarked(made).expand(count, -1)
-        return [self._trained(self._context.model.as_module(row)) for row in rows]
+        return self.as_networks(unmarked(made).expand(count, -1))
 
     def _after_exchanges(
         self, context: Context, clients: Sequence[int], states: list[Mapping[str, np.ndarray]], unseen: bool
@@ -224,7 +232,7 @@ class TrainedModels:
         sizes = np.zeros(max(clients) + 1, dtype=np.int64)
         sizes[list(clients)] = [len(context.split(client, "train")) for client in clients]
         runner = GroupRunner(
-            task=self._task,
+            task=self.task,
             backend=Inline(Worker(context, self.experiment.method)),
             states=table,
             context=ServerContext(context.pools, precision_of(self.experiment), lambda event: None),
@@ -239,7 +247,8 @@ class TrainedModels:
         return [merged(ref.stack.of(ref.slot) for ref in table.refs(client)) for client in clients], cohort.spent
 
     @cached_property
-    def _origin(self) -> Origin:
+    def origin(self) -> Origin:
+        """What files of the models say about the run."""
         return Origin(self.experiment, self.outline)
 
     @property
@@ -247,16 +256,17 @@ class TrainedModels:
         return self.experiment.training.learning_rate(max(self.round - 1, 0), self.experiment.rounds)
 
     @cached_property
-    def _task(self) -> Task:
+    def task(self) -> Task:
+        """The method's task, with its own networks."""
         return make_task(self.experiment, self.outline, torch.device("cpu"))
 
     @cached_property
     def _context(self) -> Context:
-        return make_context(self.experiment, self.outline, self._task)
+        return make_context(self.experiment, self.outline, self.task)
 
     def _trained(self, network: nn.Module) -> TrainedModel:
-        gain, offset = normalisation(self.outline, self._context.model)
-        return TrainedModel(network, gain, offset, self.outline.discrete)
+        gain, offset = self.normalisation
+        return TrainedModel(network, gain.clone(), offset.clone(), self.outline.discrete)
 
 
 def _tested(context: Context, made: Tensor | Predictor, clients: Sequence[int]) -> list[dict[str, float]]:

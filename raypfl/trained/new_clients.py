@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypfl.clients.context import Context
-from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.data.partitions import Traits
 from raypfl.data.splits import hold_out
 from raypfl.datasets import RawData
@@ -88,13 +88,12 @@ def checked(x: Any, y: Any, outline: DataOutline) -> Labelled:
     DataError : if they do not fit, with the reason.
     """
     x, y = np.asarray(x), np.asarray(y)
-    if x.ndim != 1 + len(outline.input_shape) or x.shape[1:] != tuple(outline.input_shape):
-        raise DataError(f"x has the shape {list(x.shape)}, but the run's inputs are {inputs_of(outline)}.")
+    _refuse_other_shape(x, outline, "x")
     if y.shape[:1] != x.shape[:1]:
         raise DataError(f"x has {len(x)} samples, but y has the shape {list(y.shape)}; y needs a target for each.")
     if not len(x):
         raise DataError("x and y are empty; a model is made from at least one labelled sample.")
-    x = _inputs(x, outline)
+    x = _inputs(x, outline, "x")
     kind = outline.kind
     if kind in _CAST and y.dtype.kind not in "iub":
         raise DataError(f"y is {y.dtype}, but the run's targets are {kind}, which are integers.")
@@ -107,25 +106,61 @@ def checked(x: Any, y: Any, outline: DataOutline) -> Labelled:
     return x, targets
 
 
-def _inputs(x: np.ndarray, outline: DataOutline) -> np.ndarray:
+def numbered(y: Any, names: Sequence[str]) -> np.ndarray:
+    """Targets with classes by number, where they are given by name.
+
+    Raises
+    ------
+    DataError : if there is no class of that name.
+    """
+    y = np.asarray(y)
+    if y.dtype.kind != "U":
+        return y
+    given = y.ravel().tolist()
+    for name in given:
+        if name not in names:
+            raise DataError(f"y has {name!r}, which is no class of the run; {did_you_mean(name, names)}")
+    return np.array([names.index(name) for name in given], np.int64).reshape(y.shape)
+
+
+def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
+    """Inputs to predict for, as the run's data set would have them; `name` is theirs in messages.
+
+    Raises
+    ------
+    DataError : if they do not fit, with the reason.
+    """
+    x = np.asarray(x)
+    _refuse_other_shape(x, outline, name)
+    if not len(x):
+        raise DataError(f"{name} is empty.")
+    return _inputs(x, outline, name)
+
+
+def _refuse_other_shape(x: np.ndarray, outline: DataOutline, name: str) -> None:
+    if x.ndim != 1 + len(outline.input_shape) or x.shape[1:] != tuple(outline.input_shape):
+        raise DataError(f"{name} has the shape {list(x.shape)}, but the run's inputs are {inputs_of(outline)}.")
+
+
+def _inputs(x: np.ndarray, outline: DataOutline, name: str) -> np.ndarray:
     if x.dtype.kind not in "iufb":
-        raise DataError(f"x is {x.dtype}, not numbers.")
+        raise DataError(f"{name} is {x.dtype}, not numbers.")
     if outline.discrete:
         if x.dtype.kind not in "iu":
-            raise DataError(f"x is {x.dtype}, but the run's inputs are tokens, which are integers.")
+            raise DataError(f"{name} is {x.dtype}, but the run's inputs are tokens, which are integers.")
         return x.astype(np.int64)
     if not np.isfinite(x).all():
-        raise DataError(f"Sample {np.argwhere(~np.isfinite(x))[0][0]} of x has an input that is not finite.")
+        raise DataError(f"Sample {np.argwhere(~np.isfinite(x))[0][0]} of {name} has an input that is not finite.")
     if outline.scale > 1:  # images, whose values are known
         if x.min() < 0 or x.max() > outline.scale:
             raise DataError(
-                f"x has values from {x.min():g} to {x.max():g}, but the run's images have 0 to {outline.scale:g}; give "
-                "them as they are stored, without normalisation."
+                f"{name} has values from {x.min():g} to {x.max():g}, but the run's images have 0 to {outline.scale:g}; "
+                "give them as they are stored, without normalisation."
             )
         if x.dtype.kind == "f" and x.max() <= 1 and (x % 1 != 0).any():
             raise DataError(
-                f"x has values from {x.min():g} to {x.max():g}, as if it had been divided; the run's images have 0 to "
-                f"{outline.scale:g}."
+                f"{name} has values from {x.min():g} to {x.max():g}, as if it had been divided; the run's images have "
+                f"0 to {outline.scale:g}."
             )
     return x if x.dtype == np.uint8 else x.astype(np.float32)
 

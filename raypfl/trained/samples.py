@@ -11,7 +11,7 @@ import numpy as np
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import FederatedData
 from raypfl.datasets import DataSource, RawData
-from raypfl.datasets.pools import read
+from raypfl.datasets.pools import UNLABELLED, read
 from raypfl.trained.models import TrainedModels
 
 
@@ -60,9 +60,18 @@ def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray
         )
     else:
         source = DataSource(name=config.name, root=str(folder), split="merged", options=config.options)
-    own = RawData(data.inputs[:1], data.labels[:1], data.class_names, data.scale)
+    own = RawData(
+        inputs=data.inputs[:1],
+        labels=data.labels[:1],
+        class_names=data.class_names,
+        scale=data.scale if data.inputs.dtype == np.uint8 else RawData.scale,  # which only images are divided by
+        feature_names=data.feature_names,
+        indicators=data.indicators,
+    )
     pool = read(str(folder), source, own)
-    if (pool.labels < 0).any():
+    targets = pool.labels.reshape(len(pool.labels), -1)
+    unknown = np.isnan(targets) if data.kind == "numbers" else targets == UNLABELLED
+    if unknown.all(axis=1).any():
         raise DataError(
             f"The samples in {folder} have other classes than the run: {', '.join(pool.raw.class_names[:5])}. Those of "
             f"the run are {', '.join(data.class_names[:5])}."

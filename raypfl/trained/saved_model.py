@@ -95,27 +95,45 @@ def load_model(file: str | Path) -> TrainedModel:
     ------
     CheckpointError : if there is no such file, it is damaged, or it is not one of these.
     """
-    try:
-        with safetensors.safe_open(str(file), "pt") as opened:
-            about = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read as a personal model: {error}") from error
+    about, tensors = tensors_in(file, "a personal model")
     if about.get("format") != FORMAT:
         raise CheckpointError(
             f"{file} is not a personal model: its metadata do not say {FORMAT!r}. `raypfl personalize` writes them."
         )
-    experiment, known = Experiment.from_yaml(about["experiment"]), json.loads(about["data"])
-    known |= {name: np.array(known[name], dtype=np.float32) for name in ("mean", "std")}
-    known["input_shape"] = tuple(known["input_shape"])
-    outline = DataOutline(known=known, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
+    experiment = Experiment.from_yaml(about["experiment"])
+    outline = outline_in(about["data"])
     model = make_model(experiment, outline, torch.device("cpu"))
     network = _network(model, tensors) if PREDICTOR not in about else _predictor(about, experiment, model, tensors)
     if network is None:
         name = METHODS.name_of(type(experiment.method))
         raise CheckpointError(f"The tensors in {file} are not those of a model of {name}; they are for your own code.")
     gain, offset = (torch.tensor(json.loads(about[name]), dtype=model.dtype) for name in ("gain", "offset"))
-    return TrainedModel(network, gain, offset, known["discrete"])
+    return TrainedModel(network, gain, offset, outline.discrete)
+
+
+def tensors_in(file: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors in a file of safetensors.
+
+    `what` : should be in it, for messages.
+
+    Raises
+    ------
+    CheckpointError : if there is no such file, or it is damaged.
+    """
+    try:
+        with safetensors.safe_open(str(file), "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            return opened.metadata() or {}, tensors
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read as {what}: {error}") from error
+
+
+def outline_in(text: str) -> DataOutline:
+    """The outline of a run's data from what :class:`Origin` says of them, without samples."""
+    known = json.loads(text)
+    known |= {name: np.array(known[name], dtype=np.float32) for name in ("mean", "std")}
+    known["input_shape"] = tuple(known["input_shape"])
+    return DataOutline(known=known, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
 
 
 def _function_of(network: nn.Module, method: Method) -> dict[str, str]:

@@ -24,14 +24,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from raypfl.backends.cluster import connected
-from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.config.settings import RaySettings
 from raypfl.methods import METHODS
 from raypfl.runs.driver import make_room
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_clients import Labelled, checked, refuse_without_way
+from raypfl.trained.new_clients import checked_inputs, refuse_without_way
 from raypfl.trained.saved_model import encoded
+from raypfl.trained.ways import Made, class_names, way_of
 
 BATCH = 8
 """Clients whose models are made together, at most."""
@@ -40,7 +41,15 @@ WAIT = 0.01
 """Seconds that the first of them waits for others."""
 
 TIMEOUT = 120.0
-"""Seconds after which a request is given up."""
+"""Seconds that a request's body may take to arrive, and then its model to be made."""
+
+PLACES = 8 * BATCH
+"""Requests that wait for a model in one replica, at most."""
+
+RETRY = 1
+"""Seconds after which a client may ask again that was refused because others are waiting."""
+
+PREDICT = "/predict"
 
 APP = "raypfl"
 
@@ -66,12 +75,24 @@ class _Refused(Exception):
         self.status, self.headers = status, headers
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a model is made from, and the inputs that it predicts for; None: the model itself is asked for."""
+
+    given: Any
+    inputs: torch.Tensor | None
+
+
 class Service:
     """Answers requests, each of which must have the header ``Authorization: Bearer TOKEN``.
 
-    ``GET /`` gives the method, the inputs and the limits as JSON. ``POST /personalize?held_out=0.25`` takes a client's
-    samples ``x`` and ``y`` as safetensors and gives its model, which :func:`raypfl.load_model` reads. A refusal is
-    JSON: ``{"error": sentence}``.
+    ``GET /`` gives the method, the inputs, the classes, the paths and the limits as JSON. A run of PeFLL has ``GET
+    /embedding``, its embedding network, and ``POST /model``, which takes a ``descriptor``. Runs whose methods train for
+    a new client have ``POST /personalize?held_out=0.25``, which takes its samples ``x`` and ``y``. Both give the
+    client's model, which :func:`raypfl.load_model` reads. ``POST /predict`` takes ``inputs`` as well, and gives that
+    model's predictions for them as JSON.
+
+    Bodies are JSON, if their ``Content-Type`` says so, or safetensors. A refusal is JSON: ``{"error": sentence}``.
 
     Parameters
     ----------
@@ -81,7 +102,10 @@ class Service:
     def __init__(self, run_dir: str, token: str, limits: Limits):
         torch.set_num_threads(1)
         self._models = TrainedModels.of_snapshot(*newest(run_dir, whole=False))
+        self._way = way_of(self._models)
         self._token, self._limits = token.encode(), limits
+        self._allowed = {"/": "GET", **dict.fromkeys(self._way.files, "GET"), self._way.path: "POST", PREDICT: "POST"}
+        self._busy = 0
 
     async def __call__(self, request: Request) -> Response:
         try:
@@ -95,22 +119,50 @@ class Service:
             return JSONResponse({"error": "The server failed at this request; its log says why."}, 500)
 
     async def _answered(self, request: Request) -> Response:
+        path = request.url.path
+        self._refuse_stranger(request)
+        self._refuse_wrong_path(path, request.method)
+        if path == "/":
+            return JSONResponse(self._about())
+        if path in self._way.files:
+            return Response(self._way.files[path], media_type="application/octet-stream")
+
+        with self._place():
+            asked = await self._asked(request)
+            try:
+                answer = await asyncio.wait_for(self._made(asked), TIMEOUT)
+            except TimeoutError:
+                raise _later(f"There was no model within {TIMEOUT:g} seconds.") from None
+        if isinstance(answer, RaypflError):
+            raise _Refused(400, str(answer))
+        if isinstance(answer, bytes):
+            return Response(answer, media_type="application/octet-stream")
+        return JSONResponse(answer)
+
+    def _refuse_stranger(self, request: Request) -> None:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
             header = {"WWW-Authenticate": "Bearer"}
             raise _Refused(401, "The header Authorization must be: Bearer, and the service's token.", **header)
-        if request.url.path not in ("/", "/personalize"):
-            raise _Refused(404, "There is GET / and POST /personalize, nothing else.")
-        allowed = "GET" if request.url.path == "/" else "POST"
-        if request.method != allowed:
-            raise _Refused(405, f"{request.url.path} takes {allowed}, not {request.method}.", Allow=allowed)
-        if allowed == "GET":
-            return JSONResponse(self._about())
-        held_out = _held_out(request)
-        model = await self._made((self._samples(await self._body(request)), held_out))
-        if isinstance(model, RaypflError):
-            raise _Refused(400, str(model))
-        return Response(model, media_type="application/octet-stream")
+
+    def _refuse_wrong_path(self, path: str, method: str) -> None:
+        if path not in self._allowed:
+            there = [f"{allowed} {name}" for name, allowed in self._allowed.items()]
+            raise _Refused(404, f"There is {', '.join(there[:-1])} and {there[-1]}, nothing else.")
+        allowed = self._allowed[path]
+        if method != allowed:
+            raise _Refused(405, f"{path} takes {allowed}, not {method}.", Allow=allowed)
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """Within: a request takes one of the places for those that wait for a model."""
+        if self._busy >= PLACES:
+            raise _later(f"{PLACES} requests are waiting already.")
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
 
     def _about(self) -> dict[str, Any]:
         experiment, outline = self._models.experiment, self._models.outline
@@ -121,8 +173,26 @@ class Service:
             "full_pixel": outline.scale,
             "targets": outline.kind,
             "classes": outline.num_classes,
+            "class_names": class_names(self._models),
+            "feature_names": getattr(outline, "feature_names", None),
+            "paths": self._allowed,
             "limits": asdict(self._limits),
         }
+
+    async def _asked(self, request: Request) -> _Asked:
+        held_out = _held_out(request)
+        try:
+            body = await asyncio.wait_for(self._body(request), TIMEOUT)
+        except TimeoutError:
+            raise _Refused(408, f"The body did not arrive within {TIMEOUT:g} seconds.") from None
+        predicts = request.url.path == PREDICT
+        arrays = self._arrays(request, body, (*self._way.arrays, *(["inputs"] if predicts else [])))
+        try:
+            given = self._way.checked(arrays, held_out)
+            inputs = checked_inputs(arrays["inputs"], self._models.outline, "inputs") if predicts else None
+        except RaypflError as error:
+            raise _Refused(400, str(error)) from error
+        return _Asked(given, None if inputs is None else torch.from_numpy(inputs))
 
     async def _body(self, request: Request) -> bytes:
         """The request's body, of which no more is read than is allowed."""
@@ -137,45 +207,78 @@ class Service:
                 raise too_large
         return bytes(body)
 
-    def _samples(self, body: bytes) -> Labelled:
-        try:
-            arrays = safetensors.numpy.load(body)
-        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise _Refused(400, f"The body is not safetensors with arrays x and y: {error}") from error
-        if arrays.keys() != {"x", "y"}:
+    def _arrays(self, request: Request, body: bytes, wanted: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The arrays in a body, which must be those that are wanted."""
+        is_json = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+        arrays = _of_json(body) if is_json else _of_safetensors(body)
+        if arrays.keys() != set(wanted):
             there = ", ".join(sorted(arrays)) or "none"
-            raise _Refused(400, f"The body must have the arrays x and y; its arrays are: {there}.")
-        if len(np.atleast_1d(arrays["x"])) > self._limits.samples:
-            raise _Refused(413, f"There are more than {self._limits.samples} samples.")
-        try:
-            return checked(arrays["x"], arrays["y"], self._models.outline)
-        except RaypflError as error:
-            raise _Refused(400, str(error)) from error
+            raise _Refused(400, f"The body must have {' and '.join(wanted)}, nothing else; it has: {there}.")
+        for name, array in arrays.items():
+            if name != "descriptor" and len(np.atleast_1d(array)) > self._limits.samples:
+                raise _Refused(413, f"There are more than {self._limits.samples} samples in {name}.")
+        return arrays
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=WAIT)
-    async def _made(self, asked: list[tuple[Labelled, float]]) -> list[bytes | RaypflError]:
+    async def _made(self, asked: list[_Asked]) -> list[bytes | dict[str, Any] | RaypflError]:
         return await asyncio.to_thread(self._make, asked)
 
-    def _make(self, asked: list[tuple[Labelled, float]]) -> list[bytes | RaypflError]:
-        """A model for each, or why there is none; those that hold out the same share are made together."""
-        made: dict[int, bytes | RaypflError] = {}
-        for held_out in dict.fromkeys(share for _, share in asked):
-            those = [i for i, (_, share) in enumerate(asked) if share == held_out]
-            made |= dict(zip(those, self._together([asked[i][0] for i in those], held_out), strict=True))
-        return [made[i] for i in range(len(asked))]
+    def _make(self, asked: list[_Asked]) -> list[bytes | dict[str, Any] | RaypflError]:
+        """A model's file or its predictions for each, or why there is none."""
+        made = self._way.make([request.given for request in asked])
+        return [self._answer(*pair) for pair in zip(asked, made, strict=True)]
 
-    def _together(self, samples: list[Labelled], held_out: float) -> list[bytes | RaypflError]:
+    def _answer(self, asked: _Asked, made: Made | RaypflError) -> bytes | dict[str, Any] | RaypflError:
+        if isinstance(made, RaypflError):
+            return made
+        if asked.inputs is None:
+            return encoded(made.model, self._models.origin, made.facts)
         try:
-            models = self._models.personalize_all(samples, held_out)
-        except RaypflError as error:
-            if len(samples) == 1:
-                return [error]
-            return [self._together([one], held_out)[0] for one in samples]  # the others can do without it
-        return [encoded(one.model, one.origin, one.facts) for one in models]
+            with torch.no_grad():
+                outputs = made.model(asked.inputs)
+        except (IndexError, RuntimeError) as error:  # such as a token that the network does not know
+            return DataError(f"The model cannot predict for these inputs: {error}")
+        if not outputs.isfinite().all():
+            return DataError("The model's outputs for these inputs are not finite.")
+
+        answer: dict[str, Any] = {"outputs": outputs.tolist()}
+        if self._models.outline.kind == "classes":
+            names = class_names(self._models) or []
+            answer["predictions"] = [names[number] for number in outputs.argmax(-1).tolist()]
+        return answer
 
 
-def _held_out(request: Request) -> float:
-    given = request.query_params.get("held_out", "0.25")
+def _later(sentence: str) -> _Refused:
+    """A refusal of a request that may be sent again."""
+    return _Refused(503, f"{sentence} Send the request again later.", **{"Retry-After": str(RETRY)})
+
+
+def _of_safetensors(body: bytes) -> dict[str, np.ndarray]:
+    try:
+        return safetensors.numpy.load(body)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise _Refused(
+            400, f"The body is not safetensors, as a body without Content-Type: application/json must be: {error}"
+        ) from error
+
+
+def _of_json(body: bytes) -> dict[str, np.ndarray]:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise _Refused(400, f"The body is not JSON, as its Content-Type says: {error}") from error
+    if not isinstance(value, dict):
+        raise _Refused(400, "The body must be a JSON object with a list for each name.")
+    try:
+        return {name: np.asarray(part) for name, part in value.items()}
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise _Refused(400, f"The lists in the body are no arrays of numbers: {error}") from error
+
+
+def _held_out(request: Request) -> float | None:
+    given = request.query_params.get("held_out")
+    if given is None:
+        return None
     with contextlib.suppress(ValueError):
         if 0 <= (share := float(given)) < 1 and math.isfinite(share):
             return share
@@ -195,14 +298,13 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: L
     _refuse_taken(host, port)
     deployed = serve.deployment(
         num_replicas=replicas,
-        max_ongoing_requests=2 * BATCH,
-        max_queued_requests=8 * BATCH,
+        max_ongoing_requests=2 * PLACES,  # so that a replica refuses what is too many itself, in JSON
         ray_actor_options={"num_cpus": 1},
     )(Service)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # in this process; `quiet` is for Serve's own
     with connected(RaySettings()) as ray:
         make_room(ray)
-        http = {"host": host, "port": port, "request_timeout_s": TIMEOUT}
+        http = {"host": host, "port": port, "request_timeout_s": 2 * TIMEOUT + 60}
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         try:
             serve.start(proxy_location="HeadOnly", http_options=http, logging_config=quiet)

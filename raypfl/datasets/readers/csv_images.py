@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pa_csv
 
 from raypfl.common.errors import DataError
 from raypfl.datasets.base import DATASETS
-from raypfl.datasets.tables import Table, TableReader, numbered
+from raypfl.datasets.tables import TEST_WORDS, Table, TableReader, numbered, read_csv
 
 
 @DATASETS.register("csv")
@@ -44,8 +43,7 @@ class Csv(TableReader):
         return [path for table in self.tables() for path in (table.path, *table.image_files(self.image))]
 
     def tables(self) -> Sequence[_CsvFile]:
-        words = {"test", "valid", "val", "validation"}
-        return [_CsvFile(path, self.root(), words) for path in self.found(self.files)]
+        return [_CsvFile(path, self.root(), TEST_WORDS) for path in self.found(self.files)]
 
     def labelled(self, tables: Sequence[_CsvFile]) -> tuple[list[np.ndarray], list[str]]:
         if not isinstance(self.label, str):
@@ -80,27 +78,8 @@ class _CsvFile(Table):
 
     def __init__(self, path: Path, root: Path, test_words: set[str]):
         super().__init__(path, root, test_words)
-        self.table = self._read()
+        self.table = read_csv(path, self.shown)
         self.types = dict(zip(self.table.column_names, self.table.schema.types, strict=True))
-
-    def _read(self) -> pa.Table:
-        short: list[str] = []
-
-        def note(row: pa_csv.InvalidRow) -> str:
-            # Arrow counts from 1, and the header too.
-            short.append(f"Row {row.number - 2} of {self.shown} has {row.actual_columns} columns, but its header")
-            short.append(f"{row.expected_columns}.")
-            return "error"
-
-        try:
-            return pa_csv.read_csv(
-                self.path,
-                read_options=pa_csv.ReadOptions(use_threads=False),  # threads would lose the numbers of rows
-                parse_options=pa_csv.ParseOptions(invalid_row_handler=note),
-                convert_options=pa_csv.ConvertOptions(strings_can_be_null=True),
-            )
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(" ".join(short) or f"{self.path} is not a readable CSV file: {error}") from error
 
     def values(self, name: str) -> pa.ChunkedArray:
         return self.table[name]

@@ -1,0 +1,136 @@
+"""PeFLL's three messages to a new client: the embedding network down, the client's descriptor up, its model down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from raypfl.common import rng
+from raypfl.common.errors import CheckpointError, DataError
+from raypfl.methods.personal_models.pefll import PeFLL
+from raypfl.models.hypernetworks import EmbeddingNetwork
+from raypfl.models.trained_model import TrainedModel
+from raypfl.server.outline import DataOutline
+from raypfl.trained.models import TrainedModels
+from raypfl.trained.new_clients import checked
+from raypfl.trained.saved_model import outline_in, tensors_in
+from raypfl.training.batches import order
+
+FORMAT = "raypfl embedding network 1"
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """The embedding network of a run of PeFLL, with what a client needs to describe its samples.
+
+    Attributes
+    ----------
+    outline : shapes and values of the run's data, without samples.
+    network : of samples and their classes, in evaluation mode.
+    gain, offset : the network sees ``x * gain + offset``.
+    batch : samples that a client is described by, at most; None: all.
+    seed, round : which of them are drawn, as the run itself draws them.
+    """
+
+    outline: DataOutline
+    network: nn.Module
+    gain: Tensor
+    offset: Tensor
+    batch: int | None
+    seed: int
+    round: int
+
+    def descriptor(self, x: Any, y: Any) -> np.ndarray:
+        """The mean embedding ``float[l]`` of a client's samples ``x[n, ...]`` and classes ``y[n]``.
+
+        Raises
+        ------
+        DataError : if the samples do not fit the run's data.
+        """
+        inputs, classes = checked(x, y, self.outline)
+        chosen = self._chosen(len(classes))
+        normalised = torch.addcmul(self.offset, torch.from_numpy(inputs[chosen]).to(self.gain.dtype), self.gain)
+
+        with torch.no_grad():
+            embeddings = self.network((normalised, torch.from_numpy(classes[chosen])))
+        return embeddings.mean(0).numpy()
+
+    def _chosen(self, count: int) -> np.ndarray:
+        """The samples of the batch: those that :meth:`raypfl.Clients.batches` draws for PeFLL."""
+        if self.batch is None:
+            return np.arange(count)
+        keys = rng.keys(self.seed, "batchdescriptor", self.round, [0])  # all new clients have the draws of client 0
+        visits = order(keys, np.array([count]), min(self.batch, count), steps=1)
+        return visits.index[0, 0, : visits.counts[0, 0]]
+
+
+def can_describe(models: TrainedModels) -> bool:
+    """Whether the run's method makes a model of a client's descriptor alone."""
+    return type(models.experiment.method) is PeFLL  # a subclass may describe its clients in another way
+
+
+def embedder_file(models: TrainedModels) -> bytes:
+    """The embedding network of a run of PeFLL as safetensors, which :func:`read_embedder` reads."""
+    method = models.experiment.method
+    assert isinstance(method, PeFLL)
+    network = models.task.networks["embed"].as_module(models.server["embed"])
+    about = {
+        "format": FORMAT,
+        "data": models.origin.metadata["data"],
+        "embedding": method.embedding,
+        "length": str(method.vector_length(models.task)),
+        "batch": json.dumps(method.batch),
+        "seed": str(models.experiment.seed),
+        "round": str(models.round),
+    }
+    gain, offset = models.normalisation
+    tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+    return safetensors.torch.save(tensors | {"gain": gain, "offset": offset}, about)
+
+
+def read_embedder(file: str | Path) -> Embedder:
+    """The embedding network in a file.
+
+    Raises
+    ------
+    CheckpointError : if the file is damaged, or has something else in it.
+    """
+    about, tensors = tensors_in(file, "an embedding network")
+    if about.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is not an embedding network: its metadata do not say {FORMAT!r}.")
+    outline = outline_in(about["data"])
+    gain = tensors.pop("gain")
+    offset = tensors.pop("offset")
+
+    network = EmbeddingNetwork(
+        about["embedding"],  # type: ignore[arg-type]
+        outline.input_shape,
+        outline.num_classes,
+        int(about["length"]),
+    )
+    network.to(gain.dtype).load_state_dict(tensors)
+    batch = json.loads(about["batch"])
+    return Embedder(outline, network.eval(), gain, offset, batch, int(about["seed"]), int(about["round"]))
+
+
+def models_of_descriptors(models: TrainedModels, descriptors: np.ndarray) -> list[TrainedModel]:
+    """The models that PeFLL's hypernetwork makes of descriptors ``[n, l]``.
+
+    Raises
+    ------
+    DataError : if it makes parameters that are not finite.
+    """
+    hypernetwork = models.task.networks["hyper"]
+    rows = torch.from_numpy(descriptors).to(hypernetwork.dtype)
+    with torch.no_grad():
+        theta = hypernetwork(models.server["hyper"], rows)
+    if not theta.isfinite().all():
+        raise DataError("The hypernetwork makes parameters that are not finite from this descriptor.")
+    return models.as_networks(theta)

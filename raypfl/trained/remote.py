@@ -1,0 +1,126 @@
+"""The client of a served run: a model for its samples, which stay with it if the method is PeFLL."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.files import write
+from raypfl.models.trained_model import TrainedModel
+from raypfl.trained.describing import Embedder, read_embedder
+from raypfl.trained.new_clients import numbered
+from raypfl.trained.saved_model import load_model
+
+TRIES = 10
+"""Requests that are sent before a service that says "later" each time is given up."""
+
+JSON = "application/json"
+BINARY = "application/octet-stream"
+
+
+class RemoteRun:
+    """A run that ``raypfl serve`` serves, as a client sees it that has labelled samples.
+
+    Parameters
+    ----------
+    address : of the service, such as ``http://127.0.0.1:8000``.
+    token : of the service.
+    timeout : seconds to wait for an answer.
+
+    Examples
+    --------
+    ``raypfl.RemoteRun("http://127.0.0.1:8000", token).personalize(x, y)(images)`` gives logits.
+    """
+
+    def __init__(self, address: str, token: str, timeout: float = 150.0):
+        self.address = address.rstrip("/")
+        self.timeout = timeout
+        self._token = token
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """The run's method, inputs, classes and paths, and the service's limits."""
+        return json.loads(self._asked("/"))
+
+    def personalize(self, x: Any, y: Any, file: str | Path | None = None, upload: bool = False) -> TrainedModel:
+        """A model for a client with the samples ``x[n, ...]``, as the run's data set has them, and their targets ``y``:
+        numbers, or names of classes.
+
+        Of a run of PeFLL the client gets the embedding network, and sends nothing but its descriptor.
+
+        Parameters
+        ----------
+        file : where to write the model, for :func:`raypfl.load_model`; None: nowhere.
+        upload : send the samples themselves, which other methods need in order to train.
+
+        Raises
+        ------
+        ConfigError : if the method needs the samples and `upload` is false, or the other way round.
+        DataError : if the samples do not fit the run.
+        RaypflError : if the service cannot be reached, or refuses.
+        """
+        y = numbered(y, self.about["class_names"] or [])
+        if "/embedding" in self.about["paths"]:
+            if upload:
+                raise ConfigError(
+                    "This service takes no samples: its method needs the descriptor only. Leave out upload."
+                )
+            descriptor = self._embedder.descriptor(x, y)
+            model = self._asked("/model", json.dumps({"descriptor": descriptor.tolist()}).encode(), JSON)
+        else:
+            if not upload:
+                raise ConfigError(
+                    f"{self.about['method']} trains on the client's samples, so the service needs them. Pass "
+                    "upload=True to send them, or run `raypfl personalize` where the run and the samples are."
+                )
+            samples = {"x": np.ascontiguousarray(x), "y": np.ascontiguousarray(y)}
+            model = self._asked("/personalize?held_out=0", safetensors.numpy.save(samples), BINARY)
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.safetensors") if file is None else Path(file)
+            write(path, model)
+            return load_model(path)
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "embedding.safetensors")
+            path.write_bytes(self._asked("/embedding"))
+            return read_embedder(path)
+
+    def _asked(self, path: str, body: bytes | None = None, media: str = JSON) -> bytes:
+        """The answer to a GET or, with a body, a POST. While the service is busy, it is asked again."""
+        headers = {"Authorization": f"Bearer {self._token}"}
+        if body is not None:
+            headers["Content-Type"] = media
+        request = urllib.request.Request(self.address + path, body, headers)
+        for tries_left in reversed(range(TRIES)):
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                    return answer.read()
+            except urllib.error.HTTPError as error:
+                later = error.headers.get("Retry-After", "")
+                if not (error.code == 503 and later.isdecimal() and tries_left):
+                    raise RaypflError(f"{self.address} answers {error.code}: {_sentence(error.read())}") from error
+                time.sleep(int(later))
+            except OSError as error:
+                raise RaypflError(f"{self.address} cannot be asked for a model: {error}") from error
+        raise AssertionError("The last try returns or raises.")
+
+
+def _sentence(body: bytes) -> str:
+    """Why a request was refused."""
+    try:
+        return json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
