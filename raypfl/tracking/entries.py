@@ -43,7 +43,8 @@ def score_of(experiment: Experiment, summary: Sequence[Mapping[str, Any]]) -> st
     metric = experiment.measures.primary
     first = [row for row in summary if row["protocol"] == summary[0]["protocol"]]
     row = next((row for row in first if row["model"] == "personal"), first[0])
-    return _score(Unit(metric), [row[metric.name]])
+    unit = Unit(metric)
+    return _score(unit, unit.factor * row[metric.name])
 
 
 def scores_of(results: Sequence[Result]) -> str:
@@ -53,11 +54,11 @@ def scores_of(results: Sequence[Result]) -> str:
     by_label = {group.label: group.scores(group.protocols[0]) for group in groups}
     is_loss = groups[0].measures.lower_is_better(unit.metric.name)
     ranked = sorted(by_label, key=lambda label: fmean(by_label[label]), reverse=not is_loss)
-    return ", ".join(f"{label} {_score(unit, [fmean(by_label[label])])}" for label in ranked)
+    return ", ".join(f"{label} {_score(unit, fmean(by_label[label]))}" for label in ranked)
 
 
-def _score(unit: Unit, values: Sequence[float]) -> str:
-    return f"{unit.text(*unit.of(values))}{unit.sign or f' {unit.phrase}'}"
+def _score(unit: Unit, value: float) -> str:
+    return f"{unit.text(value)}{unit.sign or f' {unit.phrase}'}"
 
 
 def tags_of(started: RunStarted) -> dict[str, str]:
