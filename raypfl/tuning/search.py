@@ -11,7 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl.backends.cluster import client_actors, connected, for_client, for_server, in_one_process, on_this_node
+from raypfl.backends.cluster import (
+    bundle,
+    client_actors,
+    connected,
+    for_client,
+    for_server,
+    in_one_process,
+    on_this_node,
+)
+from raypfl.backends.shared_folder import refuse_unless_shared
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.common.stopping import handlers_kept
@@ -24,10 +33,9 @@ from raypfl.runs.driver import make_room
 from raypfl.server.events import Event
 from raypfl.server.setup import make_measures
 from raypfl.tuning.spaces import Space
-from raypfl.tuning.sweep import Sweep, Target
+from raypfl.tuning.sweep import SWEEP, Sweep, Target
 from raypfl.tuning.trial import Order, Trial, close, end_of, metric_names, name_of, run_folder, run_trial
 
-SWEEP = "sweep.yaml"
 TUNE = "tune"
 """The folder in a sweep's folder that is Ray Tune's. It holds pickles, so only a folder that is trusted is resumed."""
 
@@ -82,13 +90,15 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
     hear : is called with a trial's name, a seed's number and every event of that run.
     show : is called with all trials that there are, whenever one has changed.
     """
-    _keep_description(sweep, folder)
+    _refuse_another(sweep, folder)
     with connected(first.ray) as ray, _events(ray, hear) as events, handlers_kept():  # Tune leaves its own for SIGINT
         from ray import tune
 
         from raypfl.tuning.log import TrialLog, has_died
 
         make_room(ray)
+        refuse_unless_shared(ray, folder, bundles(first.ray), "This sweep")
+        _keep_description(sweep, folder)
         at_once = _at_once(ray, first.ray, sweep.trials)
         names = metric_names(sweep, first.measures)
         order = Order(sweep, names, folder, os.getcwd(), events)
@@ -134,28 +144,28 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
 def bundles(settings: RaySettings) -> list[dict[str, float]]:
     """What a trial reserves: one process for all of it or, with ``ray.actors``, a bundle for each of its actors."""
     if settings.actors is None:
-        return [_bundle(for_client(in_one_process(settings)))]
-    server = _bundle(for_server(settings))
-    return [{"CPU": 0.0}, *([server] if server else []), *[_bundle(for_client(settings))] * settings.actors]
+        return [bundle(for_client(in_one_process(settings)))]
+    server = bundle(for_server(settings))
+    return [{"CPU": 0.0}, *([server] if server else []), *[bundle(for_client(settings))] * settings.actors]
 
 
-def _bundle(options: dict[str, Any]) -> dict[str, float]:
-    named = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-    if kind := options.get("accelerator_type"):
-        named[f"accelerator_type:{kind}"] = 0.001  # as Ray itself asks for it
-    return {name: count for name, count in named.items() if count}
-
-
-def _keep_description(sweep: Sweep, folder: Path) -> None:
-    text = as_yaml(sweep.model_dump(mode="json"))
+def _refuse_another(sweep: Sweep, folder: Path) -> None:
+    """Raise a ConfigError if the folder has a sweep that differs from this one."""
     file = folder / SWEEP
-    if file.exists() and file.read_text() != text:
+    if file.exists() and file.read_text() != _text(sweep):
         raise ConfigError(
             f"{folder} holds another sweep of the name {sweep.name!r}: its {SWEEP} differs from the one given now. "
             "Choose another name, or delete that folder."
         )
+
+
+def _keep_description(sweep: Sweep, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write(file, text)
+    write(folder / SWEEP, _text(sweep))
+
+
+def _text(sweep: Sweep) -> str:
+    return as_yaml(sweep.model_dump(mode="json"))
 
 
 def _domain(tune: Any, space: Space) -> Any:

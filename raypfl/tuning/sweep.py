@@ -18,6 +18,9 @@ from raypfl.config.yaml_text import read
 from raypfl.recipes import settings_of
 from raypfl.tuning.spaces import Space, chosen, spaces_of
 
+SWEEP = "sweep.yaml"
+"""The file in a sweep's folder with its description."""
+
 WITHOUT_TEST_DATA = ("val", "train")
 """Protocols that look at no test data."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -107,6 +108,7 @@ def run_trial(config: Mapping[str, Any], order: Order) -> None:
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(STOP_SECONDS)
     with contextlib.suppress(OSError):
         os.chdir(order.home)
+    _refuse_without_folder(order.folder)
     trial = name_of(tune.get_context().get_trial_id())
     finals = []
     for seed in range(order.sweep.seeds):
@@ -116,6 +118,17 @@ def run_trial(config: Mapping[str, Any], order: Order) -> None:
     if order.sweep.seeds > 1:
         mean = {name: sum(one[name] for one in finals) / len(finals) for name in finals[0]}
         tune.report({**mean, "round": run.experiment.rounds})
+
+
+def _refuse_without_folder(folder: Path) -> None:
+    """Raise a ConfigError on a node without the sweep's folder: one that joined after the sweep had begun."""
+    from raypfl.tuning.sweep import SWEEP
+
+    if not (folder / SWEEP).exists():
+        raise ConfigError(
+            f"The node {platform.node()} has no {folder / SWEEP}: the sweep's folder has to be one folder on all nodes. "
+            "Set output to a folder that all nodes share, and keep nodes without it out of the cluster."
+        )
 
 
 def close(folder: Path, hear: Listener) -> None:
