@@ -51,6 +51,23 @@ def silent(*_: object) -> None:
     """Hears and shows nothing."""
 
 
+def tracked_in(folder: Path, database: Path) -> dict:
+    """Settings of ``tracking`` with a database in the folder."""
+    shutil.copy(database, folder / "mlflow.db")
+    return {"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False, "models_mb": 0}
+
+
+def mlflow_runs(uri: str) -> tuple[list, list]:
+    """Runs without a parent, and those with one."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (experiment,) = [known for known in client.search_experiments() if known.name == "raypfl"]
+    runs = client.search_runs([experiment.experiment_id])
+    children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
+    return [run for run in runs if run not in children], children
+
+
 def test_what_is_searched_inside_a_choice_counts_only_where_it_is_chosen():
     spaces = spaces_of(
         {
@@ -122,9 +139,14 @@ def test_every_search_that_comes_with_raypfl_is_valid_and_says_where_it_is_from(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_to_the_trials_bits(tmp_path: Path):
+def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_to_the_trials_bits(
+    tmp_path: Path, mlflow_database: Path
+):
     file = tmp_path / "small.yaml"
-    file.write_text(yaml.safe_dump({**SMALL, "scheduler": {"name": "asha", "grace": 1, "factor": 2}, "trials": 5}))
+    tracking = tracked_in(tmp_path, mlflow_database)
+    asha = {"name": "asha", "grace": 1, "factor": 2}
+    given = small(experiment=SMALL["experiment"] | {"tracking": tracking}, scheduler=asha, trials=5)
+    file.write_text(yaml.safe_dump(given))
     done = raypfl("tune", str(file), f"output={tmp_path}/runs", "--quiet")
     assert done.exit_code == 0, done.output
     folder = tmp_path / "runs/small"
@@ -142,6 +164,9 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_t
     assert done.exit_code == 0, done.output
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 2 and f"{100 * values[0]:.1f}" in page
+    (parent,), children = mlflow_runs(tracking["uri"])
+    assert parent.info.status == "FINISHED", "a scheduler that stops trials does not stop the sweep"
+    assert {run.info.status for run in children} == {"FINISHED", "KILLED"}
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -220,8 +245,7 @@ def test_a_sweep_that_is_interrupted_leaves_its_trials_unfinished_and_goes_on(tm
 
 
 def test_a_sweep_that_is_killed_goes_on_with_what_it_had_below_one_mlflow_run(tmp_path: Path, mlflow_database: Path):
-    shutil.copy(mlflow_database, tmp_path / "mlflow.db")
-    tracking = {"uri": f"sqlite:///{tmp_path}/mlflow.db", "system_metrics": False, "models_mb": 0}
+    tracking = tracked_in(tmp_path, mlflow_database)
     given = small(experiment=SMALL["experiment"] | {"tracking": tracking, "rounds": 12}, concurrent=1)
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump({**given, "experiment": {**given["experiment"], "output": str(tmp_path / "runs")}}))
@@ -242,11 +266,5 @@ def test_a_sweep_that_is_killed_goes_on_with_what_it_had_below_one_mlflow_run(tm
     rows = list(csv.DictReader((tmp_path / "runs/small/trials.csv").open()))
     assert [row["status"] for row in rows] == ["finished"] * 3
     assert (tmp_path / "runs/small/trials/00000/summary.json").stat().st_mtime_ns == began, "a finished trial ran again"
-    from mlflow import MlflowClient
-
-    client = MlflowClient(tracking["uri"])
-    (experiment,) = [one for one in client.search_experiments() if one.name == "raypfl"]
-    found = client.search_runs([experiment.experiment_id])
-    parents = [one for one in found if "mlflow.parentRunId" not in one.data.tags]
-    assert len(parents) == 1 and len(found) == 4
-    assert {one.info.status for one in found} == {"FINISHED"}
+    (parent,), children = mlflow_runs(tracking["uri"])
+    assert len(children) == 3 and {run.info.status for run in (parent, *children)} == {"FINISHED"}

@@ -60,6 +60,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
                     hear(trial, seed, event)
         for file in outcome.files:
             tracked.attach(file)
+        tracked.conclude(outcome.status)
     if as_json:
         print(json.dumps({"sweep": sweep.name, "folder": str(folder), "trials": outcome.rows()}, indent=2))
     else:

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.config import Experiment
@@ -58,6 +58,7 @@ class MLflowListener:
         folder = None if kept_in is None else Path(kept_in)
         self._comparison = Comparison(comparison, self._tags, folder) if comparison else None
         self._description = ""
+        self._ended = ""
         self._records: list[RunRecord] = []
         self._current: RunRecord | None = None
 
@@ -100,6 +101,14 @@ class MLflowListener:
         """Set the comparison's description, as Markdown; without it, it is the table of its runs."""
         self._description = description
 
+    def conclude(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """Set how the comparison ended, such as a sweep that succeeded although its scheduler stopped some runs.
+
+        By default this follows from its runs: stopped if one was stopped, else failed if one failed. An exception that
+        ends the context still counts.
+        """
+        self._ended = status
+
     def attach(self, file: str | Path) -> None:
         """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
         for record in self._records:
@@ -110,17 +119,26 @@ class MLflowListener:
                 return
 
     def _comparison_text(self) -> str:
-        over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
+        over = [Result.load(record.run_dir) for record in self._latest() if record.status in ("finished", "stopped")]
         evaluated = [result for result in over if result.evaluations.num_rows]
         return entries.comparison_of(evaluated) if evaluated else ""
 
     def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
         if text := self._description or self._comparison_text():
             client.set_tag(parent, NOTE, entries.shortened(text))
-        ends = [record.status for record in self._records]
-        stopped = "stopped" in ends or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))
-        status = "stopped" if stopped else "failed" if kind or "failed" in ends else "finished"
-        client.set_terminated(parent, STATUS[status])
+        client.set_terminated(parent, STATUS[self._status(kind)])
+
+    def _status(self, kind: type[BaseException] | None) -> str:
+        if kind is not None:
+            return "stopped" if issubclass(kind, KeyboardInterrupt | Stopped) else "failed"
+        if self._ended:
+            return self._ended
+        ends = [record.status for record in self._latest()]
+        return next((status for status in ("stopped", "failed") if status in ends), "finished")
+
+    def _latest(self) -> list[RunRecord]:
+        """The record of each run; of one that was paused and continued, the last."""
+        return list({record.run_dir: record for record in self._records}.values())
 
 
 def track(run_dir: str | Path, uri: str | None = None) -> None:

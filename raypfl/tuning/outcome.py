@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raypfl.common.files import write
 from raypfl.config.yaml_text import write as as_yaml
@@ -107,6 +107,13 @@ class Outcome:
     def is_complete(self) -> bool:
         """Whether every trial came to an end."""
         return all(trial.has_ended for trial in self.trials)
+
+    @property
+    def status(self) -> Literal["finished", "stopped", "failed"]:
+        """``stopped`` if trials are left, ``failed`` if none has a value, else ``finished``."""
+        if not self.is_complete:
+            return "stopped"
+        return "failed" if self.best is None else "finished"
 
     @property
     def searched(self) -> list[str]:

@@ -126,7 +126,7 @@ def _refuse_without_folder(folder: Path) -> None:
 
     if not (folder / SWEEP).exists():
         raise ConfigError(
-            f"The node {platform.node()} has no {folder / SWEEP}: the sweep's folder has to be one folder on all nodes. "
+            f"The node {platform.node()} has no {folder / SWEEP}: a sweep's folder has to be the same on all nodes. "
             "Set output to a folder that all nodes share, and keep nodes without it out of the cluster."
         )
 
