@@ -17,8 +17,9 @@ import yaml
 from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError
 from raypfl.runs.driver import run
+from raypfl.tuning.outcome import tune
 from raypfl.tuning.search import check, search
-from raypfl.tuning.spaces import chosen, shown, spaces_of
+from raypfl.tuning.spaces import chosen, placed, shown, spaces_of
 from raypfl.tuning.sweep import load
 from raypfl.tuning.trial import Trial
 from tests.command import raypfl
@@ -94,6 +95,13 @@ def test_what_is_searched_inside_a_choice_counts_only_where_it_is_chosen():
         ({"metric": [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]}, "several objectives"),
         ({"scheduler": "pb2"}, "changes numbers only"),
         ({"trails": 3}, "did you mean 'trials'"),
+        ({"scheduler": "ashaa"}, "did you mean 'asha'"),
+        ({"scheduler": {"name": "pbt", "factor": 4}}, "scheduler.factor has no effect with scheduler: pbt"),
+        ({"search": {"training.lr": {"quniform": [0, 1]}}}, r"must be \[low, high, step\]"),
+        ({"search": {"training.lr": {"quniform": [0.1, 0.2, 0.5]}}}, "fewer than two multiples"),
+        ({"points": [{"training.lr": 2}]}, "search.training.lr does not have"),
+        ({"points": [{"training.lr": 0.1}] * 4}, "points has 4 configurations, but trials is 3"),
+        ({"stop": {"value": 0.9}, "seeds": 2}, "stop.value ends a trial that is one run"),
     ],
 )
 def test_a_sweep_that_cannot_be_meant_is_refused_in_a_sentence(changes: dict, sentence: str):
@@ -145,15 +153,23 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_t
     file = tmp_path / "small.yaml"
     tracking = tracked_in(tmp_path, mlflow_database)
     asha = {"name": "asha", "grace": 1, "factor": 2}
-    given = small(experiment=SMALL["experiment"] | {"tracking": tracking}, scheduler=asha, trials=5)
-    file.write_text(yaml.safe_dump(given))
-    done = raypfl("tune", str(file), f"output={tmp_path}/runs", "--quiet")
+    given = small(experiment=SMALL["experiment"] | {"tracking": tracking}, scheduler=asha, trials=2)
+    file.write_text(yaml.safe_dump(given | {"points": [{"training.lr": 0.25}], "tensorboard": True}))
+    given_now = [str(file), f"output={tmp_path}/runs", "search.training.lr.qloguniform=[0.05, 0.5, 0.05]", "--quiet"]
+    done = raypfl("tune", *given_now)
     assert done.exit_code == 0, done.output
     folder = tmp_path / "runs/small"
+    before = {end: end.stat().st_mtime_ns for end in folder.glob("trials/*/summary.json")}
+    assert len(before) == 2 and len(list(folder.glob("tune/*/events.out.tfevents*"))) == 2
+    done = raypfl("tune", *given_now, "trials=5", "concurrent=2")
+    assert done.exit_code == 0, done.output
+    assert all(end.stat().st_mtime_ns == time for end, time in before.items()), "a finished trial ran again"
     rows = list(csv.DictReader((folder / "trials.csv").open()))
     assert len(rows) == 5 and {row["status"] for row in rows} == {"finished", "stopped"}
     values = [float(row["accuracy/val"]) for row in rows]
     assert values == sorted(values, reverse=True)
+    rates = {row["trial"]: 20 * float(row["training.lr"]) for row in rows}
+    assert rates["00000"] == 5 and all(rate == pytest.approx(round(rate)) for rate in rates.values())
     assert all(int(row["round"]) == 4 for row in rows if row["status"] == "finished")
     assert {"configurations.png", "importance.png"} <= {file.name for file in folder.iterdir()}
     best = run(Experiment.from_yaml(folder / "best.yaml"), run_dir=tmp_path / "best")
@@ -167,6 +183,73 @@ def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_t
     (parent,), children = mlflow_runs(tracking["uri"])
     assert parent.info.status == "FINISHED", "a scheduler that stops trials does not stop the sweep"
     assert {run.info.status for run in children} == {"FINISHED", "KILLED"}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_searcher_and_a_scheduler_of_ones_own_and_a_value_that_ends_trials(tmp_path: Path):
+    sweep = {
+        "searcher": {"name": "tests.own_search:Ladder", "options": {"first": 0.1}},
+        "scheduler": {"name": "ray.tune.schedulers:MedianStoppingRule", "options": {"min_samples_required": 9}},
+        "stop": {"value": 0.0},
+        "trials": 2,
+    }
+    outcome = tune(small(**sweep), [f"output={tmp_path}"])
+    assert [(trial.status, trial.round) for trial in outcome.trials] == [("stopped", 1)] * 2
+    assert {trial.drawn["training.lr"] for trial in outcome.trials} == {0.1, 0.2}
+    best = outcome.grid.get_best_result()
+    assert best.metrics["accuracy/val"] == outcome.best.values["accuracy/val"]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_when_its_time_is_over_a_sweep_ends_with_what_its_trials_have_reached(tmp_path: Path):
+    outcome = tune(small(concurrent=1), [f"output={tmp_path}", "rounds=100000", "stop.seconds=5"])
+    assert outcome.status == "finished" and {trial.status for trial in outcome.trials} == {"stopped"}
+    result = Result.load(tmp_path / "small/trials/00000")
+    assert 0 < outcome.best.round <= result.round < 100000
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"scheduler": {"name": "pbt", "options": {"quantile": 0.5}}}, "did you mean 'quantile_fraction'"),
+        ({"scheduler": {"name": "asha", "options": {"max_t": 3}}}, "other settings determine"),
+        ({"searcher": {"name": "tests.own_search:Ladder"}}, "cannot be made: TypeError"),
+        ({"searcher": {"name": "tests.own_search:Lader"}}, "has no 'Lader'"),
+    ],
+)
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_ray_tune_would_not_take_is_refused_and_leaves_nothing(tmp_path: Path, changes: dict, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        tune(small(**changes), [f"output={tmp_path}"])
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_point_is_placed_in_the_spaces_that_count_for_it():
+    choices = ["fedavg", {"name": "ditto", "lam": {"loguniform": [0.1, 10]}}]
+    spaces = spaces_of({"method": {"choice": choices}, "rounds": {"qrandint": [10, 30, 10]}})
+    for point in ({"method": "fedavg", "rounds": 30}, {"method": "ditto", "method.lam": 2.5, "rounds": 10}):
+        assert shown(spaces, placed(spaces, point)) == point
+    for point, sentence in (
+        ({"method": "fedavg", "rounds": 15}, "search.rounds does not have"),
+        ({"method": "fedavg", "rounds": 10, "method.lam": 1.0}, "'method.lam', which is not searched there"),
+        ({"method": "ditto", "rounds": 10}, "without method.lam"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            placed(spaces, point)
+
+
+@pytest.mark.parametrize("space", [["quniform", [0.1, 1, 0.25]], ["qlograndint", [3, 50, 5]]])
+def test_settings_of_a_quantised_space_are_multiples_within_its_bounds_also_after_pbt_changed_them(space: list):
+    kind, (low, high, step) = space
+    (quantised,) = spaces_of({"training.lr": {kind: [low, high, step]}})
+    values = {quantised.value(low + (high - low) * (k - 20) / 60) for k in range(100)}
+    assert values == {step * k for k in range(1, 100) if low <= step * k <= high}
+
+
+def test_the_command_line_changes_and_drops_searched_settings():
+    given = small(search={**SMALL["search"], "training.batch_size": {"choice": [8, 16]}})
+    changes = ["search.training.lr.uniform=[0.1, 0.2]", "search.training.batch_size=null", "search.seed={grid: [1, 2]}"]
+    assert load(given, changes).search == {"training.lr": {"uniform": [0.1, 0.2]}, "seed": {"grid": [1, 2]}}
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raypfl.common.files import write
 from raypfl.config.yaml_text import write as as_yaml
@@ -16,10 +16,13 @@ from raypfl.evaluation import Measures
 from raypfl.report.sweeps import CONFIGURATIONS, IMPORTANCE, TABLE
 from raypfl.results.units import Unit
 from raypfl.tuning.pictures import draw_configurations, draw_importances, importances
-from raypfl.tuning.search import Hear, check, search
+from raypfl.tuning.search import TUNE, Hear, check, search
 from raypfl.tuning.spaces import in_words, shown
 from raypfl.tuning.sweep import Sweep, load
 from raypfl.tuning.trial import Trial, metric_names
+
+if TYPE_CHECKING:
+    from ray.tune import ResultGrid
 
 BEST = "best.yaml"
 
@@ -114,6 +117,14 @@ class Outcome:
         if not self.is_complete:
             return "stopped"
         return "failed" if self.best is None else "finished"
+
+    @property
+    def grid(self) -> ResultGrid:
+        """What Ray Tune knows of the trials, for its own tools and as a table: ``outcome.grid.get_dataframe()``."""
+        from ray.tune import ExperimentAnalysis, ResultGrid
+
+        path = str(self.folder / TUNE)
+        return ResultGrid(ExperimentAnalysis(path, default_metric=self.name, default_mode=self.modes[0]))
 
     @property
     def searched(self) -> list[str]:
