@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optuna
 from ray import tune
 from ray.tune import schedulers
 from ray.tune.logger import TBXLoggerCallback
@@ -172,15 +173,18 @@ class Proposals(SearchGenerator):
 def _searcher(sweep: Sweep, names: Sequence[str], modes: Sequence[str], at_once: int) -> Any:
     chosen = sweep.searcher
     points = [placed(sweep.spaces, point) for point in sweep.points]
+    given: dict[str, Any]
     if chosen.name == "random":
         most = sweep.concurrent or 0
         given = {"random_state": chosen.seed, "max_concurrent": most, "points_to_evaluate": points}
         return Draws(sweep.trials, **given, **_options(chosen, BasicVariantGenerator, given))
 
     if chosen.name == "optuna":
-        optuna: dict[str, Any] = {"seed": chosen.seed, "points_to_evaluate": points or None}
-        optuna |= {"metric": list(names), "mode": list(modes)} if len(names) > 1 else {}
-        searcher = _made(chosen, SEARCHERS.get(chosen.name), optuna)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        given = {"seed": chosen.seed, "points_to_evaluate": points or None}
+        if len(names) > 1:
+            given |= {"metric": list(names), "mode": list(modes)}
+        searcher = _made(chosen, SEARCHERS.get(chosen.name), given)
     else:
         searcher = _made(chosen, SEARCHERS.get(chosen.name), {"points_to_evaluate": points} if points else {})
     return Proposals(searcher, sweep.trials, sweep.concurrent or at_once)
