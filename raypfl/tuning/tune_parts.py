@@ -71,7 +71,7 @@ def tuner(
     """
     space = {space.name: _domain(space) for space in sweep.spaces}
     several = len(names) > 1  # then Optuna takes them itself, and Tune wants none
-    goal = {} if several else {"metric": names[0], "mode": modes[0]}
+    goal: dict[str, Any] = {} if several else {"metric": names[0], "mode": modes[0]}
     config = tune.TuneConfig(
         **goal,
         num_samples=sweep.trials,
@@ -91,7 +91,9 @@ def tuner(
     if not _has_begun(path):
         return tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run)
 
-    again = tune.Tuner.restore(str(path), trainable, resume_unfinished=True, resume_errored=True, param_space=space)
+    again: Any = tune.Tuner.restore(
+        str(path), trainable, resume_unfinished=True, resume_errored=True, param_space=space
+    )
     inner = again._local_tuner  # Tune would take the settings with which the search began
     inner._tune_config = config
     inner._run_config = run
@@ -159,13 +161,14 @@ class Proposals(SearchGenerator):
     """A searcher's configurations, which continue with more trials, or more at once, than when they were saved."""
 
     def __init__(self, searcher: Any, trials: int, at_once: int):
-        super().__init__(ConcurrencyLimiter(searcher, max_concurrent=at_once))
+        self._limiter = ConcurrencyLimiter(searcher, max_concurrent=at_once)
+        super().__init__(self._limiter)
         self._trials = trials
         self._at_once = at_once
 
     def restore_from_dir(self, dirpath: str) -> None:
         super().restore_from_dir(dirpath)
-        self.searcher.max_concurrent = self._at_once
+        self._limiter.max_concurrent = self._at_once
         self._total_samples = self._trials
         self._finished = False
 
@@ -212,7 +215,7 @@ class SavesFirst:
 
 def _scheduler(sweep: Sweep, first: Experiment) -> Any:
     chosen = sweep.scheduler
-    entry = SCHEDULERS.get(chosen.name)
+    entry: Any = SCHEDULERS.get(chosen.name)
     saving = type(entry.__name__, (SavesFirst, entry), {"__signature__": inspect.signature(entry)})
     return _made(chosen, saving, _given(sweep, first, inspect.signature(entry).parameters))
 
