@@ -119,6 +119,40 @@ def test_a_broadcast_goes_once_to_a_node(pair, shared, tmp_path):
     assert result["hash"] == raypfl.run(experiment(tmp_path, evaluation__every=0, **settings)).weights_hash
 
 
+SWEEP = """
+recipe: {base}
+experiment: {{method: fedavg, data.val_fraction: 0.2, ray.address: "{address}"}}
+search: {{training.lr: {{choice: [0.1, 0.2]}}}}
+trials: 2
+"""
+STUDY = """
+name: a-study
+experiment: {{rounds: 2, data: digits, ray: {{address: "{address}"}}, tracking: {{mlflow: false}}}}
+methods: {{FedAvg: fedavg}}
+metrics: {{local: {{protocol: local, model: global}}}}
+"""
+
+
+@pytest.mark.parametrize(("command", "text"), [("tune", SWEEP), ("study", STUDY)])
+def test_a_sweep_or_study_whose_output_another_node_lacks_is_refused_before_anything_runs(pair, shared, command, text):
+    (worker,) = pair.workers
+    file = shared / f"{command}.yaml"
+    file.write_text(text.format(base=on_nodes(pair, shared), address=pair.address))
+    output = OWN_DISK / command
+
+    def refusal() -> str:
+        done = pair.python(pair.head, "-m", "raypfl", command, str(file), f"output={output}", "--quiet")
+        assert done.returncode == 2, done.stdout + done.stderr
+        return " ".join(done.stderr.split())
+
+    assert f"on node {worker.address} there is no such folder. Nothing was started. Set output to" in refusal()
+    assert not list(pair.head.disk(output).rglob("*.yaml"))
+    elsewhere = output if command == "tune" else output / "cells"
+    for folder in (elsewhere, elsewhere / "tune"):
+        worker.disk(folder).mkdir(parents=True, exist_ok=True)
+    assert f"on node {worker.address} it is another folder" in refusal()
+
+
 OWN_METHOD = """
 from my_losses import pulled
 from raypfl.methods import FedAvg

@@ -422,9 +422,9 @@ def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_lis
     assert [one.run_dir.name for one in kept] == ["ditto-s0"]
     for name, why in (
         ("mlartifacts", "there is none in it"),
-        ("bad-json", "cannot be read"),
-        ("bad-table", "cannot be read"),
-        ("no-key", "cannot be read"),
+        ("bad-json", "is damaged"),
+        ("bad-table", "is missing or damaged"),
+        ("no-key", "is damaged"),
         ("no-class", "'not_there:Mine' cannot be imported"),
     ):
         (note,) = [note for note in notes if str(tmp_path / name) in note]

@@ -159,6 +159,14 @@ def for_client(settings: RaySettings) -> dict[str, Any]:
     return reserved(settings)
 
 
+def bundle(options: Mapping[str, Any]) -> dict[str, float]:
+    """Options for Ray as a bundle of a placement group, without what it reserves nothing of."""
+    named = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    if kind := options.get("accelerator_type"):
+        named[f"accelerator_type:{kind}"] = 0.001  # as Ray itself asks for it
+    return {name: count for name, count in named.items() if count}
+
+
 def for_server(settings: RaySettings) -> dict[str, float]:
     """What the server actor reserves, as options for Ray."""
     return {"num_cpus": settings.cpus_for_server, "num_gpus": settings.gpus_for_server}

@@ -60,6 +60,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
                     hear(trial, seed, event)
         for file in outcome.files:
             tracked.attach(file)
+        tracked.conclude(outcome.status)
     if as_json:
         print(json.dumps({"sweep": sweep.name, "folder": str(folder), "trials": outcome.rows()}, indent=2))
     else:
@@ -135,6 +136,8 @@ def _print(outcome: Outcome) -> None:
         console.print(Text(f"Never drawn: {', '.join(missing)}. More trials would try them.", "dim"), soft_wrap=True)
     for file in outcome.files:
         console.print(Text(str(nearby(file))), soft_wrap=True)
+    if changes := outcome.changes:
+        console.print(Text("\n".join([f"{BEST}:", *changes]), "yellow"), soft_wrap=True)
     if outcome.best is not None:
         console.print(Text(f"Try next: raypfl report {nearby(outcome.folder)}"), soft_wrap=True)
         console.print(Text(f"          raypfl run {nearby(outcome.folder / BEST)}"), soft_wrap=True)

@@ -40,7 +40,10 @@ FILE_NAME = Limit(
     "letters, digits, '.', '_' or '-', at most 100 bytes, since the run's folder is named after it",
     lambda v: re.fullmatch(r"\w[\w.-]*", v) is not None and len(v.encode()) <= 100,
 )
-PATH = Limit("a folder", lambda v: bool(v) and "\0" not in v)
+PATH = Limit(
+    "a folder, not a bucket; of those, checkpoint.location and data.root may name one",
+    lambda v: bool(v) and "\0" not in v and "://" not in v,
+)
 LOCATION = Limit(
     "a folder, or a URI with a path such as s3://bucket/folder",
     lambda v: "\0" not in v and v.strip("/:") != "" and not v.endswith("://"),

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl.backends.cluster import client_actors, connected, for_client, in_one_process, on_this_node
+from raypfl.backends.cluster import bundle, client_actors, connected, for_client, in_one_process, on_this_node
+from raypfl.backends.shared_folder import refuse_unless_shared
 from raypfl.common.stopping import StopRequest
 from raypfl.config import Experiment
 from raypfl.runs import driver as runs
@@ -70,6 +71,7 @@ def _as_tasks(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dic
         make_room(ray)
         for i in left:
             client_actors(ray, in_one_process(cells[i].experiment.ray), len(left))  # refuses what never has room
+        _refuse_unless_shared(ray, [cells[i] for i in left])
         events = Queue(actor_options=on_this_node(ray))
         try:
             # If its process dies, Ray runs a task again, which costs the rounds since the last checkpoint.
@@ -78,6 +80,16 @@ def _as_tasks(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dic
             return _outcomes(ray, cells, references, events, listen, stop)
         finally:
             events.shutdown(force=True)
+
+
+def _refuse_unless_shared(ray: Any, cells: Sequence[Cell]) -> None:
+    """Raise a ConfigError unless every node that may run cells has the folders in which they are."""
+    reserved: dict[Path, list[dict[str, float]]] = {}
+    for cell in cells:
+        needed = bundle(for_client(in_one_process(cell.experiment.ray)))
+        reserved.setdefault(cell.folder.parent, []).append(needed)
+    for folder, needed_there in reserved.items():
+        refuse_unless_shared(ray, folder, needed_there, "This study")
 
 
 def _begun(task: Any, cell: Cell, number: int, events: Any) -> Any:

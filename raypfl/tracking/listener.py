@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from raypfl.common.errors import RaypflError, Stopped
 from raypfl.config import Experiment
@@ -60,6 +60,7 @@ class MLflowListener:
         self._description = ""
         self._metrics: dict[str, float] = {}
         self._scores = ""
+        self._ended = ""
         self._records: list[RunRecord] = []
         self._current: RunRecord | None = None
 
@@ -107,6 +108,14 @@ class MLflowListener:
         self._metrics = dict(metrics or {})
         self._scores = scores
 
+    def conclude(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """Set how the comparison ended, such as a sweep that succeeded although its scheduler stopped some runs.
+
+        By default this follows from its runs: stopped if one was stopped, else failed if one failed. An exception that
+        ends the context still counts.
+        """
+        self._ended = status
+
     def attach(self, file: str | Path) -> None:
         """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
         for record in self._records:
@@ -118,7 +127,7 @@ class MLflowListener:
 
     def _describe_runs(self) -> None:
         """Describe the comparison by the table of its runs."""
-        over = [Result.load(record.run_dir) for record in self._records if record.status in ("finished", "stopped")]
+        over = [Result.load(record.run_dir) for record in self._latest() if record.status in ("finished", "stopped")]
         evaluated = [result for result in over if result.evaluations.num_rows]
         if evaluated:
             metrics = entries.comparison_metrics(evaluated)
@@ -133,10 +142,19 @@ class MLflowListener:
             client.log_metric(parent, name, value)
         if self._scores and self._comparison:
             client.update_run(parent, name=entries.short_name(f"{self._comparison.name}: {self._scores}"))
-        ends = [record.status for record in self._records]
-        stopped = "stopped" in ends or (kind is not None and issubclass(kind, KeyboardInterrupt | Stopped))
-        status = "stopped" if stopped else "failed" if kind or "failed" in ends else "finished"
-        client.set_terminated(parent, STATUS[status])
+        client.set_terminated(parent, STATUS[self._status(kind)])
+
+    def _status(self, kind: type[BaseException] | None) -> str:
+        if kind is not None:
+            return "stopped" if issubclass(kind, KeyboardInterrupt | Stopped) else "failed"
+        if self._ended:
+            return self._ended
+        ends = [record.status for record in self._latest()]
+        return next((status for status in ("stopped", "failed") if status in ends), "finished")
+
+    def _latest(self) -> list[RunRecord]:
+        """The record of each run; of one that was paused and continued, the last."""
+        return list({record.run_dir: record for record in self._records}.values())
 
 
 def track(run_dir: str | Path, uri: str | None = None) -> None:

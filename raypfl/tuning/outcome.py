@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from raypfl.common.files import write
 from raypfl.config.yaml_text import write as as_yaml
@@ -16,10 +16,13 @@ from raypfl.evaluation import Measures
 from raypfl.report.sweeps import CONFIGURATIONS, IMPORTANCE, TABLE
 from raypfl.results.units import Unit
 from raypfl.tuning.pictures import draw_configurations, draw_importances, importances
-from raypfl.tuning.search import Hear, check, search
+from raypfl.tuning.search import TUNE, Hear, check, search
 from raypfl.tuning.spaces import in_words, shown
 from raypfl.tuning.sweep import Sweep, load
-from raypfl.tuning.trial import Trial, metric_names
+from raypfl.tuning.trial import Trial, metric_names, run_folder, schedule_of
+
+if TYPE_CHECKING:
+    from ray.tune import ResultGrid
 
 BEST = "best.yaml"
 
@@ -104,9 +107,54 @@ class Outcome:
         return first if first and self.name in first.values else None
 
     @property
+    def schedule(self) -> list[tuple[int, dict[str, Any]]]:
+        """The best trial's settings: after how many rounds each began to hold, and the searched settings.
+
+        More than one only where PBT or PB2 changed them. Checkpoints of other trials count as rounds of this one.
+        """
+        if self.best is None:
+            return []
+        parts = schedule_of(run_folder(self.sweep, self.folder, self.best.name, 0))
+        if not parts:
+            return [(0, shown(self.sweep.spaces, self.best.drawn))]
+        return [(part["after"], shown(self.sweep.spaces, part["drawn"])) for part in parts]
+
+    @property
+    def changes(self) -> list[str]:
+        """What to say of a best trial whose settings were changed on the way; empty for any other."""
+        if self.best is None or len(self.schedule) < 2:
+            return []
+        value = self.best.values[self.name]
+        starts = [after for after, _ in self.schedule]
+        ends = [*starts[1:], self.best.round]
+        return [
+            f"A run of this file does not reach {self.name} {value:.4g}: {self.sweep.scheduler.name} changed the best",
+            f"trial's settings on the way. The file has the last ones; trials/{self.best.name} is the run itself.",
+            *(
+                f"  rounds {start + 1} to {end}: {', '.join(f'{key}={number}' for key, number in settings.items())}"
+                for (start, settings), end in zip(self.schedule, ends, strict=True)
+            ),
+        ]
+
+    @property
     def is_complete(self) -> bool:
         """Whether every trial came to an end."""
         return all(trial.has_ended for trial in self.trials)
+
+    @property
+    def status(self) -> Literal["finished", "stopped", "failed"]:
+        """``stopped`` if trials are left, ``failed`` if none has a value, else ``finished``."""
+        if not self.is_complete:
+            return "stopped"
+        return "failed" if self.best is None else "finished"
+
+    @property
+    def grid(self) -> ResultGrid:
+        """What Ray Tune knows of the trials, for its own tools and as a table: ``outcome.grid.get_dataframe()``."""
+        from ray.tune import ExperimentAnalysis, ResultGrid
+
+        path = str(self.folder / TUNE)
+        return ResultGrid(ExperimentAnalysis(path, default_metric=self.name, default_mode=self.modes[0]))
 
     @property
     def searched(self) -> list[str]:
@@ -154,8 +202,9 @@ class Outcome:
         table.writerows(rows)
         write(self.folder / TABLE, text.getvalue())
         if self.best is not None:
-            heading = f"# The best of {len(self.trials)} configurations of the sweep {self.sweep.name}.\n"
-            write(self.folder / BEST, heading + as_yaml(self.sweep.settings(self.best.drawn)))
+            heading = [f"The best of {len(self.trials)} configurations of the sweep {self.sweep.name}.", *self.changes]
+            comment = "".join(f"# {line}\n" for line in heading)
+            write(self.folder / BEST, comment + as_yaml(self.sweep.settings(self.best.drawn)))
             self._draw()
 
     def _draw(self) -> None:

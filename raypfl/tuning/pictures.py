@@ -36,7 +36,7 @@ def draw_configurations(
     """
     rows = [shown(list(spaces), one) for one in drawn]
     keys = list(dict.fromkeys(space.key for space in spaces))
-    logarithmic = {space.key for space in spaces if space.kind.startswith("log")}
+    logarithmic = {space.key for space in spaces if space.is_logarithmic}
     with png(path, 2.4 * (len(keys) + 1), 4.5) as figure:
         axes = figure.subplots()
         axes.grid(False)
@@ -96,9 +96,8 @@ def importances(spaces: Sequence[Space], drawn: Sequence[dict[str, Any]], values
     def distribution(space: Space) -> Any:
         if not space.is_range:
             return CategoricalDistribution(list(range(len(space.values))))
-        logarithmic = space.kind.startswith("log")
         low, high = space.values
-        return (IntDistribution if "int" in space.kind else FloatDistribution)(low, high, log=logarithmic)
+        return (IntDistribution if space.is_integer else FloatDistribution)(low, high, log=space.is_logarithmic)
 
     always = [space for space in spaces if not space.owner]
     study = optuna.create_study()

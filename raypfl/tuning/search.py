@@ -6,30 +6,41 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl.backends.cluster import client_actors, connected, for_client, for_server, in_one_process, on_this_node
+from raypfl.backends.cluster import (
+    bundle,
+    client_actors,
+    connected,
+    for_client,
+    for_server,
+    in_one_process,
+    on_this_node,
+)
+from raypfl.backends.shared_folder import refuse_unless_shared
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
 from raypfl.common.stopping import handlers_kept
 from raypfl.config import Experiment
 from raypfl.config.settings import RaySettings
+from raypfl.config.yaml_text import read
 from raypfl.config.yaml_text import write as as_yaml
 from raypfl.data import load_federated
 from raypfl.evaluation import Measures
 from raypfl.runs.driver import make_room
 from raypfl.server.events import Event
 from raypfl.server.setup import make_measures
-from raypfl.tuning.spaces import Space
-from raypfl.tuning.sweep import Sweep, Target
+from raypfl.tuning.sweep import SWEEP, Sweep, Target
 from raypfl.tuning.trial import Order, Trial, close, end_of, metric_names, name_of, run_folder, run_trial
 
-SWEEP = "sweep.yaml"
 TUNE = "tune"
 """The folder in a sweep's folder that is Ray Tune's. It holds pickles, so only a folder that is trusted is resumed."""
+
+CHANGEABLE = {"trials", "concurrent", "stop", "tensorboard"}
+"""Settings of a sweep that may be others when it continues."""
 
 POLL = 0.2
 """Seconds between looks at the events of running trials."""
@@ -82,13 +93,15 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
     hear : is called with a trial's name, a seed's number and every event of that run.
     show : is called with all trials that there are, whenever one has changed.
     """
-    _keep_description(sweep, folder)
+    _refuse_another(sweep, folder)
     with connected(first.ray) as ray, _events(ray, hear) as events, handlers_kept():  # Tune leaves its own for SIGINT
         from ray import tune
 
         from raypfl.tuning.log import TrialLog, has_died
+        from raypfl.tuning.tune_parts import tuner
 
         make_room(ray)
+        refuse_unless_shared(ray, folder, bundles(first.ray), "This sweep")
         at_once = _at_once(ray, first.ray, sweep.trials)
         names = metric_names(sweep, first.measures)
         order = Order(sweep, names, folder, os.getcwd(), events)
@@ -96,37 +109,18 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
         trainable = tune.with_resources(
             tune.with_parameters(run_trial, order=order), tune.PlacementGroupFactory(bundles(first.ray))
         )
-        space = {one.name: _domain(tune, one) for one in sweep.spaces}
-        path = str(folder / TUNE)
-
-        def tuner() -> Any:
-            if tune.Tuner.can_restore(path):
-                going_on: Any = tune.Tuner.restore(
-                    path, trainable, resume_unfinished=True, resume_errored=True, param_space=space
-                )
-                going_on._local_tuner._run_config.callbacks = [log]
-                return going_on
-            return tune.Tuner(
-                trainable,
-                param_space=space,
-                tune_config=_tune_config(tune, sweep, first, names, modes, at_once),
-                run_config=tune.RunConfig(
-                    name=TUNE,
-                    storage_path=str(folder),
-                    failure_config=tune.FailureConfig(max_failures=1),
-                    callbacks=[log],
-                    verbose=0,
-                ),
-            )
+        path = folder / TUNE
 
         with _quiet_tune():
             for _ in range(1 + RESTARTS):
-                ends = tuner().fit()._experiment_analysis.trials
-                trials = _trials(ends, tune.ExperimentAnalysis(path).trials, sweep, names)
+                run = tuner(trainable, sweep, first, names, modes, at_once, path, log)
+                _keep_description(sweep, folder)
+                ends = run.fit()._experiment_analysis.trials
+                trials = _trials(ends, tune.ExperimentAnalysis(str(path)).trials, sweep, names)
                 if not any(map(has_died, ends)) or not all(trial.has_ended for trial in trials):
                     break
     for trial in trials:
-        if trial.status == "stopped":
+        if trial.status == "stopped" and trial.round:
             close(run_folder(sweep, folder, trial.name, 0), partial(hear, trial.name, 0))
     return trials
 
@@ -134,59 +128,37 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
 def bundles(settings: RaySettings) -> list[dict[str, float]]:
     """What a trial reserves: one process for all of it or, with ``ray.actors``, a bundle for each of its actors."""
     if settings.actors is None:
-        return [_bundle(for_client(in_one_process(settings)))]
-    server = _bundle(for_server(settings))
-    return [{"CPU": 0.0}, *([server] if server else []), *[_bundle(for_client(settings))] * settings.actors]
+        return [bundle(for_client(in_one_process(settings)))]
+    server = bundle(for_server(settings))
+    return [{"CPU": 0.0}, *([server] if server else []), *[bundle(for_client(settings))] * settings.actors]
 
 
-def _bundle(options: dict[str, Any]) -> dict[str, float]:
-    named = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-    if kind := options.get("accelerator_type"):
-        named[f"accelerator_type:{kind}"] = 0.001  # as Ray itself asks for it
-    return {name: count for name, count in named.items() if count}
+def _refuse_another(sweep: Sweep, folder: Path) -> None:
+    """Raise a ConfigError if the folder has a sweep that this one does not continue."""
+    file = folder / SWEEP
+    if not file.exists():
+        return
+    before = Sweep(**read(file))
+    is_other = before.model_dump(exclude=CHANGEABLE) != sweep.model_dump(exclude=CHANGEABLE)
+    if is_other:
+        raise ConfigError(
+            f"{folder} holds another sweep of the name {sweep.name!r}: its {SWEEP} differs from the one given now. "
+            f"Choose another name, or delete that folder. What may change is {', '.join(sorted(CHANGEABLE))}."
+        )
+    if sweep.trials < before.trials:
+        raise ConfigError(
+            f"trials is {sweep.trials}, but the sweep in {folder} has {before.trials} already; it can only have more."
+        )
+    if sweep.trials > before.trials and sweep.scheduler.copies:
+        raise ConfigError(
+            f"trials is {sweep.trials}, but the population of {sweep.scheduler.name} in {folder} has {before.trials} "
+            "members, which evolve together. Start a sweep of another name."
+        )
 
 
 def _keep_description(sweep: Sweep, folder: Path) -> None:
-    text = as_yaml(sweep.model_dump(mode="json"))
-    file = folder / SWEEP
-    if file.exists() and file.read_text() != text:
-        raise ConfigError(
-            f"{folder} holds another sweep of the name {sweep.name!r}: its {SWEEP} differs from the one given now. "
-            "Choose another name, or delete that folder."
-        )
     folder.mkdir(parents=True, exist_ok=True)
-    write(file, text)
-
-
-def _domain(tune: Any, space: Space) -> Any:
-    if space.kind == "grid":
-        return tune.grid_search(list(range(len(space.values))))
-    if space.kind == "choice":
-        return tune.choice(list(range(len(space.values))))
-    return getattr(tune, space.kind)(*space.values)
-
-
-def _tune_config(tune: Any, sweep: Sweep, first: Experiment, names: list[str], modes: list[str], at_once: int) -> Any:
-    seed = sweep.searcher.seed
-    goal = {"metric": names[0], "mode": modes[0]}
-    if sweep.searcher.name == "optuna":
-        from ray.tune.search.optuna import OptunaSearch
-
-        several = len(names) > 1
-        searcher: Any = OptunaSearch(metric=names, mode=modes, seed=seed) if several else OptunaSearch(seed=seed)
-        goal = {} if several else goal
-    else:
-        from ray.tune.search.basic_variant import BasicVariantGenerator
-
-        searcher = BasicVariantGenerator(random_state=seed, max_concurrent=sweep.concurrent or 0)
-    return tune.TuneConfig(
-        **goal,
-        num_samples=sweep.trials,
-        search_alg=searcher,
-        scheduler=_scheduler(tune, sweep, first),
-        max_concurrent_trials=None if sweep.searcher.name == "random" else sweep.concurrent or at_once,
-        reuse_actors=True,
-    )
+    write(folder / SWEEP, as_yaml(sweep.model_dump(mode="json")))
 
 
 def _at_once(ray: Any, settings: RaySettings, trials: int) -> int:
@@ -201,43 +173,6 @@ def _at_once(ray: Any, settings: RaySettings, trials: int) -> int:
     whole = {name: sum(bundle.get(name, 0.0) for bundle in reserved) for name in ("CPU", "GPU")}
     room = min(total.get(name, 0.0) / count for name, count in whole.items() if count)
     return max(1, min(trials, int(room + 1e-9)))
-
-
-def _scheduler(tune: Any, sweep: Sweep, first: Experiment) -> Any:
-    from ray.tune import schedulers
-
-    chosen = sweep.scheduler
-    if chosen.name == "asha":
-        return schedulers.ASHAScheduler(
-            time_attr="round", max_t=first.rounds, grace_period=chosen.grace, reduction_factor=chosen.factor
-        )
-    if chosen.name == "median":
-        return schedulers.MedianStoppingRule(time_attr="round", grace_period=chosen.grace)
-    every = chosen.interval or first.evaluation.every
-    if chosen.name == "pbt":
-        return schedulers.PopulationBasedTraining(
-            time_attr="round",
-            perturbation_interval=every,
-            hyperparam_mutations={
-                one.name: _domain(tune, one) if one.is_range else list(range(len(one.values))) for one in sweep.spaces
-            },
-            custom_explore_fn=partial(_inside, sweep.spaces),
-        )
-    if chosen.name == "pb2":
-        from ray.tune.schedulers.pb2 import PB2
-
-        limits: dict[str, Any] = {one.name: list(one.values) for one in sweep.spaces}
-        return PB2(time_attr="round", perturbation_interval=every, hyperparam_bounds=limits)
-    return None
-
-
-def _inside(spaces: Sequence[Space], config: dict[str, Any]) -> dict[str, Any]:
-    """A changed configuration within the bounds of its ranges."""
-    ranges = {space.name: space.values for space in spaces if space.is_range}
-    return {
-        name: min(max(value, ranges[name][0]), ranges[name][1]) if name in ranges else value
-        for name, value in config.items()
-    }
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil, floor
 from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
@@ -12,8 +13,15 @@ RANGES = {"uniform": float, "loguniform": float, "randint": int, "lograndint": i
 """Kinds of numeric space, each of ``[low, high]``. Those of integers include neither more nor less than Ray Tune's:
 `high` is excluded."""
 
+QUANTISED = {f"q{kind}": number for kind, number in RANGES.items()}
+"""Kinds of ``[low, high, step]``: multiples of `step` from `low` to `high`, which is included, as Ray Tune has them."""
+
+NUMBERS = RANGES | QUANTISED
+
 LISTS = ("choice", "grid")
 """Kinds of space of ``[value, ...]``: one is drawn, or all are tried."""
+
+KINDS = (*NUMBERS, *LISTS)
 
 
 @dataclass(frozen=True)
@@ -23,10 +31,11 @@ class Space:
     Attributes
     ----------
     key : of the setting, such as ``training.lr``.
-    kind : one of `RANGES` or `LISTS`.
+    kind : one of `NUMBERS` or `LISTS`.
     values : ``[low, high]`` of a range, else the values.
     owner, when : the key of another setting and the position of the value that it must have for this one to count;
         empty and -1 if it always counts.
+    step : of which numbers are multiples; None: of none.
     """
 
     key: str
@@ -34,6 +43,7 @@ class Space:
     values: tuple[Any, ...]
     owner: str = ""
     when: int = -1
+    step: float | None = None
 
     @property
     def name(self) -> str:
@@ -42,14 +52,52 @@ class Space:
 
     @property
     def is_range(self) -> bool:
-        return self.kind in RANGES
+        return self.kind in NUMBERS
+
+    @property
+    def is_integer(self) -> bool:
+        return NUMBERS.get(self.kind) is int
+
+    @property
+    def is_logarithmic(self) -> bool:
+        return self.kind.removeprefix("q").startswith("log")
 
     def value(self, drawn: float) -> Any:
         """What is drawn as a setting's value: a number, of four digits so that people can read it, or one of a list."""
         if not self.is_range:
             return self.values[int(drawn)]
+        if self.is_integer or self.step is not None:
+            return self.inside(drawn)
+        return self.inside(float(f"{drawn:.4g}"))
+
+    def inside(self, number: float) -> Any:
+        """The nearest number that a range has."""
         low, high = self.values
-        return min(max(float(f"{drawn:.4g}"), low), high) if RANGES[self.kind] is float else drawn
+        if self.step is not None:
+            multiple = min(max(round(number / self.step), ceil(low / self.step)), floor(high / self.step))
+            return multiple * self.step if self.is_integer else float(f"{multiple * self.step:.10g}")
+        if self.is_integer:
+            high -= 1
+            number = round(number)
+        return min(max(number, low), high)
+
+    def position(self, value: Any) -> Any:
+        """What would be drawn for a setting's value: the number itself, or the position in a list.
+
+        Raises
+        ------
+        ConfigError : if the space does not have that value.
+        """
+        if self.is_range:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and self.inside(value) == value:
+                return value
+        else:
+            for position, listed in enumerate(self.values):
+                name = listed.get("name") if isinstance(listed, Mapping) else listed
+                if value in (listed, name, in_words(listed)):
+                    return position
+        raise ConfigError(f"points has {self.key}: {value!r}, which search.{self.key} does not have.")
 
 
 def spaces_of(search: Mapping[str, Any]) -> list[Space]:
@@ -70,8 +118,9 @@ def _spaces(key: str, given: Any, owner: str, when: int) -> Iterator[Space]:
     kind, values = _kind(key, given)
     if kind == "grid" and owner:
         raise ConfigError(f"search.{key}: a grid cannot stand inside a choice; use choice there, too.")
-    if kind in RANGES:
-        yield Space(key, kind, _bounds(key, kind, values), owner, when)
+    if kind in NUMBERS:
+        low, high, *step = _bounds(key, kind, values)
+        yield Space(key, kind, (low, high), owner, when, *step)
         return
     if not isinstance(values, list) or not values:
         raise ConfigError(f"search.{key}: {kind} is {values!r}; it must be a list of values.")
@@ -92,13 +141,13 @@ def _kind(key: str, given: Any) -> tuple[str, Any]:
             f"{{choice: [1, 5, 10]}} or {{grid: [1, 5, 10]}}."
         )
     ((kind, values),) = given.items()
-    if kind not in RANGES and kind not in LISTS:
-        raise ConfigError(f"search.{key}: {kind!r} is no kind of space; {did_you_mean(str(kind), [*RANGES, *LISTS])}")
+    if kind not in KINDS:
+        raise ConfigError(f"search.{key}: {kind!r} is no kind of space; {did_you_mean(str(kind), KINDS)}")
     return str(kind), values
 
 
 def _is_space(value: Any) -> bool:
-    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in (*RANGES, *LISTS)
+    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in KINDS
 
 
 def _plain(value: Any) -> Any:
@@ -106,16 +155,53 @@ def _plain(value: Any) -> Any:
     return {name: one for name, one in value.items() if not _is_space(one)} if isinstance(value, Mapping) else value
 
 
-def _bounds(key: str, kind: str, values: Any) -> tuple[float, float]:
-    number = RANGES[kind]
+def _bounds(key: str, kind: str, values: Any) -> list[Any]:
+    """``[low, high]``, or ``[low, high, step]`` of a quantised kind."""
+    number = NUMBERS[kind]
+    form = "[low, high, step]" if kind in QUANTISED else "[low, high]"
     try:
-        low, high = (number(value) for value in values)
+        low, high, *step = numbers = [number(value) for value in values]
     except (TypeError, ValueError):
-        raise ConfigError(f"search.{key}: {kind} is {values!r}; it must be [low, high].") from None
-    if not low < high or (kind.startswith("log") and low <= 0):
-        least = "0 < low < high" if kind.startswith("log") else "low < high"
-        raise ConfigError(f"search.{key}: {kind} is [{low:g}, {high:g}]; it must be [low, high] with {least}.")
-    return low, high
+        numbers = []
+    if len(numbers) != form.count(",") + 1:
+        raise ConfigError(f"search.{key}: {kind} is {values!r}; it must be {form}.")
+
+    is_logarithmic = kind.removeprefix("q").startswith("log")
+    if not low < high or (is_logarithmic and low <= 0):
+        least = "0 < low < high" if is_logarithmic else "low < high"
+        raise ConfigError(f"search.{key}: {kind} is {values}; it must be {form} with {least}.")
+    if step and not (step[0] > 0 and ceil(low / step[0]) < floor(high / step[0])):
+        raise ConfigError(f"search.{key}: {kind} is {values}, which has fewer than two multiples of the step.")
+    return numbers
+
+
+def placed(spaces: list[Space], point: Mapping[str, Any]) -> dict[str, Any]:
+    """Name of each space -> what would be drawn for a configuration, the reverse of `chosen`.
+
+    What does not count in the configuration gets its lowest value.
+
+    Parameters
+    ----------
+    point : setting -> value, as tables show it, such as ``{"method": "ditto", "method.lam": 0.1}``.
+
+    Raises
+    ------
+    ConfigError : if a searched setting is missing, or a value is not in its space.
+    """
+    drawn: dict[str, Any] = {}
+    used = set()
+    for space in spaces:
+        if space.owner and drawn[space.owner] != space.when:
+            drawn[space.name] = space.values[0] if space.is_range else 0
+            continue
+        if space.key not in point:
+            raise ConfigError(f"points has {dict(point)}, without {space.key}; give a value of every searched setting.")
+        drawn[space.name] = space.position(point[space.key])
+        used.add(space.key)
+
+    if others := [key for key in point if key not in used]:
+        raise ConfigError(f"points has {others[0]!r}, which is not searched there; {did_you_mean(others[0], used)}")
+    return drawn
 
 
 def chosen(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:

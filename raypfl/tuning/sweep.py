@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,10 +17,20 @@ from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read
 from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.recipes import settings_of
-from raypfl.tuning.spaces import Space, chosen, spaces_of
+from raypfl.tuning.spaces import KINDS, Space, chosen, placed, spaces_of
+
+SWEEP = "sweep.yaml"
+"""The file in a sweep's folder with its description."""
 
 WITHOUT_TEST_DATA = ("val", "train")
 """Protocols that look at no test data."""
+
+
+SEARCHERS = {"random": ("seed",), "optuna": ("seed",)}
+"""Searchers by name, and the settings that they use."""
+
+SCHEDULERS = {"none": (), "asha": ("grace", "factor"), "median": ("grace",), "pbt": ("interval",), "pb2": ("interval",)}
+"""Schedulers by name, and the settings that they use."""
 
 
 class _Part(BaseModel):
@@ -45,10 +55,18 @@ class Target(_Part):
 
 
 class Searcher(_Part):
-    """What proposes configurations: ``random`` draws (and goes through grids), or ``optuna``'s sampler."""
+    """What proposes configurations.
 
-    name: Literal["random", "optuna"] = "random"
+    Attributes
+    ----------
+    name : ``random`` draws and goes through grids; ``optuna``; or a class of Ray Tune's or your own, ``module:Class``.
+    seed : of ``random`` and ``optuna``.
+    options : of the class, by their names in Ray Tune.
+    """
+
+    name: str = "random"
     seed: int = 0
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class Scheduler(_Part):
@@ -57,20 +75,36 @@ class Scheduler(_Part):
     Attributes
     ----------
     name : ``none``; ``asha``, which stops trials that are behind; ``median``, which stops those below the median;
-        ``pbt`` and ``pb2``, in which bad trials continue from the checkpoints of better ones, with changed settings.
+        ``pbt`` and ``pb2``, in which bad trials continue from the checkpoints of better ones, with changed settings; or
+        a class of Ray Tune's or your own, ``module:Class``.
     grace : rounds that every trial gets. factor : of ASHA: one in so many trials continues at each rung.
     interval : of PBT and PB2: rounds between changes; None: those between evaluations.
+    options : of the class, by their names in Ray Tune, such as PBT's ``quantile_fraction``.
     """
 
-    name: Literal["none", "asha", "median", "pbt", "pb2"] = "none"
+    name: str = "none"
     grace: int = Field(default=1, ge=1)
     factor: float = Field(default=3, gt=1)
     interval: int | None = Field(default=None, ge=1)
+    options: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def copies(self) -> bool:
         """Whether trials continue from checkpoints of others."""
         return self.name in ("pbt", "pb2")
+
+
+class Stop(_Part):
+    """What ends trials and the sweep early.
+
+    Attributes
+    ----------
+    value : of the first metric; a trial that reaches it ends.
+    seconds : after which the sweep ends, with the trials that still run.
+    """
+
+    value: float | None = None
+    seconds: float | None = Field(default=None, gt=0)
 
 
 class Sweep(_Part):
@@ -87,6 +121,9 @@ class Sweep(_Part):
     trials : configurations that are drawn; grids are tried so many times.
     seeds : runs of each configuration, from ``seed`` on; their mean counts. Several need ``scheduler: none``.
     concurrent : trials at a time at most; None: as many as there is room for.
+    points : configurations to begin with, each a setting -> value of all searched settings; they are among the trials.
+    stop : what ends trials and the sweep early.
+    tensorboard : whether Ray Tune writes TensorBoard's files.
     test_data : whether the metric may look at test data.
     """
 
@@ -101,6 +138,9 @@ class Sweep(_Part):
     trials: int = Field(default=10, ge=1)
     seeds: int = Field(default=1, ge=1)
     concurrent: int | None = Field(default=None, ge=1)
+    points: tuple[dict[str, Any], ...] = ()
+    stop: Stop = Stop()
+    tensorboard: bool = False
     test_data: bool = False
 
     @model_validator(mode="before")
@@ -117,32 +157,50 @@ class Sweep(_Part):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        kinds = {space.kind for space in self.spaces}
-        several, name = len(self.metric) > 1, self.scheduler.name
-        looking = [one.protocol for one in self.metric if unmasked_name(one.protocol) not in WITHOUT_TEST_DATA]
-        lines = [
-            "metric has several objectives, which need searcher: optuna and scheduler: none."
-            if several and (self.searcher.name != "optuna" or name != "none")
-            else "",
-            "search has a grid, which searcher: optuna does not go through; use choice, or searcher: random."
-            if "grid" in kinds and self.searcher.name == "optuna"
-            else "",
-            f"scheduler is {name}, which needs each trial to be one run, but seeds is {self.seeds}."
-            if self.seeds > 1 and name != "none"
-            else "",
-            f"scheduler is {name}, which proposes configurations itself; use searcher: random."
-            if self.scheduler.copies and self.searcher.name != "random"
-            else "",
-            "scheduler is pb2, which changes numbers only; let every space of search be a uniform one."
-            if name == "pb2" and kinds != {"uniform"}
-            else "",
-            f"metric is on {looking[0]!r}, which looks at test data; choose protocol: val, or say test_data: true."
-            if looking and not self.test_data
-            else "",
-        ]
-        if mistakes := [line for line in lines if line]:
+        mistakes = [*self._mistakes_of_search(), *self._mistakes_of_stops(), *self._without_effect()]
+        if mistakes:
             raise ConfigError(listed(mistakes, f"The sweep {self.name!r}"))
+        for point in self.points:
+            placed(self.spaces, point)
         return self
+
+    def _mistakes_of_search(self) -> Iterator[str]:
+        kinds = {space.kind for space in self.spaces}
+        searcher = self.searcher.name
+        scheduler = self.scheduler.name
+        if len(self.metric) > 1 and (searcher != "optuna" or scheduler != "none"):
+            yield "metric has several objectives, which need searcher: optuna and scheduler: none."
+        if "grid" in kinds and searcher != "random":
+            yield f"search has a grid, which searcher: {searcher} does not go through; use choice, or searcher: random."
+        if self.scheduler.copies and searcher != "random":
+            yield f"scheduler is {scheduler}, which proposes configurations itself; use searcher: random."
+        if scheduler == "pb2" and kinds != {"uniform"}:
+            yield "scheduler is pb2, which changes numbers only; let every space of search be a uniform one."
+        if len(self.points) > self.trials:
+            yield f"points has {len(self.points)} configurations, but trials is {self.trials}; raise it."
+
+    def _mistakes_of_stops(self) -> Iterator[str]:
+        if self.seeds > 1 and self.scheduler.name != "none":
+            scheduler = self.scheduler.name
+            yield f"scheduler is {scheduler}, which needs each trial to be one run, but seeds is {self.seeds}."
+        if self.seeds > 1 and self.stop.value is not None:
+            yield f"stop.value ends a trial that is one run, but seeds is {self.seeds}; leave one of them out."
+        looking = [target.protocol for target in self.metric if unmasked_name(target.protocol) not in WITHOUT_TEST_DATA]
+        if looking and not self.test_data:
+            protocol = looking[0]
+            yield f"metric is on {protocol!r}, which looks at test data; choose protocol: val, or say test_data: true."
+
+    def _without_effect(self) -> Iterator[str]:
+        """Mistakes: names that there are not, and settings that these do not use."""
+        for part, uses in ((self.searcher, SEARCHERS), (self.scheduler, SCHEDULERS)):
+            what = type(part).__name__.lower()
+            if part.name not in uses and ":" not in part.name:
+                yield f"{what} is {part.name!r}, which there is not; {did_you_mean(part.name, uses)}"
+                continue
+            for setting, field in type(part).model_fields.items():
+                is_used = setting in ("name", "options", *uses.get(part.name, ()))
+                if not is_used and getattr(part, setting) != field.default:
+                    yield f"{what}.{setting} has no effect with {what}: {part.name}; leave it out."
 
     @cached_property
     def spaces(self) -> list[Space]:
@@ -186,6 +244,8 @@ class Sweep(_Part):
             if not space.owner:
                 for value in positions:
                     self.configured({**lowest, space.name: value})
+        for point in self.points:
+            self.configured(placed(self.spaces, point))
         return first
 
     def settings(self, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -230,8 +290,9 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
 
     Parameters
     ----------
-    assignments : ``dotted.key=value``: of the sweep itself (``trials=20``, ``scheduler.grace=4``), else of its
-        experiment (``rounds=10``).
+    assignments : ``dotted.key=value``: of the sweep itself (``trials=20``, ``scheduler.grace=4``), of its search
+        (``search.training.lr={uniform: [0, 1]}``, ``search.training.lr.uniform=[0, 1]``, or ``null``, which drops it),
+        else of its experiment (``rounds=10``).
 
     Raises
     ------
@@ -240,7 +301,9 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
     values = dict(source) if isinstance(source, Mapping) else {"name": Path(source).stem, **read(Path(source))}
     own = set(Sweep.model_fields) - {"experiment"}
     for path, value in parse_assignments(assignments):
-        if path[0] in own:
+        if path[0] == "search" and len(path) > 1:
+            values["search"] = _searching(values.get("search", {}), path[1:], value)
+        elif path[0] in own:
             assign(values, path, value)
         else:
             values["experiment"] = {**values.get("experiment", {}), ".".join(path): value}
@@ -248,6 +311,15 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
         return Sweep(**values)
     except ValidationError as error:
         raise ConfigError(listed(sentences(error, _unknown), f"The sweep {values.get('name', '')!r}")) from None
+
+
+def _searching(search: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    """A search in which the space of one setting is another, or is dropped: None."""
+    if path[-1] in KINDS:
+        value = {path[-1]: value}
+        path = path[:-1]
+    changed = {**search, ".".join(path): value}
+    return {key: space for key, space in changed.items() if space is not None}
 
 
 def _unknown(path: tuple[int | str, ...]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypfl.common.errors import ConfigError, Stopped
+from raypfl.common.files import write
 
 if TYPE_CHECKING:
     from raypfl.config import Experiment
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
     from raypfl.tuning.sweep import Sweep
 
 WHERE = "where.json"
-"""The file in a reported checkpoint: the folder of a run, and the round."""
+"""The file in a reported checkpoint: the folder of a run, the round, and the `SCHEDULE` up to it."""
+
+SCHEDULE = "schedule.json"
+"""The file in a run's folder with the configurations under which it was trained, where PBT or PB2 may change them: a
+list of ``{"after": round, "drawn": configuration}``, in the order of rounds."""
 
 STOP_SECONDS = 120
 """Seconds that Tune waits for a stopped trial to save its state, before it starts another process."""
@@ -95,6 +101,12 @@ def run_folder(sweep: Sweep, folder: Path, trial: str, seed: int) -> Path:
     return folder / "trials" / trial / inside
 
 
+def schedule_of(run: Path) -> list[dict[str, Any]]:
+    """The content of a run's `SCHEDULE`; empty where no scheduler changes configurations."""
+    file = run / SCHEDULE
+    return json.loads(file.read_text()) if file.exists() else []
+
+
 def name_of(trial_id: str) -> str:
     """A trial's name, of its id at Ray Tune: a number such as ``00003`` or, of a searcher's own trials, hexadecimal."""
     return trial_id.rpartition("_")[2]
@@ -107,15 +119,27 @@ def run_trial(config: Mapping[str, Any], order: Order) -> None:
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(STOP_SECONDS)
     with contextlib.suppress(OSError):
         os.chdir(order.home)
+    _refuse_without_folder(order.folder)
     trial = name_of(tune.get_context().get_trial_id())
     finals = []
     for seed in range(order.sweep.seeds):
-        run = _Run(order, trial, seed, order.sweep.configured(config, seed))
+        run = _Run(order, trial, seed, dict(config), order.sweep.configured(config, seed))
         run.carry_out(tune.get_checkpoint() if order.sweep.seeds == 1 else None)
         finals.append(run.values)
     if order.sweep.seeds > 1:
         mean = {name: sum(one[name] for one in finals) / len(finals) for name in finals[0]}
         tune.report({**mean, "round": run.experiment.rounds})
+
+
+def _refuse_without_folder(folder: Path) -> None:
+    """Raise a ConfigError on a node without the sweep's folder: one that joined after the sweep had begun."""
+    from raypfl.tuning.sweep import SWEEP
+
+    if not (folder / SWEEP).exists():
+        raise ConfigError(
+            f"The node {platform.node()} has no {folder / SWEEP}: a sweep's folder has to be the same on all nodes. "
+            "Set output to a folder that all nodes share, and keep nodes without it out of the cluster."
+        )
 
 
 def close(folder: Path, hear: Listener) -> None:
@@ -145,17 +169,21 @@ class _Run:
 
     Attributes
     ----------
+    drawn : the configuration that `experiment` is of.
     values : name -> what was optimised, after the last evaluation.
+    schedule : the content of `SCHEDULE`.
     """
 
     order: Order
     trial: str
     seed: int
+    drawn: dict[str, Any]
     experiment: Experiment
     values: dict[str, float] = field(default_factory=dict)
     evaluated: int = -1
     reported: int = -1
     is_stopped: bool = False
+    schedule: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def reports(self) -> bool:
@@ -172,6 +200,8 @@ class _Run:
 
         is_copy = start is not None and self._go_on_from(start)
         experiment = self._as_a_trial()
+        if self.order.sweep.scheduler.copies and not is_copy:
+            self._go_on_with_schedule()
         _keep_actors(experiment)
         if not is_copy and is_finished(self.folder):  # and Tune was killed before it took note
             result = runs.Result.load(self.folder)
@@ -205,8 +235,26 @@ class _Run:
         is_copy = source != self.folder
         if is_copy:
             branch(source, where["round"], self.folder, self.experiment)
+            self._train_from(where["round"], where["schedule"])
         self.reported = where["round"]
         return is_copy
+
+    def _go_on_with_schedule(self) -> None:
+        """Continue from the checkpoints in the run's folder, which may be of another configuration."""
+        from raypfl.storage import checkpoint
+
+        before = schedule_of(self.folder)
+        if before and before[-1]["drawn"] == self.drawn:
+            self.schedule = before
+        else:
+            self._train_from(checkpoint.reached(str(self.folder / "checkpoints")), before)
+
+    def _train_from(self, round: int, before: list[dict[str, Any]]) -> None:
+        """Note that the rounds after `round` are trained under this configuration."""
+        parts = [part for part in before if part["after"] < round]
+        self.schedule = [*parts, {"after": round, "drawn": self.drawn}]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write(self.folder / SCHEDULE, json.dumps(self.schedule))
 
     def _hear(self, event: Event) -> None:
         from raypfl.server.events import Checkpointed, Evaluated, Progress, RunStarted
@@ -248,7 +296,8 @@ class _Run:
         from ray import tune
 
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, WHERE).write_text(json.dumps({"folder": str(self.folder), "round": round}))
+            where = {"folder": str(self.folder), "round": round, "schedule": self.schedule}
+            Path(folder, WHERE).write_text(json.dumps(where))
             self.reported = round
             try:
                 tune.report(
