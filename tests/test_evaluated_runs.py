@@ -306,3 +306,21 @@ def test_round_0_is_in_the_report_and_a_stopped_run_does_not_evaluate_it_again(t
     assert same_tables(raypfl.resume(stopped.run_dir), whole)
     replayed = [e.round for e in events_of(whole) if isinstance(e, Evaluated)]
     assert replayed == [0, 3, 6]
+
+
+def test_results_are_means_over_as_many_of_the_last_evaluated_rounds_as_the_settings_say(tmp_path: Path):
+    changes = {"rounds": 6, "evaluation__every": 2, "method": "ditto"}
+    whole = raypfl.run(experiment(tmp_path, **changes))
+    averaged = raypfl.run(experiment(tmp_path, **changes, evaluation__last=2))
+    assert averaged.weights_hash == whole.weights_hash and averaged.last_rounds == [4, 6]
+    for mean, before, after in zip(averaged.summary(), whole.summary(4), whole.summary(6), strict=True):
+        assert (mean["protocol"], mean["model"]) == (before["protocol"], before["model"])
+        assert mean["worst_decile"] == pytest.approx((before["worst_decile"] + after["worst_decile"]) / 2)
+    by_client = {}
+    for row in whole.evaluations.to_pylist():
+        if row["protocol"] == "local" and row["model"] == "personal" and row["round"] in (4, 6):
+            by_client.setdefault(row["client"], []).append(50 * row["accuracy"])
+    ids, scores = client_scores(averaged, "local", "personal")
+    assert dict(zip(ids.tolist(), scores.tolist(), strict=True)) == pytest.approx(
+        {k: sum(v) for k, v in by_client.items()}
+    )

@@ -51,8 +51,8 @@ LOCATION = Limit(
 
 _SETTINGS = {
     COUNT: "rounds cohort.size training.epochs training.steps training.batch_size training.milestones "
-    "training.smallest_batch evaluation.batch_size evaluation.patience engine.group_size ray.actors ray.max_actors "
-    "checkpoint.keep failures.deaths",
+    "training.smallest_batch evaluation.batch_size evaluation.last evaluation.patience engine.group_size ray.actors "
+    "ray.max_actors checkpoint.keep failures.deaths",
     FROM_ZERO: "seed model.lora training.weight_decay training.warmup_rounds evaluation.every "
     "ray.cpus_for_server ray.gpus_for_server checkpoint.every failures.retries tracking.models_mb privacy.noise",
     FROM_ZERO_OR_AUTO: "ray.gpus_per_actor",

@@ -18,12 +18,12 @@ from raypfl.common.user_code import where_defined, with_location
 from raypfl.display import paired
 from raypfl.display.fitting import width_of
 from raypfl.evaluation.masking import mask_of
-from raypfl.results.compared import RunGroup, group_runs, labels, lettered_settings, settings, shared_setting
+from raypfl.results.compared import RunGroup, group_runs, labels, legend, lettered_settings, settings, shared_setting
 from raypfl.results.epsilons import sentence
 from raypfl.results.numbers import prediction_traffic, seconds
 from raypfl.results.paired import differences, remarks
 from raypfl.results.table import Column, blocks, columns
-from raypfl.results.units import SPREAD, Unit, capital
+from raypfl.results.units import Unit, capital
 from raypfl.runs.result import Result
 
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
@@ -172,7 +172,7 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
     notes += [_PREDICTION.format(one.label, *sent) for one in compared if (sent := prediction_traffic(one))]
     notes += [f"{line}." for line in lettered_settings([result.experiment for result in evaluated])]
     notes += [text for one in compared if (text := sentence(one))]
-    notes += [SPREAD] if any(len(one.results) > 1 for one in compared) else []
+    notes += legend(compared)
     notes += [_BEST] if any(one.has_best for one in compared) else []
     console.print(drawn)
     for note in notes:

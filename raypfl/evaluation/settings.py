@@ -16,6 +16,7 @@ class EvaluationSettings:
     ----------
     every : rounds between evaluations of all clients; the last round is always evaluated. 0: only the last round.
     at_start : whether to evaluate before the first round too, as round 0.
+    last : results are means over this number of evaluated rounds, the last ones, where curves still swing at the end.
     protocols : ``local`` (each client's own test split), ``global`` (the union of all clients' test splits), ``pm_v``
         and ``pm_l`` (the union, with the client's class weights), ``unseen`` (clients that are never trained),
         ``ood/POOL``, ``ood/corrupt/NAME[/SEVERITY]``, ``val`` (each client's own validation split).
@@ -32,6 +33,7 @@ class EvaluationSettings:
 
     every: int = 5
     at_start: bool = False
+    last: int = 1
     protocols: tuple[str, ...] = ("local", "global")
     masks: tuple[Mask, ...] = ()
     batch_size: int = 256

@@ -10,11 +10,11 @@ from typing import Any
 
 from raypfl.report.tables import results
 from raypfl.results import latex
-from raypfl.results.compared import RunGroup, shared_setting
+from raypfl.results.compared import RunGroup, legend, shared_setting
 from raypfl.results.numbers import seconds
 from raypfl.results.paired import Difference, differences, remarks
 from raypfl.results.table import Column, columns, tests_of
-from raypfl.results.units import SPREAD, Cell, capital
+from raypfl.results.units import Cell, capital
 
 
 def as_csv(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
@@ -113,7 +113,7 @@ def _cell(cell: Cell) -> str:
 def _caption(compared: Sequence[RunGroup], is_paired: bool) -> str:
     unit = compared[0].unit
     lines = [f"{_setting(compared)}. {capital(unit.label)}, mean over clients."]
-    lines += [SPREAD] if any(len(group.results) > 1 for group in compared) else []
+    lines += legend(compared)
     lines += ["Differences are paired by seed and client, with 95% bootstrap intervals."] if is_paired else []
     return " ".join(lines)
 

@@ -255,3 +255,12 @@ def _letter(index: int) -> str:
     """A to Z, then AA to AZ and so on."""
     before, last = divmod(index, 26)
     return (_letter(before - 1) if before else "") + chr(ord("A") + last)
+
+
+def legend(groups: Sequence[RunGroup]) -> list[str]:
+    """What stands below a table of results: over which rounds and seeds its numbers are."""
+    averaged = {len(result.last_rounds) for group in groups for result in group.results} - {0, 1}
+    lines = [f"Means over the last {rounds} evaluated rounds." for rounds in sorted(averaged)]
+    if any(len(group.results) > 1 for group in groups):
+        lines.append("±: standard deviation over seeds.")
+    return lines

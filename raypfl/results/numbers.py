@@ -107,12 +107,16 @@ def clients_with_both(group: RunGroup, protocol: str) -> np.ndarray:
 def client_scores(result: Result, protocol: str, model: str, best: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Ids ``int[n]`` of the clients, and their primary metric ``float64[n]`` in its unit.
 
-    `best` : in the round that validation data chose, instead of the last evaluated one.
+    `best` : in the round that validation data chose, instead of the mean over the last rounds.
     """
     unit = Unit(result.experiment.measures.primary)
-    round = result.best_round if best else pc.max(result.evaluations["round"])
-    rows = _rows(result, protocol, model).filter(pc.field("round") == round)
-    return rows["client"].to_numpy(), unit.factor * rows[unit.metric.name].to_numpy()
+    rounds = [result.best_round] if best else result.last_rounds
+    rows = _rows(result, protocol, model).filter(pc.field("round").isin(rounds))
+    name = unit.metric.name
+    if len(rounds) > 1:
+        rows = rows.group_by("client", use_threads=False).aggregate([(name, "mean")])
+        name = f"{name}_mean"
+    return rows["client"].to_numpy(), unit.factor * rows[name].to_numpy()
 
 
 def seconds(result: Result) -> float:

@@ -71,10 +71,6 @@ class Cell:
         return f"{self.mean}±{self.spread}" if self.spread else self.mean
 
 
-SPREAD = "±: standard deviation over seeds."
-"""What stands below a table of cells with a spread."""
-
-
 def over_seeds(values: Sequence[float], digits: int = 1, best: str | None = None) -> Cell:
     """One number per seed as a cell; ``"–"`` without any.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -239,14 +240,20 @@ class Result:
     def summary(self, round: int | None = None) -> list[dict[str, Any]]:
         """The aggregates of an evaluated round, a dict for each (protocol, model); see ``evaluation.summarise``.
 
-        `round` may be `best_round`; None: the last one.
+        `round` may be `best_round`; None: the mean over the last rounds, as many as ``evaluation.last``.
         """
-        if not self.evaluations.num_rows:
-            return []
-        wanted = pc.max(self.evaluations["round"]) if round is None else round
-        return summarise(
-            self.experiment.measures, self.evaluations.filter(pc.equal(self.evaluations["round"], wanted)).to_pydict()
-        )
+        rounds = self.last_rounds if round is None else [round]
+        of_rounds = [
+            summarise(self.experiment.measures, self.evaluations.filter(pc.field("round") == number).to_pydict())
+            for number in rounds
+        ]
+        return of_rounds[0] if len(of_rounds) == 1 else _mean_rows(of_rounds)
+
+    @property
+    def last_rounds(self) -> list[int]:
+        """The evaluated rounds of which results are means: the last ones, as many as ``evaluation.last``."""
+        evaluated = sorted(pc.unique(self.evaluations["round"]).to_pylist())
+        return evaluated[-self.experiment.evaluation.last :]
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -293,6 +300,21 @@ class Result:
         """
         refuse_stranger(client, self.metadata["num_clients"])
         return newest(self.run_dir)[1].state_of(client)
+
+
+def _mean_rows(of_rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The means over rounds of the aggregates of each (protocol, model)."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for summary in of_rounds:
+        for row in summary:
+            rows.setdefault((row["protocol"], row["model"]), []).append(row)
+    return [
+        {
+            name: value if isinstance(value, str) else fmean(row[name] for row in same)
+            for name, value in same[-1].items()
+        }
+        for same in rows.values()
+    ]
 
 
 def _table(file: Path) -> pa.Table:

@@ -26,7 +26,7 @@ MAY_CHANGE = (
     *("rounds", "evaluation.patience"),  # when it ends, if the rounds before are the same
     *("data.root", "data.download", "data.cache", "data.pools.*.root", "data.pools.*.download"),  # to the same samples
     "model.weights",  # to the same weights in another place
-    *("engine.backend", "ray.*", "failures.retries"),  # where it runs
+    *("engine.backend", "ray.*", "failures.retries", "failures.deaths"),  # where it runs
     *("checkpoint.*", "tracking.*"),  # how often it is saved, where it is shown
 )
 """Settings that may change when a run is resumed. All others decide its result, and stay."""

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from raypfl.config import Experiment
 from raypfl.config.assignments import flatten
-from raypfl.results.compared import RunGroup, group_runs, setting, settings
+from raypfl.results.compared import RunGroup, group_runs, legend, setting, settings
 from raypfl.results.paired import HEADINGS, differences, remarks
 from raypfl.results.table import blocks, columns
-from raypfl.results.units import SPREAD, Unit
+from raypfl.results.units import Unit
 from raypfl.runs.result import Result
 from raypfl.server.events import Evaluated, RoundFinished, RunStarted
 from raypfl.tracking.connection import without_password
@@ -109,7 +109,8 @@ def comparison_of(results: Sequence[Result], baseline: str | None = None) -> str
         for block in made
         if i in block.rows
     ]
-    lines += ["", SPREAD] if any(len(one.results) > 1 for one in compared) else []
+    notes = legend(compared)
+    lines += ["", " ".join(notes)] if notes else []
     return "\n".join([*lines, *_paired_lines(compared, baseline)])
 
 
