@@ -240,7 +240,7 @@ def test_a_protocol_that_does_not_exist_is_refused_with_the_nearest(protocols, s
 
 
 def test_patience_without_validation_is_refused():
-    with pytest.raises(ConfigError, match=r"evaluation\.patience is 2, but evaluation\.protocols has no 'val'"):
+    with pytest.raises(ConfigError, match=r"evaluation\.patience is 2, which.* add 'val' to evaluation\.protocols"):
         raypfl.Experiment(evaluation={"patience": 2})
 
 

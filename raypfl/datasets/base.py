@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import FunctionType
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from raypfl.common.conditions import Condition
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.registry import Registry
 from raypfl.objectives import kind_of
@@ -21,6 +24,15 @@ DATASETS = Registry("data set")
 
 SPLITS = ("train", "val", "test")
 """Of a client, in the order of their codes in the store; pools come after them."""
+
+
+def _reads_files(name: str) -> bool:
+    """Whether a data set is read from files; a function that never uses the description that it gets reads none."""
+    entry = DATASETS.get(name)
+    if not isinstance(entry, FunctionType):
+        return getattr(entry, "from_files", True)
+    config = entry.__code__.co_varnames[0]
+    return any(config in str(instruction.argrepr) for instruction in dis.get_instructions(entry))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +61,7 @@ class DataSource:
 
     name: str = "digits"
     options: dict[str, Any] = field(default_factory=dict)
-    root: str | None = None
+    root: Annotated[str | None, Condition("name", _reads_files, "leave {this} out")] = None
     download: bool = False
     split: Literal["auto", "merged"] = "auto"
     normalise: Literal["clients", "own"] = "clients"
@@ -128,6 +140,11 @@ class DataConfig(DataSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.normalise != "clients":
+            raise ConfigError(
+                f"data.normalise is {self.normalise!r}, but is for pools from other data sets; write "
+                f"data.pools.NAME.normalise={self.normalise}."
+            )
         for name in ("test_fraction", "val_fraction", "unseen_fraction"):
             _require_share(f"data.{name}", getattr(self, name))
         if self.test_fraction + self.val_fraction >= 1:
@@ -257,7 +274,10 @@ class Reader(ABC):
     Attributes
     ----------
     config : the description of the data set.
+    from_files : whether it reads files, so that ``data.root`` has an effect.
     """
+
+    from_files: ClassVar[bool] = True
 
     config: DataSource
 

@@ -45,6 +45,7 @@ class Method(Component):
     objectives : what it can learn, with subclasses; a run of it with another objective is refused.
     """
 
+    section: ClassVar[str] = "method."
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -105,7 +105,7 @@ def load_model(file: str | Path) -> TrainedModel:
         raise CheckpointError(
             f"{file} is not a personal model: its metadata do not say {FORMAT!r}. `raypfl personalize` writes them."
         )
-    experiment, known = Experiment.from_yaml(about["experiment"]), json.loads(about["data"])
+    experiment, known = Experiment.from_record(about["experiment"]), json.loads(about["data"])
     known |= {name: np.array(known[name], dtype=np.float32) for name in ("mean", "std")}
     known["input_shape"] = tuple(known["input_shape"])
     outline = DataOutline(known=known, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
