@@ -66,6 +66,7 @@ from raypfl.server.setup import (
     make_model,
     make_task,
     num_groups,
+    refuse_missing_gpu,
     threads_of_server,
 )
 from raypfl.storage.lease import held, refuse_unless_held
@@ -132,6 +133,7 @@ def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = 
     ConfigError : for the first experiment that :func:`run` would refuse.
     """
     first = experiments[0]
+    refuse_missing_gpu(first)
     _Audience(listeners)(Progress("preparing data"))
     data = load_federated(first.data, first.partition, seed=first.seed)
     for experiment in experiments:
@@ -255,6 +257,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
         stack.enter_context(stop.acknowledged(lambda: telling(Progress(STOPPING))))
         stack.enter_context(stop.listening())
         with stop.interruptible():
+            refuse_missing_gpu(experiment)
             telling(Progress("preparing data"))
             data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
             job = _job(experiment, folder, data, lockstep, telling)

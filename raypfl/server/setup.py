@@ -53,6 +53,20 @@ def device_for(gpus: float) -> torch.device:
     return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 
 
+def refuse_missing_gpu(experiment: Experiment) -> None:
+    """Raise a ConfigError if a run in this process asks for a GPU that PyTorch does not find here."""
+    if experiment.engine.backend != "inline" or torch.cuda.is_available():
+        return
+    ray = experiment.ray
+    for name, asked in (("gpus_per_actor", ray.gpus_per_actor), ("gpus_for_server", ray.gpus_for_server)):
+        if asked != 0:
+            raise ConfigError(
+                f"ray.{name} is {asked}, but PyTorch {torch.__version__} finds no GPU in this process. Set "
+                f"ray.{name}=0 to compute on the CPU; or check nvidia-smi, CUDA_VISIBLE_DEVICES, and that this PyTorch "
+                "was built for CUDA."
+            )
+
+
 def make_model(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
     if device.type == "cuda":
