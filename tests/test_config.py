@@ -187,7 +187,7 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"method": {"name": "ditto", "lamda": 1}}, "method.lamda is not an option of ditto; did you mean 'lam'?"),
         (
             {"training": {"learning_rate": 1}},
-            "training.learning_rate is not a setting of training; did you mean 'lr'?",
+            "training.learning_rate is not a setting of training; did you mean 'training.lr'?",
         ),
         ({"training": {"lerning_rate": 1}}, "training.lerning_rate is not a setting of training; did you mean 'lr'?"),
         (
@@ -197,12 +197,18 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"trainning": {}}, "trainning is not a setting of an experiment; did you mean 'training'?"),
         ({"ray": {"clients_per_actor": 2}}, "ray.clients_per_actor has become engine.group_size; set that instead."),
         ({"lr": 0.1}, "lr is not a setting of an experiment; did you mean 'training.lr'?"),
+        ({"alpha": 0.1}, "not a setting of an experiment; did you mean 'partition.alpha' or 'method.alpha'?"),
+        ({"data": {"alpha": 0.1}}, "not an option of digits; did you mean 'partition.alpha' or 'method.alpha'?"),
+        ({"engine": {"device": "cuda"}}, "not a setting of engine; did you mean 'ray.gpus_per_actor=1'?"),
+        ({"num_clients": 9}, "num_clients is not a setting of an experiment; did you mean 'partition.clients'?"),
+        ({"method": {"name": "fedavg", "lam": 1}}, "method.lam is not an option of fedavg; ditto, fedproto, fedptr,"),
+        ({"data": "CIFAR-10"}, "There is no data set called 'CIFAR-10'; did you mean 'cifar10'?"),
         ({"method": "dito"}, "There is no method called 'dito'; did you mean 'ditto'?"),
         ({"data": "digit"}, "There is no data set called 'digit'; did you mean 'digits'?"),
         ({"data": {"rot": "x"}}, "data.rot is not an option of digits; did you mean 'root'?"),
         (
             {"model": {"name": "lenet", "hidden": [3]}},
-            "model.hidden is not an option of lenet; known are: frozen, lora, pretrain,",
+            "model.hidden is not an option of lenet; mlp has it.",
         ),
         ({"model": {"name": "mlp", "hidden": 3}}, "model.hidden is 3; it must be a list."),
         ({"method": {"name": "ditto", "lam": "much"}}, "method.lam is 'much'; it must be a number."),

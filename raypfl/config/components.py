@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, Val
 from raypfl.analyses import ANALYSES, Analysis
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
+from raypfl.config.hints import elsewhere
 from raypfl.config.validation import Mistakes, sentences
 from raypfl.data import PARTITIONS, Partition
 from raypfl.methods import METHODS, Method
@@ -127,7 +128,7 @@ def checked_options(
     try:
         valid = model(**options)
     except ValidationError as error:
-        lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry), (where,))
+        lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry, where=where), (where,))
         raise Mistakes(lines) from None
     return {key: getattr(valid, key) for key in options}
 
@@ -148,7 +149,9 @@ def _options_model(
     return known, create_model("Options", __config__=config, **fields)
 
 
-def unknown_option(option: str, name: str, known: Iterable[str], *entries: Callable[..., Any]) -> str:
+def unknown_option(
+    option: str, name: str, known: Iterable[str], *entries: Callable[..., Any], where: str = "method"
+) -> str:
     """What to say after an option that none of `entries` has, which are called `name` and have the `known` ones."""
     for entry in entries:
         value = getattr(entry, option, None)
@@ -156,6 +159,8 @@ def unknown_option(option: str, name: str, known: Iterable[str], *entries: Calla
             kind = f"{type(value).__name__} = {value!r}"
             has = f"{entry.__name__} has {option}, but without a type"
             return f"is no option yet: {has}; write `{option}: {kind}` in the class."
+    if hint := elsewhere(option, where):
+        return f"is not an option of {name}; {hint}"
     return f"is not an option of {name}" + (f"; {did_you_mean(option, known)}" if known else ", which has none.")
 
 

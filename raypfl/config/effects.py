@@ -22,38 +22,12 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.registry import Registry
 from raypfl.config.assignments import assign
 from raypfl.config.reads import never_read
-from raypfl.config.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
+from raypfl.config.sections import COMPONENTS, SECTIONS
 from raypfl.config.validation import listed
-from raypfl.data import PARTITIONS
-from raypfl.datasets import DATASETS, DataConfig
-from raypfl.evaluation.settings import EvaluationSettings
-from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
-from raypfl.methods import METHODS, Method
-from raypfl.optimizers import OPTIMIZERS
-from raypfl.privacy import PrivacySettings
-from raypfl.training.settings import TrainingSettings
+from raypfl.data import Partition
+from raypfl.methods import Method
 
 Path = tuple[str, ...]
-
-_SECTIONS: dict[str, type] = {
-    "data": DataConfig,
-    "model": ModelSettings,
-    "cohort": CohortSettings,
-    "training": TrainingSettings,
-    "evaluation": EvaluationSettings,
-    "engine": EngineSettings,
-    "ray": RaySettings,
-    "checkpoint": CheckpointSettings,
-    "tracking": TrackingSettings,
-    "failures": FailureSettings,
-    "privacy": PrivacySettings,
-}
-_COMPONENTS: dict[Path, tuple[Registry, str]] = {
-    ("data",): (DATASETS, DataConfig.name),
-    ("method",): (METHODS, "fedavg"),
-    ("partition",): (PARTITIONS, "dirichlet"),
-    ("training", "optimizer"): (OPTIMIZERS, "sgd"),
-}
 
 
 class Idle(NamedTuple):
@@ -138,14 +112,16 @@ def _is_in(path: Path, given: Collection[Path]) -> bool:
 
 
 def _idle(values: Mapping[str, Any]) -> Iterator[Idle]:
-    for section, kind in _SECTIONS.items():
+    for section, kind in SECTIONS.items():
         yield from _idle_in((section,), kind, values)
-    for path, (registry, default) in _COMPONENTS.items():
+    for path, (registry, default) in COMPONENTS.items():
         entry = _entry(registry, default, _at(values, path))
         if isinstance(entry, type) and dataclasses.is_dataclass(entry):
             yield from _idle_in(path, entry, values)
             if issubclass(entry, Method):
                 yield from _unread(path, entry, values)
+            if issubclass(entry, Partition):
+                yield from _undivided(path, entry, values)
 
 
 def _idle_in(section: Path, kind: type, values: Mapping[str, Any]) -> Iterator[Idle]:
@@ -176,6 +152,22 @@ def _unread(section: Path, method: type[Method], values: Mapping[str, Any]) -> I
         yield Idle((*section, name), False, (), f"{said}; read self.{name}, or leave it out.")
 
 
+def _undivided(section: Path, partition: type[Partition], values: Mapping[str, Any]) -> Iterator[Idle]:
+    """All of a partition, if the data are a population."""
+    data = _at(values, ("data",))
+    population = _entry(*COMPONENTS["data",], data)
+    if not getattr(population, "describes_clients", False):
+        return
+    other = ("data", "name")
+    mend = "leave {this} out, since a Population decides who holds what"
+    condition = Condition(".".join(other), lambda name: False, mend)
+    for name, value in _at(values, section).items():
+        default = COMPONENTS[section][1] if name == "name" else _default(partition, name, value)
+        path = (*section, name)
+        sentence = _sentence(path, value, other, data["name"], condition)
+        yield Idle(path, _plain(value) == _plain(default), other, sentence)
+
+
 def _sentence(path: Path, value: Any, other: Path, others: Any, condition: Condition) -> str:
     name = ".".join(path)
     governor = ".".join(other)
@@ -203,7 +195,7 @@ def _value_at(values: Mapping[str, Any], path: Path, kind: type) -> Any:
         value = inside[path[-1]]
         # `optimizer: {name: sgd}` says what `optimizer: sgd` says.
         return value["name"] if isinstance(value, Mapping) and "name" in value else value
-    return _default(_SECTIONS.get(path[0], kind), path[-1])
+    return _default(SECTIONS.get(path[0], kind), path[-1])
 
 
 def _at(values: Mapping[str, Any], path: Path) -> Any:

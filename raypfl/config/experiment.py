@@ -23,6 +23,7 @@ from pydantic import (
 from raypfl.analyses import Analysis
 from raypfl.analyses.base import name_of
 from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.user_code import framed
 from raypfl.config.assignments import parse_assignments
 from raypfl.config.components import (
     GIVEN_BY_ENGINE,
@@ -34,6 +35,7 @@ from raypfl.config.components import (
     options_of,
 )
 from raypfl.config.effects import assign_all, drop_idle, given_in, refused, require_effect
+from raypfl.config.hints import elsewhere
 from raypfl.config.limits import (
     cohort_mistakes,
     evaluation_mistakes,
@@ -231,7 +233,8 @@ class Experiment(BaseModel):
     @classmethod
     def _in_sentences(cls, values: Any, validate: Any) -> Any:
         try:
-            experiment = validate(values)
+            with framed():
+                experiment = validate(values)
         except ValidationError as error:
             raise ConfigError(listed(sentences(error, _unknown), "The experiment")) from None
         given = given_in(values) if isinstance(values, dict) else ()
@@ -270,10 +273,10 @@ class Experiment(BaseModel):
 def _unknown(path: tuple[int | str, ...]) -> str:
     *sections, key = [str(part) for part in path]
     if sections:
-        return f"is not a setting of {sections[0]}; {did_you_mean(key, _keys(sections[0]))}"
-    elsewhere = [f"{section}.{key}" for section in Experiment.model_fields if key in _keys(section)]
-    hint = f"did you mean {' or '.join(map(repr, elsewhere))}?" if elsewhere else ""
-    return f"is not a setting of an experiment; {hint or did_you_mean(key, Experiment.model_fields)}"
+        hint = elsewhere(key, sections[0]) or did_you_mean(key, _keys(sections[0]))
+        return f"is not a setting of {sections[0]}; {hint}"
+    hint = elsewhere(key) or did_you_mean(key, Experiment.model_fields)
+    return f"is not a setting of an experiment; {hint}"
 
 
 def _keys(section: str) -> list[str]:

@@ -13,9 +13,11 @@ from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from raypfl.common.conditions import Condition
-from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.objectives import kind_of
 from raypfl.training.augmentation import Augmentation
@@ -26,6 +28,11 @@ SPLITS = ("train", "val", "test")
 """Of a client, in the order of their codes in the store; pools come after them."""
 
 
+def _is_divided(name: str) -> bool:
+    """Whether a data set is divided over the clients, and not a population that describes them."""
+    return not getattr(DATASETS.get(name), "describes_clients", False)
+
+
 def _reads_files(name: str) -> bool:
     """Whether a data set is read from files; a function that never uses the description that it gets reads none."""
     entry = DATASETS.get(name)
@@ -33,6 +40,9 @@ def _reads_files(name: str) -> bool:
         return getattr(entry, "from_files", True)
     config = entry.__code__.co_varnames[0]
     return any(config in str(instruction.argrepr) for instruction in dis.get_instructions(entry))
+
+
+_DIVIDED = Condition("name", _is_divided, "leave {this} out, since a Population decides who holds what")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +73,7 @@ class DataSource:
     options: dict[str, Any] = field(default_factory=dict)
     root: Annotated[str | None, Condition("name", _reads_files, "leave {this} out")] = None
     download: bool = False
-    split: Literal["auto", "merged"] = "auto"
+    split: Annotated[Literal["auto", "merged"], _DIVIDED] = "auto"
     normalise: Literal["clients", "own"] = "clients"
 
     def __post_init__(self) -> None:
@@ -130,11 +140,11 @@ class DataConfig(DataSource):
     ConfigError : if a number is out of range, a pool is not described, or the shares leave no training samples.
     """
 
-    rare: int = 2000
+    rare: Annotated[int, _DIVIDED] = 2000
     pools: dict[str, Any] = field(default_factory=dict)
-    test_fraction: float = 0.25
-    val_fraction: float = 0.0
-    unseen_fraction: float = 0.0
+    test_fraction: Annotated[float, _DIVIDED] = 0.25
+    val_fraction: Annotated[float, _DIVIDED] = 0.0
+    unseen_fraction: Annotated[float, _DIVIDED] = 0.0
     cache: str | None = None
     augmentation: tuple[Augmentation, ...] = ()
 
@@ -212,13 +222,17 @@ class RawData:
     Attributes
     ----------
     inputs : ``uint8[N, C, H, W]`` images, ``float32`` or ``float64[N, ...]`` features, or ``int64[N, ...]`` tokens; or
-        an iterable of such blocks, in order, so that they need not all be in memory at once.
-    labels : ``int64[N]``, each in ``range(len(class_names))``; ``int8[N, L]`` of zeros and ones, L labels per sample;
-        ``float32`` or ``float64[N]`` or ``[N, T]``, T numbers per sample; or ``int64[N, T]`` tokens, -1 for none.
+        an iterable of such blocks, in order, so that they need not all be in memory at once. A list of N samples
+        without such an axis is stacked.
+    labels : ``int64[N]``, each in ``range(len(class_names))``, or N of the class names; ``int8[N, L]`` of zeros and
+        ones, L labels per sample; ``float32`` or ``float64[N]`` or ``[N, T]``, T numbers per sample; or ``int64[N, T]``
+        tokens, -1 for none.
     class_names : one for each class, label, number or token.
     scale : the value of a full pixel, by which images are divided.
     test_mask : ``bool[N]``, the samples of the published test split; None: there is none.
     groups : the domain, writer or the like of each sample, ``[N]`` of integers or text; None: there is no such column.
+
+    NumPy arrays, PyTorch tensors and lists will do; the attributes are arrays.
 
     Raises
     ------
@@ -233,8 +247,17 @@ class RawData:
     groups: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        for name in ("labels", "test_mask", "groups"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_array(getattr(self, name), name))
+        object.__setattr__(self, "class_names", [str(name) for name in self.class_names])
         if not len(self.labels):
             raise DataError("The data set has no samples.")
+        if self.labels.dtype.kind in "UO":
+            object.__setattr__(self, "labels", numbered(self.labels, self.class_names))
+        if isinstance(self.inputs, Tensor) or _is_samples(self.inputs, len(self.labels)):
+            object.__setattr__(self, "inputs", as_array(self.inputs, "inputs"))
+        self._check_shapes()
         self._check_labels()
         width = self.labels[0].size if self.kind in ("labels", "numbers") else len(self.class_names)
         if width != len(self.class_names):
@@ -247,6 +270,21 @@ class RawData:
     def kind(self) -> str:
         """Of the targets, one of :data:`raypfl.objectives.KINDS`."""
         return kind_of(self.labels)
+
+    def _check_shapes(self) -> None:
+        if self.labels.dtype.kind not in "iuf" or self.labels.ndim > 2:
+            raise DataError(
+                f"The labels are {self.labels.dtype}{list(self.labels.shape)}; they must be integers [N], one class a "
+                "sample; int8 [N, L], zeros and ones; floating-point numbers [N] or [N, T]; or tokens [N, T]. One "
+                "class a pixel, as in segmentation, is not supported."
+            )
+        if self.labels.shape[1:] == (1,) and self.labels.dtype.kind in "iu" and self.labels.dtype != np.int8:
+            raise DataError(
+                f"The labels are {self.labels.dtype}{list(self.labels.shape)}; one class a sample is [N]: give "
+                "labels[:, 0]."
+            )
+        if isinstance(self.inputs, np.ndarray) and len(self.inputs) != len(self.labels):
+            raise DataError(f"There are {len(self.inputs)} inputs, but {len(self.labels)} labels.")
 
     def _check_labels(self) -> None:
         if self.kind == "numbers":
@@ -262,7 +300,50 @@ class RawData:
 
     def blocks(self) -> Iterable[np.ndarray]:
         """The inputs, block by block: ``[n, ...]`` each."""
-        return [self.inputs] if isinstance(self.inputs, np.ndarray) else self.inputs
+        if isinstance(self.inputs, np.ndarray):
+            return [self.inputs]
+        return (as_array(block, "inputs") for block in self.inputs)
+
+
+def as_array(values: Any, what: str) -> np.ndarray:
+    """An array, of a PyTorch tensor, a list, or a list of tensors.
+
+    Raises
+    ------
+    DataError : if rows are of different shapes; `what` says of what.
+    """
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        return values.float().numpy() if values.dtype in (torch.bfloat16, torch.float16) else values.numpy()
+    if isinstance(values, list | tuple) and any(isinstance(row, Tensor) for row in values):
+        values = [as_array(row, what) for row in values]
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise DataError(f"The {what} are of different shapes, so that they make no array.") from None
+
+
+def numbered(labels: np.ndarray, class_names: list[str]) -> np.ndarray:
+    """Labels that are given by name, as the places of these names in `class_names`: ``int64[N]``.
+
+    Raises
+    ------
+    DataError : for the first that is none of them.
+    """
+    places = {name: place for place, name in enumerate(class_names)}
+    for row, label in enumerate(labels.tolist()):
+        if not (isinstance(label, str) and label in places):
+            hint = did_you_mean(str(label), class_names) if class_names else "class_names is empty."
+            raise DataError(f"Sample {row} has label {label!r}, which is not in class_names; {hint}")
+    return np.array([places[label] for label in labels.tolist()], dtype=np.int64)
+
+
+def _is_samples(inputs: Any, count: int) -> bool:
+    """Whether inputs are a list of `count` single samples, and not of blocks of samples."""
+    if not isinstance(inputs, list | tuple) or len(inputs) != count:
+        return False
+    rows = [np.shape(row) for row in inputs]
+    return any(not shape for shape in rows) or sum(shape[0] for shape in rows) != count
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from raypfl.clients.worker import Worker
 from raypfl.common.errors import (
     CheckpointError,
     ConfigError,
+    ListenerError,
     RaypflError,
     Refused,
     Stopped,
@@ -33,6 +34,7 @@ from raypfl.common.errors import (
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
+from raypfl.common.user_code import framed
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.evaluation import Measures, refuse_untestable
@@ -40,7 +42,7 @@ from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.objectives import KINDS, OBJECTIVES
-from raypfl.runs.autotune import choose, refuse_channels_last, refuse_misfit, refuse_outputs
+from raypfl.runs.autotune import choose, refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
 from raypfl.runs.folders import new_folder
 from raypfl.runs.gpu_share import with_numbers
 from raypfl.runs.pretraining import with_pretrained
@@ -135,10 +137,11 @@ def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = 
     first = experiments[0]
     refuse_missing_gpu(first)
     _Audience(listeners)(Progress("preparing data"))
-    data = load_federated(first.data, first.partition, seed=first.seed)
-    for experiment in experiments:
-        if experiment.seed == first.seed:
-            _fitting_model(experiment, data)
+    with framed():
+        data = load_federated(first.data, first.partition, seed=first.seed)
+        for experiment in experiments:
+            if experiment.seed == first.seed:
+                _fitting_model(experiment, data)
 
 
 @contextlib.contextmanager
@@ -202,6 +205,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
         known_pool(name, data.pools)
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     refuse_misfit(experiment, model, data)
+    refuse_lone_samples(experiment, model, data)
     experiment.method.check(model)
     refuse_outputs(experiment, model, data)
     refuse_unprotected(experiment, data, model)
@@ -254,6 +258,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
     telling = _Audience([partial(_write_beginning, folder), *listeners])
     stop = StopRequest()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(framed())
         stack.enter_context(stop.acknowledged(lambda: telling(Progress(STOPPING))))
         stack.enter_context(stop.listening())
         with stop.interruptible():
@@ -463,7 +468,8 @@ class _Audience:
                     took = round(time.perf_counter() - self._began, 3)
                     event = replace(event, metadata={**event.metadata, "startup_seconds": took})
                 for listener in self._listeners:
-                    listener(event)
+                    with framed(f"as a listener, told of {type(event).__name__}", ListenerError):
+                        listener(event)
 
     def _is_news(self, event: Event) -> bool:
         if isinstance(event, RunStarted):

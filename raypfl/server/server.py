@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raypfl.analyses.base import AnalysedRun
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
-from raypfl.common.user_code import traceback_text, with_location
+from raypfl.common.user_code import failure_of, framed, traceback_text, with_location
 from raypfl.common.version import __version__
 from raypfl.data import ClientData
 from raypfl.evaluation import Measures
@@ -197,8 +197,10 @@ class Server:
         except Exception as error:
             due = evaluator.is_due(self.round)
             when = f"in the evaluation after round {self.round}" if due else f"in round {self.round + 1}"
-            name, last = type(self.method).__name__, self._runner.last_exchange
-            return self._end("failed", f"{name} failed on the server {when}:\n{traceback_text(error)}\n{last}".rstrip())
+            said = failure_of(error, when)
+            if said is None:
+                said = f"{type(self.method).__name__} failed on the server {when}:\n{traceback_text(error)}"
+            return self._end("failed", f"{said}\n{self._runner.last_exchange}".rstrip())
 
     def _stops_early(self) -> bool:
         if (reason := self._evaluator.reason_to_stop()) is None:
@@ -376,8 +378,9 @@ class Server:
         if (snapshot := checkpoint.load(self.job.checkpoints, self._warn)) is not None:
             self._restore(snapshot)
         else:
-            with refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
-                self.round, self.state = 0, self.method.start(self.task)
+            with framed("before round 1"), refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
+                self.round = 0
+                self.state = self.method.start(self.task)
             self._tables = _empty_tables(self._evaluator.measures)
             self._sent = {"up": 0, "down": 0}
             self._evaluator.restore(None)

@@ -15,7 +15,7 @@ from torch import nn
 from raypfl.clients.context import ROOM, Context
 from raypfl.common import rng, streams
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.common.user_code import with_location
+from raypfl.common.user_code import where_defined, with_location
 from raypfl.data import ClientData, FederatedData
 from raypfl.datasets import DescribedData
 from raypfl.evaluation import Measures
@@ -101,7 +101,7 @@ def same_bits_on_gpus() -> None:
 
 def _built(name: str, entry: Callable[..., nn.Module], given: Mapping[str, Any]) -> nn.Module:
     try:
-        return entry(**given)
+        network = entry(**given)
     except RaypflError:
         raise
     except Exception as error:  # a class of the user's own may raise anything
@@ -109,10 +109,18 @@ def _built(name: str, entry: Callable[..., nn.Module], given: Mapping[str, Any])
         raise ConfigError(
             f"model is {name!r}, which cannot be built with {called}: {type(error).__name__}: {with_location(error)}"
         ) from error
+    return _module(network, f"model is {name!r}, which")
+
+
+def _module(network: Any, who: str) -> nn.Module:
+    """The network, if it is one; else raises a ConfigError about `who` returned it."""
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"{who} returns a {type(network).__name__}; it must return a torch.nn.Module.")
+    return network
 
 
 def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) -> nn.Module:
-    return method.network(factory())
+    return _module(method.network(factory()), where_defined(method.network))
 
 
 def make_task(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> Task:
