@@ -6,7 +6,7 @@ import builtins
 import dataclasses
 import sysconfig
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial, partialmethod
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -90,6 +90,8 @@ def _functions(value: Any) -> Iterator[FunctionType]:
     elif isinstance(value, classmethod | staticmethod):
         value = value.__func__
     value = getattr(value, "__wrapped__", value)
+    if isinstance(value, partial | partialmethod):
+        value = value.func
     if isinstance(value, FunctionType):
         yield value
 
@@ -100,5 +102,7 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
+        elif isinstance(constant, tuple):  # the attributes in `case Mine(lam=value)`
+            yield from (item for item in constant if isinstance(item, str))
         elif isinstance(constant, CodeType):
             yield from _names(constant)
