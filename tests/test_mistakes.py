@@ -181,7 +181,7 @@ class Misfit(torch.nn.Module):
 
 
 def test_a_network_that_does_not_fit_the_data_is_refused_with_its_line_before_anything_runs():
-    with pytest.raises(ConfigError, match=r"'digits', whose shape is \(1, 8, 8\): RuntimeError: (?s:.*)self.head\(x"):
+    with pytest.raises(ConfigError, match=r"'digits', whose shape is \(1, 8, 8\)\. RuntimeError: (?s:.*)self.head\(x"):
         driver.check([Experiment(model=f"{__name__}:Misfit")])
 
 

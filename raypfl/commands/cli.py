@@ -438,12 +438,16 @@ def _other_data(words: Sequence[str], changes: Sequence[str]) -> str:
 
 def _rest_of_recipe(planned: Sequence[Experiment]) -> str:
     """What runs of other data take from the recipe `digits`, which their command does not name."""
+    from raypfl.datasets.population import is_described
+
     described = [experiment.to_dict() for experiment in planned]
     methods = " and ".join(dict.fromkeys(values["method"]["name"] for values in described))
     first = described[0]
+    parts = [f"method {methods}", f"model {first['model']['name']}", f"{first['rounds']} rounds"]
+    if not is_described(planned[0].data):
+        parts.insert(1, f"partition {first['partition']['name']}")
     return (
-        "No recipe is named, so all that is not set is that of the recipe digits. That makes: method "
-        f"{methods}, partition {first['partition']['name']}, model {first['model']['name']}, {first['rounds']} rounds. "
+        f"No recipe is named, so all that is not set is that of the recipe digits. That makes: {', '.join(parts)}. "
         "Set these as KEY=VALUE, or begin with a YAML file or with another recipe: raypfl list recipes."
     )
 

@@ -342,8 +342,9 @@ def _is_samples(inputs: Any, count: int) -> bool:
     """Whether inputs are a list of `count` single samples, and not of blocks of samples."""
     if not isinstance(inputs, list | tuple) or len(inputs) != count:
         return False
-    rows = [np.shape(row) for row in inputs]
-    return any(not shape for shape in rows) or sum(shape[0] for shape in rows) != count
+    shapes = {np.shape(row) for row in inputs}
+    # A list of N images [1, H, W], or of N blocks of one sample each, [1, C, H, W] or [1, features].
+    return not all(shape[:1] == (1,) and len(shape) in (2, 4) for shape in shapes)
 
 
 @dataclass(frozen=True)

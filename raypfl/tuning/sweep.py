@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
 from raypfl.config.assignments import assign, parse_assignments
-from raypfl.config.effects import assign_all, require_effect
 from raypfl.config.comparison import paths_of
+from raypfl.config.effects import assign_all, require_effect
 from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read
 from raypfl.recipes import settings_of
