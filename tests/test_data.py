@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -513,3 +514,19 @@ def test_a_tensor_with_a_gradient_in_half_precision_is_read_as_float32():
 def test_data_that_cannot_be_taken_are_refused_in_a_sentence(inputs, labels, sentence: str):
     with pytest.raises(DataError, match=sentence.replace("?", r"\?")):
         RawData(inputs, labels, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "spiral", "test_fraction": 0.4}, "data.test_fraction is 0.4, but has no effect.* data.split=merged"),
+        ({"name": "digits", "rare": 5}, "data.rare is 5, but has no effect"),
+        ({"name": "spiral", "test_fraction": 0.4, "split": "merged"}, ""),
+    ],
+)
+def test_a_setting_that_the_samples_leave_without_effect_is_warned_of(tmp_path: Path, options: dict, said: str):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_federated(DataConfig(**options), SMALL, seed=0, cache=tmp_path)
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    assert len(texts) == bool(said) and all(re.search(said, text) for text in texts)

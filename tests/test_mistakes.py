@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl import Experiment
+from raypfl import Experiment, Method
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.config import experiments
 from raypfl.data import Partition
@@ -298,3 +298,63 @@ def test_a_bug_of_raypfl_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(driver, "load_federated", {"a": 1}.__getitem__)
     with pytest.raises(TypeError):
         raypfl.run(experiment(tmp_path))
+
+
+class StartsWithNothing(mistaken_methods.Base):
+    def start(self, task):
+        pass
+
+
+class ReturnsItsState(mistaken_methods.Base):
+    def round(self, server, cohort):
+        return {"theta": cohort.run(self.train, theta=server["theta"])["theta"]}
+
+
+class Awaited(mistaken_methods.Base):
+    async def round(self, server, cohort):
+        pass
+
+
+class KeepsAnArray(mistaken_methods.Base):
+    def round(self, server, cohort):
+        server["theta"] = server["theta"].numpy()
+
+
+class TakesOtherArguments(mistaken_methods.Base):
+    def train(self, clients, weights):
+        pass
+
+
+class TakesNoCohort(mistaken_methods.Base):
+    def round(self, server):
+        pass
+
+
+class HasNoStart(Method):
+    def global_model(self, server):
+        return server["theta"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "StartsWithNothing",
+            r"StartsWithNothing\.start .* returned nothing; it must return the server's state, a dict",
+        ),
+        ("ReturnsItsState", r"ReturnsItsState\.round .* returned a dict; it must return nothing, and change"),
+        ("Awaited", r"Awaited\.round .* returned a coroutine; it must return nothing"),
+        ("KeepsAnArray", r"^The server state 'theta' is of type ndarray, which a checkpoint cannot store"),
+        (
+            "TakesOtherArguments",
+            r"TakesOtherArguments\.train .* is called with \(clients, theta\), .* but takes others",
+        ),
+        ("TakesNoCohort", r"^TakesNoCohort\.round \(test_mistakes\.py, line \d+\) failed in round 1: TypeError"),
+        ("HasNoStart", r"^HasNoStart does not say how it starts: define start"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_what_a_methods_functions_take_and_return_is_checked(tmp_path: Path, name: str, said: str):
+    with pytest.raises(RaypflError, match=said) as caught:
+        raypfl.run(experiment(tmp_path, method=f"{__name__}:{name}"))
+    assert "raypfl/server" not in str(caught.value)

@@ -27,6 +27,10 @@ class MethodError(RaypflError, ValueError):
     """A method's code uses raypfl in a wrong way."""
 
 
+class IncompleteError(MethodError, NotImplementedError):
+    """A class of the user's own lacks a function that it must define."""
+
+
 class UserCodeError(Refused):
     """A function of the user's own failed before the first round; nothing is left of the run."""
 

@@ -39,7 +39,9 @@ def traceback_text(error: BaseException) -> str:
 
 
 @contextmanager
-def framed(when: str = "", kind: type[RaypflError] = UserCodeError) -> Iterator[None]:
+def framed(
+    when: str = "", kind: type[RaypflError] = UserCodeError, function: Callable[..., Any] | None = None
+) -> Iterator[None]:
     """Within: what the user's own code raises becomes a sentence that names the function, the error and the lines.
 
     Errors of raypfl, which are sentences already, and those that no line of the user's led to, which are bugs of
@@ -48,6 +50,7 @@ def framed(when: str = "", kind: type[RaypflError] = UserCodeError) -> Iterator[
     Parameters
     ----------
     when : what was done, as ``"before round 1"``.
+    function : what is called, which may fail before its first line, because it takes other arguments.
 
     Raises
     ------
@@ -58,21 +61,23 @@ def framed(when: str = "", kind: type[RaypflError] = UserCodeError) -> Iterator[
     except RaypflError:
         raise
     except Exception as error:
-        if (sentence := failure_of(error, when)) is None:
+        if (sentence := failure_of(error, when, function)) is None:
             raise
         raise kind(sentence) from None  # the sentence has all lines of the traceback that are the user's
 
 
-def failure_of(error: BaseException, when: str = "") -> str | None:
+def failure_of(error: BaseException, when: str = "", function: Callable[..., Any] | None = None) -> str | None:
     """``"Mine.start (mine.py, line 12) failed: KeyError: 'x'"`` and the lines; None if no user code led to it."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_user_frame(frame)]
+    said = "".join(traceback.format_exception_only(error)).rstrip()
+    if not frames and function is not None and isinstance(error, TypeError) and _is_of_user(function):
+        return f"{' '.join(filter(None, [where_defined(function), 'failed', when]))}: {said}"
     if not frames:
         return None
     frame, line = frames[0]
     name = _qualified(frame.f_code)
     if name == "<module>":
         return None
-    said = "".join(traceback.format_exception_only(error)).rstrip()
     where = f"{name} ({Path(frame.f_code.co_filename).name}, line {line})"
     return f"{' '.join(filter(None, [where, 'failed', when]))}: {said}\n{_user_lines(error)}"
 
@@ -94,7 +99,16 @@ def _user_lines(error: BaseException) -> str:
 
 def _is_user_frame(frame: FrameType) -> bool:
     """Whether a frame is of a file that neither raypfl nor an installed package has."""
-    return not frame.f_code.co_filename.startswith(("<frozen ", "<string>", *_LIBRARIES))
+    return _is_user_file(frame.f_code.co_filename)
+
+
+def _is_user_file(file: str) -> bool:
+    return not file.startswith(("<frozen ", "<string>", *_LIBRARIES))
+
+
+def _is_of_user(function: Callable[..., Any]) -> bool:
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code is not None and _is_user_file(code.co_filename)
 
 
 def _qualified(code: CodeType) -> str:

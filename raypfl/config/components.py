@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
@@ -78,7 +79,13 @@ def name_and_options(value: Any, where: str, default: str | None) -> tuple[str, 
     keys_are_texts = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if keys_are_texts and isinstance(name := value.get("name", default), str):
         return name, {key: option for key, option in value.items() if key != "name"}
-    raise ValueError(f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.")
+    hint = ""
+    kind = value if isinstance(value, type | FunctionType) else type(value)
+    if not isinstance(value, type(None) | bool | int | float | str | bytes | list | tuple | dict):
+        hint = f" A class or function of your own is named by its module: '{kind.__module__}:{kind.__qualname__}'."
+    raise ValueError(
+        f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.{hint}"
+    )
 
 
 def look_up(registry: Registry, name: str) -> Callable[..., Any]:
@@ -92,6 +99,9 @@ def look_up(registry: Registry, name: str) -> Callable[..., Any]:
 def call(entry: Callable[..., Any], name: str, options: dict[str, Any], where: str) -> Any:
     """What `entry` returns for `options`, which are checked first; raises as `build` does."""
     options = checked_options(entry, name, options, where)
+    if inspect.isabstract(entry):
+        missing = ", ".join(sorted(entry.__abstractmethods__))
+        raise ValueError(f"{where} is {name!r}, which is not complete: define {missing}.")
     try:
         return entry(**options)
     except ConfigError as error:

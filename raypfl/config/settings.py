@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from raypfl.common.conditions import needs
+from raypfl.common.conditions import needs, unless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class RaySettings(ActorPool):
     cpus_for_server: float = 0.0
     gpus_for_server: float = 0.0
     data_share: float = 0.25
-    dashboard: bool = False
+    dashboard: Annotated[bool, unless("address")] = False
 
     @property
     def actor_pools(self) -> tuple[ActorPool, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -83,7 +84,13 @@ class DataSource:
             signature = inspect.signature(entry)
             signature.bind(self, **self.options)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"The data set {self.name!r} cannot be read with these options: {error}.") from error
+            takes_config = "" if self.options else " It is called with the description of the data (a DataConfig)."
+            raise ConfigError(
+                f"The data set {self.name!r} cannot be read with these options: {error}.{takes_config}"
+            ) from error
+        if inspect.isabstract(entry):
+            missing = ", ".join(sorted(entry.__abstractmethods__))
+            raise ConfigError(f"The data set {self.name!r} is not complete: define {missing}.")
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         kept = {name: value for name, value in self.options.items() if name not in defaults or value != defaults[name]}
         object.__setattr__(self, "options", kept)
@@ -260,6 +267,11 @@ class RawData:
         self._check_shapes()
         self._check_labels()
         width = self.labels[0].size if self.kind in ("labels", "numbers") else len(self.class_names)
+        if width != len(self.class_names) and self.labels.ndim == 1:
+            raise DataError(
+                f"Labels of type {self.labels.dtype} are numbers for regression, one a sample, but there are "
+                f"{len(self.class_names)} names; the labels of classes must be integers."
+            )
         if width != len(self.class_names):
             raise DataError(f"Samples have {width} {self.kind}, but there are {len(self.class_names)} names.")
         for what, column in (("marks of the test split", self.test_mask), ("groups", self.groups)):
@@ -285,18 +297,35 @@ class RawData:
             )
         if isinstance(self.inputs, np.ndarray) and len(self.inputs) != len(self.labels):
             raise DataError(f"There are {len(self.inputs)} inputs, but {len(self.labels)} labels.")
+        shape = np.shape(self.inputs) if isinstance(self.inputs, np.ndarray) else ()
+        if len(shape) == 4 and shape[1] == shape[2] > 4 and shape[3] in (1, 3):
+            warnings.warn(
+                f"The inputs are {list(shape)}, which are taken for images of {shape[1]} channels. If they are "
+                "[N, H, W, C], give inputs.transpose(0, 3, 1, 2).",
+                stacklevel=4,
+            )
 
     def _check_labels(self) -> None:
         if self.kind == "numbers":
+            self._warn_of_one_hot()
             wrong, expected = np.argwhere(~np.isfinite(self.labels)), "targets must be finite numbers"
         else:
             least, values = -1 if self.kind == "tokens" else 0, 2 if self.kind == "labels" else len(self.class_names)
             wrong, expected = (
                 np.argwhere((self.labels < least) | (self.labels >= values)),
-                f"there are {values} classes",
+                f"there are {values} classes, counted from 0",
             )
         if wrong.size:
             raise DataError(f"Sample {wrong[0][0]} has label {self.labels[tuple(wrong[0])]}, but {expected}.")
+
+    def _warn_of_one_hot(self) -> None:
+        is_table = self.labels.ndim == 2 and self.labels.shape[1] > 1
+        if is_table and ((self.labels == 0) | (self.labels == 1)).all() and (self.labels.sum(1) == 1).all():
+            warnings.warn(
+                "The labels are numbers, for regression, but each row has a single 1, as one class a sample has. For "
+                "classification give labels.argmax(1).",
+                stacklevel=4,
+            )
 
     def blocks(self) -> Iterable[np.ndarray]:
         """The inputs, block by block: ``[n, ...]`` each."""

@@ -74,6 +74,9 @@ class DescribedData:
 
     def __init__(self, config: DataConfig):
         self.population: Population = DATASETS.get(config.name)(config, **config.options)
+        for name in ("num_clients", "num_classes", "input_shape"):
+            if not hasattr(self.population, name):
+                raise ConfigError(f"The data set {config.name!r} is not complete: it must have {name}.")
         self.config = config
         self.name = config.name
         self.num_clients, self.num_classes = self.population.num_clients, self.population.num_classes

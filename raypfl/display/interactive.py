@@ -85,7 +85,7 @@ def run(
     RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
     """
     with _shown(experiment, progress) as shown:
-        return _own(driver.run(experiment, listeners=[*shown, *listeners], run_dir=run_dir))
+        return _own(driver.run(experiment, listeners=[*shown, *_listed(listeners)], run_dir=run_dir))
 
 
 def resume(
@@ -104,7 +104,7 @@ def resume(
     listeners, progress : as for :func:`run`.
     """
     with _shown(result.description(run_dir).override(overrides), progress) as shown:
-        return _own(driver.resume(run_dir, listeners=[*shown, *listeners], overrides=overrides))
+        return _own(driver.resume(run_dir, listeners=[*shown, *_listed(listeners)], overrides=overrides))
 
 
 @contextlib.contextmanager
@@ -117,6 +117,12 @@ def _shown(experiment: Experiment, progress: bool | None) -> Iterator[list[Liste
         return
     with view(Console(stderr=True), lines_for([experiment])) as shown:
         yield [shown.listener(0)]
+
+
+def _listed(listeners: Sequence[Listener]) -> Sequence[Listener]:
+    if callable(listeners):
+        raise ConfigError(f"listeners is {listeners!r}; it must be a list of such: listeners=[...].")
+    return listeners
 
 
 def _own(done: result.Result) -> Result:

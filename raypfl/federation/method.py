@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from raypfl.clients.clients import Clients
 from raypfl.common.component import Component
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import IncompleteError, MethodError
 from raypfl.common.registry import Registry
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.task import Task
@@ -69,11 +69,11 @@ class Method(Component):
 
     def start(self, task: Task) -> Server:
         """The server's state before the first round."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it starts: define start(self, task).")
+        raise IncompleteError(f"{type(self).__name__} does not say how it starts: define start(self, task).")
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """One round: change `server`, calling ``cohort.run(self.some_client_function, ...)``."""
-        raise NotImplementedError(
+        raise IncompleteError(
             f"{type(self).__name__} does not say what a round is: define round(self, server, cohort)."
         )
 

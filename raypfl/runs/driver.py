@@ -468,7 +468,7 @@ class _Audience:
                     took = round(time.perf_counter() - self._began, 3)
                     event = replace(event, metadata={**event.metadata, "startup_seconds": took})
                 for listener in self._listeners:
-                    with framed(f"as a listener, told of {type(event).__name__}", ListenerError):
+                    with framed(f"as a listener, told of {type(event).__name__}", ListenerError, listener):
                         listener(event)
 
     def _is_news(self, event: Event) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raypfl.analyses.base import AnalysedRun
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
-from raypfl.common.user_code import failure_of, framed, traceback_text, with_location
+from raypfl.common.user_code import failure_of, framed, traceback_text, where_defined, with_location
 from raypfl.common.version import __version__
 from raypfl.data import ClientData
 from raypfl.evaluation import Measures
@@ -197,7 +197,7 @@ class Server:
         except Exception as error:
             due = evaluator.is_due(self.round)
             when = f"in the evaluation after round {self.round}" if due else f"in round {self.round + 1}"
-            said = failure_of(error, when)
+            said = failure_of(error, when, None if due else self.method.round)
             if said is None:
                 said = f"{type(self.method).__name__} failed on the server {when}:\n{traceback_text(error)}"
             return self._end("failed", f"{said}\n{self._runner.last_exchange}".rstrip())
@@ -232,7 +232,8 @@ class Server:
         try:
             with self._all_or_nothing():
                 with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
-                    self.method.round(self.state, cohort)
+                    self._refuse_returned(self.method.round(self.state, cohort))
+                flatten(self.state)  # refuses what no checkpoint can store while the round is known
                 seconds = time.perf_counter() - start
                 here = tuple(c for c, present in zip(cohort.ids, cohort.present, strict=True) if present)
                 models = before, self._global_model()
@@ -242,6 +243,14 @@ class Server:
             seconds = time.perf_counter() - start
         self.states.commit()
         self._record(cohort, len(drawn.dropped), seconds)
+
+    def _refuse_returned(self, returned: object) -> None:
+        """Raise a MethodError if a round returns something, which would be lost: a coroutine, or a new state."""
+        if returned is not None and returned is not self.state:
+            raise MethodError(
+                f"{where_defined(self.method.round)} returned {_kind(returned)}; it must return nothing, and change "
+                'the server\'s state in place, as in server["theta"] = ...'
+            )
 
     def _global_model(self) -> Tensor | None:
         """A copy, where analyses need it."""
@@ -378,9 +387,16 @@ class Server:
         if (snapshot := checkpoint.load(self.job.checkpoints, self._warn)) is not None:
             self._restore(snapshot)
         else:
-            with framed("before round 1"), refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
+            start = self.method.start
+            device = self.task.model.device
+            with framed("before round 1", function=start), refuse_unkeyed(start, device, AT_START):
                 self.round = 0
-                self.state = self.method.start(self.task)
+                self.state = start(self.task)
+            if not isinstance(self.state, dict):
+                raise MethodError(
+                    f"{where_defined(start)} returned {_kind(self.state)}; it must return the server's state, a dict such "
+                    'as {"theta": task.model.init(task.seed)}.'
+                )
             self._tables = _empty_tables(self._evaluator.measures)
             self._sent = {"up": 0, "down": 0}
             self._evaluator.restore(None)
@@ -421,6 +437,10 @@ class Server:
                 f"The run in {self.job.run_dir} was evaluated by other metrics than it would be now "
                 f"({', '.join(sorted(different))}). Restore its objective and evaluation.metrics, or start a new run."
             )
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def _empty_tables(measures: Measures) -> dict[str, Table]:

@@ -100,6 +100,8 @@ def same_bits_on_gpus() -> None:
 
 
 def _built(name: str, entry: Callable[..., nn.Module], given: Mapping[str, Any]) -> nn.Module:
+    if isinstance(entry, nn.Module):
+        raise ConfigError(f"model is {name!r}, which is a network; name its class, or a function that makes one.")
     try:
         network = entry(**given)
     except RaypflError:
