@@ -394,8 +394,8 @@ class Server:
                 self.state = start(self.task)
             if not isinstance(self.state, dict):
                 raise MethodError(
-                    f"{where_defined(start)} returned {_kind(self.state)}; it must return the server's state, a dict such "
-                    'as {"theta": task.model.init(task.seed)}.'
+                    f"{where_defined(start)} returned {_kind(self.state)}; it must return the server's state, a dict "
+                    'such as {"theta": task.model.init(task.seed)}.'
                 )
             self._tables = _empty_tables(self._evaluator.measures)
             self._sent = {"up": 0, "down": 0}
