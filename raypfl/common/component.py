@@ -28,3 +28,8 @@ class Component:
         """Raise a ConfigError for an option that is outside of the limit that its type declares."""
         if lines := outside(self):
             raise ConfigError(" ".join(f"{self.section}{line}." for line in lines))
+
+
+def undefined(entry: Any) -> str:
+    """The abstract functions that a class has left undefined, separated by commas; empty for what has none."""
+    return ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))

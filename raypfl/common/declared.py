@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 
 @lru_cache(maxsize=512)
-def declared(kind: type, wanted: type) -> dict[str, tuple[Any, ...]]:
+def declared(kind: Any, wanted: type) -> dict[str, tuple[Any, ...]]:
     """Field -> the objects of the type `wanted` that its annotation has; only fields that have some.
 
     A subclass that declares a field again, for another default, inherits what it does not declare.

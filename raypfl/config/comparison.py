@@ -131,9 +131,9 @@ def _with_options(compared: list[Experiment], options: list[tuple[list[str], Any
     for experiment, method in zip(compared, described, strict=True):
         values = {"method": dict(method)}
         refusals = assign_all(values, [(path, value) for path, value in options if path[1] in method])
-        for path, sentence in refusals.items():
-            del values["method"][path[1]]
-            idle[path[1]] = sentence
+        for (_, name), sentence in refusals.items():
+            del values["method"][name]
+            idle[name] = sentence
         used |= {name for name in method if ("method", name) not in refusals}
         changed.append(experiment.replace(**values))
     if sentences := [sentence for name, sentence in idle.items() if name not in used]:

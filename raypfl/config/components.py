@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
 
 from raypfl.analyses import ANALYSES, Analysis
+from raypfl.common.component import undefined
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.config.hints import elsewhere
@@ -99,8 +100,7 @@ def look_up(registry: Registry, name: str) -> Callable[..., Any]:
 def call(entry: Callable[..., Any], name: str, options: dict[str, Any], where: str) -> Any:
     """What `entry` returns for `options`, which are checked first; raises as `build` does."""
     options = checked_options(entry, name, options, where)
-    if inspect.isabstract(entry):
-        missing = ", ".join(sorted(entry.__abstractmethods__))
+    if missing := undefined(entry):
         raise ValueError(f"{where} is {name!r}, which is not complete: define {missing}.")
     try:
         return entry(**options)

@@ -220,8 +220,7 @@ def _entry(registry: Registry, default: str, inside: Any) -> Any:
 def _default(kind: type, name: str, otherwise: Any = None) -> Any:
     for field in dataclasses.fields(kind):
         if field.name == name:
-            made = field.default_factory is not dataclasses.MISSING
-            return field.default_factory() if made else field.default  # type: ignore[misc]
+            return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return otherwise
 
 

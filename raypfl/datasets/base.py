@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypfl.common.component import undefined
 from raypfl.common.conditions import Condition
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.common.registry import Registry
@@ -88,8 +89,7 @@ class DataSource:
             raise ConfigError(
                 f"The data set {self.name!r} cannot be read with these options: {error}.{takes_config}"
             ) from error
-        if inspect.isabstract(entry):
-            missing = ", ".join(sorted(entry.__abstractmethods__))
+        if missing := undefined(entry):
             raise ConfigError(f"The data set {self.name!r} is not complete: define {missing}.")
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         kept = {name: value for name, value in self.options.items() if name not in defaults or value != defaults[name]}

@@ -43,7 +43,7 @@ from raypfl.storage.columns import Columns
 from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable, digests, merged
 from raypfl.storage.tables import Table, arrow
-from raypfl.storage.tree import clone, flatten, unflatten
+from raypfl.storage.tree import clone, encoded, flatten, unflatten
 from raypfl.training.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
 
 if TYPE_CHECKING:
@@ -232,8 +232,9 @@ class Server:
         try:
             with self._all_or_nothing():
                 with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
-                    self._refuse_returned(self.method.round(self.state, cohort))
-                flatten(self.state)  # refuses what no checkpoint can store while the round is known
+                    returned: object = self.method.round(self.state, cohort)  # type: ignore[func-returns-value]
+                self._refuse_returned(returned)
+                encoded(self.state, {})  # refuses what no checkpoint can store, before anything uses it
                 seconds = time.perf_counter() - start
                 here = tuple(c for c, present in zip(cohort.ids, cohort.present, strict=True) if present)
                 models = before, self._global_model()
