@@ -30,7 +30,8 @@ BELOW_ONE = Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
 def outside(options: Any) -> list[str]:
     """``"lam is -1; it must be 0 or more"`` for every field of a dataclass that is outside of its declared limit."""
     said = []
-    for name, limits in declared(type(options), Limit).items():
+    kind: Any = type(options)
+    for name, limits in declared(kind, Limit).items():
         value = getattr(options, name)
         said += [f"{name} is {value!r}; it must be {limit.text}" for limit in limits if not _fits(value, limit)]
     return said

@@ -142,7 +142,7 @@ def _idle_in(section: Path, kind: type, values: Mapping[str, Any]) -> Iterator[I
                 break
 
 
-def _unread(section: Path, method: type[Method], values: Mapping[str, Any]) -> Iterator[Idle]:
+def _unread(section: Path, method: Any, values: Mapping[str, Any]) -> Iterator[Idle]:
     inside = _at(values, section)
     if not isinstance(inside, Mapping):
         return
