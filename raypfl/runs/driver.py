@@ -205,8 +205,8 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
         known_pool(name, data.pools)
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     refuse_misfit(experiment, model, data)
-    refuse_lone_samples(experiment, model, data)
     experiment.method.check(model)
+    refuse_lone_samples(experiment, model, data)
     refuse_outputs(experiment, model, data)
     refuse_unprotected(experiment, data, model)
     if experiment.training.channels_last and experiment.engine.executor != "vectorised":
