@@ -109,13 +109,15 @@ def test_pools_are_read_written_and_overridden():
 )
 def test_mistakes_in_pools_are_sentences(tmp_path: Path, pools: str, says: str):
     with pytest.raises(ConfigError, match=says):
-        experiment(tmp_path, ray__pools=pools)
+        experiment(tmp_path, engine__backend="ray", ray__pools=pools)
 
 
 def test_pools_and_the_settings_of_one_kind_of_actor_exclude_each_other(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"ray\.cpus_per_actor and ray\.pools are both set; give each pool its own"):
-        experiment(tmp_path, ray__pools="[{}]", ray__cpus_per_actor=2)
+        experiment(tmp_path, engine__backend="ray", ray__pools="[{}]", ray__cpus_per_actor=2)
     with pytest.raises(ConfigError, match=r"ray\.actors and ray\.max_actors are both set"):
-        experiment(tmp_path, ray__actors=2, ray__max_actors=2)
-    mixed = experiment(tmp_path, ray__pools="[{gpus_per_actor: 1}, {}]", ray__mixed_devices="true")
+        experiment(tmp_path, engine__backend="ray", ray__actors=2, ray__max_actors=2)
+    mixed = experiment(
+        tmp_path, engine__backend="ray", ray__pools="[{gpus_per_actor: 1}, {}]", ray__mixed_devices="true"
+    )
     assert len(mixed.ray.actor_pools) == 2

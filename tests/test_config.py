@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from raypfl import Clients, Mean
 from raypfl.common.errors import ConfigError
 from raypfl.config import Experiment, experiments
 from raypfl.config.reference import SETTINGS
@@ -53,6 +55,9 @@ class Phased(FedAvg):
 
     head_optimizer: LocalOptimizer = SGD(momentum=0.9)
 
+    def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        return {"theta": Mean(clients.sgd(clients.loss, theta, optimizer=self.head_optimizer))}
+
 
 def test_a_method_may_have_a_local_optimizer_as_an_option():
     expected = Experiment(method=Phased(head_optimizer=AdamW(eps=1e-3)))
@@ -68,7 +73,7 @@ def test_a_method_may_have_a_local_optimizer_as_an_option():
     [
         (
             {"optimizer": "adam", "momentum": 0.9},
-            "training.momentum is 0.9, which is SGD's, but training.optimizer is Adam; leave it out.",
+            "training.momentum is 0.9, which has no effect while training.optimizer is 'adam'",
         ),
         ({"optimizer": "addam"}, "There is no optimizer called 'addam'; did you mean 'adam'?"),
         ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "options are training.momentum and training.nesterov"),
@@ -163,7 +168,8 @@ def test_a_pattern_that_begins_with_a_star_needs_no_quotes():
 
 def test_a_users_own_method_is_named_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_own_method.py").write_text(
-        "from raypfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    strength: float = 1.0\n"
+        "from raypfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    strength: float = 1.0\n\n"
+        "    def global_model(self, server):\n        return self.strength * server['theta']\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     experiment = Experiment(method={"name": "my_own_method:Mine", "strength": 2})
@@ -182,7 +188,7 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"method": {"name": "ditto", "lamda": 1}}, "method.lamda is not an option of ditto; did you mean 'lam'?"),
         (
             {"training": {"learning_rate": 1}},
-            "training.learning_rate is not a setting of training; did you mean 'lr'?",
+            "training.learning_rate is not a setting of training; did you mean 'training.lr'?",
         ),
         ({"training": {"lerning_rate": 1}}, "training.lerning_rate is not a setting of training; did you mean 'lr'?"),
         (
@@ -192,12 +198,18 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"trainning": {}}, "trainning is not a setting of an experiment; did you mean 'training'?"),
         ({"ray": {"clients_per_actor": 2}}, "ray.clients_per_actor has become engine.group_size; set that instead."),
         ({"lr": 0.1}, "lr is not a setting of an experiment; did you mean 'training.lr'?"),
+        ({"alpha": 0.1}, "not a setting of an experiment; did you mean 'partition.alpha' or 'method.alpha'?"),
+        ({"data": {"alpha": 0.1}}, "not an option of digits; did you mean 'partition.alpha' or 'method.alpha'?"),
+        ({"engine": {"device": "cuda"}}, "not a setting of engine; did you mean 'ray.gpus_per_actor=1'?"),
+        ({"num_clients": 9}, "num_clients is not a setting of an experiment; did you mean 'partition.clients'?"),
+        ({"method": {"name": "fedavg", "lam": 1}}, "method.lam is not an option of fedavg; ditto, fedproto, fedptr,"),
+        ({"data": "CIFAR-10"}, "There is no data set called 'CIFAR-10'; did you mean 'cifar10'?"),
         ({"method": "dito"}, "There is no method called 'dito'; did you mean 'ditto'?"),
         ({"data": "digit"}, "There is no data set called 'digit'; did you mean 'digits'?"),
         ({"data": {"rot": "x"}}, "data.rot is not an option of digits; did you mean 'root'?"),
         (
             {"model": {"name": "lenet", "hidden": [3]}},
-            "model.hidden is not an option of lenet; known are: frozen, lora, pretrain,",
+            "model.hidden is not an option of lenet; mlp has it.",
         ),
         ({"model": {"name": "mlp", "hidden": 3}}, "model.hidden is 3; it must be a list."),
         ({"method": {"name": "ditto", "lam": "much"}}, "method.lam is 'much'; it must be a number."),
@@ -214,8 +226,14 @@ def test_a_run_from_before_clients_per_actor_became_the_group_size_can_be_read()
         ({"training": {"lr": float("nan")}}, "training.lr is nan; it must be above 0."),
         ({"training": {"milestones": [0], "schedule": "step"}}, "training.milestones is 0; it must be at least 1."),
         ({"training": {"schedule": "linear"}}, "training.schedule is 'linear'; it must be 'constant', "),
-        ({"training": {"nesterov": True}}, "training.nesterov is true, but training.momentum is 0"),
-        ({"training": {"schedule": "exponential"}}, "a decay below 1, such as 0.99, belong together."),
+        (
+            {"training": {"nesterov": True}},
+            "training.nesterov is true, which has no effect while training.momentum",
+        ),
+        (
+            {"training": {"schedule": "exponential"}},
+            "which needs a training.decay below 1, such as 0.99.",
+        ),
         ({"training": {"warmup_rounds": 31}}, "training.warmup_rounds is 31, but rounds is 30."),
         ({"cohort": {"size": 21}}, "cohort.size is 21, but partition.clients is 20"),
         ({"cohort": {"availability": {"low": 0.5}}}, "it must be {low: p, high: q} with 0 <= p <= q <= 1."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -430,7 +432,7 @@ def test_a_reader_of_ones_own_is_named_by_its_module(tmp_path):
     ("inputs", "labels", "sentence"),
     [
         (np.zeros((3, 1, 2, 2), np.uint8), [0, 1, 5], "Sample 2 has label 5, but there are 2 classes"),
-        (np.zeros((2, 1, 2, 2), np.uint8), [0, 1, 1], "There are 2 images, but 3 labels"),
+        (np.zeros((2, 1, 2, 2), np.uint8), [0, 1, 1], "There are 2 inputs, but 3 labels"),
         (np.zeros((3, 2, 2), np.uint8), [0, 1, 1], r"inputs as uint8\[3, 2, 2\], not as uint8\[n, C, H, W\]"),
         (np.zeros((3, 1, 2, 2), np.float16), [0, 1, 1], "inputs as float16"),
     ],
@@ -472,3 +474,59 @@ def test_a_folder_at_an_address_is_copied_once_and_again_when_a_file_changes(tmp
 def test_an_address_that_cannot_be_used_is_a_sentence(opened, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         opened("parquet", **options)
+
+
+PIXELS = np.arange(12 * 4, dtype=np.uint8).reshape(12, 1, 2, 2)
+PARITY = np.arange(12) % 2
+NAMES = ["even", "odd"]
+FORMS = {
+    "tensors": (torch.from_numpy(PIXELS), torch.from_numpy(PARITY)),
+    "lists of samples": ([torch.from_numpy(image) for image in PIXELS], PARITY.tolist()),
+    "blocks of tensors": (iter(torch.from_numpy(PIXELS).split(5)), torch.from_numpy(PARITY).int()),
+    "names of classes": (PIXELS, [NAMES[label] for label in PARITY]),
+    "an array of names": (PIXELS, np.array(NAMES)[PARITY]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_lists_and_names_of_classes_are_taken_for_the_arrays_that_they_are(form: str):
+    inputs, labels = FORMS[form]
+    raw = RawData(inputs, labels, NAMES)
+    assert np.array_equal(np.concatenate(list(raw.blocks())), PIXELS)
+    assert isinstance(raw.labels, np.ndarray) and np.array_equal(raw.labels, PARITY) and raw.kind == "classes"
+
+
+def test_a_tensor_with_a_gradient_in_half_precision_is_read_as_float32():
+    raw = RawData(torch.ones(12, 4, dtype=torch.bfloat16, requires_grad=True), PARITY, NAMES)
+    assert raw.inputs.dtype == np.float32 and raw.inputs.shape == (12, 4)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "labels", "sentence"),
+    [
+        (PIXELS, ["evn"] * 12, "Sample 0 has label 'evn', which is not in class_names; did you mean 'even'?"),
+        (PIXELS, np.zeros((12, 2, 2), np.int64), r"int64\[12, 2, 2\]; .* One class a pixel.* is not supported"),
+        (PIXELS, PARITY[:, None], r"int64\[12, 1\]; one class a sample is \[N\]: give labels\[:, 0\]"),
+        (PIXELS[:5], PARITY, "There are 5 inputs, but 12 labels"),
+        ([torch.zeros(n) for n in range(12)], PARITY, "The inputs are of different shapes"),
+    ],
+)
+def test_data_that_cannot_be_taken_are_refused_in_a_sentence(inputs, labels, sentence: str):
+    with pytest.raises(DataError, match=sentence.replace("?", r"\?")):
+        RawData(inputs, labels, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "spiral", "test_fraction": 0.4}, "data.test_fraction is 0.4, but has no effect.* data.split=merged"),
+        ({"name": "digits", "rare": 5}, "data.rare is 5, but has no effect"),
+        ({"name": "spiral", "test_fraction": 0.4, "split": "merged"}, ""),
+    ],
+)
+def test_a_setting_that_the_samples_leave_without_effect_is_warned_of(tmp_path: Path, options: dict, said: str):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_federated(DataConfig(**options), SMALL, seed=0, cache=tmp_path)
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    assert len(texts) == bool(said) and all(re.search(said, text) for text in texts)

@@ -314,7 +314,7 @@ class MistakenOnTheServer(raypfl.methods.FedAvg):
 
 def test_a_mistake_in_a_methods_server_code_keeps_what_was_finished_and_is_shown(tmp_path):
     events = []
-    with pytest.raises(RaypflError, match=r"(?s)MistakenOnTheServer failed on the server in round 4:.*'moments'"):
+    with pytest.raises(RaypflError, match=r"(?s)MistakenOnTheServer.* failed in round 4: KeyError: 'moments'"):
         mistaken = experiment(tmp_path).replace(method=MistakenOnTheServer())
         raypfl.run(mistaken, run_dir=tmp_path / "run", listeners=[events.append])
     assert events[-1].status == "failed" and raypfl.Result.load(tmp_path / "run").round == 3

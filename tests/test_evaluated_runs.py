@@ -240,7 +240,7 @@ def test_a_protocol_that_does_not_exist_is_refused_with_the_nearest(protocols, s
 
 
 def test_patience_without_validation_is_refused():
-    with pytest.raises(ConfigError, match=r"evaluation\.patience is 2, but evaluation\.protocols has no 'val'"):
+    with pytest.raises(ConfigError, match=r"evaluation\.patience is 2, which.* add 'val' to evaluation\.protocols"):
         raypfl.Experiment(evaluation={"patience": 2})
 
 
@@ -308,7 +308,7 @@ def test_round_0_is_in_the_report_and_a_stopped_run_does_not_evaluate_it_again(t
     assert replayed == [0, 3, 6]
 
 
-def test_results_are_means_over_as_many_of_the_last_evaluated_rounds_as_the_settings_say(tmp_path: Path):
+def test_results_are_means_over_as_many_of_the_last_evaluated_rounds_as_the_settings_say(tmp_path):
     changes = {"rounds": 6, "evaluation__every": 2, "method": "ditto"}
     whole = raypfl.run(experiment(tmp_path, **changes))
     averaged = raypfl.run(experiment(tmp_path, **changes, evaluation__last=2))
@@ -320,7 +320,7 @@ def test_results_are_means_over_as_many_of_the_last_evaluated_rounds_as_the_sett
     for row in whole.evaluations.to_pylist():
         if row["protocol"] == "local" and row["model"] == "personal" and row["round"] in (4, 6):
             by_client.setdefault(row["client"], []).append(50 * row["accuracy"])
-    ids, scores = client_scores(averaged, "local", "personal")
+    ids, scores = numbers.client_scores(averaged, "local", "personal")
     assert dict(zip(ids.tolist(), scores.tolist(), strict=True)) == pytest.approx(
         {k: sum(v) for k, v in by_client.items()}
     )

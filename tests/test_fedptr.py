@@ -355,7 +355,7 @@ class Compass(FedPTRServer):
 
 
 def test_the_projection_points_to_where_the_global_model_goes_better_than_clients_do(tmp_path):
-    method = {"name": "tests.test_fedptr:Compass", "per_class": 1, "outer_steps": 5, "image_lr": 100.0, "pictures": 0}
+    method = {"name": "tests.test_fedptr:Compass", "per_class": 1, "outer_steps": 5, "image_lr": 100.0}
     changes = {"partition": "{name: dirichlet, clients: 10, alpha: 0.01}", "cohort__size": 10, "rounds": 16}
     changes |= {
         "evaluation__every": 0,

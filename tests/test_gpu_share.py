@@ -20,10 +20,11 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.config.settings import RaySettings
 from raypfl.data import load_federated
 from raypfl.methods import Ditto
-from raypfl.runs import gpu_share
+from raypfl.runs import driver, gpu_share
 from raypfl.runs.gpu_share import Card, actors_on, bytes_needed, line, with_numbers
 from raypfl.server import setup
 from raypfl.server.events import Progress
+from raypfl.studies.worker import run_cell
 from tests.pretend_gpu import pretend_gpu
 from tests.runs import experiment
 
@@ -187,6 +188,21 @@ def test_auto_on_a_cluster_without_a_gpu_is_refused_in_a_sentence(tmp_path: Path
     with pytest.raises(ConfigError, match=r"ray\.gpus_per_actor is auto, but the cluster has no GPU; leave it out"):
         raypfl.run(experiment(tmp_path, engine__backend="ray", ray__gpus_per_actor="auto"), listeners=[events.append])
     assert Progress("measuring how many client actors share a GPU") not in events
+
+
+@pytest.mark.parametrize("setting", ["ray.gpus_per_actor=1", "ray.gpus_per_actor=auto", "ray.gpus_for_server=0.5"])
+def test_a_run_in_this_process_that_asks_for_a_gpu_is_refused_where_there_is_none(tmp_path: Path, setting: str):
+    asks = experiment(tmp_path).override([setting])
+    name, asked = setting.split("=")
+    for refuse in (raypfl.run, lambda asks: driver.check([asks])):
+        with pytest.raises(ConfigError, match=rf"^{name} is '?{asked}.* finds no GPU .* Set {name}=0"):
+            refuse(asks)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_cell_of_a_study_whose_gpu_pytorch_does_not_find_fails_with_the_same_sentence(tmp_path: Path):
+    outcome = run_cell(experiment(tmp_path, ray__gpus_per_actor=1), tmp_path / "cell", [])
+    assert outcome.status == "failed" and "finds no GPU" in outcome.error
 
 
 def test_what_runs_beside_others_needs_a_number():

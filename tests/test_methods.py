@@ -339,7 +339,7 @@ def test_how_a_cohort_is_cut_changes_rounding_only(method):
         ({"name": "pfedme", "inner_steps": -1}, r"method.inner_steps is -1; it must be 0 or more"),
         ({"name": "fedbabu", "finetune_epochs": -2}, r"method.finetune_epochs is -2; it must be 0 or more"),
         ({"name": "fedavg-ft", "finetune_epochs": -2}, r"method.finetune_epochs is -2; it must be 0 or more"),
-        ({"name": "creff", "features": 0}, r"method.features is 0; it must be 1 or more"),
+        ({"name": "creff", "features": 0}, r"method.features is 0; it must be at least 1"),
         ({"name": "feddf", "steps": -1}, r"method.steps is -1; it must be 0 or more"),
         ({"name": "fednh", "rho": 1.2}, r"method.rho is 1.2; it must be between 0 and 1"),
     ],

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import raypfl
-from raypfl import Experiment
+from raypfl import Experiment, Method
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.config import experiments
+from raypfl.data import Partition
 from raypfl.methods.personal_models.ditto import Ditto
 from raypfl.runs import driver
-from raypfl.server.events import RoundFinished
+from raypfl.server.events import RoundFinished, RunFinished, RunStarted
 from tests import command, mistaken_methods
 from tests.runs import experiment
 
@@ -180,7 +181,7 @@ class Misfit(torch.nn.Module):
 
 
 def test_a_network_that_does_not_fit_the_data_is_refused_with_its_line_before_anything_runs():
-    with pytest.raises(ConfigError, match=r"'digits', whose shape is \(1, 8, 8\): RuntimeError: (?s:.*)self.head\(x"):
+    with pytest.raises(ConfigError, match=r"'digits', whose shape is \(1, 8, 8\)\. RuntimeError: (?s:.*)self.head\(x"):
         driver.check([Experiment(model=f"{__name__}:Misfit")])
 
 
@@ -189,9 +190,23 @@ def test_a_methods_class_stands_for_the_method_with_its_defaults():
 
 
 def test_batch_norm_with_one_sample_says_which_setting_leaves_it_out(tmp_path: Path):
-    alone = experiment(tmp_path, model="{name: resnet10, width: 4}", training__batch_size=1, rounds=1)
+    skipping = {"training__batch_size": 1, "failures__on_client_failure": "skip"}
+    alone = experiment(tmp_path, model="{name: resnet10, width: 4}", rounds=1, **skipping)
     with pytest.raises(RaypflError, match=r"Set training.smallest_batch=2, which leaves such batches out"):
         raypfl.run(alone)
+
+
+def test_a_mini_batch_of_one_sample_is_refused_before_the_run_if_batch_norm_fails_on_it(tmp_path: Path):
+    network = {"model": "{name: resnet10, width: 4}", "partition__min_samples": 10}
+    for changes, mend in [
+        ({"training__batch_size": 1}, r"training\.batch_size is 1\. Raise it"),
+        ({}, r"client \d+'s \d*1 training samples leave one in batches of 10\. Set training\.smallest_batch=2"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"model is 'resnet10', whose batch norm .* {mend}"):
+            driver.check([experiment(tmp_path, **network, **changes)])
+    driver.check([experiment(tmp_path, **network, training__smallest_batch=2)])
+    driver.check([experiment(tmp_path, **network, training__steps=1)])
+    driver.check([experiment(tmp_path, model="{name: resnet10, width: 4, norm: group}", training__batch_size=1)])
 
 
 def test_checkpoints_that_cannot_be_read_do_not_hide_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -200,7 +215,146 @@ def test_checkpoints_that_cannot_be_read_do_not_hide_why_a_run_failed(tmp_path: 
 
     monkeypatch.setattr("raypfl.commands.run.rounds_saved", unreadable)
     file = tmp_path / "alone.yaml"
-    file.write_text(experiment(tmp_path, model="{name: resnet10, width: 4}", training__batch_size=1).to_yaml())
+    file.write_text(experiment(tmp_path, method=f"{MODULE}:RaisesInTrain").to_yaml())
     failed = command.raypfl("run", str(file))
-    assert failed.exit_code == 1 and "one sample" in failed.output and "gone" not in failed.output
+    assert failed.exit_code == 1 and "no attribute 'mu'" in failed.output and "gone" not in failed.output
     assert "To continue" not in failed.output
+
+
+def fails(*_: object, **__: object) -> None:
+    raise KeyError("gone")
+
+
+class FailsAtStart(mistaken_methods.Base):
+    start = fails
+
+
+class FailsInRound(mistaken_methods.Base):
+    round = fails
+
+
+class FailsInNetworks(mistaken_methods.Base):
+    networks = fails
+
+
+class FailsInCheck(mistaken_methods.Base):
+    check = fails
+
+
+class FailsWhenMade(mistaken_methods.Base):
+    __post_init__ = fails
+
+
+class FailsToDivide(Partition):
+    owners = fails
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_an_error_in_start_is_told_by_function_line_and_error_on_both_backends(tmp_path: Path, backend: str):
+    wrong = experiment(tmp_path, method=f"{__name__}:FailsAtStart", engine__backend=backend)
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(wrong)
+    first, *lines = str(caught.value).splitlines()
+    line = fails.__code__.co_firstlineno + 1
+    assert first == f"fails (test_mistakes.py, line {line}) failed before round 1: KeyError: 'gone'"
+    assert lines == [f'  File "{__file__}", line {line}, in fails', '    raise KeyError("gone")']
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": f"{__name__}:FailsInRound"},
+        {"method": f"{__name__}:FailsInNetworks"},
+        {"method": f"{__name__}:FailsInCheck"},
+        {"method": f"{__name__}:FailsWhenMade"},
+        {"partition": f"{__name__}:FailsToDivide"},
+        {"data": f"{__name__}:fails"},
+        {"model": f"{__name__}:fails"},
+    ],
+    ids=str,
+)
+def test_an_error_in_any_function_of_the_users_is_one_sentence_with_its_line(tmp_path: Path, changes: dict[str, str]):
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(experiment(tmp_path).replace(**changes))
+    text = str(caught.value)
+    assert "KeyError: 'gone'" in text.splitlines()[0] and len(text.splitlines()) <= 3
+    assert f'File "{__file__}", line {fails.__code__.co_firstlineno + 1}, in fails' in text
+
+
+@pytest.mark.parametrize("event", [RunStarted, RoundFinished, RunFinished])
+def test_an_error_in_a_listener_is_not_blamed_on_the_method(tmp_path: Path, event: type):
+    def listener(heard: object) -> None:
+        if isinstance(heard, event):
+            fails()
+
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(experiment(tmp_path, rounds=1), listeners=[listener])
+    first = str(caught.value).splitlines()[0]
+    assert "listener (test_mistakes.py, line " in first and first.endswith("KeyError: 'gone'") and "Ditto" not in first
+
+
+def test_a_bug_of_raypfl_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(driver, "load_federated", {"a": 1}.__getitem__)
+    with pytest.raises(TypeError):
+        raypfl.run(experiment(tmp_path))
+
+
+class StartsWithNothing(mistaken_methods.Base):
+    def start(self, task):
+        pass
+
+
+class ReturnsItsState(mistaken_methods.Base):
+    def round(self, server, cohort):
+        return {"theta": cohort.run(self.train, theta=server["theta"])["theta"]}
+
+
+class Awaited(mistaken_methods.Base):
+    async def round(self, server, cohort):
+        pass
+
+
+class KeepsAnArray(mistaken_methods.Base):
+    def round(self, server, cohort):
+        server["theta"] = server["theta"].numpy()
+
+
+class TakesOtherArguments(mistaken_methods.Base):
+    def train(self, clients, weights):
+        pass
+
+
+class TakesNoCohort(mistaken_methods.Base):
+    def round(self, server):
+        pass
+
+
+class HasNoStart(Method):
+    def global_model(self, server):
+        return server["theta"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "StartsWithNothing",
+            r"StartsWithNothing\.start .* returned nothing; it must return .* a dict",
+        ),
+        ("ReturnsItsState", r"ReturnsItsState\.round .* returned a dict; it must return nothing, and change"),
+        ("Awaited", r"Awaited\.round .* returned a coroutine; it must return nothing"),
+        ("KeepsAnArray", r"^The server state 'theta' is of type ndarray, which a checkpoint cannot store"),
+        (
+            "TakesOtherArguments",
+            r"TakesOtherArguments\.train .* called with \(clients, theta\), .* but takes others",
+        ),
+        ("TakesNoCohort", r"^TakesNoCohort\.round \(test_mistakes\.py, line \d+\) failed in round 1: TypeError"),
+        ("HasNoStart", r"^HasNoStart does not say how it starts: define start"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_what_a_methods_functions_take_and_return_is_checked(tmp_path: Path, name: str, said: str):
+    with pytest.raises(RaypflError, match=said) as caught:
+        raypfl.run(experiment(tmp_path, method=f"{__name__}:{name}"))
+    assert "raypfl/server" not in str(caught.value)

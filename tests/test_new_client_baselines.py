@@ -129,7 +129,7 @@ def test_training_alone_makes_a_new_clients_model_from_its_own_samples():
     ("changes", "text"),
     [
         ({"method": "knn-per", "method__share": 1.5}, "method.share is 1.5; it must be between 0 and 1"),
-        ({"method": "knn-per", "method__neighbours": 0}, "method.neighbours is 0; it must be 1 or more"),
+        ({"method": "knn-per", "method__neighbours": 0}, "method.neighbours is 0; it must be at least 1"),
         ({"method": "knn-per", "method__scale": 0}, "method.scale is 0.*above 0"),
         ({"method": "per-fedavg", "method__finetune_epochs": -1}, "method.finetune_epochs is -1"),
         (

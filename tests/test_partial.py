@@ -216,7 +216,9 @@ def test_segments_that_are_not_there_are_refused_before_anything_is_started(tmp_
 
 
 def test_epochs_that_cannot_be_meant_are_refused_with_the_experiment():
-    with pytest.raises(ConfigError, match=r"method.personal_epochs is 3, but method.order is 'together'"):
+    with pytest.raises(
+        ConfigError, match=r"personal_epochs is 3, which has no effect while method.order is 'together'"
+    ):
         raypfl.Experiment(method={"name": "fedper", "personal_epochs": 3})
 
 

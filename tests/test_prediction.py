@@ -149,7 +149,7 @@ class Adrift(Diverges):
     ("method", "text"),
     [
         (Diverges(), r"Training diverged on client \d+ in round 1: .* Lower training.lr"),
-        (MistakenOnTheServer(), r"(?s)failed on the server in the evaluation after round 1:.*'speed'.*keep"),
+        (MistakenOnTheServer(), r"(?s)failed in the evaluation after round 1:.*'speed'.*keep"),
     ],
 )
 def test_what_goes_wrong_is_said_in_a_sentence(tmp_path, method, text):

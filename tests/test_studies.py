@@ -134,8 +134,8 @@ def test_only_chooses_by_labels_whatever_their_case_and_punctuation():
 
 def test_a_cell_is_known_by_what_decides_its_result_and_by_nothing_else():
     (cell,) = cells_of("tiny.yaml", "seeds=1", only=("FedAvg", "Dir(0.1)"))
-    same = ["ray.actors=2", "checkpoint.every=7", "output=elsewhere", "name=other", "engine.backend=ray"]
-    other = ["training.lr=0.5", "seed=1", "rounds=5", "engine.executor=sequential", "data.root=/elsewhere"]
+    same = ["ray.cpus_per_actor=2", "checkpoint.every=7", "output=elsewhere", "name=other", "engine.backend=ray"]
+    other = ["training.lr=0.5", "seed=1", "rounds=5", "engine.executor=sequential", "data.test_fraction=0.3"]
     assert {identity(cell.experiment.override([one])) for one in same} == {identity(cell.experiment)}
     assert len({identity(cell.experiment.override([one])) for one in other} | {identity(cell.experiment)}) == 6
 

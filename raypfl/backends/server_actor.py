@@ -78,6 +78,7 @@ class ServerActor:
         from raypfl.backends import cluster
         from raypfl.backends.processes import keep_freed_memory
         from raypfl.backends.ray_backend import RayBackend
+        from raypfl.common.user_code import framed
         from raypfl.server.server import Server
         from raypfl.server.setup import make_task, threads_of_server
 
@@ -96,7 +97,8 @@ class ServerActor:
         keep_freed_memory()
         job, data = shipment.opened()
         torch.set_num_threads(threads_of_server(job.experiment))
-        task = make_task(job.experiment, data, reserved_device())
+        with framed("in the server's process"):
+            task = make_task(job.experiment, data, reserved_device())
         metadata = {
             "backend": "ray",
             "actors": len(self._actors),

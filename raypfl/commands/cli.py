@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -21,7 +22,11 @@ from typer.core import TyperGroup
 
 from raypfl.common.errors import ConfigError, RaypflError, Refused, Stopped, did_you_mean
 from raypfl.common.registry import Registry
+from raypfl.common.user_code import framed
 from raypfl.common.version import __version__
+
+if TYPE_CHECKING:
+    from raypfl.config import Experiment
 
 STOPPED, WRONG, FAILED = 130, 2, 1  # exit codes; 130 is what a shell expects after Ctrl-C
 
@@ -50,7 +55,8 @@ class _Sentences(TyperGroup):
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = partial(_show_warning, warnings.showwarning, set())
-                return super().invoke(ctx)
+                with framed():
+                    return super().invoke(ctx)
         except (Stopped, KeyboardInterrupt) as stop:
             _print_error(str(stop) or "Stopped.", "yellow")
             raise typer.Exit(STOPPED) from None
@@ -146,6 +152,8 @@ def run(
 
     recipe, changes = _recipe_and_changes(words or [], method, seeds)
     planned = experiments(settings_of(recipe), changes)
+    if not quiet and _other_data(words or [], changes):
+        _print_error(_rest_of_recipe(planned), "yellow")
     run_experiments(planned, [recipe, *changes], run_dir, quiet, as_json, baseline=baseline)
 
 
@@ -438,7 +446,43 @@ def _recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) ->
                 raise ConfigError(f"Both {option} and {change} are given; keep one of them.")
     changes = [*given, *([f"methods=[{','.join(_names(method))}]"] if method else [])]
     changes += [f"seeds={seeds}"] if seeds else []
+    # The recipe's name is that of its data, and would be false for other data.
+    data = _other_data(words, changes)
+    if data and not _is_set("name", changes):
+        changes.append(f"name={re.sub(r'[^A-Za-z0-9_.-]+', '-', data)[:100]}")
     return recipe, changes
+
+
+def _other_data(words: Sequence[str], changes: Sequence[str]) -> str:
+    """The data that a command without a recipe names; empty for one with a recipe, or without data."""
+    from raypfl.config.assignments import parse_assignments
+
+    if not words or "=" not in words[0]:
+        return ""
+    given = {".".join(path): value for path, value in parse_assignments(changes)}
+    data = given.get("data.name", given.get("data"))
+    name = data.get("name") if isinstance(data, dict) else data
+    return name if isinstance(name, str) and name != "digits" else ""
+
+
+def _rest_of_recipe(planned: Sequence[Experiment]) -> str:
+    """What runs of other data take from the recipe `digits`, which their command does not name."""
+    from raypfl.datasets.population import is_described
+
+    described = [experiment.to_dict() for experiment in planned]
+    methods = " and ".join(dict.fromkeys(values["method"]["name"] for values in described))
+    first = described[0]
+    parts = [f"method {methods}", f"model {first['model']['name']}", f"{first['rounds']} rounds"]
+    if not is_described(planned[0].data):
+        parts.insert(1, f"partition {first['partition']['name']}")
+    return (
+        f"No recipe is named, so all that is not set is that of the recipe digits. That makes: {', '.join(parts)}. "
+        "Set these as KEY=VALUE, or begin with a YAML file or with another recipe: raypfl list recipes."
+    )
+
+
+def _is_set(key: str, changes: Sequence[str]) -> bool:
+    return any(change.partition("=")[0].strip() == key for change in changes)
 
 
 def _study_and_changes(words: Sequence[str], rounds: int | None, seeds: int | None) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
 
 
@@ -24,6 +25,18 @@ class DataError(Refused):
 
 class MethodError(RaypflError, ValueError):
     """A method's code uses raypfl in a wrong way."""
+
+
+class IncompleteError(MethodError, NotImplementedError):
+    """A class of the user's own lacks a function that it must define."""
+
+
+class UserCodeError(Refused):
+    """A function of the user's own failed before the first round; nothing is left of the run."""
+
+
+class ListenerError(RaypflError):
+    """A listener failed, so that the run ends."""
 
 
 class PrivacyError(MethodError):
@@ -85,9 +98,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``"did you mean 'x'?"`` for the nearest known name, else the list of the known ones."""
     known = sorted(known)
     meant = {full: short for full, short in _ABBREVIATED.items() if short in known} | {one: one for one in known}
-    near = difflib.get_close_matches(name, meant, n=1, cutoff=0.5)
+    by_letters = {_letters(full): short for full, short in meant.items()}
+    near = [by_letters[close] for close in difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)]
     more = f" and {len(known) - 50} more" if len(known) > 50 else ""
-    return f"did you mean {meant[near[0]]!r}?" if near else f"known are: {', '.join(known[:50])}{more}."
+    return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(known[:50])}{more}."
+
+
+def _letters(name: str) -> str:
+    """A name without regard to case and punctuation: ``CIFAR-10`` is ``cifar10``."""
+    return re.sub(r"[\W_]+", "", name.casefold())
 
 
 def known_pool(name: str, pools: Collection[str]) -> str:

@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoints, entry_points
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from raypfl.common.errors import ConfigError, did_you_mean
@@ -103,6 +104,9 @@ class Registry:
 
     def _import(self, path: str) -> Callable[..., Any]:
         module, _, attribute = path.partition(":")
+        if module.endswith(".py"):
+            name = ".".join(PurePath(module).with_suffix("").parts)
+            raise ConfigError(f"The {self.kind} {path!r} names a file; write the module's name: {name}:{attribute}.")
         try:
             imported = importlib.import_module(module)
         except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raypfl.common.errors import ConfigError
@@ -16,6 +16,10 @@ def parse_assignments(assignments: Iterable[str]) -> list[tuple[list[str], Any]]
     ------
     ConfigError : if one has no ``=`` or its value is not YAML.
     """
+    if isinstance(assignments, str | Mapping):
+        raise ConfigError(
+            f"{assignments!r} is a {type(assignments).__name__}; assignments are a list such as ['training.lr=0.05']."
+        )
     pairs = []
     for text in assignments:
         key, equals, value = text.partition("=")

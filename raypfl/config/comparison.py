@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
-from raypfl.config.assignments import assign, parse_assignments
+from raypfl.config.assignments import parse_assignments
 from raypfl.config.components import unknown_option
+from raypfl.config.effects import assign_all, require_effect
 from raypfl.config.experiment import Experiment
+from raypfl.config.validation import listed
 from raypfl.config.yaml_text import read
 
 _PER_METHOD = ("training", "model", "cohort", "rounds")
@@ -35,12 +37,14 @@ def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[st
     """
     values = deepcopy(dict(source)) if isinstance(source, Mapping) else read(source)
     options = []
+    changes = []
     for path, value in parse_assignments(assignments):
         if path[0] == "method" and len(path) > 1:
             options.append((path, value))
         else:
             values.pop({"method": "methods", "methods": "method"}.get(path[0], ""), None)
-            assign(values, path, value)
+            changes.append((path, value))
+    require_effect(assign_all(values, changes))
     methods, seeds = _methods(values), _seeds(values)
     base = Experiment(**values)
     compared = _with_options([_with_settings(base, method) for method in methods], options)
@@ -80,14 +84,15 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
             "{training.lr: 0.05}."
         )
     values = base.replace(method={key: value for key, value in method.items() if key != "settings"}).to_dict()
-    for path, value in paths_of(settings):
+    changes = paths_of(settings)
+    for path, _ in changes:
         if path[0] not in _PER_METHOD:
             raise ConfigError(
                 f"settings of method {name!r} has {'.'.join(path)}, which all methods of a comparison share; one may "
                 f"have its own {', '.join(_PER_METHOD)}."
             )
-        assign(values, path, value)
     try:
+        require_effect(assign_all(values, changes))
         return Experiment(**values)
     except ConfigError as error:
         raise ConfigError(f"With the settings of method {name!r}: {error}") from None
@@ -111,18 +116,29 @@ def _paths(settings: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tupl
 
 
 def _with_options(compared: list[Experiment], options: list[tuple[list[str], Any]]) -> list[Experiment]:
-    """`compared`, with each of the `options` ``method.KEY`` set in the methods that have it."""
-    changed = [{"method": one.to_dict()["method"]} for one in compared]
-    for path, value in options:
-        takers = [one for one in changed if path[1] in one["method"]]
-        if not takers:
-            names = " or ".join(one["method"]["name"] for one in changed)
-            known = {key for one in changed for key in one["method"]} - {"name"}
+    """`compared`, with each of the `options` ``method.KEY`` set in the methods in which it has an effect."""
+    described = [one.to_dict()["method"] for one in compared]
+    for path, _ in options:
+        if not any(path[1] in method for method in described):
+            names = " or ".join(method["name"] for method in described)
+            known = {key for method in described for key in method} - {"name"}
             kinds = [type(one.method) for one in compared]
             raise ConfigError(f"method.{path[1]} {unknown_option(path[1], names, known, *kinds)}")
-        for one in takers:
-            assign(one, path, value)
-    return [one.replace(**change) for one, change in zip(compared, changed, strict=True)]
+
+    changed = []
+    idle: dict[str, str] = {}
+    used: set[str] = set()
+    for experiment, method in zip(compared, described, strict=True):
+        values = {"method": dict(method)}
+        refusals = assign_all(values, [(path, value) for path, value in options if path[1] in method])
+        for (_, name), sentence in refusals.items():
+            del values["method"][name]
+            idle[name] = sentence
+        used |= {name for name in method if ("method", name) not in refusals}
+        changed.append(experiment.replace(**values))
+    if sentences := [sentence for name, sentence in idle.items() if name not in used]:
+        raise ConfigError(listed(sentences, "The experiment"))
+    return changed
 
 
 def _refuse_repetition(compared: Sequence[Experiment]) -> None:

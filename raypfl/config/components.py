@@ -6,13 +6,16 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
 
 from raypfl.analyses import ANALYSES, Analysis
+from raypfl.common.component import undefined
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
+from raypfl.config.hints import elsewhere
 from raypfl.config.validation import Mistakes, booleans, sentences
 from raypfl.data import PARTITIONS, Partition
 from raypfl.methods import METHODS, Method
@@ -77,7 +80,13 @@ def name_and_options(value: Any, where: str, default: str | None) -> tuple[str, 
     keys_are_texts = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if keys_are_texts and isinstance(name := value.get("name", default), str):
         return name, {key: option for key, option in value.items() if key != "name"}
-    raise ValueError(f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.")
+    hint = ""
+    kind = value if isinstance(value, type | FunctionType) else type(value)
+    if not isinstance(value, type(None) | bool | int | float | str | bytes | list | tuple | dict):
+        hint = f" A class or function of your own is named by its module: '{kind.__module__}:{kind.__qualname__}'."
+    raise ValueError(
+        f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.{hint}"
+    )
 
 
 def look_up(registry: Registry, name: str) -> Callable[..., Any]:
@@ -91,6 +100,8 @@ def look_up(registry: Registry, name: str) -> Callable[..., Any]:
 def call(entry: Callable[..., Any], name: str, options: dict[str, Any], where: str) -> Any:
     """What `entry` returns for `options`, which are checked first; raises as `build` does."""
     options = checked_options(entry, name, options, where)
+    if missing := undefined(entry):
+        raise ValueError(f"{where} is {name!r}, which is not complete: define {missing}.")
     try:
         return entry(**options)
     except ConfigError as error:
@@ -135,7 +146,7 @@ def checked_options(
     try:
         valid = model(**options)
     except ValidationError as error:
-        lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry), (where,))
+        lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry, where=where), (where,))
         raise Mistakes(lines) from None
     return {key: getattr(valid, key) for key in options}
 
@@ -156,7 +167,9 @@ def _options_model(
     return known, create_model("Options", __config__=config, **fields)
 
 
-def unknown_option(option: str, name: str, known: Iterable[str], *entries: Callable[..., Any]) -> str:
+def unknown_option(
+    option: str, name: str, known: Iterable[str], *entries: Callable[..., Any], where: str = "method"
+) -> str:
     """What to say after an option that none of `entries` has, which are called `name` and have the `known` ones."""
     for entry in entries:
         value = getattr(entry, option, None)
@@ -164,6 +177,8 @@ def unknown_option(option: str, name: str, known: Iterable[str], *entries: Calla
             kind = f"{type(value).__name__} = {value!r}"
             has = f"{entry.__name__} has {option}, but without a type"
             return f"is no option yet: {has}; write `{option}: {kind}` in the class."
+    if hint := elsewhere(option, where):
+        return f"is not an option of {name}; {hint}"
     return f"is not an option of {name}" + (f"; {did_you_mean(option, known)}" if known else ", which has none.")
 
 

@@ -23,7 +23,8 @@ from pydantic import (
 from raypfl.analyses import Analysis
 from raypfl.analyses.base import name_of
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.config.assignments import assign, parse_assignments
+from raypfl.common.user_code import framed
+from raypfl.config.assignments import parse_assignments
 from raypfl.config.components import (
     GIVEN_BY_ENGINE,
     build,
@@ -33,6 +34,8 @@ from raypfl.config.components import (
     name_and_options,
     options_of,
 )
+from raypfl.config.effects import assign_all, drop_idle, given_in, refused, require_effect
+from raypfl.config.hints import elsewhere
 from raypfl.config.limits import (
     cohort_mistakes,
     evaluation_mistakes,
@@ -197,6 +200,13 @@ class Experiment(BaseModel):
         """From a YAML file (a Path, or one line that ends in ``.yaml`` or ``.yml``) or from YAML text."""
         return cls(**read(source))
 
+    @classmethod
+    def from_record(cls, source: str | Path) -> Experiment:
+        """What a run recorded, as `from_yaml`, but without settings that have no effect, which once were accepted."""
+        values = read(source)
+        drop_idle(values)
+        return cls(**values)
+
     def to_yaml(self) -> str:
         """YAML text of all settings, defaults included, from which `from_yaml` makes an equal experiment."""
         return write(self.to_dict())
@@ -208,11 +218,11 @@ class Experiment(BaseModel):
     def override(self, assignments: Iterable[str]) -> Experiment:
         """A changed copy, by ``dotted.key=value`` assignments, whose values are YAML.
 
-        ``method=ditto`` starts from that method's defaults, wherever in the list it is.
+        ``method=ditto`` starts from that method's defaults, wherever in the list it is. Settings to which a change
+        leaves no effect get their defaults again: ``training.steps=20`` drops ``training.epochs``.
         """
         values = self.to_dict()
-        for path, value in parse_assignments(assignments):
-            assign(values, path, value)
+        require_effect(assign_all(values, parse_assignments(assignments)))
         return Experiment(**values)
 
     def replace(self, **changes: Any) -> Experiment:
@@ -223,10 +233,12 @@ class Experiment(BaseModel):
     @classmethod
     def _in_sentences(cls, values: Any, validate: Any) -> Any:
         try:
-            experiment = validate(values)
+            with framed():
+                experiment = validate(values)
         except ValidationError as error:
             raise ConfigError(listed(sentences(error, _unknown), "The experiment")) from None
-        if lines := experiment._contradictions():
+        given = given_in(values) if isinstance(values, dict) else ()
+        if lines := [*experiment._contradictions(), *refused(experiment.to_dict(), given).values()]:
             raise ConfigError(listed(lines, "The experiment"))
         return experiment
 
@@ -270,10 +282,10 @@ class Experiment(BaseModel):
 def _unknown(path: tuple[int | str, ...]) -> str:
     *sections, key = [str(part) for part in path]
     if sections:
-        return f"is not a setting of {sections[0]}; {did_you_mean(key, _keys(sections[0]))}"
-    elsewhere = [f"{section}.{key}" for section in Experiment.model_fields if key in _keys(section)]
-    hint = f"did you mean {' or '.join(map(repr, elsewhere))}?" if elsewhere else ""
-    return f"is not a setting of an experiment; {hint or did_you_mean(key, Experiment.model_fields)}"
+        hint = elsewhere(key, sections[0]) or did_you_mean(key, _keys(sections[0]))
+        return f"is not a setting of {sections[0]}; {hint}"
+    hint = elsewhere(key) or did_you_mean(key, Experiment.model_fields)
+    return f"is not a setting of an experiment; {hint}"
 
 
 def _keys(section: str) -> list[str]:

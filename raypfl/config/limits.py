@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from raypfl.common.errors import did_you_mean
+from raypfl.common.limits import (
+    BELOW_ONE,
+    CHANCE,
+    COUNT,
+    FROM_ZERO,
+    FROM_ZERO_OR_AUTO,
+    INSIDE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    SHARE,
+    Limit,
+)
 from raypfl.config.settings import ActorPool, RaySettings
 from raypfl.evaluation.masking import mask_mistakes
 from raypfl.evaluation.measures import Measures
@@ -18,23 +29,6 @@ from raypfl.objectives import OBJECTIVES, Metric, Objective
 from raypfl.privacy import PrivacySettings
 from raypfl.training.settings import TrainingSettings
 
-
-class Limit(NamedTuple):
-    """A condition, and how a sentence says it."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-COUNT = Limit("at least 1", lambda v: v >= 1)
-FROM_ZERO = Limit("0 or more", lambda v: 0 <= v < inf)
-FROM_ZERO_OR_AUTO = Limit("0 or more, or auto", lambda v: v == "auto" or FROM_ZERO.holds(v))
-POSITIVE = Limit("above 0", lambda v: 0 < v < inf)
-POSITIVE_OR_INFINITE = Limit("above 0 (.inf for none)", lambda v: v > 0)
-SHARE = Limit("above 0 and at most 1", lambda v: 0 < v <= 1)
-CHANCE = Limit("between 0 and 1", lambda v: 0 <= v <= 1)
-INSIDE = Limit("above 0 and below 1", lambda v: 0 < v < 1)
-BELOW_ONE = Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
 THREADS = Limit("at least 1 and at most 1024", lambda v: 1 <= v <= 1024)
 FILE_NAME = Limit(
     "letters, digits, '.', '_' or '-', at most 100 bytes, since the run's folder is named after it",
@@ -123,25 +117,13 @@ def ray_mistakes(ray: RaySettings) -> list[str]:
 def training_mistakes(training: TrainingSettings, rounds: int) -> list[str]:
     """A sentence for every contradiction."""
     lines = []
-    for name in ("momentum", "nesterov"):
-        if training.optimizer != "sgd" and getattr(training, name):
-            kind = type(training.optimizer).__name__
-            lines.append(
-                f"training.{name} is {getattr(training, name)}, which is SGD's, but training.optimizer is {kind}; "
-                "leave it out."
-            )
-    if training.nesterov and training.momentum == 0:
-        lines.append("training.nesterov is true, but training.momentum is 0; give a momentum such as 0.9.")
-    if (training.schedule == "step") != bool(training.milestones):
+    if training.schedule == "step" and not training.milestones:
         lines.append(
-            f"training.schedule is {training.schedule!r} with milestones {list(training.milestones)}; "
-            f"schedule: step and a list of rounds belong together."
+            "training.schedule is 'step', which needs the rounds after which the rate falls; give training.milestones, "
+            "such as [50, 80]."
         )
-    if (training.schedule == "exponential") != (training.decay != 1):
-        lines.append(
-            f"training.schedule is {training.schedule!r} with decay {training.decay}; "
-            f"schedule: exponential and a decay below 1, such as 0.99, belong together."
-        )
+    if training.schedule == "exponential" and training.decay == 1:
+        lines.append("training.schedule is 'exponential', which needs a training.decay below 1, such as 0.99.")
     if training.warmup_rounds > rounds:
         lines.append(f"training.warmup_rounds is {training.warmup_rounds}, but rounds is {rounds}.")
     return lines
@@ -165,11 +147,6 @@ def privacy_mistakes(privacy: PrivacySettings, failures: FailureSettings) -> lis
 def evaluation_mistakes(evaluation: EvaluationSettings, objective: Objective | None) -> list[str]:
     """A sentence for every contradiction, as far as is known before the data is read."""
     lines = [*mistakes(evaluation.protocols), *mask_mistakes(evaluation.masks, evaluation.protocols)]
-    if evaluation.patience is not None and "val" not in evaluation.protocols:
-        lines.append(
-            f"evaluation.patience is {evaluation.patience}, but evaluation.protocols has no 'val', which early "
-            f"stopping needs; add it."
-        )
     names = [metric.name for metric in evaluation.metrics]
     lines += [f"evaluation.metrics has a metric without a name: {one!r}." for one in names if not one]
     taken = () if objective is None else Measures(objective).columns

@@ -19,7 +19,11 @@ _HEAD = """\
 A file has them by section, the command line by dotted name, as in `raypfl run training.lr=0.05`. `raypfl list settings`
 prints this page. A `name` may also be options with one, as in `method: {name: ditto, lam: 1}`. `data`, `partition`,
 `model`, `objective`, `method`, `training.optimizer` and `data.augmentation` have options of their own, which
-`raypfl list methods` and the like print."""
+`raypfl list methods` and the like print.
+
+A setting that would have no effect is refused where it is set, such as `privacy.clip` without `privacy.noise`, or an
+option that the code of a method never reads. What a change leaves without effect gets its default again:
+`training.steps=20` drops a recipe's `training.epochs`."""
 
 
 def _documented(kind: type) -> dict[str, str]:

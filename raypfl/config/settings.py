@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from raypfl.common.conditions import needs, unless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,8 @@ class ModelSettings:
     frozen: str | None = None
     trained: str | None = None
     pretrain: str | None = None
-    pretrain_epochs: int = 20
-    pretrain_lr: float = 1e-3
+    pretrain_epochs: Annotated[int, needs("pretrain")] = 20
+    pretrain_lr: Annotated[float, needs("pretrain")] = 1e-3
     options: dict[str, Any] = field(default_factory=dict)
 
     def needed_pools(self) -> tuple[str, ...]:
@@ -60,8 +62,8 @@ class ActorPool:
     accelerator : type of GPU, as Ray names it (``A100``), that client actors must have; None: any.
     """
 
-    actors: int | None = None
-    max_actors: int | None = None
+    actors: Annotated[int | None, needs("engine.backend", "ray")] = None
+    max_actors: Annotated[int | None, needs("engine.backend", "ray")] = None
     cpus_per_actor: float = 1.0
     gpus_per_actor: float | Literal["auto"] = 0.0
     accelerator: str | None = None
@@ -87,13 +89,13 @@ class RaySettings(ActorPool):
     dashboard : whether to start Ray's dashboard with a local cluster.
     """
 
-    pools: tuple[ActorPool, ...] = ()
-    mixed_devices: bool = False
+    pools: Annotated[tuple[ActorPool, ...], needs("engine.backend", "ray")] = ()
+    mixed_devices: Annotated[bool, needs("engine.backend", "ray")] = False
     address: str | None = None
     cpus_for_server: float = 0.0
     gpus_for_server: float = 0.0
     data_share: float = 0.25
-    dashboard: bool = False
+    dashboard: Annotated[bool, unless("address")] = False
 
     @property
     def actor_pools(self) -> tuple[ActorPool, ...]:

@@ -98,7 +98,10 @@ def _sentence(detail: Any, unknown: Callable[[Path], str], prefix: Path) -> list
         return [f"{dotted} {unknown(path)}"]
     if kind in {"missing", "missing_argument"}:
         return [f"{dotted} is needed and has no default."]
-    return [f"{dotted} is {detail['input']!r}; it must be {_expected(detail)}."]
+    expected = _expected(detail)
+    if expected == "a list" and isinstance(detail["input"], str):
+        expected = f"a list, such as [{detail['input']}]"
+    return [f"{dotted} is {detail['input']!r}; it must be {expected}."]
 
 
 def _expected(detail: Any) -> str:

@@ -121,7 +121,12 @@ class Partition(ABC):
                 f"partition.clients is {clients}, but there are only {len(samples)} training samples; "
                 f"every client needs at least one."
             )
-        owner = self.owners(samples, seed)
+        owner = np.asarray(self.owners(samples, seed))
+        if owner.dtype.kind not in "iu":
+            raise DataError(
+                f"The partition {type(self).__name__} returns {owner.dtype}{list(owner.shape)}; it must return the "
+                "client of each sample, as integers."
+            )
         if owner.shape != samples.labels.shape or owner.min() < 0 or owner.max() >= clients:
             raise DataError(
                 f"The partition {type(self).__name__} must return a client from 0 to {clients - 1} for each of "

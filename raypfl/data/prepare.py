@@ -177,7 +177,7 @@ def _all_inputs(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndar
     """
     own = _spooled(raw.blocks(), folder)
     if len(own) != len(raw.labels):
-        raise DataError(f"There are {len(own)} images, but {len(raw.labels)} labels.")
+        raise DataError(f"There are {len(own)} inputs, but {len(raw.labels)} labels.")
     images = own.dtype == np.uint8 and own.shape[1] > 1
     grey = images and all((own[span] == own[span, :1]).all() for span in _spans(own, len(own)))
     if not grey and not others:

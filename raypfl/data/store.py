@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,7 +210,20 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
             f"clients' own samples will be empty; lower partition.clients.",
             stacklevel=2,
         )
+    for sentence in _without_effect(data, opened_data, bool(samples.columns["published_test"].any())):
+        warnings.warn(sentence, stacklevel=2)
     return opened_data
+
+
+def _without_effect(data: DataConfig, opened_data: FederatedData, has_published_test: bool) -> Iterator[str]:
+    """A sentence for each setting of `data` that the samples, now that they are known, leave without effect."""
+    if has_published_test and data.split == "auto" and data.test_fraction != DataConfig.test_fraction:
+        yield (
+            f"data.test_fraction is {data.test_fraction}, but has no effect, since {data.name!r} has a published test "
+            "split. data.split=merged divides all samples anew."
+        )
+    if data.rare != DataConfig.rare and opened_data.kind != "labels":
+        yield f"data.rare is {data.rare}, but has no effect, since samples of {data.name!r} have one label each."
 
 
 def _reopened(origin: _Origin, fingerprint: str) -> FederatedData:

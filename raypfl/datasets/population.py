@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.datasets.base import DATASETS, SPLITS, DataConfig, RawData
+from raypfl.datasets.base import DATASETS, SPLITS, DataConfig, RawData, as_array
 from raypfl.objectives import kind_of
 
 KEPT = 64 << 20
@@ -34,6 +34,7 @@ class Population(ABC):
 
     Attributes
     ----------
+    describes_clients : tells a population from a data set that a partition divides.
     num_clients, num_classes : their numbers. If targets are labels or numbers: how many a sample has; if they are
         tokens: how many there are.
     input_shape : of a sample; of an image, (channels, height, width).
@@ -41,6 +42,8 @@ class Population(ABC):
     discrete : whether inputs are tokens, ``int64``, which networks get unchanged.
     scale, mean, std : networks get ``(inputs / scale - mean) / std`` of other inputs.
     """
+
+    describes_clients: ClassVar[bool] = True
 
     num_clients: int
     num_classes: int
@@ -71,6 +74,9 @@ class DescribedData:
 
     def __init__(self, config: DataConfig):
         self.population: Population = DATASETS.get(config.name)(config, **config.options)
+        for name in ("num_clients", "num_classes", "input_shape"):
+            if not hasattr(self.population, name):
+                raise ConfigError(f"The data set {config.name!r} is not complete: it must have {name}.")
         self.config = config
         self.name = config.name
         self.num_clients, self.num_classes = self.population.num_clients, self.population.num_classes
@@ -148,7 +154,8 @@ class DescribedData:
         return held
 
     def _fetched(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        inputs, labels = (np.asarray(part) for part in self.population.samples(client, split))
+        given = self.population.samples(client, split)
+        inputs, labels = (as_array(part, "samples") for part in given)
         count = int(self.sizes(split)[client])
         known = (np.int64,) if self.discrete else (np.uint8, np.float32, np.float64)
         if inputs.shape != (count, *self.input_shape) or inputs.dtype not in known:

@@ -90,7 +90,7 @@ def run(
     RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
     """
     with _shown(experiment, progress) as shown:
-        return _own(driver.run(experiment, listeners=[*shown, *listeners], run_dir=run_dir))
+        return _own(driver.run(experiment, listeners=[*shown, *_listed(listeners)], run_dir=run_dir))
 
 
 def resume(
@@ -126,7 +126,7 @@ def resume(
         with resuming.continued(run_dir, from_round, new_run_dir, overrides) as folder:
             return resume(folder, listeners=listeners, progress=progress)
     with _shown(resuming.resumed(run_dir, overrides), progress) as shown:
-        return _own(driver.resume(run_dir, listeners=[*shown, *listeners], overrides=overrides))
+        return _own(driver.resume(run_dir, listeners=[*shown, *_listed(listeners)], overrides=overrides))
 
 
 @contextlib.contextmanager
@@ -139,6 +139,12 @@ def _shown(experiment: Experiment, progress: bool | None) -> Iterator[list[Liste
         return
     with view(Console(stderr=True), lines_for([experiment])) as shown:
         yield [shown.listener(0)]
+
+
+def _listed(listeners: Sequence[Listener]) -> Sequence[Listener]:
+    if callable(listeners):
+        raise ConfigError(f"listeners is {listeners!r}; it must be a list of such: listeners=[...].")
+    return listeners
 
 
 def _own(done: result.Result) -> Result:

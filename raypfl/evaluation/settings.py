@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from raypfl.common.conditions import needs_among
 from raypfl.evaluation.masking import Mask
 
 
@@ -38,6 +39,6 @@ class EvaluationSettings:
     masks: tuple[Mask, ...] = ()
     batch_size: int = 256
     metrics: tuple[Any, ...] = ()
-    metric: str | None = None
-    mode: Literal["auto", "max", "min"] = "auto"
-    patience: int | None = None
+    metric: Annotated[str | None, needs_among("protocols", "val")] = None
+    mode: Annotated[Literal["auto", "max", "min"], needs_among("protocols", "val")] = "auto"
+    patience: Annotated[int | None, needs_among("protocols", "val")] = None

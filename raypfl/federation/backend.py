@@ -14,7 +14,7 @@ from raypfl.common.errors import MethodError
 from raypfl.common.user_code import traceback_text, with_location
 from raypfl.storage.states import Contents, Stack, StackRef, merged
 
-_ONE_SAMPLE = "Expected more than 1 value per channel when training"
+ONE_SAMPLE = "Expected more than 1 value per channel when training"
 """What torch's batch norm says of a mini-batch of one."""
 
 
@@ -52,7 +52,7 @@ class Failed:
 def failure(error: Exception) -> Failed:
     """The failure of an error that is being handled; an error that cannot be pickled is replaced by its text."""
     trace = traceback_text(error)
-    if _ONE_SAMPLE in str(error):
+    if ONE_SAMPLE in str(error):
         error = MethodError(
             "Batch norm cannot train on a mini-batch of one sample. Set training.smallest_batch=2, which leaves such "
             "batches out, or choose a network without batch norm."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -126,7 +127,7 @@ class Cohort(Log, ServerTraining):
         EmptyCohort : if no client is left.
         """
         name = self._name_of(function)
-        self._check(arguments)
+        self._check(function, arguments)
         self._charge_down(arguments)
         arguments = {name: _tensors_of(value) for name, value in arguments.items()}
         self._refuse_empty()
@@ -199,7 +200,14 @@ class Cohort(Log, ServerTraining):
             raise MethodError("cohort.run takes a client function of the method, as in cohort.run(self.train, ...).")
         return function.__name__
 
-    def _check(self, arguments: Mapping[str, Any]) -> None:
+    def _check(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        try:
+            inspect.signature(function).bind(None, **arguments)
+        except TypeError as error:
+            sent = ", ".join(["clients", *arguments])
+            raise MethodError(
+                f"{where_defined(function)} is called with ({sent}), as cohort.run was, but takes others: {error}."
+            ) from None
         for name, value in arguments.items():
             if isinstance(value, Scatter) and len(value.rows) != len(self.ids):
                 raise MethodError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from raypfl.clients.clients import Clients
 from raypfl.common.component import Component
-from raypfl.common.errors import MethodError
+from raypfl.common.errors import IncompleteError, MethodError
 from raypfl.common.registry import Registry
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.task import Task
@@ -47,6 +47,7 @@ class Method(Component):
         "test")``. Test results then do not show how well it does on new samples.
     """
 
+    section: ClassVar[str] = "method."
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
     test_data_in_training: ClassVar[bool] = False
 
@@ -71,11 +72,11 @@ class Method(Component):
 
     def start(self, task: Task) -> Server:
         """The server's state before the first round."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it starts: define start(self, task).")
+        raise IncompleteError(f"{type(self).__name__} does not say how it starts: define start(self, task).")
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """One round: change `server`, calling ``cohort.run(self.some_client_function, ...)``."""
-        raise NotImplementedError(
+        raise IncompleteError(
             f"{type(self).__name__} does not say what a round is: define round(self, server, cohort)."
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from raypfl.common.conditions import needs, unless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class CohortSettings:
     """
 
     size: int | None = None
-    fraction: float = 1.0
+    fraction: Annotated[float, unless("size")] = 1.0
     dropout: float = 0.0
     availability: dict[str, float] | None = None
 
@@ -67,5 +69,5 @@ class FailureSettings:
     on_client_failure: Literal["raise", "skip"] = "raise"
     retries: int = 2
     deaths: int = 5
-    min_success_fraction: float = 0.5
+    min_success_fraction: Annotated[float, needs("on_client_failure", "skip")] = 0.5
     loss_limit: float = 1e6

@@ -52,17 +52,3 @@ def finetuned(clients: Clients, theta: Tensor, epochs: int, lr: float | None) ->
     if epochs == 0:
         return per_client(unmarked(theta).expand(len(clients), -1))
     return clients.sgd(clients.loss, theta, epochs=epochs, lr=lr, stream="finetuning")
-
-
-def refuse_below(least: int, **options: float | None) -> None:
-    """Raise a ConfigError for an option of a method that is below `least`; None is allowed."""
-    for name, value in options.items():
-        if value is not None and value < least:
-            raise ConfigError(f"method.{name} is {value}; it must be {least} or more.")
-
-
-def refuse_no_share(**options: float) -> None:
-    """Raise a ConfigError for an option of a method that is not between 0 and 1."""
-    for name, value in options.items():
-        if not 0 <= value <= 1:
-            raise ConfigError(f"method.{name} is {value}; it must be between 0 and 1.")

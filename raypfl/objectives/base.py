@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.component import Component
+from raypfl.common.errors import IncompleteError
 from raypfl.common.registry import Registry
 from raypfl.objectives.batch import Batch
 
@@ -88,7 +89,7 @@ class SampleMean(Metric):
 
     def each(self, scores: Scores) -> Tensor:
         """One number for each sample, ``[k, b]``."""
-        raise NotImplementedError(f"{type(self).__name__} is not complete: define each(self, scores).")
+        raise IncompleteError(f"{type(self).__name__} is not complete: define each(self, scores).")
 
 
 class SampleSums(Metric):
@@ -96,7 +97,7 @@ class SampleSums(Metric):
 
     def sums(self, scores: Scores) -> Tensor:
         """The terms of the sums for each sample, ``[k, b, width]``."""
-        raise NotImplementedError(f"{type(self).__name__} is not complete: define sums(self, scores).")
+        raise IncompleteError(f"{type(self).__name__} is not complete: define sums(self, scores).")
 
 
 class BinnedSums(Metric):
@@ -104,7 +105,7 @@ class BinnedSums(Metric):
 
     def binned(self, scores: Scores) -> tuple[Tensor, Tensor]:
         """The index of the sum to which each sample adds, ``int64[k, b]``, and the term, ``[k, b]``."""
-        raise NotImplementedError(f"{type(self).__name__} is not complete: define binned(self, scores).")
+        raise IncompleteError(f"{type(self).__name__} is not complete: define binned(self, scores).")
 
 
 class OverAll(Metric):
@@ -112,7 +113,7 @@ class OverAll(Metric):
 
     def of_all(self, outputs: Tensor, targets: Tensor) -> float:
         """The value for one model's outputs ``[n, ...]`` on n samples; NaN if it is undefined."""
-        raise NotImplementedError(f"{type(self).__name__} is not complete: define of_all(self, outputs, targets).")
+        raise IncompleteError(f"{type(self).__name__} is not complete: define of_all(self, outputs, targets).")
 
 
 @METRICS.register("loss")
@@ -158,7 +159,7 @@ class Objective(Component):
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample, ``[..., b]``, from outputs and targets ``[..., b, ...]``."""
-        raise NotImplementedError(f"{type(self).__name__} is not complete: define losses(self, outputs, targets).")
+        raise IncompleteError(f"{type(self).__name__} is not complete: define losses(self, outputs, targets).")
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """One client's loss on a batch, a scalar: by default the mean over its samples.

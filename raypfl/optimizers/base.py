@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common.component import Component
+from raypfl.common.errors import IncompleteError
 from raypfl.common.registry import Registry
 
 OPTIMIZERS = Registry("optimizer")
@@ -84,7 +85,7 @@ class LocalOptimizer(Component):
 
     def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
         """Update ``theta[..., P]`` in place with `grad` of the same shape; overwrites `memory` and `grad`."""
-        raise NotImplementedError(f"{type(self).__name__} is not complete: define step_.")
+        raise IncompleteError(f"{type(self).__name__} is not complete: define step_.")
 
 
 class SampleRule(Protocol):

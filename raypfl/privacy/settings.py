@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from raypfl.common.conditions import needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +24,9 @@ class PrivacySettings:
     """
 
     noise: float | None = None
-    clip: float = 1.0
-    delta: float = 1e-5
-    unit: Literal["sample", "client"] = "sample"
+    clip: Annotated[float, needs("noise")] = 1.0
+    delta: Annotated[float, needs("noise")] = 1e-5
+    unit: Annotated[Literal["sample", "client"], needs("noise")] = "sample"
     secure_aggregation: bool = False
 
     @property

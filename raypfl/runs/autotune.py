@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from raypfl.clients.clients import Clients
@@ -21,6 +22,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.user_code import with_location
 from raypfl.config import Experiment
 from raypfl.data import ClientData
+from raypfl.federation.backend import ONE_SAMPLE
 from raypfl.federation.schedule import cohort_size
 from raypfl.models import FlatModel
 from raypfl.server.setup import groups_for, make_context, make_measures, make_task
@@ -126,10 +128,51 @@ def rule(parameters: int, work: int, group: int) -> tuple[str, str]:
 def refuse_misfit(experiment: Experiment, model: FlatModel, data: ClientData) -> None:
     """Raise a ConfigError if the network fails for samples of the data's shape."""
     if (error := _raised(model, experiment.training, data, channels_last=False)) is not None:
+        tokens = " Its inputs are int64, which are tokens; numbers must be float32 or float64." if data.discrete else ""
         raise ConfigError(
-            f"model is {experiment.model.name!r}, which fails for samples of {data.name!r}, whose shape is "
-            f"{tuple(data.input_shape)}: {type(error).__name__}: {with_location(error)}"
+            f"model is {experiment.model.name!r}, which fails for samples of {experiment.data.name!r}, whose shape is "
+            f"{tuple(data.input_shape)}.{tokens} {type(error).__name__}: {with_location(error)}"
         ) from error
+
+
+def refuse_lone_samples(experiment: Experiment, model: FlatModel, data: ClientData) -> None:
+    """Raise a ConfigError if a client has a mini-batch of one sample, in which the network's batch norm fails."""
+    training = experiment.training
+    skips = experiment.failures.on_client_failure == "skip"
+    if skips or experiment.privacy.of_samples or not any(isinstance(m, _BatchNorm) for m in model.module.modules()):
+        return
+    clients = np.setdiff1d(np.arange(data.num_clients), data.unseen)
+    sizes = data.sizes("train")[clients]
+    alone = _have_lone_samples(training, sizes)
+    if not alone.any():
+        return
+    error = _raised(model, training, data, channels_last=False, samples=1)
+    if error is None or ONE_SAMPLE not in str(error):
+        return
+
+    first = int(np.flatnonzero(alone)[0])
+    client, size = clients[first], sizes[first]
+    cause = f"client {client}'s {size} training samples leave one in batches of {training.batch_size}"
+    mend = "Set training.smallest_batch=2, which leaves such batches out"
+    if training.batch_size == 1:
+        cause = "training.batch_size is 1"
+        mend = "Raise it"
+    elif size == 1:
+        cause = f"client {client} has one training sample"
+        mend = "Let the partition give every client two, such as by partition.min_samples"
+    raise ConfigError(
+        f"model is {experiment.model.name!r}, whose batch norm cannot train on a mini-batch of one sample, but "
+        f"{cause}. {mend}, or choose a network without batch norm (model.norm=group where the model has it)."
+    )
+
+
+def _have_lone_samples(training: TrainingSettings, sizes: np.ndarray) -> np.ndarray:
+    """Which clients, of so many training samples ``[K]``, train on a mini-batch of one sample: ``bool[K]``."""
+    size = training.batch_size
+    leaves_one = (sizes > size) & (sizes % size == 1) & (training.smallest_batch < 2)
+    if training.steps is not None:
+        leaves_one &= training.steps > sizes // size
+    return leaves_one | (sizes == 1) | (size == 1)
 
 
 def refuse_outputs(experiment: Experiment, model: FlatModel, data: ClientData) -> None:
@@ -223,21 +266,30 @@ class _Trial:
             return (time.perf_counter() - begun) / (len(clients) * steps)
 
 
-def _raised(model: FlatModel, training: TrainingSettings, data: ClientData, channels_last: bool) -> Exception | None:
+def _raised(
+    model: FlatModel, training: TrainingSettings, data: ClientData, channels_last: bool, samples: int = FEW
+) -> Exception | None:
     """What the network raises for a batch, in training or evaluation."""
     for train in (True, False):
         try:
-            _outputs(model, training, data, channels_last, train)
+            _outputs(model, training, data, channels_last, train, samples)
         except Exception as error:
             return error
     return None
 
 
-def _outputs(model: FlatModel, training: TrainingSettings, data: ClientData, channels_last: bool, train: bool) -> Any:
+def _outputs(
+    model: FlatModel,
+    training: TrainingSettings,
+    data: ClientData,
+    channels_last: bool,
+    train: bool,
+    samples: int = FEW,
+) -> Any:
     """What the network returns for a batch."""
     precision = Precision(training.precision == "bf16", channels_last)
     kind = torch.int64 if data.discrete else model.dtype
-    x = precision.layout(torch.zeros((FEW, *data.input_shape), dtype=kind, device=model.device))
+    x = precision.layout(torch.zeros((samples, *data.input_shape), dtype=kind, device=model.device))
     with torch.no_grad(), streams.forked(model.device), precision.context(model.device), model.mode(train):
         return model(model.init(0), x)
 

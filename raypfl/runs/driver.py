@@ -24,6 +24,7 @@ from raypfl.clients.worker import Worker
 from raypfl.common.errors import (
     CheckpointError,
     ConfigError,
+    ListenerError,
     RaypflError,
     Refused,
     Stopped,
@@ -34,6 +35,7 @@ from raypfl.common.errors import (
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
+from raypfl.common.user_code import framed
 from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
 from raypfl.evaluation import Measures, refuse_untestable
@@ -42,7 +44,7 @@ from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import RANDOM, digest, origin
 from raypfl.objectives import KINDS, OBJECTIVES
-from raypfl.runs.autotune import choose, refuse_channels_last, refuse_misfit, refuse_outputs
+from raypfl.runs.autotune import choose, refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
 from raypfl.runs.folders import new_folder
 from raypfl.runs.gpu_share import with_numbers
 from raypfl.runs.pretraining import with_pretrained
@@ -70,6 +72,7 @@ from raypfl.server.setup import (
     make_model,
     make_task,
     num_groups,
+    refuse_missing_gpu,
     threads_of_server,
 )
 from raypfl.storage.lease import held, refuse_unless_held
@@ -137,11 +140,13 @@ def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = 
     ConfigError : for the first experiment that :func:`run` would refuse.
     """
     first = experiments[0]
+    refuse_missing_gpu(first)
     _Audience(listeners)(Progress("preparing data"))
-    data = load_federated(first.data, first.partition, seed=first.seed)
-    for experiment in experiments:
-        if experiment.seed == first.seed:
-            _fitting_model(experiment, data)
+    with framed():
+        data = load_federated(first.data, first.partition, seed=first.seed)
+        for experiment in experiments:
+            if experiment.seed == first.seed:
+                _fitting_model(experiment, data)
 
 
 @contextlib.contextmanager
@@ -225,6 +230,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     model = make_model(experiment, data, device_for(experiment.ray.on_gpu))
     refuse_misfit(experiment, model, data)
     experiment.method.check(model)
+    refuse_lone_samples(experiment, model, data)
     _warn_of_test_data(experiment.method)
     refuse_outputs(experiment, model, data)
     refuse_unprotected(experiment, data, model)
@@ -286,11 +292,13 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
     telling = _Audience([partial(_write_beginning, folder), *listeners])
     stop = StopRequest()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(framed())
         if experiment.engine.backend == "ray":
             stack.enter_context(_alone_on_ray())
         stack.enter_context(stop.acknowledged(lambda: telling(Progress(STOPPING))))
         stack.enter_context(stop.listening())
         with stop.interruptible():
+            refuse_missing_gpu(experiment)
             telling(Progress("preparing data"))
             data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
             job = _job(experiment, folder, data, lockstep, telling)
@@ -505,7 +513,8 @@ class _Audience:
                     took = round(time.perf_counter() - self._began, 3)
                     event = replace(event, metadata={**event.metadata, "startup_seconds": took})
                 for listener in self._listeners:
-                    listener(event)
+                    with framed(f"as a listener, told of {type(event).__name__}", ListenerError, listener):
+                        listener(event)
 
     def _is_news(self, event: Event) -> bool:
         if isinstance(event, RunStarted):

@@ -54,7 +54,7 @@ def description(run_dir: str | Path) -> Experiment:
     if not file.exists():
         kind = "a comparison, not a run" if Path(run_dir, COMPARISON).exists() else "not the folder of a run"
         raise NoRun(f"{run_dir} is {kind}: it has no {RECIPE}. {_where_runs_are(Path(run_dir))}")
-    return Experiment.from_yaml(file)
+    return Experiment.from_record(file)
 
 
 def _where_runs_are(folder: Path) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raypfl.analyses.base import AnalysedRun
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
-from raypfl.common.user_code import traceback_text, with_location
+from raypfl.common.user_code import failure_of, framed, traceback_text, where_defined, with_location
 from raypfl.common.version import __version__
 from raypfl.data import ClientData
 from raypfl.evaluation import Measures
@@ -43,7 +43,7 @@ from raypfl.storage.columns import Columns
 from raypfl.storage.lease import refuse_unless_held
 from raypfl.storage.states import StateTable, digests, merged
 from raypfl.storage.tables import Table, arrow, read
-from raypfl.storage.tree import clone, flatten, unflatten
+from raypfl.storage.tree import clone, encoded, flatten, unflatten
 from raypfl.training.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
 
 if TYPE_CHECKING:
@@ -201,8 +201,10 @@ class Server:
         except Exception as error:
             due = evaluator.is_due(self.round)
             when = f"in the evaluation after round {self.round}" if due else f"in round {self.round + 1}"
-            name, last = type(self.method).__name__, self._runner.last_exchange
-            return self._end("failed", f"{name} failed on the server {when}:\n{traceback_text(error)}\n{last}".rstrip())
+            said = failure_of(error, when, None if due else self.method.round)
+            if said is None:
+                said = f"{type(self.method).__name__} failed on the server {when}:\n{traceback_text(error)}"
+            return self._end("failed", f"{said}\n{self._runner.last_exchange}".rstrip())
 
     def _stops_early(self) -> bool:
         if (reason := self._evaluator.reason_to_stop()) is None:
@@ -234,7 +236,9 @@ class Server:
         try:
             with self._all_or_nothing():
                 with refuse_unkeyed(self.method.round, self.task.model.device, ON_SERVER):
-                    self.method.round(self.state, cohort)
+                    returned: object = self.method.round(self.state, cohort)  # type: ignore[func-returns-value]
+                self._refuse_returned(returned)
+                encoded(self.state, {})  # refuses what no checkpoint can store, before anything uses it
                 seconds = time.perf_counter() - start
                 here = tuple(c for c, present in zip(cohort.ids, cohort.present, strict=True) if present)
                 models = before, self._global_model()
@@ -245,6 +249,14 @@ class Server:
             seconds = time.perf_counter() - start
         self.states.commit()
         self._record(cohort, len(drawn.dropped), seconds)
+
+    def _refuse_returned(self, returned: object) -> None:
+        """Raise a MethodError if a round returns something, which would be lost: a coroutine, or a new state."""
+        if returned is not None and returned is not self.state:
+            raise MethodError(
+                f"{where_defined(self.method.round)} returned {_kind(returned)}; it must return nothing, and change "
+                'the server\'s state in place, as in server["theta"] = ...'
+            )
 
     def _global_model(self) -> Tensor | None:
         """A copy, where analyses need it."""
@@ -384,8 +396,16 @@ class Server:
         if snapshot is not None:
             self._restore(snapshot)
         else:
-            with refuse_unkeyed(self.method.start, self.task.model.device, AT_START):
-                self.round, self.state = 0, self.method.start(self.task)
+            start = self.method.start
+            device = self.task.model.device
+            with framed("before round 1", function=start), refuse_unkeyed(start, device, AT_START):
+                self.round = 0
+                self.state = start(self.task)
+            if not isinstance(self.state, dict):
+                raise MethodError(
+                    f"{where_defined(start)} returned {_kind(self.state)}; it must return the server's state, a dict "
+                    'such as {"theta": task.model.init(task.seed)}.'
+                )
             self._tables = _empty_tables(self._evaluator.measures)
             self._sent = {"up": 0, "down": 0}
             self._evaluator.restore(None)
@@ -432,6 +452,10 @@ class Server:
                 f"The run in {self.job.run_dir} was evaluated by other metrics than it would be now "
                 f"({', '.join(sorted(different))}). Restore its objective and evaluation.metrics, or start a new run."
             )
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def _empty_tables(measures: Measures) -> dict[str, Table]:

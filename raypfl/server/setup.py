@@ -15,7 +15,7 @@ from torch import nn
 from raypfl.clients.context import ROOM, Context
 from raypfl.common import rng, streams
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.common.user_code import with_location
+from raypfl.common.user_code import where_defined, with_location
 from raypfl.data import ClientData, FederatedData
 from raypfl.datasets import DescribedData
 from raypfl.evaluation import Measures
@@ -53,6 +53,20 @@ def device_for(gpus: float) -> torch.device:
     return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
 
 
+def refuse_missing_gpu(experiment: Experiment) -> None:
+    """Raise a ConfigError if a run in this process asks for a GPU that PyTorch does not find here."""
+    if experiment.engine.backend != "inline" or torch.cuda.is_available():
+        return
+    ray = experiment.ray
+    for name, asked in (("gpus_per_actor", ray.gpus_per_actor), ("gpus_for_server", ray.gpus_for_server)):
+        if asked != 0:
+            raise ConfigError(
+                f"ray.{name} is {asked}, but PyTorch {torch.__version__} finds no GPU in this process. Set "
+                f"ray.{name}=0 to compute on the CPU; or check nvidia-smi, CUDA_VISIBLE_DEVICES, and that this PyTorch "
+                "was built for CUDA."
+            )
+
+
 def make_model(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> FlatModel:
     """The clients' network for this data."""
     if device.type == "cuda":
@@ -86,8 +100,10 @@ def same_bits_on_gpus() -> None:
 
 
 def _built(name: str, entry: Callable[..., nn.Module], given: Mapping[str, Any]) -> nn.Module:
+    if isinstance(entry, nn.Module):
+        raise ConfigError(f"model is {name!r}, which is a network; name its class, or a function that makes one.")
     try:
-        return entry(**given)
+        network = entry(**given)
     except RaypflError:
         raise
     except Exception as error:  # a class of the user's own may raise anything
@@ -95,10 +111,18 @@ def _built(name: str, entry: Callable[..., nn.Module], given: Mapping[str, Any])
         raise ConfigError(
             f"model is {name!r}, which cannot be built with {called}: {type(error).__name__}: {with_location(error)}"
         ) from error
+    return _module(network, f"model is {name!r}, which")
+
+
+def _module(network: Any, who: str) -> nn.Module:
+    """The network, if it is one; else raises a ConfigError about `who` returned it."""
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"{who} returns a {type(network).__name__}; it must return a torch.nn.Module.")
+    return network
 
 
 def _as_the_method_needs_it(method: Method, factory: Callable[[], nn.Module]) -> nn.Module:
-    return method.network(factory())
+    return _module(method.network(factory()), where_defined(method.network))
 
 
 def make_task(experiment: Experiment, data: ClientData | DataOutline, device: torch.device) -> Task:

@@ -13,6 +13,7 @@ from typing import Any
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
 from raypfl.config.assignments import assign, flatten, parse_assignments
+from raypfl.config.effects import drop_idle, given_in
 from raypfl.config.identity import deciding
 from raypfl.config.limits import aggregates
 from raypfl.evaluation.masking import with_masks
@@ -171,8 +172,11 @@ def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> 
     """The cells of all methods and seeds in one setting."""
     values: dict[str, Any] = {"name": study.name, "seeds": study.seeds, **study.experiment}
     described = dict(study.methods)
-    for setting in (study.down.get(down, Setting()), study.across.get(across, Setting())):
+    settings = study.down.get(down, Setting()), study.across.get(across, Setting())
+    for setting in settings:
         values = merged(values, setting.experiment)
+        if setting.experiment:  # what the study gives all settings may have no effect in this one
+            drop_idle(values, given_in(setting.experiment))
         described |= {
             label: merged(described[label], change) for label, change in setting.methods.items() if label in described
         }

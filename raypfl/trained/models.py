@@ -87,7 +87,7 @@ class TrainedModels:
         CheckpointError : if the folder has none, or they are damaged.
         """
         snapshot = checkpoint.newest(str(folder))
-        experiment = Experiment.from_yaml(snapshot.meta["experiment"])
+        experiment = Experiment.from_record(snapshot.meta["experiment"])
         stored = snapshot.server["data"].items()
         values: dict[str, Any] = {n: one.numpy() if isinstance(one, torch.Tensor) else one for n, one in stored}
         counts = {split: values.pop(split) for split in ("train", "test")}

@@ -100,7 +100,7 @@ def load_model(file: str | Path) -> TrainedModel:
         raise CheckpointError(
             f"{file} is not a personal model: its metadata do not say {FORMAT!r}. `raypfl personalize` writes them."
         )
-    experiment = Experiment.from_yaml(about["experiment"])
+    experiment = Experiment.from_record(about["experiment"])
     outline = outline_in(about["data"])
     model = make_model(experiment, outline, torch.device("cpu"))
     network = _network(model, tensors) if PREDICTOR not in about else _predictor(about, experiment, model, tensors)

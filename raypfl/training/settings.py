@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
+from raypfl.common.conditions import needs, needs_some, unless
 from raypfl.optimizers import SGD, LocalOptimizer
 
 
@@ -35,20 +36,20 @@ class TrainingSettings:
         convolutions if that works, or as timed by ``engine.executor=fastest``.
     """
 
-    epochs: int = 1
+    epochs: Annotated[int, unless("steps")] = 1
     steps: int | None = None
     batch_size: int = 10
     smallest_batch: int = 1
     lr: float = 0.1
     optimizer: LocalOptimizer | Literal["sgd"] = "sgd"
-    momentum: float = 0.0
-    nesterov: bool = False
+    momentum: Annotated[float, needs("optimizer", "sgd")] = 0.0
+    nesterov: Annotated[bool, needs("optimizer", "sgd"), needs_some("momentum")] = False
     weight_decay: float = 0.0
     clip_norm: float | None = None
     schedule: Literal["constant", "exponential", "cosine", "step"] = "constant"
-    decay: float = 1.0
-    milestones: tuple[int, ...] = ()
-    gamma: float = 0.1
+    decay: Annotated[float, needs("schedule", "exponential")] = 1.0
+    milestones: Annotated[tuple[int, ...], needs("schedule", "step")] = ()
+    gamma: Annotated[float, needs("schedule", "step")] = 0.1
     warmup_rounds: int = 0
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     channels_last: bool | None = None

@@ -13,6 +13,7 @@ from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.config import Experiment, experiments
 from raypfl.config.assignments import assign, parse_assignments
 from raypfl.config.comparison import paths_of
+from raypfl.config.effects import assign_all, require_effect
 from raypfl.config.validation import listed, sentences
 from raypfl.config.yaml_text import read
 from raypfl.evaluation.masking import mask_of, unmasked_name
@@ -215,8 +216,8 @@ class Sweep(_Part):
     def configured(self, drawn: Mapping[str, Any], seed: int = 0) -> Experiment:
         """The experiment of one configuration; `seed` counts the runs of a configuration."""
         values = self.base.to_dict()
-        for key, value in chosen(self.spaces, drawn).items():
-            assign(values, key.split("."), value)
+        changes = [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
+        require_effect(assign_all(values, changes))
         made = Experiment(**values)
         return made.replace(seed=made.seed + seed, name=self.name)
 
@@ -253,10 +254,10 @@ class Sweep(_Part):
         values = {**(settings_of(self.recipe) if self.recipe else {}), "name": self.name}
         if "method" in self.experiment or "method" in self.search:
             values.pop("methods", None)
-        for path, value in paths_of(self.experiment):
-            assign(values, path, value)
-        for key, value in chosen(self.spaces, drawn).items() if drawn else ():
-            assign(values, key.split("."), value)
+        changes = paths_of(self.experiment)
+        if drawn:
+            changes += [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
+        require_effect(assign_all(values, changes))
         return values
 
     @cached_property

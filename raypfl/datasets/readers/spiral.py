@@ -36,6 +36,8 @@ class Spiral(Reader):
         3000 to 93; or ``printed``, the formula as it is printed in the paper.
     """
 
+    from_files = False
+
     variant: Literal["balanced", "imbalanced", "printed"] = "balanced"
 
     def read(self) -> RawData:

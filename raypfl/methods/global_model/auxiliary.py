@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
+from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import Server
 from raypfl.federation.task import Task
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.methods.global_model.trajectory import Matched, Path, Step, match
-from raypfl.methods.local_training import refuse_below
 from raypfl.models.flat import FlatModel
 from raypfl.objectives import Classification, Objective
 
@@ -41,21 +41,16 @@ class Auxiliary(FedAvg):
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
-    window: int = 3
-    per_class: int = 10
-    outer_steps: int = 20
-    inner_steps: int = 10
-    step_size: float = 0.01
-    image_lr: float = 1000.0
-    step_lr: float = 1e-5
-    every: int = 1
+    window: Annotated[int, COUNT] = 3
+    per_class: Annotated[int, COUNT] = 10
+    outer_steps: Annotated[int, COUNT] = 20
+    inner_steps: Annotated[int, COUNT] = 10
+    step_size: Annotated[float, POSITIVE] = 0.01
+    image_lr: Annotated[float, FROM_ZERO] = 1000.0
+    step_lr: Annotated[float, FROM_ZERO] = 1e-5
+    every: Annotated[int, FROM_ZERO] = 1
     checkpointing: bool = False
-    pictures: int = 0
-
-    def __post_init__(self) -> None:
-        refuse_below(1, window=self.window, per_class=self.per_class, inner_steps=self.inner_steps)
-        refuse_below(1, outer_steps=self.outer_steps)
-        refuse_below(0, every=self.every, pictures=self.pictures)
+    pictures: Annotated[int, FROM_ZERO] = 0
 
     def check(self, model: FlatModel) -> None:
         if model.num_buffers:

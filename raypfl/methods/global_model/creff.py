@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
+from raypfl.common.conditions import needs_some
+from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, Sum, Weighting
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import refuse_below
 from raypfl.objectives import Classification, Objective
 from raypfl.objectives.batch import Batch
 
@@ -43,16 +44,12 @@ class CReFF(Method):
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
-    features: int = 100
-    feature_steps: int = 100
-    feature_lr: float = 0.1
-    head_steps: int = 300
-    head_lr: float = 0.01
+    features: Annotated[int, COUNT] = 100
+    feature_steps: Annotated[int, FROM_ZERO] = 100
+    feature_lr: Annotated[float, POSITIVE, needs_some("feature_steps")] = 0.1
+    head_steps: Annotated[int, FROM_ZERO] = 300
+    head_lr: Annotated[float, POSITIVE, needs_some("head_steps")] = 0.01
     weighting: Weighting = "samples"
-
-    def __post_init__(self) -> None:
-        refuse_below(0, feature_steps=self.feature_steps, head_steps=self.head_steps)
-        refuse_below(1, features=self.features)
 
     def start(self, task: Task) -> Server:
         model, theta = task.model, task.model.init(task.seed)

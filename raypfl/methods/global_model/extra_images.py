@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Sum, per_client
 from raypfl.federation.method import METHODS
 from raypfl.methods.global_model.auxiliary import OwnImages
@@ -24,7 +27,7 @@ class ExtraImages(OwnImages):
     mu : weight of FedProx's proximal term.
     """
 
-    mu: float = 0.01
+    mu: Annotated[float, FROM_ZERO] = 0.01
 
     def learn(self, clients: Clients, theta: Tensor, shown: int, begun: Tensor | None = None) -> dict[str, Mean | Sum]:
         sets, labels = self.sets(clients, theta, begun, shown), self.labels(clients.num_classes, theta.device)

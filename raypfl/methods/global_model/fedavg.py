@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.conditions import needs
+from raypfl.common.limits import BELOW_ONE, POSITIVE
 from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server
@@ -30,10 +32,10 @@ class FedAvg(Method):
 
     weighting: Weighting = "samples"
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "sgd"
-    server_lr: float | None = None
-    server_beta1: float = 0.9
-    server_beta2: float = 0.99
-    server_tau: float = 1e-3
+    server_lr: Annotated[float | None, POSITIVE] = None
+    server_beta1: Annotated[float, BELOW_ONE, needs("server_optimizer", "momentum", "adam", "yogi")] = 0.9
+    server_beta2: Annotated[float, BELOW_ONE, needs("server_optimizer", "adam", "yogi")] = 0.99
+    server_tau: Annotated[float, POSITIVE, needs("server_optimizer", "adam", "yogi")] = 1e-3
 
     def start(self, task: Task) -> Server:
         return {"theta": task.model.init(task.seed), "moments": {}}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Sum
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import mean_gradient, proximal, refuse_below
+from raypfl.methods.local_training import mean_gradient, proximal
 
 
 @METHODS.register("feddc")
@@ -26,10 +29,7 @@ class FedDC(Method):
     alpha : strength of the pull.
     """
 
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        refuse_below(0, alpha=self.alpha)
+    alpha: Annotated[float, FROM_ZERO] = 0.1
 
     def start(self, task: Task) -> Server:
         theta = task.model.init(task.seed)

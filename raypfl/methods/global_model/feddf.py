@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE, SHARE
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import refuse_below
 from raypfl.objectives.batch import Batch
 from raypfl.optimizers import Adam
 from raypfl.training.pool import Pool, PoolBatches
@@ -47,18 +47,14 @@ class FedDF(FedAvg):
     """
 
     pool: str = "auxiliary"
-    fraction: float = 1.0
-    steps: int = 500
-    batch_size: int = 128
-    lr: float = 1e-3
+    fraction: Annotated[float, SHARE] = 1.0
+    steps: Annotated[int, FROM_ZERO] = 500
+    batch_size: Annotated[int, COUNT] = 128
+    lr: Annotated[float, POSITIVE] = 1e-3
     schedule: Literal["cosine", "constant"] = "cosine"
     augment: bool = False
     student: Literal["train", "eval"] = "train"
-    distill_rounds: int | None = None
-
-    def __post_init__(self) -> None:
-        refuse_below(0, steps=self.steps, distill_rounds=self.distill_rounds)
-        refuse_below(1, batch_size=self.batch_size)
+    distill_rounds: Annotated[int | None, FROM_ZERO] = None
 
     def needed_pools(self) -> tuple[str, ...]:
         return (self.pool,) if self.distils(round=1) else ()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
-from raypfl.common.errors import ConfigError
+from raypfl.common.limits import POSITIVE
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server
@@ -28,11 +30,7 @@ class FedDyn(Method):
     alpha : strength of the regularization, above 0.
     """
 
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.alpha <= 0:
-            raise ConfigError(f"method.alpha is {self.alpha}; it must be above 0.")
+    alpha: Annotated[float, POSITIVE] = 0.1
 
     def start(self, task: Task) -> Server:
         theta = task.model.init(task.seed)

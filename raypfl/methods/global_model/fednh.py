@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import CHANCE, POSITIVE
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import refuse_no_share
 from raypfl.models.flat import FlatModel
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
@@ -54,17 +54,14 @@ class FedNH(Method):
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
-    rho: float = 0.9
-    scale: float = 30.0
+    rho: Annotated[float, CHANCE] = 0.9
+    scale: Annotated[float, POSITIVE] = 30.0
     train_scale: bool = True
     share_scale: bool = True
     head: Literal["uniform", "random", "default"] = "uniform"
     normalise: bool = True
     unit_means: bool = False
     missing: Literal["zero", "owners", "samples"] = "zero"
-
-    def __post_init__(self) -> None:
-        refuse_no_share(rho=self.rho)
 
     def network(self, network: nn.Module) -> nn.Module:
         _, layer = output_layer(network)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean
 from raypfl.federation.method import METHODS
 from raypfl.methods.global_model.fedavg import FedAvg
@@ -22,7 +25,7 @@ class FedProx(FedAvg):
     mu : weight of the proximal term.
     """
 
-    mu: float = 0.01
+    mu: Annotated[float, FROM_ZERO] = 0.01
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         trained = clients.sgd(clients.loss, theta, penalty=proximal(self.mu), anchor=theta)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
 from raypfl.common import rng
+from raypfl.common.conditions import needs
+from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
 from raypfl.federation.task import Task
 from raypfl.methods.global_model.auxiliary import Auxiliary, OwnImages, traced
 from raypfl.methods.global_model.trajectory import Path
-from raypfl.methods.local_training import refuse_below
 from raypfl.models.flat import FlatModel
 from raypfl.objectives.batch import Batch
 
@@ -53,15 +54,11 @@ class Projecting(Auxiliary):
     guess : ``matching``; or ``line``, a control: the window's straight line is continued by K/R of its length.
     """
 
-    lam: float = 0.05
+    lam: Annotated[float, FROM_ZERO] = 0.05
     regularizer: Regularizer = "adaptive"
-    project_steps: int = 5
-    project_lr: float | None = 0.01
+    project_steps: Annotated[int, FROM_ZERO] = 5
+    project_lr: Annotated[float | None, POSITIVE, needs("guess", "matching")] = 0.01
     guess: Literal["matching", "line"] = "matching"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_below(0, project_steps=self.project_steps)
 
     def is_due(self, turn: Any) -> Any:
         return super().is_due(turn) & (self.guess == "matching")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
-from raypfl.common.errors import ConfigError
+from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean
 from raypfl.federation.method import METHODS
 from raypfl.methods.global_model.fedavg import FedAvg
@@ -26,12 +28,8 @@ class Moon(FedAvg):
     mu : weight of the contrast. temperature : of its softmax.
     """
 
-    mu: float = 1.0
-    temperature: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ConfigError(f"method.temperature is {self.temperature}; it must be above 0.")
+    mu: Annotated[float, FROM_ZERO] = 1.0
+    temperature: Annotated[float, POSITIVE] = 0.5
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         def contrasted(p: Tensor, batch: Batch, sent: Other, previous: Other) -> tuple[Tensor, Tensor]:

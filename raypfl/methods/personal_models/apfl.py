@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.conditions import needs
+from raypfl.common.limits import CHANCE, POSITIVE
 from raypfl.common.messages import Mean, per_client
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import refuse_no_share
 from raypfl.objectives.batch import Batch
 
 
@@ -31,12 +34,9 @@ class APFL(FedAvg):
     alpha_lr : learning rate of that step; None: training.lr.
     """
 
-    alpha: float = 0.5
+    alpha: Annotated[float, CHANCE] = 0.5
     adaptive: bool = True
-    alpha_lr: float | None = None
-
-    def __post_init__(self) -> None:
-        refuse_no_share(alpha=self.alpha)
+    alpha_lr: Annotated[float | None, POSITIVE, needs("adaptive", True)] = None
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         def mixed(p: Tensor, batch: Batch, local: Tensor, alpha: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.fedavg import FedAvg
@@ -25,8 +28,8 @@ class Ditto(FedAvg):
     personal_epochs : epochs of the personal model in each round; None: as many as for the global model.
     """
 
-    lam: float = 0.75
-    personal_epochs: int | None = None
+    lam: Annotated[float, FROM_ZERO] = 0.75
+    personal_epochs: Annotated[int | None, FROM_ZERO] = None
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         personal = clients.state.get("personal", default=clients.initial)

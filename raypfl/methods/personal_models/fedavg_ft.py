@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.conditions import needs_some
+from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import finetuned, refuse_below
+from raypfl.methods.local_training import finetuned
 
 
 @METHODS.register("fedavg-ft")
@@ -23,11 +27,8 @@ class FedAvgFT(FedAvg):
     finetune_lr : learning rate of fine-tuning; None: that of the last round.
     """
 
-    finetune_epochs: int = 5
-    finetune_lr: float | None = None
-
-    def __post_init__(self) -> None:
-        refuse_below(0, finetune_epochs=self.finetune_epochs)
+    finetune_epochs: Annotated[int, FROM_ZERO] = 5
+    finetune_lr: Annotated[float | None, POSITIVE, needs_some("finetune_epochs")] = None
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return finetuned(clients, server["theta"], self.finetune_epochs, self.finetune_lr)

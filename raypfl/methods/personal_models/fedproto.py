@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Sum
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
@@ -41,7 +42,7 @@ class FedProto(Method):
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
-    lam: float = 0.1
+    lam: Annotated[float, FROM_ZERO] = 0.1
     distance: Literal["mean", "sum"] = "mean"
     weighting: Literal["uniform", "samples"] = "uniform"
     prediction: Literal["head", "prototypes"] = "head"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from raypfl.clients.clients import Clients
+from raypfl.common.conditions import needs
+from raypfl.common.limits import COUNT, FROM_ZERO
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import refuse_below
 from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
 from raypfl.objectives import Classification, Objective
 from raypfl.objectives.batch import Batch
@@ -38,12 +39,9 @@ class FedROD(Method):
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
     head: Literal["linear", "hypernetwork"] = "linear"
-    hidden: int = 64
-    personal_epochs: int | None = None
+    hidden: Annotated[int, COUNT, needs("head", "hypernetwork")] = 64
+    personal_epochs: Annotated[int | None, FROM_ZERO] = None
     weighting: Weighting = "samples"
-
-    def __post_init__(self) -> None:
-        refuse_below(0, personal_epochs=self.personal_epochs)
 
     def network(self, network: nn.Module) -> nn.Module:
         _, generic = output_layer(network)

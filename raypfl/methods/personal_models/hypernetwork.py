@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
 from raypfl.clients.clients import Clients
 from raypfl.common import rng
+from raypfl.common.conditions import needs
 from raypfl.common.errors import ConfigError
+from raypfl.common.limits import BELOW_ONE, COUNT, FROM_ZERO, POSITIVE
 from raypfl.common.messages import Each, Scatter
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import refuse_below
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Size, hypernetwork
 from raypfl.objectives.batch import Batch
@@ -57,19 +58,15 @@ class HypernetworkMethod(Method):
     lam_theta : lambda_theta, weight of ``||theta_i||^2`` in a client's loss; not in the loss that is reported.
     """
 
-    length: int | None = None
+    length: Annotated[int | None, COUNT] = None
     size: Size = "S"
     server_optimizer: Literal["average", "sgd", "adam"] = "adam"
-    server_lr: float | None = None
-    server_momentum: float = 0.9
-    server_clip_norm: float | None = None
-    lam_h: float = 0.0
-    lam_v: float = 0.0
-    lam_theta: float = 0.0
-
-    def __post_init__(self) -> None:
-        refuse_below(1, length=self.length)
-        refuse_below(0, lam_h=self.lam_h, lam_v=self.lam_v, lam_theta=self.lam_theta)
+    server_lr: Annotated[float | None, POSITIVE] = None
+    server_momentum: Annotated[float, BELOW_ONE, needs("server_optimizer", "sgd")] = 0.9
+    server_clip_norm: Annotated[float | None, POSITIVE] = None
+    lam_h: Annotated[float, FROM_ZERO] = 0.0
+    lam_v: Annotated[float, FROM_ZERO] = 0.0
+    lam_theta: Annotated[float, FROM_ZERO] = 0.0
 
     def check(self, model: FlatModel) -> None:
         if model.num_buffers:

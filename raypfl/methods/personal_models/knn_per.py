@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from raypfl.clients.clients import Clients
-from raypfl.common.errors import ConfigError
+from raypfl.common.limits import CHANCE, COUNT, POSITIVE
 from raypfl.common.messages import per_client, unmarked
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import refuse_below, refuse_no_share
 from raypfl.models.extras import Other
 from raypfl.models.predictor import Predictor
 from raypfl.objectives import Classification, Objective
@@ -43,16 +42,9 @@ class KNNPer(FedAvg):
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
-    neighbours: int | None = 10
-    share: float | None = 0.5
-    scale: float = 100.0
-
-    def __post_init__(self) -> None:
-        refuse_below(1, neighbours=self.neighbours)
-        if self.share is not None:
-            refuse_no_share(share=self.share)
-        if self.scale <= 0:
-            raise ConfigError(f"method.scale is {self.scale}; it must be above 0.")
+    neighbours: Annotated[int | None, COUNT] = 10
+    share: Annotated[float | None, CHANCE] = 0.5
+    scale: Annotated[float, POSITIVE] = 100.0
 
     def personal_model(self, clients: Clients, server: ServerView) -> Predictor:
         theta, inner = server["theta"], clients.model.features

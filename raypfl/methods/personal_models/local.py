@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import COUNT
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import refuse_below
 
 
 @METHODS.register("local")
@@ -22,10 +24,7 @@ class Local(Method):
         as in one round.
     """
 
-    unseen_epochs: int | None = None
-
-    def __post_init__(self) -> None:
-        refuse_below(1, unseen_epochs=self.unseen_epochs)
+    unseen_epochs: Annotated[int | None, COUNT] = None
 
     def start(self, task: Task) -> Server:
         return {}

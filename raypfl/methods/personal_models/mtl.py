@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
@@ -26,7 +29,7 @@ class MTL(Method):
     weighting : whether the mean counts clients equally (``uniform``) or by their training samples (``samples``).
     """
 
-    lam: float = 0.1
+    lam: Annotated[float, FROM_ZERO] = 0.1
     weighting: Weighting = "uniform"
 
     def start(self, task: Task) -> Server:

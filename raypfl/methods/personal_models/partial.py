@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.conditions import needs, needs_some
 from raypfl.common.errors import ConfigError
+from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import finetuned, refuse_below
+from raypfl.methods.local_training import finetuned
 from raypfl.models.flat import FlatModel
 
 
@@ -62,23 +64,13 @@ class PartialPersonalization(Method):
     personal: str = "output layer"
     frozen: str = ""
     order: Literal["together", "personal first", "shared first"] = "together"
-    personal_epochs: int | None = None
-    shared_epochs: int | None = None
-    unseen_epochs: int | None = None
+    personal_epochs: Annotated[int | None, FROM_ZERO, needs("order", "personal first", "shared first")] = None
+    shared_epochs: Annotated[int | None, FROM_ZERO, needs("order", "personal first", "shared first")] = None
+    unseen_epochs: Annotated[int | None, FROM_ZERO] = None
     body: Literal["average", "last"] = "average"
-    finetune_epochs: int = 0
-    finetune_lr: float | None = None
+    finetune_epochs: Annotated[int, FROM_ZERO] = 0
+    finetune_lr: Annotated[float | None, POSITIVE, needs_some("finetune_epochs")] = None
     weighting: Weighting = "samples"
-
-    def __post_init__(self) -> None:
-        own = {"personal_epochs": self.personal_epochs, "shared_epochs": self.shared_epochs}
-        refuse_below(0, finetune_epochs=self.finetune_epochs, unseen_epochs=self.unseen_epochs, **own)
-        for name, epochs in own.items():
-            if epochs is not None and self.order == "together":
-                raise ConfigError(
-                    f"method.{name} is {epochs}, but method.order is 'together': both parts then train for "
-                    "training.epochs. Choose 'personal first' or 'shared first' to train them on their own."
-                )
 
     def parts(self, model: FlatModel) -> Parts:
         """The personal, shared and frozen parts of the network.

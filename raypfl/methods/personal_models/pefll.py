@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
+from raypfl.common.limits import COUNT
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import refuse_below
 from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod, initial, network
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Embedding, EmbeddingNetwork
@@ -48,12 +48,8 @@ class PeFLL(HypernetworkMethod):
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
 
     embedding: Embedding = "linear"
-    batch: int | None = 32
+    batch: Annotated[int | None, COUNT] = 32
     standardise: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_below(1, batch=self.batch)
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
         shape, classes, length = task.input_shape, task.num_classes, self.vector_length(task)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.feddf import FedDF
-from raypfl.methods.local_training import proximal, refuse_below
+from raypfl.methods.local_training import proximal
 from raypfl.models.flat import FlatModel
 from raypfl.models.parts import stored
 
@@ -36,15 +37,11 @@ class PerAda(FedDF):
         the same; None: `personal_epochs`.
     """
 
-    lam: float = 1.0
-    personal_epochs: int | None = None
-    unseen_epochs: int | None = None
+    lam: Annotated[float, FROM_ZERO] = 1.0
+    personal_epochs: Annotated[int | None, FROM_ZERO] = None
+    unseen_epochs: Annotated[int | None, FROM_ZERO] = None
     weighting: Weighting = "uniform"
     student: Literal["train", "eval"] = "eval"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_below(0, personal_epochs=self.personal_epochs, unseen_epochs=self.unseen_epochs)
 
     def check(self, model: FlatModel) -> None:
         if model.segments.keys() == stored(model.module).keys():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
+from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import finetuned, refuse_below
+from raypfl.methods.local_training import finetuned
 from raypfl.models.flat import FlatModel
 from raypfl.objectives.batch import Batch
 
@@ -33,13 +36,10 @@ class PerFedAvg(FedAvg):
     weighting : whether clients are averaged equally (``uniform``, as in the paper), or by their training ``samples``.
     """
 
-    alpha: float = 0.01
+    alpha: Annotated[float, FROM_ZERO] = 0.01
     exact: bool = False
-    finetune_epochs: int = 1
+    finetune_epochs: Annotated[int, FROM_ZERO] = 1
     weighting: Weighting = "uniform"
-
-    def __post_init__(self) -> None:
-        refuse_below(0, finetune_epochs=self.finetune_epochs)
 
     def check(self, model: FlatModel) -> None:
         if self.exact and model.num_buffers:

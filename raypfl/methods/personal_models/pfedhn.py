@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from raypfl.common import rng
+from raypfl.common.conditions import needs_some
+from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
 from raypfl.federation.task import Task
-from raypfl.methods.local_training import refuse_below
 from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod
 
 
@@ -28,12 +31,8 @@ class PFedHN(HypernetworkMethod):
     adapt_lr : learning rate of that, in plain steps along the pulled-back step.
     """
 
-    adapt_rounds: int = 20
-    adapt_lr: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_below(0, adapt_rounds=self.adapt_rounds)
+    adapt_rounds: Annotated[int, FROM_ZERO] = 20
+    adapt_lr: Annotated[float, POSITIVE, needs_some("adapt_rounds")] = 0.01
 
     def start(self, task: Task) -> Server:
         return super().start(task) | {"embeddings": self._random(task)}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, per_client
 from raypfl.federation.method import METHODS, ServerView
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.methods.local_training import proximal, refuse_below
+from raypfl.methods.local_training import proximal
 
 
 @METHODS.register("pfedme")
@@ -36,13 +37,10 @@ class PFedMe(FedAvg):
         as in one round.
     """
 
-    lam: float = 1.0
-    inner_steps: int = 3
-    inner_lr: float | None = None
-    unseen_epochs: int | None = None
-
-    def __post_init__(self) -> None:
-        refuse_below(0, inner_steps=self.inner_steps, unseen_epochs=self.unseen_epochs)
+    lam: Annotated[float, FROM_ZERO] = 1.0
+    inner_steps: Annotated[int, FROM_ZERO] = 3
+    inner_lr: Annotated[float | None, POSITIVE] = None
+    unseen_epochs: Annotated[int | None, FROM_ZERO] = None
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         center: Tensor = per_client(theta.repeat(len(clients), 1))
