@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from raypfl.common.conditions import needs_among
+from raypfl.common.conditions import needs_among, needs_some
 from raypfl.evaluation.masking import Mask
 
 
@@ -34,7 +34,7 @@ class EvaluationSettings:
 
     every: int = 5
     at_start: bool = False
-    last: int = 1
+    last: Annotated[int, needs_some("every")] = 1
     protocols: tuple[str, ...] = ("local", "global")
     masks: tuple[Mask, ...] = ()
     batch_size: int = 256

@@ -68,6 +68,6 @@ class FailureSettings:
 
     on_client_failure: Literal["raise", "skip"] = "raise"
     retries: int = 2
-    deaths: int = 5
+    deaths: Annotated[int, needs("engine.backend", "ray")] = 5
     min_success_fraction: Annotated[float, needs("on_client_failure", "skip")] = 0.5
     loss_limit: float = 1e6

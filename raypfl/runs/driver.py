@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-import time
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,12 @@ import torch
 from raypfl.backends.actor_pools import reserved
 from raypfl.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
 from raypfl.backends.inline import Inline
+from raypfl.backends.of_this_process import alone_on_ray, on_ray_now, spare
 from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import (
     CheckpointError,
     ConfigError,
-    ListenerError,
     RaypflError,
     Refused,
     Stopped,
@@ -63,7 +61,8 @@ from raypfl.runs.result import (
 )
 from raypfl.runs.resuming import ends_later, resumed
 from raypfl.server import history
-from raypfl.server.events import Evaluated, Event, Listener, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.server.audience import Audience
+from raypfl.server.events import Event, Listener, Progress, RunFinished, RunStarted, Warned
 from raypfl.server.server import Job, Server
 from raypfl.server.setup import (
     device_for,
@@ -141,7 +140,7 @@ def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = 
     """
     first = experiments[0]
     refuse_missing_gpu(first)
-    _Audience(listeners)(Progress("preparing data"))
+    Audience(listeners)(Progress("preparing data"))
     with framed():
         data = load_federated(first.data, first.partition, seed=first.seed)
         for experiment in experiments:
@@ -155,60 +154,14 @@ def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> It
     if experiment.engine.backend == "inline":
         yield
         return
-    with connected(experiment.ray, _Audience(listeners)) as ray:
-        _spare.shared = True
+    with connected(experiment.ray, Audience(listeners)) as ray:
+        spare.shared = True
         try:
             yield
         finally:
-            with _on_ray_now:
-                _spare.shared = False
-                _spare.release(ray)
-
-
-@dataclass
-class _Spare:
-    """The server actor, with its client actors, that a session keeps for its next run of the same kind."""
-
-    shared: bool = False
-    kind: Any = None
-    server: Any = None
-
-    def take(self, ray: Any, kind: Any) -> Any:
-        """The spare server, if it is of this kind; one of another kind is released."""
-        if self.kind != kind:
-            self.release(ray)
-        server, self.server = self.server, None
-        return server
-
-    def release(self, ray: Any) -> None:
-        if self.server is not None:
-            ray.kill(self.server)
-        self.kind = self.server = None
-
-
-_spare = _Spare()
-
-_on_ray_now = threading.RLock()
-"""Held by the thread that runs an experiment on Ray: a process has one connection, closed by the first to end."""
-
-
-@contextlib.contextmanager
-def _alone_on_ray() -> Iterator[None]:
-    """While active, no other thread of this process can run an experiment on Ray."""
-    if not _on_ray_now.acquire(blocking=False):
-        raise ConfigError(
-            "Another thread of this process runs an experiment on Ray, and a process has one connection to Ray. Wait "
-            "for its end, start this run in a process of its own, or use engine.backend=inline."
-        )
-    try:
-        yield
-    finally:
-        _on_ray_now.release()
-
-
-def make_room(ray: Any) -> None:
-    """Release the actors that a session keeps for its next run, since something else needs their resources."""
-    _spare.release(ray)
+            with on_ray_now:
+                spare.shared = False
+                spare.release(ray)
 
 
 def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
@@ -289,12 +242,12 @@ def _refuse_to_augment(experiment: Experiment, data: ClientData) -> None:
 
 
 def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lockstep: bool) -> Result:
-    telling = _Audience([partial(_write_beginning, folder), *listeners])
+    telling = Audience([partial(_write_beginning, folder), *listeners])
     stop = StopRequest()
     with contextlib.ExitStack() as stack:
         stack.enter_context(framed())
         if experiment.engine.backend == "ray":
-            stack.enter_context(_alone_on_ray())
+            stack.enter_context(alone_on_ray())
         stack.enter_context(stop.acknowledged(lambda: telling(Progress(STOPPING))))
         stack.enter_context(stop.listening())
         with stop.interruptible():
@@ -388,20 +341,20 @@ def _inline(job: Job, data: ClientData, emit: Listener, stop: StopRequest) -> It
 
 
 @contextlib.contextmanager
-def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> Iterator[RunFinished]:
+def _on_ray(job: Job, data: ClientData, emit: Audience, stop: StopRequest) -> Iterator[RunFinished]:
     torch.cuda.empty_cache()  # what the checks used is for the actors; does nothing where no GPU was used
     with contextlib.ExitStack() as stack:
         with stop.interruptible():
             ray = stack.enter_context(connected(job.experiment.ray, emit))
             if any(pool.gpus_per_actor == "auto" for pool in job.experiment.ray.actor_pools):
-                _spare.release(ray)
+                spare.release(ray)
                 job = replace(job, experiment=with_numbers(ray, job.experiment, data, emit))
             emit(Progress("starting actors"))
             settings = job.experiment.ray
             actors = client_actors(ray, settings, num_groups(job.experiment, data))
             node = node_for_server(ray, settings, job.checkpoints)
             kind = (actors, [reserved(pool) for pool in settings.actor_pools], for_server(settings), node)
-            server = _spare.take(ray, kind) or _server_actor(ray, *kind)
+            server = spare.take(ray, kind) or _server_actor(ray, *kind)
         finished = None
         try:
             while finished is None:
@@ -414,8 +367,8 @@ def _on_ray(job: Job, data: ClientData, emit: _Audience, stop: StopRequest) -> I
                     server = _server_actor(ray, *kind)  # Ray counts deaths, however much was done between them
             yield finished
         finally:
-            if _spare.shared and finished is not None:
-                _spare.kind, _spare.server = kind, server
+            if spare.shared and finished is not None:
+                spare.kind, spare.server = kind, server
             elif not has_died(ray):
                 ray.kill(server)
 
@@ -484,48 +437,3 @@ def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, 
 
 class _ServerDied(RaypflError):
     """The server's process died as often as Ray may start it."""
-
-
-class _Audience:
-    """Passes each event on to the listeners once, although a restarted server repeats some rounds.
-
-    One event at a time, from any thread.
-
-    The event of a run's start has the seconds since the audience was made, as ``startup_seconds`` of its metadata.
-
-    Attributes
-    ----------
-    round : the last finished one.
-    """
-
-    def __init__(self, listeners: Sequence[Listener]):
-        self._listeners = listeners
-        self._one_at_a_time = threading.RLock()  # reentrant: a restart emits a warning
-        self.round = -1
-        self._evaluated = -1
-        self._started = False
-        self._began = time.perf_counter()
-
-    def __call__(self, event: Event) -> None:
-        with self._one_at_a_time:
-            if self._is_news(event):
-                if isinstance(event, RunStarted):
-                    took = round(time.perf_counter() - self._began, 3)
-                    event = replace(event, metadata={**event.metadata, "startup_seconds": took})
-                for listener in self._listeners:
-                    with framed(f"as a listener, told of {type(event).__name__}", ListenerError, listener):
-                        listener(event)
-
-    def _is_news(self, event: Event) -> bool:
-        if isinstance(event, RunStarted):
-            first, self._started = not self._started, True
-            if not first:
-                self(Warned(f"The server was restarted and continues from round {event.first_round}."))
-            return first
-        if isinstance(event, RoundFinished):
-            news, self.round = event.round > self.round, max(event.round, self.round)
-            return news
-        if isinstance(event, Evaluated):
-            news, self._evaluated = event.round > self._evaluated, max(event.round, self._evaluated)
-            return news
-        return True

@@ -308,13 +308,13 @@ def _mean_rows(of_rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
     for summary in of_rounds:
         for row in summary:
             rows.setdefault((row["protocol"], row["model"]), []).append(row)
-    return [
-        {
-            name: value if isinstance(value, str) else fmean(row[name] for row in same)
-            for name, value in same[-1].items()
-        }
-        for same in rows.values()
-    ]
+
+    means = []
+    for (protocol, model), same in rows.items():
+        names = [name for name in same[-1] if name not in ("protocol", "model")]
+        aggregates = {name: fmean(row[name] for row in same) for name in names}
+        means.append({"protocol": protocol, "model": model, **aggregates})
+    return means
 
 
 def _table(file: Path) -> pa.Table:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.backends.cluster import bundle, client_actors, connected, for_client, in_one_process, on_this_node
+from raypfl.backends.of_this_process import spare
 from raypfl.backends.shared_folder import refuse_unless_shared
 from raypfl.common.stopping import StopRequest
 from raypfl.config import Experiment
 from raypfl.runs import driver as runs
-from raypfl.runs.driver import make_room
 from raypfl.runs.result import is_finished
 from raypfl.server.events import Event, Progress
 from raypfl.studies.cells import Cell
@@ -68,7 +68,7 @@ def _as_tasks(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dic
     with StopRequest().listening() as stop, connected(cells[left[0]].experiment.ray, listener) as ray:
         from ray.util.queue import Queue
 
-        make_room(ray)
+        spare.release(ray)
         for i in left:
             client_actors(ray, in_one_process(cells[i].experiment.ray), len(left))  # refuses what never has room
         _refuse_unless_shared(ray, [cells[i] for i in left])

@@ -24,10 +24,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from raypfl.backends.cluster import connected
+from raypfl.backends.of_this_process import spare
 from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.config.settings import RaySettings
 from raypfl.methods import METHODS
-from raypfl.runs.driver import make_room
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import checked_inputs, refuse_without_way
@@ -303,7 +303,7 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: L
     )(Service)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # in this process; `quiet` is for Serve's own
     with connected(RaySettings()) as ray:
-        make_room(ray)
+        spare.release(ray)
         http = {"host": host, "port": port, "request_timeout_s": 2 * TIMEOUT + 60}
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         try:

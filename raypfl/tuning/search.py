@@ -20,6 +20,7 @@ from raypfl.backends.cluster import (
     in_one_process,
     on_this_node,
 )
+from raypfl.backends.of_this_process import spare
 from raypfl.backends.shared_folder import refuse_unless_shared
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
@@ -30,7 +31,6 @@ from raypfl.config.yaml_text import read
 from raypfl.config.yaml_text import write as as_yaml
 from raypfl.data import load_federated
 from raypfl.evaluation import Measures
-from raypfl.runs.driver import make_room
 from raypfl.server.events import Event
 from raypfl.server.setup import make_measures
 from raypfl.tuning.sweep import SWEEP, Sweep, Target
@@ -100,7 +100,7 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
         from raypfl.tuning.log import TrialLog, has_died
         from raypfl.tuning.tune_parts import tuner
 
-        make_room(ray)
+        spare.release(ray)
         refuse_unless_shared(ray, folder, bundles(first.ray), "This sweep")
         at_once = _at_once(ray, first.ray, sweep.trials)
         names = metric_names(sweep, first.measures)
