@@ -43,8 +43,10 @@ class Noise:
 
     def source(self, cache: str | Path) -> dict[str, Any]:
         """``data`` and ``partition`` of a raypfl experiment that keeps the prepared samples in a folder."""
-        options = {"clients": self.clients, "smallest": self.smallest, "largest": self.largest}
         data = {"name": f"{HERE}:{self.name}", "cache": str(cache)}
+        if self.name in globals():  # a population, which decides itself who holds what
+            return {"data": data}
+        options = {"clients": self.clients, "smallest": self.smallest, "largest": self.largest}
         return {"data": data, "partition": {"name": f"{HERE}:InTurn", **options}}
 
     @property

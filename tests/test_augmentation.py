@@ -238,13 +238,12 @@ def test_actors_see_the_same_images_as_one_process(tmp_path, ray_cluster):
     assert inline.weights_hash == on_ray.weights_hash
 
 
-@pytest.mark.parametrize(
-    "data", [{"data": "tests.federated_data:Described"}, {"data": "tests.test_multi_label:marked"}], ids=str
-)
+@pytest.mark.parametrize("data", ["tests.federated_data:Described", "tests.test_multi_label:marked"])
 def test_images_of_described_clients_and_with_several_labels_are_changed_too(tmp_path, data):
     (tmp_path / "clients").write_text("12")
-    base = experiment(tmp_path, **data, method="fedavg", rounds=1, evaluation__protocols="[local]")
-    runs = [raypfl.run(base.override([f"data.root={tmp_path}", f"data.augmentation={a}"])) for a in ("[]", AUGMENTED)]
+    place = {"data__root": tmp_path} if "Described" in data else {}
+    base = experiment(tmp_path, data=data, **place, method="fedavg", rounds=1, evaluation__protocols="[local]")
+    runs = [raypfl.run(base.override([f"data.augmentation={a}"])) for a in ("[]", AUGMENTED)]
     assert runs[0].weights_hash != runs[1].weights_hash
 
 

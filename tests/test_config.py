@@ -256,6 +256,20 @@ def test_a_mistake_is_told_in_a_sentence(values, sentence):
     assert sentence in refusal(**values)
 
 
+NEEDED = {
+    "model.pretrain_epochs": ["model.pretrain=body"],
+    "model.pretrain_lr": ["model.pretrain=body"],
+    "training.momentum": ["training.optimizer=sgd"],
+    "training.decay": ["training.schedule=exponential"],
+    "training.gamma": ["training.schedule=step"],
+    "training.milestones[0]": ["training.schedule=step"],
+    "evaluation.patience": ["evaluation.protocols=[local, val]"],
+    "failures.min_success_fraction": ["failures.on_client_failure=skip"],
+    "privacy.clip": ["privacy.noise=1"],
+    "privacy.delta": ["privacy.noise=1"],
+}
+"""What gives a setting an effect."""
+
 NUMBERS = [name for name in SETTINGS if SETTINGS.type(name).split()[0] in ("integer", "number")]
 
 
@@ -277,7 +291,7 @@ NUMBERS = [name for name in SETTINGS if SETTINGS.type(name).split()[0] in ("inte
 def test_a_boolean_is_no_number(assignment, key):
     described = {"method": "ditto", "training": {"optimizer": "adam"}}
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)} is (True|False)[;,]"):
-        experiments(described, [assignment])
+        experiments(described, [assignment, *NEEDED.get(key, [])])
 
 
 def test_all_mistakes_are_told_at_once():

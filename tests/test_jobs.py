@@ -181,7 +181,7 @@ def test_what_cannot_work_as_a_job_is_refused_before_anything_is_sent(server: Se
         ["tracking.uri=sqlite:////shared/mlflow.db"],
         ["tracking.uri=http://tracking:5000"],
         ["checkpoint.location=s3://bucket/kept"],
-        ["data.root=~/data"],
+        ["data=cifar10", "data.root=~/data"],
         ["data.cache=/shared/cache"],
         ["model=resnet18", "model.weights=IMAGENET1K_V1"],
     ],

@@ -195,7 +195,10 @@ def test_partitions_by_class_refuse_other_targets_in_a_sentence(tmp_path, partit
     [
         ({"method": "fednh"}, "method is 'fednh', which learns the objective 'classification', but that of"),
         ({"objective": "classification"}, "objective is 'classification', which is for one class a sample, int64"),
-        ({"evaluation__metric": "accuracy"}, "evaluation.metric is 'accuracy', which the objective 'regression' does"),
+        (
+            {"evaluation__metric": "accuracy", "evaluation__protocols": "[local, val]", "data__val_fraction": 0.2},
+            "evaluation.metric is 'accuracy', which the objective 'regression' does",
+        ),
         ({"evaluation__protocols": "[pm_v]"}, "evaluation.protocols has 'pm_v', which needs one class"),
         (
             {"data__augmentation": "[flip]"},

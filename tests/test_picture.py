@@ -52,6 +52,10 @@ class MadeUp:
     privacy: pa.Table | None = None
     ledger: pa.Table = field(default_factory=lambda: arrow(Columns(LEDGER)))
 
+    @property
+    def last_rounds(self) -> list[int]:
+        return [max(self.evaluations["round"].to_pylist())]
+
     def summary(self, round: int | None = None) -> list[dict]:
         wanted = round or max(self.evaluations["round"].to_pylist())
         return summarise(

@@ -242,6 +242,7 @@ def test_a_population_may_seed_torch_on_a_gpu(tmp_path, faults):
     (tmp_path / "clients").write_text("6")
     described = {"data__name": f"{__name__}:Seeding", "data__root": tmp_path, "data__unseen_fraction": 0}
     protocols = {"evaluation__protocols": "[local]"}
+    described["partition"] = "{}"  # which is the population's own
     run(tmp_path, faults, method="fedavg", engine__executor="vectorised", **described, **protocols)
 
 
@@ -277,7 +278,7 @@ def tiny_grey(config) -> RawData:
 
 
 CNN = {"model": "cnn", "data__augmentation": "[crop, flip, cutout]", "training__precision": "bf16"}
-OTHER_POOL = {"data__pools": f"{{auxiliary: {{name: '{__name__}:tiny_grey'}}}}", "data__normalise": "own"}
+OTHER_POOL = {"data__pools": f"{{auxiliary: {{name: '{__name__}:tiny_grey', normalise: own}}}}"}
 VARIANTS = {
     "a cnn": {"method": "fedavg", "engine__executor": "vectorised"} | CNN,
     "a cnn, channels last": {"method": "ditto", "engine__executor": "sequential", "training__channels_last": True}

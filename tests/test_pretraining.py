@@ -86,7 +86,9 @@ def test_adapters_are_no_part_of_a_pretrained_network(tmp_path):
 
 
 def test_a_frozen_network_of_random_weights_is_told(tmp_path):
-    _, events = pretrained(tmp_path, model__pretrain="null")
+    events: list = []
+    frozen = {name: value for name, value in PRETRAINED.items() if "pretrain" not in name}
+    raypfl.run(experiment(tmp_path, method="fedavg", rounds=1, **frozen), listeners=[events.append])
     (warning,) = [event.text for event in events if isinstance(event, Warned)]
     assert "1,040 of the network's 1,210 parameters are frozen at random values" in warning
 

@@ -207,7 +207,7 @@ def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results,
 
 def test_runs_with_other_settings_are_no_seeds_of_one_method(results):
     fedavg = results[0]
-    moved = replace(results[1], experiment=results[1].experiment.override(["data.root=elsewhere", "ray.actors=2"]))
+    moved = replace(results[1], experiment=results[1].experiment.override(["checkpoint.every=3", "output=elsewhere"]))
     other = replace(fedavg, experiment=fedavg.experiment.override(["partition.alpha=1"]))
     assert [len(one.results) for one in group_runs([fedavg, moved, other])] == [2, 1]
 

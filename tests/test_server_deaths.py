@@ -47,7 +47,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_server_that_dies_now_and_then_over_many_rounds_does_not_end_the_run(tmp_path: Path, dying: list[int]):
     dying += [3] * 10
-    with pytest.raises(Died):
+    with pytest.raises(RaypflError, match="Died"):
         raypfl.run(experiment(tmp_path, engine__backend="ray"))
     assert not dying
 

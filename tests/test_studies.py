@@ -484,4 +484,4 @@ def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     assert reference is study and STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
     choices = stated(study, cells)
-    assert len(choices) == len(study.choices) and "{" not in "".join(choices)
+    assert "{" not in "".join(choices) and set(choices) >= {choice for choice in study.choices if "{" not in choice}

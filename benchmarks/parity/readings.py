@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raypfl import methods
+from raypfl.common.errors import ConfigError
 from raypfl.common.messages import Mean, per_client
 from raypfl.federation.method import ServerView
 from raypfl.methods import FedAvg
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 class APFL(methods.APFL):
     """The mixture's gradient never reaches the personal model, which moves toward the local one once a round.
 
-    ``v <- alpha v + (1 - alpha) w`` after the local epochs; it is also what is judged.
+    ``v <- alpha v + (1 - alpha) w`` after the local epochs; it is also what is judged. Its alpha is constant.
     """
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
+        if self.adaptive:
+            raise ConfigError("fluke's mixtures have a constant alpha; set adaptive to false.")
         local = clients.sgd(clients.loss, theta)
         personal = clients.state.get("personal", default=clients.initial)
         clients.state["personal"] = self.alpha * personal + (1 - self.alpha) * local
