@@ -116,7 +116,7 @@ def test_settings_of_a_methods_own_are_in_the_table_the_report_and_mlflow(elsewh
         assert behind in ("fedavg", label.replace("=", "_"))
         assert {key.split("/")[0] for key in parent.data.metrics if f"/{protocol}/" in key} == kinds
     children = runs_of(elsewhere / "runs", "tags.kind = 'run'")
-    names = {child.info.run_name.partition(" · ")[0]: child.data.params["training.lr"] for child in children}
+    names = {re.sub(r" [\d.]+ %", "", child.info.run_name): child.data.params["training.lr"] for child in children}
     assert names == {"fedavg s0": "0.1", "ditto s0 training.optimizer=adam training.lr=0.05": "0.05"}
 
 

@@ -45,7 +45,7 @@ def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path)
     assert record(events(folder)) == []
     (run,) = runs_of(folder)
     client = client_of(folder)
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "experiment ditto s0 · 50.0 %")
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "experiment: ditto 50.0 % s0")
     assert run.info.start_time <= run.info.end_time  # however long MLflow took to be there
     assert run.data.params["method.lam"] == "0.75"
     assert run.data.metrics["accuracy/local/personal"] == 0.5

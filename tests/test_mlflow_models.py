@@ -64,10 +64,10 @@ def test_a_comparison_is_a_parent_with_its_results_and_a_child_for_each_run_with
     parent, *children = runs_of(folder)
     assert parent.info.status == "FINISHED" and parent.inputs.dataset_inputs[0].dataset.name == "digits"
     assert re.fullmatch(r"small: (fedavg|fedper) \d+\.\d %, (?!\1)(fedavg|fedper) \d+\.\d %", parent.info.run_name)
-    names = [run.info.run_name.split(" · ") for run in children]
-    assert [name for name, _ in names] == ["fedavg s0", "fedavg s1", "fedper s0", "fedper s1"]
-    last = children[2].data.metrics["accuracy/local/personal"]
-    assert names[2][1] == f"{100 * last:.1f} %"
+    last = 100 * children[2].data.metrics["accuracy/local/personal"]
+    assert children[2].info.run_name == f"fedper {last:.1f} % s0"
+    without_scores = [re.sub(r" [\d.]+ %", "", run.info.run_name) for run in children]
+    assert without_scores == ["fedavg s0", "fedavg s1", "fedper s0", "fedper s1"]
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
     note = parent.data.tags["mlflow.note.content"]
     assert "| fedper | local |" in note and "±" in note

@@ -29,13 +29,13 @@ Point = tuple[str, float, int]
 """Name, value and step of a metric."""
 
 
-def name_of(experiment: Experiment) -> str:
-    """The name of a run: its method, the options that are not at their defaults, and the seed."""
+def name_of(experiment: Experiment, score: str = "") -> str:
+    """The name of a run: its method, its score, the options that are not at their defaults, and the seed."""
     method: Any = experiment.method
     options = experiment.to_dict()["method"]
     defaults = {field.name: field.default for field in fields(method)}
     changed = [f"{key}={value}" for key, value in options.items() if key != "name" and value != defaults[key]]
-    return " ".join([options["name"].rpartition(":")[2], *changed, f"s{experiment.seed}"])
+    return " ".join(filter(None, [options["name"].rpartition(":")[2], score, *changed, f"s{experiment.seed}"]))
 
 
 def score_of(experiment: Experiment, summary: Sequence[Mapping[str, Any]]) -> str:

@@ -213,7 +213,7 @@ class RunRecord:
         experiment = self._started.experiment
         home = experiment_id(client, self._started.experiment, self._uri)
         tags = {**_mlflow_tags(), **entries.tags_of(self._started), **self._tags, **self._parent_tags(client, home)}
-        run = client.create_run(home, self._began, tags, self._name)
+        run = client.create_run(home, self._began, tags, self._name())
         run_id: str = run.info.run_id
         write(Path(self.run_dir, RUN_ID_FILE), run_id)
         client.set_tag(run_id, NOTE, entries.description_of(self._started, run_id, self._uri))
@@ -221,12 +221,12 @@ class RunRecord:
         client.log_inputs(run_id, datasets=[self._dataset()])
         return run
 
-    @property
-    def _name(self) -> str:
-        """Name of the experiment, unless its parent has it; method, changed options and seed; settings that differ."""
+    def _name(self, score: str = "") -> str:
+        """Name of the experiment, unless its parent has it; :func:`entries.name_of`; settings that differ."""
         experiment = self._started.experiment
-        above = "" if self._comparison else experiment.name
-        return " ".join(filter(None, [above, entries.name_of(experiment), self._tags.get("settings")]))
+        above = "" if self._comparison else f"{experiment.name}:"
+        name = " ".join(filter(None, [above, entries.name_of(experiment, score), self._tags.get("settings")]))
+        return entries.short_name(name)
 
     def _dataset(self) -> Any:
         from mlflow.entities import Dataset, DatasetInput
@@ -279,7 +279,7 @@ class RunRecord:
         evaluated = [event for event, _ in pending if isinstance(event, Evaluated) and event.summary]
         if evaluated:  # MLflow's page shows no metric by itself, but every name
             score = entries.score_of(self._started.experiment, evaluated[-1].summary)
-            client.update_run(self.run_id, name=entries.short_name(f"{self._name} · {score}"))
+            client.update_run(self.run_id, name=self._name(score))
         saved = [event.location for event, _ in pending if isinstance(event, Checkpointed)]
         if saved:
             client.set_tag(self.run_id, "checkpoint", saved[-1])
