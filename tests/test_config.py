@@ -420,3 +420,8 @@ def test_every_recipe_describes_experiments():
 def test_a_recipe_that_does_not_exist_is_told_with_the_nearest():
     with pytest.raises(ConfigError, match="no recipe called 'digts'; did you mean 'digits'"):
         RECIPES.text("digts")
+
+
+def test_a_list_that_holds_itself_is_refused():
+    with pytest.raises(ConfigError, match="not valid YAML: .*holds itself"):
+        experiments({}, ["ray.mixed_devices=&a [*a]"])

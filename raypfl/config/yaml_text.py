@@ -43,7 +43,9 @@ def parse(text: str, where: str) -> Any:
     ConfigError : if it is not valid YAML, or gives a key twice; `where` names the text in the message.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        _refuse_cycles(value)
+        return value
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -54,6 +56,16 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: it is nested too deeply.") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:  # as PyYAML does for 2001-99-99 or !!int x
         raise ConfigError(f"{where} is not valid YAML: a value is not of the type it looks like ({error}).") from None
+
+
+def _refuse_cycles(value: Any, inside: tuple[Any, ...] = ()) -> None:
+    """Raise a ValueError for a list or mapping that holds itself, as YAML can say: ``&a [*a]``."""
+    if not isinstance(value, list | dict):
+        return
+    if any(value is container for container in inside):
+        raise ValueError("a list or mapping holds itself")
+    for part in value.values() if isinstance(value, dict) else value:
+        _refuse_cycles(part, (*inside, value))
 
 
 def read(source: str | Path) -> dict[str, Any]:
