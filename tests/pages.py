@@ -54,7 +54,7 @@ SAVED = {
     "my_rules.py": ("docs/optimizers.md", "class Lion"),
     "my_study.yaml": ("docs/studies.md", "published:"),
     "mine.yaml": ("README.md", "rounds: 20"),
-    "perada-cifar10.yaml": ("docs/perada.md", "perada-cifar10.yaml"),
+    "perada-cifar10.yaml": ("docs/records.md", "perada-cifar10.yaml"),
     "release.yaml": ("docs/fednh.md", "extends:"),
     "runs/digits-ditto/best.yaml": ("README.md", "rounds: 20"),
 }

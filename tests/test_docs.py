@@ -16,7 +16,7 @@ import yaml
 import raypfl
 from raypfl.config.reference import SETTINGS, markdown
 from raypfl.methods import METHODS, Local
-from tests.pages import PAGES, ROOT, blocks, write_files
+from tests.pages import FENCED, PAGES, ROOT, blocks, write_files
 from tests.support import Federation
 
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.py"))
@@ -138,6 +138,40 @@ def test_every_relative_link_leads_to_a_file(page):
     targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if not ELSEWHERE.search(link)]
     files = [(page.parent / target).resolve() for target in targets if target]
     assert not [file for file in files if not file.exists() and file.with_suffix(".py") not in TUTORIALS]
+
+
+MEASURED = re.compile(r"\| *\d+\.\d+ *[%|±]")
+ACCURACIES = re.compile(r"±|[Aa]ccuracy[^.]*%|\A\|.*accuracy")
+SEVERAL = re.compile(r"\b(?:three|four|five|ten|[3-9]|\d\d) seeds\b|\bseeds[= ](?:[3-9]|\d\d)\b")
+
+
+def tables_of_accuracies(page: str) -> list[tuple[str, str]]:
+    """The prose since the heading or table before, and the table itself, of each table of measured accuracies."""
+    found = []
+    for section in re.split(r"^#+ .*\n", FENCED.sub("", page), flags=re.MULTILINE):
+        pieces = re.split(r"^((?:\|.*\n)+)", section, flags=re.MULTILINE)
+        for at in range(1, len(pieces), 2):
+            above = "".join(pieces[0:at:2])
+            if MEASURED.search(pieces[at]) and (ACCURACIES.search(above) or ACCURACIES.search(pieces[at])):
+                found.append((pieces[at - 1], pieces[at]))
+    return found
+
+
+def test_tables_of_accuracies_are_found_with_the_prose_above_them():
+    table = "| | local |\n|---|---|\n| Ditto | 80.1 |\n"
+    first, second = "\nAccuracy in %, three seeds:\n\n", "\nOther methods with seed 0:\n\n"
+    page = f"# A title\n{first}{table}{second}{table}\n## Times\n\nSeconds:\n\n{table}"
+    assert tables_of_accuracies(page) == [(first, table), (second, table)]
+    assert SEVERAL.search(first) and SEVERAL.search("`raypfl run digits seeds=10`") and not SEVERAL.search(second)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_table_of_accuracies_has_three_seeds_or_more_except_among_the_records_of_single_runs(page):
+    tables = tables_of_accuracies(page.read_text())
+    if page.name == "records.md":
+        assert tables
+        return
+    assert not [table for prose, table in tables if not SEVERAL.search(prose)]
 
 
 def test_the_page_of_settings_is_current():

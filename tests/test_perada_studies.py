@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,7 @@ from raypfl.server.setup import make_model
 from raypfl.studies.cells import Cell, plan, select
 from raypfl.studies.description import Study, load
 from raypfl.tuning.sweep import load as load_sweep
+from tests.pages import blocks
 
 SWEEPS = Path(__file__).parents[1] / "tune_configs"
 NAMES = ("perada-table1", "perada-table2", "perada-table3", "perada-table5")
@@ -94,8 +94,8 @@ def test_methods_of_table_3_and_global_models_of_table_2_are_runs_of_table_1_whe
 
 
 def test_the_settings_of_the_authors_code_join_the_study_by_the_file_on_the_page(tmp_path):
-    page = (Path(__file__).parents[1] / "docs/perada.md").read_text()
-    compared, text = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (text,) = blocks("docs/perada.md", "yaml")
+    (compared,) = [code for code in blocks("docs/records.md", "yaml") if "perada" in code]
     assert len(experiments(compared)) == 6
     (tmp_path / "release.yaml").write_text(text)
     study, reference = load(str(tmp_path / "release.yaml"))
