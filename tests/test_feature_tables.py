@@ -14,6 +14,7 @@ import raypfl
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.config import experiments
 from raypfl.data import ByColumn
+from raypfl.datasets.tables import read_csv
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.samples import samples_in
@@ -218,3 +219,9 @@ def test_a_new_client_may_have_negative_numbers_to_predict(tmp_path):
     x, y = samples_in(file.parent, models)
     assert np.array_equal(x, models.outline.data.inputs) and y.tolist() == [1000.5, -2000, 3000, 4000, 5000, 6000]
     assert np.isfinite(models.personalize(x, y).metrics["mse"])
+
+
+def test_a_table_that_is_not_utf_8_is_refused(tmp_path):
+    (tmp_path / "people.csv").write_bytes("city,age\nKöln,3\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"people.csv is not UTF-8 .*iconv"):
+        read_csv(tmp_path / "people.csv", "people.csv")

@@ -443,3 +443,9 @@ def test_a_run_keeps_what_it_found_out_as_it_began(results):
     metadata = raypfl.Result.load(results[0].run_dir).metadata
     assert metadata["num_clients"] == 8 and metadata["device"] == "cpu"
     assert metadata["versions"]["raypfl"] == raypfl.__version__
+
+
+def test_a_report_in_a_format_that_there_is_not_is_refused(results, tmp_path):
+    with pytest.raises(ConfigError, match=r"let .*table.pdf end in .html, .tex or .csv"):
+        write(results, tmp_path / "table.pdf")
+    assert not (tmp_path / "table.pdf").exists()

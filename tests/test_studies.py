@@ -485,3 +485,12 @@ def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
     choices = stated(study, cells)
     assert "{" not in "".join(choices) and set(choices) >= {choice for choice in study.choices if "{" not in choice}
+
+
+def test_what_a_study_of_ones_own_lacks_may_be_given_on_the_command_line(tiny: Path):
+    people = "age,city,bought\n" + "".join(f"{20 + k % 40},town{k % 4},{k % 2}\n" for k in range(80))
+    (tiny / "people").mkdir()
+    (tiny / "people" / "people.csv").write_text(people)
+    (tiny / "mine.yaml").write_text(TINY.partition("published:")[0].replace("data: digits", "data: table"))
+    words = ["mine.yaml", "data.root=people", "data.target=bought", "rounds=1", "seeds=1", "--only", "FedAvg,dir1.0"]
+    assert len(told(*words)["entries"]) == 2

@@ -333,6 +333,11 @@ def _reduced(who: str, name: str, value: object, clients: int) -> Value:
         return Value("each", rows.cpu().numpy(), 0.0, numbers)
     if isinstance(value, Sum):
         return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers)
+    if not isinstance(value.weight, torch.Tensor | None):
+        raise MethodError(
+            f"The weight of Mean {name!r}, which {who} returned, is a {type(value.weight).__name__}; it must be a "
+            "tensor with a number for each client, such as clients.num_samples."
+        )
     weight = (
         torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else unmarked(value.weight)
     )

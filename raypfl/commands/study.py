@@ -52,8 +52,8 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     """
     study, reference = load(source)
     study = select(study, only)
-    published = plan(reference)  # without assignments, so that an error in it is the file's
     cells = plan(study, assignments)
+    published = _published(reference, assignments)
     study = study.model_copy(update={"choices": stated(study, cells)})
     _refuse_missing_data([cell for cell in cells if not is_finished(cell.folder)])
     folder = Path(cells[0].experiment.output).absolute() / study.name
@@ -79,6 +79,15 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
             else:
                 _show(study, reference, measured, departures, folder)
         _raise_for(outcomes, cells, to_continue)
+
+
+def _published(reference: Study, assignments: Sequence[str]) -> list[Cell]:
+    """The cells as the study's file has them; with the assignments if it has none without them, as for a data set
+    whose folder is named on the command line."""
+    try:
+        return plan(reference)
+    except ConfigError:
+        return plan(reference, assignments)
 
 
 def _refuse_missing_data(cells: Sequence[Cell]) -> None:

@@ -43,6 +43,7 @@ def read_csv(path: Path, shown: str) -> pa.Table:
         return "error"
 
     try:
+        refuse_other_encodings(path, shown)
         whole = min(path.stat().st_size + 1, 2**31 - 1)  # Arrow looks at the first block only to choose types
         return pa_csv.read_csv(
             path,
@@ -52,6 +53,19 @@ def read_csv(path: Path, shown: str) -> pa.Table:
         )
     except (pa.ArrowException, OSError) as error:
         raise DataError(" ".join(short) or f"{path} is not a readable CSV file: {error}") from error
+
+
+def refuse_other_encodings(path: Path, shown: str) -> None:
+    """Raise a DataError unless a file is UTF-8: Arrow would make bytes of its texts."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for _ in file:
+                pass
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{shown} is not UTF-8 (byte {error.start} of a block is {error.object[error.start]:#x}). Convert it, as "
+            f"with `iconv -f LATIN1 -t UTF-8`."
+        ) from error
 
 
 class Table(ABC):

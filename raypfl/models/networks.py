@@ -27,6 +27,11 @@ def image_shape(name: str, input_shape: tuple[int, ...], least: int = 1) -> tupl
     if len(input_shape) != 3:
         raise ConfigError(f"The {name} model takes images, but samples here are {list(input_shape)}; use mlp.")
     channels, height, width = input_shape
+    if width in (1, 3) and channels > width:
+        raise ConfigError(
+            f"The {name} model takes images [C, H, W], but these are [{channels}, {height}, {width}]: their channels "
+            "seem to come last. Transpose them, as with images.transpose(0, 3, 1, 2)."
+        )
     if min(height, width) < least:
         raise ConfigError(
             f"The {name} model needs images of at least {least}x{least} pixels, these are {height}x{width}; use mlp."
@@ -49,6 +54,8 @@ def mlp(
     latent : units of an additional layer before the head. It has no ReLU, so that features can be negative.
     head_bias : whether the head has a bias.
     """
+    if min(hidden, default=1) < 1:
+        raise ConfigError(f"model.hidden is {list(hidden)}; each layer needs at least one unit.")
     layers: list[nn.Module] = [nn.Flatten()]
     size = prod(input_shape)
     for units in hidden:

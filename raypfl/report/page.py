@@ -69,7 +69,10 @@ def write(
         settings.setdefault(key, []).append(result)
     groups = [group_runs(some) for some in settings.values()]
     baselines = _baselines(groups, baseline)
-    if export := _EXPORTS.get(Path(path).suffix):
+    ending = Path(path).suffix
+    if ending not in ("", ".html", ".htm", *_EXPORTS):
+        raise ConfigError(f"A report is a page or a table: let {path} end in .html, {' or '.join(_EXPORTS)}.")
+    if export := _EXPORTS.get(ending):
         files.write(Path(path), export(list(zip(groups, baselines, strict=True))))
         return Path(path)
     parts = [

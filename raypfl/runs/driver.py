@@ -169,7 +169,7 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     measures = make_measures(experiment, data)
     refuse_untestable(experiment.evaluation.protocols, data, measures.objective)
     refuse_unmaskable(experiment.evaluation.masks, measures.objective)
-    _refuse_without_models(experiment.method)
+    _refuse_incomplete(experiment.method)
     _refuse_another_objective(experiment, data, measures)
     _refuse_to_augment(experiment, data)
     if experiment.cohort.size and experiment.cohort.size > data.num_clients:
@@ -192,10 +192,15 @@ def _fitting_model(experiment: Experiment, data: ClientData) -> FlatModel:
     return model
 
 
-def _refuse_without_models(method: Method) -> None:
+def _refuse_incomplete(method: Method) -> None:
+    name = type(method).__name__
+    if type(method).start is Method.start:
+        raise ConfigError(f"{name} does not say how it starts: define start(self, task).")
+    if type(method).round is Method.round:
+        raise ConfigError(f"{name} does not say what a round is: define round(self, server, cohort).")
     if all(getattr(type(method), name) is getattr(Method, name) for name in JUDGED):
         raise ConfigError(
-            f"{type(method).__name__} has no model to evaluate: define global_model(self, server), which returns a "
+            f"{name} has no model to evaluate: define global_model(self, server), which returns a "
             "vector [P+B] such as server['theta'], or personal_model(self, clients, server), which returns [K, P+B], "
             "or both."
         )

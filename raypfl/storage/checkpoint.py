@@ -35,7 +35,7 @@ import safetensors.torch
 import torch
 
 from raypfl.common import files as disk
-from raypfl.common.errors import CheckpointError
+from raypfl.common.errors import CheckpointError, NoRun
 from raypfl.storage.columns import Columns
 from raypfl.storage.states import LiveStack, StateFile, StateShard
 from raypfl.storage.tables import Part, Table, restore
@@ -215,7 +215,7 @@ def adopt(source: str, round: int, location: str) -> None:
     with _reading("checkpoints", source):
         name = _intact(theirs, there, round)
         if name is None:
-            raise CheckpointError(
+            raise NoRun(
                 f"{source} has no checkpoint of round {round}; it has {_listed(rounds(source))}. checkpoint.every and "
                 "checkpoint.keep say which ones a run keeps."
             )
