@@ -385,9 +385,9 @@ class ProtectedClients(Clients):
         if name.startswith("_") or name in WITHOUT_CONTENTS or name in WITH_NOISE:
             return value
         raise PrivacyError(
-            f"clients.{name} reads clients' data without noise, so privacy.noise would not hold. Choose a method, or "
-            "an option of this one, that reads them by clients.sgd and batch.step only, privacy.unit=client, or no "
-            "privacy."
+            f"clients.{name} reads clients' data without noise, so privacy.noise would not hold. Choose a method "
+            "(or an option) that reads data only by clients.sgd and clients.minibatches, or set privacy.unit=client, "
+            "or leave privacy out."
         )
 
 

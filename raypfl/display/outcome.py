@@ -29,8 +29,8 @@ from raypfl.runs.result import Result
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
 _PREDICTION = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
 _MASKED = {
-    "zero": "/zero: with the logits of classes that a client lacks in its training data set to 0.",
-    "exclude": "/exclude: predicting only the classes that a client has in its training data.",
+    "zero": "/zero: with a logit of 0 for every class that a client's training data lack.",
+    "exclude": "/exclude: predicting only classes that a client's training data have.",
 }
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78

@@ -233,7 +233,7 @@ class _Rows:
         if values.null_count:
             row = values.is_null().to_numpy(zero_copy_only=False).argmax()
             raise DataError(
-                f"{self.place(int(row))} has no {name!r}; of features, data.missing=fill fills missing values in."
+                f"{self.place(int(row))} has no {name!r}. data.missing=fill fills in features; a target must be given."
             )
         return values
 
