@@ -69,7 +69,7 @@ def tuner(
     ------
     ConfigError : for a searcher or scheduler that cannot be made.
     """
-    space = {space.name: _domain(space) for space in sweep.spaces}
+    space = {space.name: domain(space) for space in sweep.spaces}
     several = len(names) > 1  # then Optuna takes them itself, and Tune wants none
     goal: dict[str, Any] = {} if several else {"metric": names[0], "mode": modes[0]}
     config = tune.TuneConfig(
@@ -110,17 +110,6 @@ def _has_begun(path: Path) -> bool:
         else:
             return True
     return False
-
-
-def _domain(space: Space) -> Any:
-    """Tune's domain: numbers of a range, or the positions of a list's values."""
-    positions = list(range(len(space.values)))
-    if space.kind == "grid":
-        return tune.grid_search(positions)
-    if space.kind == "choice":
-        return tune.choice(positions)
-    step = [] if space.step is None else [space.step]
-    return getattr(tune, space.kind)(*space.values, *step)
 
 
 def _stopper(value: float | None, name: str, mode: str) -> FunctionStopper | None:
@@ -232,7 +221,7 @@ def _given(sweep: Sweep, first: Experiment, parameters: Mapping[str, Any]) -> di
     every = {"perturbation_interval": chosen.interval or first.evaluation.every}
     if chosen.name == "pbt":
         mutations = {
-            space.name: _domain(space) if space.is_range else list(range(len(space.values))) for space in sweep.spaces
+            space.name: domain(space) if space.is_range else list(range(len(space.values))) for space in sweep.spaces
         }
         return {
             **rounds,
