@@ -32,7 +32,7 @@ from benchmarks.peers.data import prepare
 from benchmarks.peers.jobs import Contender, Job
 from benchmarks.peers.systems.bare import forward, prepared
 from benchmarks.peers.systems.raypfl import experiment
-from raypfl.server.events import Evaluated, Event, RoundFinished, RunStarted
+from raypfl.engine.events import Evaluated, Event, RoundFinished, RunStarted
 
 NOISE = {"mlp": {10: "pixels_10", 50: "pixels_50"}, "cnn": {10: "images", 50: "images_50"}}
 """Network -> test samples a client -> data set."""

@@ -29,26 +29,26 @@ import numpy as np
 import torch
 
 from benchmarks.circumstances import about
-from raypfl.backends.inline import Inline
 from raypfl.clients.context import Context
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import OutOfMemory
 from raypfl.common.memory import out_of_memory
+from raypfl.engine.backends.inline import Inline
+from raypfl.engine.setup import same_bits_on_gpus
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
+from raypfl.learning.batches import Samples
+from raypfl.learning.executor import Executor, Precision
+from raypfl.learning.pool import Pools
+from raypfl.learning.settings import TrainingSettings
+from raypfl.learning.vectorised import Vectorised
 from raypfl.methods import FedAvg
 from raypfl.models import MODELS, FlatModel
-from raypfl.server.setup import same_bits_on_gpus
 from raypfl.storage.states import StateTable
-from raypfl.training.batches import Samples
-from raypfl.training.executor import Executor, Precision
-from raypfl.training.pool import Pools
-from raypfl.training.settings import TrainingSettings
-from raypfl.training.vectorised import Vectorised
 
 CLASSES = 10
 SAMPLES = 50

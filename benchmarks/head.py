@@ -34,9 +34,9 @@ from benchmarks.memory import PARTS, memory
 from benchmarks.noise import ONLY_ROUNDS, SETS
 from raypfl.clients.worker import Group, Reply, Value
 from raypfl.common.messages import Each
+from raypfl.engine.events import Event, RoundFinished
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.methods import FedAvg
-from raypfl.server.events import Event, RoundFinished
 
 SLEEP = 0.25
 WARM = 100

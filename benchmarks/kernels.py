@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 import raypfl
+from raypfl.analysis.theory.empirical import Side, kernel, sketch
+from raypfl.engine.events import Event, RoundFinished, RunStarted
 from raypfl.models import MODELS, FlatModel
-from raypfl.server.events import Event, RoundFinished, RunStarted
-from raypfl.theory.empirical import Side, kernel, sketch
 
 SAMPLES, INPUTS, CLIENTS, ROUNDS = 2_000, 64, 20, 5
 OBSERVED = 3

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raypfl.data import Partition, Traits
-from raypfl.datasets import DataConfig, Population, RawData
+from raypfl.data.datasets import DataConfig, Population, RawData
 
 HERE = "benchmarks.noise"
 CLASSES = 10

@@ -43,8 +43,8 @@ from benchmarks.peers.order import Order
 from benchmarks.peers.systems.bare import Loop
 from benchmarks.peers.systems.raypfl import experiment
 from raypfl.common.messages import Mean
+from raypfl.engine.events import Event, RoundFinished
 from raypfl.methods import FedAvg
-from raypfl.server.events import Event, RoundFinished
 
 Ratios = Mapping[str, Mapping[str, float]]
 """Job -> contender -> how many of its rounds fit into one of the bare loop's."""

@@ -6,7 +6,7 @@
 Each node has two client actors. Every three to eight rounds one of the four is killed, and every fiftieth round ends
 with the server's death. Memory (PSS) is that of the server, of the largest client actor, of the driver and of Ray's own
 processes, and what the nodes' object stores hold. Needs Linux and root: a node is a set of namespaces
-(`tests/nodes.py`).
+(`tests/support/nodes.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 import raypfl.runs.driver as runs
 from benchmarks.circumstances import about
 from benchmarks.memory import proportional
-from raypfl.config import Experiment
+from raypfl.engine.events import Event, RoundFinished
+from raypfl.experiment import Experiment
 from raypfl.results.drawing import png, scale
-from raypfl.server.events import Event, RoundFinished
-from tests.nodes import Node, Nodes
-from tests.runs import experiment
+from tests.support.nodes import Node, Nodes
+from tests.support.runs import experiment
 
 KINDS = {"server": "ray::ServerActor", "client actor": "ray::ClientActor", "driver": "soak --driver", "Ray": "/ray/"}
 SEED = 7
@@ -45,7 +45,12 @@ def settings(folder: Path, rounds: int, **more: Any) -> Experiment:
 
     A group's states take 320 KB, so they are in the object stores and not in messages.
     """
-    given = {"method": "tests.federated_methods:Slow", "rounds": rounds, "cohort__size": 12, "evaluation__every": 50}
+    given = {
+        "method": "tests.support.federated_methods:Slow",
+        "rounds": rounds,
+        "cohort__size": 12,
+        "evaluation__every": 50,
+    }
     return experiment(folder, **given, model__hidden=[512], checkpoint__every=10, **more)
 
 

@@ -28,8 +28,8 @@ import raypfl
 from benchmarks.memory import PARTS, memory
 from benchmarks.noise import ONLY_ROUNDS, SETS
 from raypfl.common.messages import Mean
+from raypfl.engine.events import Event, RoundFinished
 from raypfl.methods import FedAvg
-from raypfl.server.events import Event, RoundFinished
 
 HERE = "benchmarks.states"
 

@@ -9,9 +9,10 @@ from raypfl.common.version import __version__
 
 if TYPE_CHECKING:
     from raypfl import methods as methods
-    from raypfl import objectives as objectives
-    from raypfl import optimizers as optimizers
-    from raypfl import report as report
+    from raypfl.api import Result as Result
+    from raypfl.api import resume as resume
+    from raypfl.api import run as run
+    from raypfl.api import trained_models as trained_models
     from raypfl.clients.clients import Clients as Clients
     from raypfl.common.messages import Broadcast as Broadcast
     from raypfl.common.messages import Each as Each
@@ -19,62 +20,61 @@ if TYPE_CHECKING:
     from raypfl.common.messages import Scatter as Scatter
     from raypfl.common.messages import Sum as Sum
     from raypfl.common.messages import per_client as per_client
-    from raypfl.config import Experiment as Experiment
-    from raypfl.display.interactive import Result as Result
-    from raypfl.display.interactive import resume as resume
-    from raypfl.display.interactive import run as run
-    from raypfl.display.paired import compare as compare
+    from raypfl.experiment import Experiment as Experiment
     from raypfl.federation.cohort import Cohort as Cohort
+    from raypfl.integrations.tracking.listener import MLflowListener as MLflowListener
+    from raypfl.integrations.tuning.outcome import tune as tune
+    from raypfl.learning import augmentation as augmentation
+    from raypfl.learning import objectives as objectives
+    from raypfl.learning import optimizers as optimizers
+    from raypfl.learning.objectives.batch import Batch as Batch
     from raypfl.methods import METHODS as METHODS
     from raypfl.methods import Method as Method
     from raypfl.methods import Task as Task
     from raypfl.models import MODELS as MODELS
     from raypfl.models import FlatModel as FlatModel
     from raypfl.models import Predictor as Predictor
-    from raypfl.objectives.batch import Batch as Batch
+    from raypfl.results import report as report
+    from raypfl.results.display.paired import compare as compare
     from raypfl.runs.driver import session as session
-    from raypfl.tracking.listener import MLflowListener as MLflowListener
-    from raypfl.tracking.models import trained_models as trained_models
     from raypfl.trained.remote import RemoteRun as RemoteRun
     from raypfl.trained.saved_model import load_model as load_model
-    from raypfl.training import augmentation as augmentation
-    from raypfl.tuning.outcome import tune as tune
 
 _HOMES = {
-    "Batch": "raypfl.objectives.batch",
+    "Batch": "raypfl.learning.objectives.batch",
     "Broadcast": "raypfl.common.messages",
     "Clients": "raypfl.clients.clients",
     "Cohort": "raypfl.federation.cohort",
     "Each": "raypfl.common.messages",
-    "Experiment": "raypfl.config",
+    "Experiment": "raypfl.experiment",
     "FlatModel": "raypfl.models",
     "METHODS": "raypfl.methods",
-    "MLflowListener": "raypfl.tracking.listener",
+    "MLflowListener": "raypfl.integrations.tracking.listener",
     "MODELS": "raypfl.models",
     "Mean": "raypfl.common.messages",
     "Method": "raypfl.methods",
     "Predictor": "raypfl.models",
     "RemoteRun": "raypfl.trained.remote",
-    "Result": "raypfl.display.interactive",
+    "Result": "raypfl.api",
     "Scatter": "raypfl.common.messages",
     "Sum": "raypfl.common.messages",
     "Task": "raypfl.methods",
-    "compare": "raypfl.display.paired",
+    "compare": "raypfl.results.display.paired",
     "load_model": "raypfl.trained.saved_model",
     "per_client": "raypfl.common.messages",
-    "resume": "raypfl.display.interactive",
-    "run": "raypfl.display.interactive",
+    "resume": "raypfl.api",
+    "run": "raypfl.api",
     "session": "raypfl.runs.driver",
-    "trained_models": "raypfl.tracking.models",
-    "tune": "raypfl.tuning.outcome",
+    "trained_models": "raypfl.api",
+    "tune": "raypfl.integrations.tuning.outcome",
 }
 
 _MODULES = {
-    "augmentation": "raypfl.training.augmentation",
+    "augmentation": "raypfl.learning.augmentation",
     "methods": "raypfl.methods",
-    "objectives": "raypfl.objectives",
-    "optimizers": "raypfl.optimizers",
-    "report": "raypfl.report",
+    "objectives": "raypfl.learning.objectives",
+    "optimizers": "raypfl.learning.optimizers",
+    "report": "raypfl.results.report",
 }
 
 __all__ = ["RaypflError", "__version__", *_HOMES, *_MODULES]

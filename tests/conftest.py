@@ -59,7 +59,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty tracking database, for tests to copy: its migrations take seconds."""
-    from raypfl.tracking.connection import quiet_mlflow
+    from raypfl.integrations.tracking.connection import quiet_mlflow
 
     file = tmp_path_factory.mktemp("mlflow") / "empty.db"
     quiet_mlflow().MlflowClient(f"sqlite:///{file}").search_experiments()
@@ -69,8 +69,8 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[..., Any]:
     """Open the data set of this name that is in the folder ``data``, for two clients unless a partition says."""
-    from raypfl.config import Experiment
     from raypfl.data import IID, load_federated
+    from raypfl.experiment import Experiment
 
     def open_folder(name: str, partition: Any = None, **options: Any) -> Any:
         config = Experiment(data={"name": name, "root": str(tmp_path / "data")} | options).data

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from raypfl.data import Dirichlet, FederatedData, load_federated
-from raypfl.datasets import DataConfig, RawData
+from raypfl.data.datasets import DataConfig, RawData
 
 CLIENTS = 20
 ALPHA = 0.3
@@ -36,7 +36,7 @@ def dealt_digits(config: DataConfig) -> RawData:
 
 def digits() -> FederatedData:
     """The same, as raypfl's runs open them."""
-    from raypfl.config import Experiment
+    from raypfl.experiment import Experiment
 
     experiment = Experiment(**SOURCE)
     return load_federated(experiment.data, experiment.partition, seed=0)

@@ -11,7 +11,7 @@ import numpy as np
 import raypfl
 from benchmarks.noise import Noise
 from raypfl.data import FederatedData, load_federated
-from raypfl.datasets import DescribedData
+from raypfl.data.datasets import DescribedData
 
 
 def store(folder: Path) -> Path:

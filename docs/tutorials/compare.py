@@ -10,7 +10,7 @@ import pandas as pd
 from PIL import Image
 
 import raypfl
-from raypfl.config import experiments
+from raypfl.experiment import experiments
 from raypfl.results.drawing import draw
 
 planned = experiments(
@@ -62,7 +62,7 @@ raypfl.compare(results, baseline="fedavg")
 Image.open(draw(results, "comparison.png"))
 
 # %%
-raypfl.report.write(results, "report.html")
+raypfl.results.report.write(results, "report.html")
 
 # %% [markdown]
 # The report is one HTML file without scripts: send it, archive it with a paper, print it. `raypfl

@@ -7,8 +7,8 @@
 # %%
 import raypfl
 from raypfl import Mean
+from raypfl.engine.events import Evaluated, RoundFinished
 from raypfl.methods import FedAvg
-from raypfl.server.events import Evaluated, RoundFinished
 
 # %% [markdown]
 # ## Listen

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import raypfl
-from raypfl.datasets import RawData
+from raypfl.data.datasets import RawData
 
 
 def hospitals(config, spread: float = 1.0):

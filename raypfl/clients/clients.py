@@ -15,16 +15,16 @@ from raypfl.clients.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
+from raypfl.learning.batches import num_steps, order
+from raypfl.learning.executor import Executor
+from raypfl.learning.loss import LocalLoss, Loss, Report
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import LocalOptimizer
+from raypfl.learning.pool import Pool
+from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
-from raypfl.objectives.batch import Batch
-from raypfl.optimizers import LocalOptimizer
-from raypfl.training.batches import num_steps, order
-from raypfl.training.executor import Executor
-from raypfl.training.loss import LocalLoss, Loss, Report
-from raypfl.training.pool import Pool
-from raypfl.training.vectorised import Vectorised
 
 WITHOUT_CONTENTS = frozenset(
     {

@@ -17,19 +17,19 @@ from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import unmarked
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.settings import EvaluationSettings
+from raypfl.learning.batches import Samples
+from raypfl.learning.executor import Executor
+from raypfl.learning.inference import Answers, Change, on_common, on_own
+from raypfl.learning.loss import Loss
+from raypfl.learning.objectives import Objective
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.pool import Pools
+from raypfl.learning.privacy import PrivacySettings
+from raypfl.learning.settings import TrainingSettings
+from raypfl.learning.vectorised import Vectorised
 from raypfl.models.extras import Extras
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
-from raypfl.objectives import Objective
-from raypfl.objectives.batch import Batch
-from raypfl.privacy import PrivacySettings
-from raypfl.training.batches import Samples
-from raypfl.training.executor import Executor
-from raypfl.training.inference import Answers, Change, on_common, on_own
-from raypfl.training.loss import Loss
-from raypfl.training.pool import Pools
-from raypfl.training.settings import TrainingSettings
-from raypfl.training.vectorised import Vectorised
 
 ROOM = 512 * 2**20
 

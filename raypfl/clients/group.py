@@ -15,13 +15,13 @@ from raypfl.clients.observation import Observer
 from raypfl.clients.state import ClientState
 from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.messages import PerClient, unmarked
-from raypfl.objectives.batch import Batch
-from raypfl.optimizers import LocalOptimizer, SampleRule, Update
-from raypfl.privacy import Branch, NoisySum
-from raypfl.training.batches import GroupSamples, Order, order, sampled_order, sampling_rates
-from raypfl.training.executor import Executor
-from raypfl.training.loss import LocalLoss, Loss
-from raypfl.training.vectorised import Vectorised
+from raypfl.learning.batches import GroupSamples, Order, order, sampled_order, sampling_rates
+from raypfl.learning.executor import Executor
+from raypfl.learning.loss import LocalLoss, Loss
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import LocalOptimizer, SampleRule, Update
+from raypfl.learning.privacy import Branch, NoisySum
+from raypfl.learning.vectorised import Vectorised
 
 
 class ClientGroup:

@@ -14,12 +14,12 @@ from torch import Tensor
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import ObservedTraining
 from raypfl.common.messages import PerClient, per_client
+from raypfl.learning.batches import Order, StackedBatches, StepBatches
+from raypfl.learning.executor import Executor
+from raypfl.learning.loss import LocalLoss, Loss, Report
+from raypfl.learning.optimizers import LocalOptimizer, Memory, SampleRule
+from raypfl.learning.privacy import Branch
 from raypfl.models.extras import of_clients
-from raypfl.optimizers import LocalOptimizer, Memory, SampleRule
-from raypfl.privacy import Branch
-from raypfl.training.batches import Order, StackedBatches, StepBatches
-from raypfl.training.executor import Executor
-from raypfl.training.loss import LocalLoss, Loss, Report
 
 
 @dataclass(eq=False)

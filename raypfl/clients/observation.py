@@ -14,11 +14,11 @@ from raypfl.common import streams
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.common.user_code import where_defined, with_location
+from raypfl.learning.batches import GroupSamples, Order
+from raypfl.learning.objectives import Objective
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.pool import Pool
 from raypfl.models.flat import FlatModel
-from raypfl.objectives import Objective
-from raypfl.objectives.batch import Batch
-from raypfl.training.batches import GroupSamples, Order
-from raypfl.training.pool import Pool
 
 if TYPE_CHECKING:
     from raypfl.clients.context import Context

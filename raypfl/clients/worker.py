@@ -19,10 +19,10 @@ from raypfl.clients.observation import Observation, Observer, Observing
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
-from raypfl.privacy import Masks, Spending, clipped_updates
+from raypfl.learning.privacy import Masks, Spending, clipped_updates
+from raypfl.learning.unkeyed import ON_CLIENTS, refuse_unkeyed
 from raypfl.storage.states import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, unflatten
-from raypfl.training.unkeyed import ON_CLIENTS, refuse_unkeyed
 
 Open = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
 

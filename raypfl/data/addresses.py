@@ -14,7 +14,7 @@ import pyarrow.fs as pafs
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.arrays import alone, writing
-from raypfl.datasets.base import DataConfig, DataSource
+from raypfl.data.datasets.base import DataConfig, DataSource
 
 S = TypeVar("S", bound=DataSource)
 

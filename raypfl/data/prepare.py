@@ -19,11 +19,11 @@ from raypfl.common import files
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.user_code import source_digest
 from raypfl.data.arrays import Arrays, alone, writing
+from raypfl.data.datasets import pools
+from raypfl.data.datasets.base import DATASETS, SPLITS, DataConfig, DataSource, RawData
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
 from raypfl.data.splits import NOBODY, allocate
-from raypfl.datasets import pools
-from raypfl.datasets.base import DATASETS, SPLITS, DataConfig, DataSource, RawData
-from raypfl.objectives import kind_of
+from raypfl.learning.objectives import kind_of
 
 # Raise this when the written files change in a way that the code of readers and partitions does not show.
 _FORMAT = 4

@@ -17,11 +17,11 @@ import numpy as np
 from raypfl.common.errors import ConfigError, DataError, did_you_mean, known_pool
 from raypfl.data.addresses import on_this_machine
 from raypfl.data.arrays import Arrays, Unreadable, cached, opened
+from raypfl.data.datasets.base import SPLITS, DataConfig
+from raypfl.data.datasets.population import DescribedData, is_described
 from raypfl.data.partitions import Partition
 from raypfl.data.prepare import holdings_key, prepared_holdings, prepared_samples, samples_key
-from raypfl.datasets.base import SPLITS, DataConfig
-from raypfl.datasets.population import DescribedData, is_described
-from raypfl.objectives import kind_of
+from raypfl.learning.objectives import kind_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -72,7 +72,7 @@ class FederatedData:
 
     @property
     def kind(self) -> str:
-        """Of the targets, one of :data:`raypfl.objectives.KINDS`."""
+        """Of the targets, one of :data:`raypfl.learning.objectives.KINDS`."""
         return kind_of(self.labels)
 
     @property
@@ -179,7 +179,7 @@ ClientData = FederatedData | DescribedData
 def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: str | Path | None = None) -> ClientData:
     """Open a data set, divided over clients by the partition; both are prepared once and kept in the cache.
 
-    A :class:`raypfl.datasets.Population` is neither divided nor kept.
+    A :class:`raypfl.data.datasets.Population` is neither divided nor kept.
 
     Samples are prepared again when a file of the data set, an option of its reader or the reader's code changes; the
     partition when its code, an option of it or of the splits, or `seed` changes. If several processes find nothing

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypfl.common.errors import ConfigError
+from raypfl.data.datasets.base import SPLITS
+from raypfl.data.datasets.population import DescribedData
 from raypfl.data.store import ClientData, FederatedData
-from raypfl.datasets.base import SPLITS
-from raypfl.datasets.population import DescribedData
 
 _RANGES = 10
 """Of targets that are numbers, for which a summary counts ranges."""
@@ -30,7 +30,7 @@ class Summary:
         often each label is 1; of tokens: how often each is a target.
     pools : name -> number of samples.
     unseen : ``int64[U]``, clients that are never trained.
-    kind : of the targets, one of :data:`raypfl.objectives.KINDS`.
+    kind : of the targets, one of :data:`raypfl.learning.objectives.KINDS`.
     """
 
     name: str

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
 from raypfl.evaluation.protocols import OWN
-from raypfl.objectives import Objective
-from raypfl.training.inference import Answers
+from raypfl.learning.inference import Answers
+from raypfl.learning.objectives import Objective
 
 Mask = Literal["zero", "exclude"]
 MASKS: tuple[Mask, ...] = get_args(Mask)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raypfl.objectives import Classification, Metric, Objective
+from raypfl.learning.objectives import Classification, Metric, Objective
 
 OF_PRIMARY = ("std", "worst_decile", "weighted")
 """Further aggregates of the primary metric over clients."""

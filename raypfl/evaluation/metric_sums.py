@@ -15,9 +15,9 @@ from torch import Tensor
 
 from raypfl.common.errors import MethodError
 from raypfl.evaluation.measures import Measures
-from raypfl.objectives import BinnedSums, Metric, OverAll, SampleMean, SampleSums, Scores
-from raypfl.objectives.base import unrounded
-from raypfl.training.inference import Answers
+from raypfl.learning.inference import Answers
+from raypfl.learning.objectives import BinnedSums, Metric, OverAll, SampleMean, SampleSums, Scores
+from raypfl.learning.objectives.base import unrounded
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from raypfl.evaluation.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 
 if TYPE_CHECKING:
     from raypfl.data import ClientData
-    from raypfl.objectives import Objective
+    from raypfl.learning.objectives import Objective
 
 OWN = {"local": "test", "val": "val", "train": "train", "unseen": "test"}
 """Protocols on a client's own samples, and the split that each uses."""

@@ -25,7 +25,8 @@ class EvaluationSettings:
         that a client's training data lack are 0 (``zero``) or minus infinity (``exclude``). Rows ``local/zero`` and so
         on then follow the unmasked ones.
     batch_size : samples of each model in a forward pass.
-    metrics : additional ones: registered names, or ``module:attribute`` of your own ``raypfl.objectives.Metric``.
+    metrics : additional metrics: registered names, or ``module:attribute`` of your own
+        ``raypfl.learning.objectives.Metric``.
     metric : what chooses the best round, on ``val`` only: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the
         objective's primary metric, for personal models if the method has any; None: the primary metric.
     mode : whether a higher (``max``) or a lower (``min``) value is better; ``auto``: as the metric says.

@@ -31,7 +31,7 @@ def tabulate(
 
     Parameters
     ----------
-    scores : results of :func:`raypfl.server.scoring.score` for all `clients`: ``Each`` in rows ``[C, ...]``, ``Sum``
+    scores : results of :func:`raypfl.engine.scoring.score` for all `clients`: ``Each`` in rows ``[C, ...]``, ``Sum``
         added up.
     """
     columns: dict[str, list[Any]] = {name: [] for name in measures.kinds}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raypfl.clients.worker import Group, Value
 from raypfl.common.errors import MethodError, PrivacyError
-from raypfl.privacy import unmasked
+from raypfl.learning.privacy import unmasked
 
 
 class ReplyAggregator:

@@ -1,4 +1,4 @@
-"""What a backend is: it runs groups of clients, in this process or in Ray's actors (:mod:`raypfl.backends`)."""
+"""What a backend is: it runs groups of clients, in this process or in Ray's actors (:mod:`raypfl.engine.backends`)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Entry, Phase
 from raypfl.federation.logged import Log, Logged
 from raypfl.federation.server_training import ServerTraining
-from raypfl.privacy import Spending, server_noise
+from raypfl.learning.privacy import Spending, server_noise
 from raypfl.storage.tree import flatten
 
 

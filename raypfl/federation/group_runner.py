@@ -22,7 +22,7 @@ from raypfl.federation.schedule import cut
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
-from raypfl.privacy import PrivacySettings
+from raypfl.learning.privacy import PrivacySettings
 from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten
 

@@ -13,9 +13,9 @@ from raypfl.common.errors import IncompleteError, MethodError
 from raypfl.common.registry import Registry
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.task import Task
+from raypfl.learning.objectives import Objective
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
-from raypfl.objectives import Objective
 
 METHODS = Registry("method")
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from raypfl.common import rng
 from raypfl.common.errors import MethodError
 from raypfl.federation.task import Task
+from raypfl.learning.executor import AS_IT_IS, Executor, Precision
+from raypfl.learning.loss import LocalLoss, Loss
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import SGD, LocalOptimizer, Update
+from raypfl.learning.pool import Pool, Pools
 from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
-from raypfl.objectives.batch import Batch
-from raypfl.optimizers import SGD, LocalOptimizer, Update
-from raypfl.training.executor import AS_IT_IS, Executor, Precision
-from raypfl.training.loss import LocalLoss, Loss
-from raypfl.training.pool import Pool, Pools
 
 Schedule = Literal["constant", "cosine"]
 Item = TypeVar("Item")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from raypfl.learning.objectives import Classification, Objective
 from raypfl.models.flat import FlatModel
-from raypfl.objectives import Classification, Objective
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.common.errors import ConfigError
 from raypfl.common.messages import per_client, unmarked
-from raypfl.objectives.batch import Batch
-from raypfl.optimizers import SGD
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import SGD
 
 
 def proximal(strength: float) -> Callable[[Tensor, Batch, Tensor], Tensor]:

@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raypfl.config import Experiment
-from raypfl.config.assignments import flatten
-from raypfl.config.identity import deciding, is_in
-from raypfl.config.settings import ModelSettings
-from raypfl.datasets.population import is_described
+from raypfl.data.datasets.population import is_described
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
+from raypfl.experiment import Experiment
+from raypfl.experiment.assignments import flatten
+from raypfl.experiment.identity import deciding, is_in
+from raypfl.experiment.settings import ModelSettings
 from raypfl.results.units import Unit
 from raypfl.runs.result import Result
 

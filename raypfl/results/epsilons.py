@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from raypfl.privacy.accounting import ALL
+from raypfl.learning.privacy.accounting import ALL
 from raypfl.results.compared import RunGroup
 
 _UNITS = {"sample": "one sample of a client", "client": "all samples of a client"}

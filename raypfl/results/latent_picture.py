@@ -19,11 +19,11 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
+from raypfl.engine.setup import make_context, make_task
 from raypfl.models.flat import FlatModel
 from raypfl.results.compared import RunGroup, group_runs, setting
 from raypfl.results.drawing import GREY, INK, png
 from raypfl.runs.result import Result
-from raypfl.server.setup import make_context, make_task
 
 _SAMPLES = 600
 _ROWS = 4

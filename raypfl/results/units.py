@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import floor, isfinite, log10
 from statistics import fmean, stdev
 
-from raypfl.objectives import Metric
+from raypfl.learning.objectives import Metric
 
 _SIGNIFICANT = 3
 

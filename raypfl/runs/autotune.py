@@ -20,15 +20,15 @@ from raypfl.clients.group import ClientGroup
 from raypfl.common import streams
 from raypfl.common.errors import ConfigError
 from raypfl.common.user_code import with_location
-from raypfl.config import Experiment
 from raypfl.data import ClientData
+from raypfl.engine.setup import groups_for, make_context, make_measures, make_task
+from raypfl.experiment import Experiment
 from raypfl.federation.backend import ONE_SAMPLE
 from raypfl.federation.schedule import cohort_size
+from raypfl.learning.executor import Executor, Precision
+from raypfl.learning.settings import TrainingSettings
+from raypfl.learning.vectorised import Vectorised
 from raypfl.models import FlatModel
-from raypfl.server.setup import groups_for, make_context, make_measures, make_task
-from raypfl.training.executor import Executor, Precision
-from raypfl.training.settings import TrainingSettings
-from raypfl.training.vectorised import Vectorised
 
 LARGEST_MODEL = 2**17
 """Parameters up to which clients train faster together (measured: ``docs/performance/executors.md``)."""

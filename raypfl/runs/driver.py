@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 
-from raypfl.backends.actor_pools import reserved
-from raypfl.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
-from raypfl.backends.inline import Inline
-from raypfl.backends.of_this_process import alone_on_ray, on_ray_now, spare
-from raypfl.backends.processes import keep_freed_memory
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import (
     CheckpointError,
@@ -34,14 +29,33 @@ from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
 from raypfl.common.user_code import framed
-from raypfl.config import Experiment
 from raypfl.data import ClientData, load_federated
+from raypfl.engine import history
+from raypfl.engine.audience import Audience
+from raypfl.engine.backends.actor_pools import reserved
+from raypfl.engine.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
+from raypfl.engine.backends.inline import Inline
+from raypfl.engine.backends.of_this_process import alone_on_ray, on_ray_now, spare
+from raypfl.engine.backends.processes import keep_freed_memory
+from raypfl.engine.events import Event, Listener, Progress, RunFinished, RunStarted, Warned
+from raypfl.engine.server import Job, Server
+from raypfl.engine.setup import (
+    device_for,
+    make_context,
+    make_measures,
+    make_model,
+    make_task,
+    num_groups,
+    refuse_missing_gpu,
+    threads_of_server,
+)
 from raypfl.evaluation import Measures, refuse_untestable
 from raypfl.evaluation.masking import refuse_unmaskable
+from raypfl.experiment import Experiment
+from raypfl.learning.objectives import KINDS, OBJECTIVES
 from raypfl.methods import METHODS, Method
 from raypfl.models import FlatModel
 from raypfl.models.weights import RANDOM, digest, origin
-from raypfl.objectives import KINDS, OBJECTIVES
 from raypfl.runs.autotune import choose, refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
 from raypfl.runs.folders import new_folder
 from raypfl.runs.gpu_share import with_numbers
@@ -60,20 +74,6 @@ from raypfl.runs.result import (
     write_tables,
 )
 from raypfl.runs.resuming import ends_later, resumed
-from raypfl.server import history
-from raypfl.server.audience import Audience
-from raypfl.server.events import Event, Listener, Progress, RunFinished, RunStarted, Warned
-from raypfl.server.server import Job, Server
-from raypfl.server.setup import (
-    device_for,
-    make_context,
-    make_measures,
-    make_model,
-    make_task,
-    num_groups,
-    refuse_missing_gpu,
-    threads_of_server,
-)
 from raypfl.storage.lease import held, refuse_unless_held
 
 DRIVER_POLL = 0.2
@@ -388,7 +388,7 @@ def _server_actor(
     actors : number of its client actors, by pool. pools, own : resources of each of them, and of the server itself.
     node : id of the node that it must be on; None: any.
     """
-    from raypfl.backends.server_actor import ServerActor
+    from raypfl.engine.backends.server_actor import ServerActor
 
     options: dict[str, Any] = {**own, "max_restarts": 3, "max_task_retries": 3}
     if node is not None:  # not `soft`: Ray would put an actor that reserves nothing on any node
@@ -400,7 +400,7 @@ def _server_actor(
 
 def _follow(ray: Any, server: Any, job: tuple[Job, ClientData], emit: Listener, stop: StopRequest) -> RunFinished:
     """Let a server actor run a job, and pass on its events until it ends."""
-    from raypfl.backends.shipment import Shipment
+    from raypfl.engine.backends.shipment import Shipment
 
     run = uuid.uuid4().hex
     experiment = job[0].experiment

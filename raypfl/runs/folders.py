@@ -13,9 +13,9 @@ from pathlib import Path
 
 from raypfl.common import files
 from raypfl.common.errors import ConfigError, NoRun
-from raypfl.config import Experiment
-from raypfl.config.assignments import parse_assignments
-from raypfl.config.yaml_text import read, write
+from raypfl.experiment import Experiment
+from raypfl.experiment.assignments import parse_assignments
+from raypfl.experiment.yaml_text import read, write
 from raypfl.methods import METHODS
 from raypfl.runs.result import COMPARISON, METADATA, write_description
 from raypfl.runs.resuming import resumed

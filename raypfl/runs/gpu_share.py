@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from raypfl.backends.actor_pools import reserved, room_for, share_of
-from raypfl.backends.cluster import nodes_of
 from raypfl.common.errors import ConfigError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
-from raypfl.config import Experiment
-from raypfl.config.settings import ActorPool
 from raypfl.data import ClientData, FederatedData
+from raypfl.engine.backends.actor_pools import reserved, room_for, share_of
+from raypfl.engine.backends.cluster import nodes_of
+from raypfl.engine.events import Listener, Progress
+from raypfl.engine.setup import groups_for, num_groups
+from raypfl.experiment import Experiment
+from raypfl.experiment.settings import ActorPool
 from raypfl.federation.schedule import cohort_size
 from raypfl.runs.rehearsal import Rehearsal
-from raypfl.server.events import Listener, Progress
-from raypfl.server.setup import groups_for, num_groups
 
 if TYPE_CHECKING:
-    from raypfl.backends.shipment import Shipment
+    from raypfl.engine.backends.shipment import Shipment
 
 PROBED = (1, 8)
 """Clients of the two groups whose memory is measured."""
@@ -143,7 +143,7 @@ def _share(ray: Any, pool: ActorPool, experiment: Experiment, data: ClientData, 
         raise ConfigError(
             f"ray.gpus_per_actor is auto, but the cluster has no GPU{kind}; leave it out, so that clients run on CPUs."
         )
-    from raypfl.backends.shipment import Shipment  # imports Ray, which inline runs do without
+    from raypfl.engine.backends.shipment import Shipment  # imports Ray, which inline runs do without
 
     emit(Progress("measuring how many client actors share a GPU"))
     probe = ray.remote(**reserved(one), max_calls=1, max_retries=0)(_probe)

@@ -21,19 +21,11 @@ from raypfl.common.errors import ConfigError, known_pool
 from raypfl.common.threads import threads
 from raypfl.common.user_code import source_digest
 from raypfl.common.version import __version__
-from raypfl.config import Experiment
 from raypfl.data import ClientData, FederatedData, load_federated
+from raypfl.data.datasets import DataConfig
 from raypfl.data.store import cache_folder
-from raypfl.datasets import DataConfig
-from raypfl.federation.server_training import ServerContext, ServerTraining
-from raypfl.federation.settings import EngineSettings
-from raypfl.federation.task import Task
-from raypfl.models import MODELS
-from raypfl.objectives.batch import Batch
-from raypfl.optimizers import Adam
-from raypfl.runs.autotune import refuse_misfit, refuse_outputs
-from raypfl.server.events import Listener, Progress
-from raypfl.server.setup import (
+from raypfl.engine.events import Listener, Progress
+from raypfl.engine.setup import (
     device_for,
     make_measures,
     make_task,
@@ -41,7 +33,15 @@ from raypfl.server.setup import (
     precision_of,
     threads_of_server,
 )
-from raypfl.training.settings import TrainingSettings
+from raypfl.experiment import Experiment
+from raypfl.federation.server_training import ServerContext, ServerTraining
+from raypfl.federation.settings import EngineSettings
+from raypfl.federation.task import Task
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import Adam
+from raypfl.learning.settings import TrainingSettings
+from raypfl.models import MODELS
+from raypfl.runs.autotune import refuse_misfit, refuse_outputs
 
 BATCH = 64
 """Samples in a mini-batch."""

@@ -7,13 +7,13 @@ import torch
 from raypfl.common.errors import ConfigError, PrivacyError
 from raypfl.common.threads import threads
 from raypfl.common.user_code import with_location
-from raypfl.config import Experiment
 from raypfl.data import ClientData
+from raypfl.engine.setup import threads_of_server
+from raypfl.experiment import Experiment
 from raypfl.federation.schedule import cohort_size
+from raypfl.learning.privacy.accounting import refuse_without_accountant
 from raypfl.models import FlatModel
-from raypfl.privacy.accounting import refuse_without_accountant
 from raypfl.runs.rehearsal import Rehearsal
-from raypfl.server.setup import threads_of_server
 
 FEW = 2
 """Clients of the round that shows whether a method's messages can be protected."""

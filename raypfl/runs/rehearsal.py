@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raypfl.backends.inline import Inline
 from raypfl.clients.worker import Worker
-from raypfl.config import Experiment
 from raypfl.data import ClientData
+from raypfl.engine.backends.inline import Inline
+from raypfl.engine.evaluator import Evaluator
+from raypfl.engine.setup import make_context, make_runner, make_task, pools_of_server
+from raypfl.experiment import Experiment
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.ledger import Ledger
-from raypfl.server.evaluator import Evaluator
-from raypfl.server.setup import make_context, make_runner, make_task, pools_of_server
 from raypfl.storage.states import StateTable
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError, NoRun
 from raypfl.common.files import draft, write
-from raypfl.config import Experiment
+from raypfl.engine import history
+from raypfl.engine.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
+from raypfl.engine.server import checkpoints_of
 from raypfl.evaluation import summarise
+from raypfl.experiment import Experiment
 from raypfl.federation.logged import ANALYSIS, Logged
 from raypfl.methods import METHODS
-from raypfl.server import history
-from raypfl.server.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
-from raypfl.server.server import checkpoints_of
 from raypfl.storage import checkpoint
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import arrow, read
@@ -37,7 +37,7 @@ RECIPE = "experiment.yaml"
 COMPARISON = "comparison.yaml"
 
 _END = ("status", "round", "weights_hash", "error", "best_round")
-"""What ``summary.json`` holds, as in :class:`raypfl.server.events.RunFinished`."""
+"""What ``summary.json`` holds, as in :class:`raypfl.engine.events.RunFinished`."""
 
 _NAMED = 6
 """Folders that a sentence names at most."""

@@ -11,15 +11,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from raypfl.common.errors import CheckpointError, ConfigError, Refused
-from raypfl.config import Experiment
-from raypfl.config.assignments import flatten
-from raypfl.config.identity import differences, is_in
-from raypfl.config.yaml_text import parse
-from raypfl.datasets.population import is_described
+from raypfl.data.datasets.population import is_described
+from raypfl.engine import history
+from raypfl.engine.server import checkpoints_of
+from raypfl.experiment import Experiment
+from raypfl.experiment.assignments import flatten
+from raypfl.experiment.identity import differences, is_in
+from raypfl.experiment.yaml_text import parse
 from raypfl.models.weights import is_file
 from raypfl.runs.result import METADATA, RECIPE, SUMMARY, description, refuse_shorter, rounds_saved, write_description
-from raypfl.server import history
-from raypfl.server.server import checkpoints_of
 from raypfl.storage import checkpoint
 
 MAY_CHANGE = (

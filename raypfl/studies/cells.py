@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.config import Experiment, experiments
-from raypfl.config.assignments import assign, flatten, parse_assignments
-from raypfl.config.effects import drop_idle, given_in
-from raypfl.config.identity import deciding
-from raypfl.config.limits import aggregates
 from raypfl.evaluation.masking import with_masks
+from raypfl.experiment import Experiment, experiments
+from raypfl.experiment.assignments import assign, flatten, parse_assignments
+from raypfl.experiment.effects import drop_idle, given_in
+from raypfl.experiment.identity import deciding
+from raypfl.experiment.limits import aggregates
 from raypfl.studies.description import Setting, Study, is_source, merged, plain_label
 
 _STATED = re.compile(r"\{([^{}]+) ([\w.]+)\}")

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.config.validation import Mistakes, booleans, listed, sentences
-from raypfl.config.yaml_text import read
+from raypfl.experiment.validation import Mistakes, booleans, listed, sentences
+from raypfl.experiment.yaml_text import read
 from raypfl.studies import STUDIES
 
 _REPLACED = ("published", "choices")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raypfl.config.assignments import flatten
+from raypfl.experiment.assignments import flatten
 from raypfl.runs.result import Result
 from raypfl.studies.cells import Cell
 from raypfl.studies.description import Study

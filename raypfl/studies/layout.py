@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.display.fitting import width_of
 from raypfl.results import latex
+from raypfl.results.display.fitting import width_of
 from raypfl.studies.description import Published, Study
 from raypfl.studies.entries import Entry
 

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypfl.backends.cluster import bundle, client_actors, connected, for_client, in_one_process, on_this_node
-from raypfl.backends.of_this_process import spare
-from raypfl.backends.shared_folder import refuse_unless_shared
 from raypfl.common.stopping import StopRequest
-from raypfl.config import Experiment
+from raypfl.engine.backends.cluster import bundle, client_actors, connected, for_client, in_one_process, on_this_node
+from raypfl.engine.backends.of_this_process import spare
+from raypfl.engine.backends.shared_folder import refuse_unless_shared
+from raypfl.engine.events import Event, Progress
+from raypfl.experiment import Experiment
 from raypfl.runs import driver as runs
 from raypfl.runs.result import is_finished
-from raypfl.server.events import Event, Progress
 from raypfl.studies.cells import Cell
 from raypfl.studies.worker import FAILED, FINISHED, STOPPED, Outcome, run_cell, run_cell_task
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 
 if TYPE_CHECKING:
-    from raypfl.config import Experiment
-    from raypfl.server.events import Event, Listener
+    from raypfl.engine.events import Event, Listener
+    from raypfl.experiment import Experiment
 
 Status = Literal["finished", "stopped", "failed"]
 FINISHED: Status = "finished"

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from raypfl.common import rng
 from raypfl.common.errors import CheckpointError, DataError
+from raypfl.engine.outline import DataOutline
+from raypfl.learning.batches import order
 from raypfl.methods.personal_models.pefll import PeFLL
 from raypfl.models.hypernetworks import EmbeddingNetwork
 from raypfl.models.trained_model import TrainedModel
-from raypfl.server.outline import DataOutline
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import checked
 from raypfl.trained.saved_model import outline_in, tensors_in
-from raypfl.training.batches import order
 
 FORMAT = "raypfl embedding network 1"
 

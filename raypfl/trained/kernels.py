@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from raypfl.analyses.ntk import NTK, nonlinear
+from raypfl.analysis.ntk import NTK, nonlinear
+from raypfl.analysis.theory.kernels import Spectrum
 from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
+from raypfl.engine.setup import make_task, samples_of_client
 from raypfl.runs.result import Result
-from raypfl.server.setup import make_task, samples_of_client
-from raypfl.theory.kernels import Spectrum
 
 
 def of_checkpoints(result: Result, analysis: NTK) -> list[dict[str, float]]:

@@ -14,28 +14,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raypfl.backends.inline import Inline
 from raypfl.clients.clients import Clients
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.worker import Worker
 from raypfl.common.errors import ConfigError, DataError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.common.threads import threads
-from raypfl.config import Experiment
 from raypfl.data import load_federated
+from raypfl.engine.backends.inline import Inline
+from raypfl.engine.evaluator import EvaluationCohort, maker, personalize
+from raypfl.engine.outline import DataOutline
+from raypfl.engine.setup import client_costs, make_context, make_task, normalisation, precision_of
 from raypfl.evaluation.metric_sums import MetricSums
+from raypfl.experiment import Experiment
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.task import Task
+from raypfl.learning.privacy import Spending
+from raypfl.learning.privacy.accounting import epsilons_of, refuse_without_accountant
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
-from raypfl.privacy import Spending
-from raypfl.privacy.accounting import epsilons_of, refuse_without_accountant
 from raypfl.runs.result import refuse_stranger
-from raypfl.server.evaluator import EvaluationCohort, maker, personalize
-from raypfl.server.outline import DataOutline
-from raypfl.server.setup import client_costs, make_context, make_task, normalisation, precision_of
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.states import StateShard, StateTable, merged

@@ -11,17 +11,17 @@ import numpy as np
 
 from raypfl.clients.context import Context
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.data.datasets import RawData
+from raypfl.data.datasets.base import SPLITS
 from raypfl.data.partitions import Traits
 from raypfl.data.splits import hold_out
-from raypfl.datasets import RawData
-from raypfl.datasets.base import SPLITS
+from raypfl.learning.batches import Samples
 from raypfl.models.trained_model import TrainedModel
 from raypfl.trained.saved_model import Origin, inputs_of, save
-from raypfl.training.batches import Samples
 
 if TYPE_CHECKING:
+    from raypfl.engine.outline import DataOutline
     from raypfl.federation.method import Method
-    from raypfl.server.outline import DataOutline
 
 Labelled = tuple[np.ndarray, np.ndarray]
 """Inputs ``x[n, ...]`` as the run's data set has them, and their targets ``y[n]``."""

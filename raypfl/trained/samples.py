@@ -10,8 +10,8 @@ import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import FederatedData
-from raypfl.datasets import DataSource, RawData
-from raypfl.datasets.pools import UNLABELLED, read
+from raypfl.data.datasets import DataSource, RawData
+from raypfl.data.datasets.pools import UNLABELLED, read
 from raypfl.trained.models import TrainedModels
 
 

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from raypfl.common.errors import CheckpointError
 from raypfl.common.files import write
 from raypfl.common.messages import per_client
-from raypfl.config import Experiment
+from raypfl.engine.outline import DataOutline
+from raypfl.engine.setup import make_model
+from raypfl.experiment import Experiment
 from raypfl.federation.method import Method
 from raypfl.methods import METHODS
 from raypfl.models.extras import Other
 from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
 from raypfl.models.trained_model import TrainedModel
-from raypfl.server.outline import DataOutline
-from raypfl.server.setup import make_model
 
 FORMAT = "raypfl personal model 1"
 PREDICTOR = "predictor"

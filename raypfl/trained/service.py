@@ -23,10 +23,10 @@ from ray import serve
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from raypfl.backends.cluster import connected
-from raypfl.backends.of_this_process import spare
 from raypfl.common.errors import ConfigError, DataError, RaypflError
-from raypfl.config.settings import RaySettings
+from raypfl.engine.backends.cluster import connected
+from raypfl.engine.backends.of_this_process import spare
+from raypfl.experiment.settings import RaySettings
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels

@@ -34,8 +34,8 @@ from benchmarks.parity.jobs import Order, Scores, judged
 from benchmarks.peers.order import Shards
 from benchmarks.peers.systems.fluke import federation, loader, training
 from raypfl.common import rng
+from raypfl.learning.batches import order as visits
 from raypfl.models import MODELS
-from raypfl.training.batches import order as visits
 
 ALGORITHMS = {
     "fedavg": FedAVG,

@@ -13,7 +13,7 @@ import torch
 import raypfl
 from benchmarks.parity.data import SOURCE, digits
 from benchmarks.parity.jobs import BATCH, COHORT, EPOCHS, LR, ROUNDS, Job, Scores
-from raypfl.server.setup import make_task
+from raypfl.engine.setup import make_task
 
 
 def experiment(

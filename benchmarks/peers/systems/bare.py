@@ -64,7 +64,7 @@ def evaluate(order: Order) -> None:
     The loop has the forward passes alone, which any evaluation must do: weights are in place, batches normalised, both
     in the faster layout, and freed memory is kept as raypfl keeps it.
     """
-    from raypfl.backends.processes import keep_freed_memory  # here: the other jobs start without raypfl
+    from raypfl.engine.backends.processes import keep_freed_memory  # here: the other jobs start without raypfl
 
     keep_freed_memory()
     stamps = Stamps(order.report)

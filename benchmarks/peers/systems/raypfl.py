@@ -13,9 +13,9 @@ import raypfl
 from benchmarks.noise import ONLY_ROUNDS
 from benchmarks.peers.order import Order, Stamps
 from raypfl.common.messages import Mean
+from raypfl.engine.events import Event, RunStarted
 from raypfl.methods import FedAvg, Method
 from raypfl.methods.personal_models.ditto import Ditto
-from raypfl.server.events import Event, RunStarted
 
 HERE = "benchmarks.peers.systems.raypfl"
 ENDLESS = 1_000_000

@@ -17,10 +17,10 @@ from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import Server
 from raypfl.federation.task import Task
+from raypfl.learning.objectives import Classification, Objective
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.methods.global_model.trajectory import Matched, Path, Step, match
 from raypfl.models.flat import FlatModel
-from raypfl.objectives import Classification, Objective
 
 
 class Auxiliary(FedAvg):

@@ -16,8 +16,8 @@ from raypfl.common.messages import Mean, Sum, Weighting
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
-from raypfl.objectives import Classification, Objective
-from raypfl.objectives.batch import Batch
+from raypfl.learning.objectives import Classification, Objective
+from raypfl.learning.objectives.batch import Batch
 
 
 @METHODS.register("creff")

@@ -11,8 +11,8 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Sum, per_client
 from raypfl.federation.method import METHODS
+from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.auxiliary import OwnImages
-from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("extra-images")

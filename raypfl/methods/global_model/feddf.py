@@ -13,10 +13,10 @@ from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE, SHARE
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import Adam
+from raypfl.learning.pool import Pool, PoolBatches
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.objectives.batch import Batch
-from raypfl.optimizers import Adam
-from raypfl.training.pool import Pool, PoolBatches
 
 TOGETHER = 512
 """How many of the pool's samples the clients' models see at a time."""

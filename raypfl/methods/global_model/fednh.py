@@ -16,10 +16,10 @@ from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
+from raypfl.learning.objectives import Classification, Objective
 from raypfl.models.flat import FlatModel
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
 from raypfl.models.prototypes import uniform_prototypes
-from raypfl.objectives import Classification, Objective
 
 Latent = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -17,10 +17,10 @@ from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
 from raypfl.federation.task import Task
+from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.auxiliary import Auxiliary, OwnImages, traced
 from raypfl.methods.global_model.trajectory import Path
 from raypfl.models.flat import FlatModel
-from raypfl.objectives.batch import Batch
 
 Regularizer = Literal["adaptive", "differentiated", "fixed"]
 

@@ -11,9 +11,9 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean
 from raypfl.federation.method import METHODS
+from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.models.extras import Other
-from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("moon")

@@ -12,8 +12,8 @@ from raypfl.common.conditions import needs
 from raypfl.common.limits import CHANCE, POSITIVE
 from raypfl.common.messages import Mean, per_client
 from raypfl.federation.method import METHODS, ServerView
+from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.fedavg import FedAvg
-from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("apfl")

@@ -14,9 +14,9 @@ from raypfl.common.messages import Sum
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
+from raypfl.learning.objectives import Classification, Objective
+from raypfl.learning.objectives.batch import Batch
 from raypfl.models.predictor import Other, Predictor
-from raypfl.objectives import Classification, Objective
-from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("fedproto")

@@ -13,9 +13,9 @@ from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Method, Server, ServerView
 from raypfl.federation.task import Task
+from raypfl.learning.objectives import Classification, Objective
+from raypfl.learning.objectives.batch import Batch
 from raypfl.models.heads import GeneratedHead, TwoHeads, output_layer, with_output_layer, zero_head
-from raypfl.objectives import Classification, Objective
-from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("fedrod")

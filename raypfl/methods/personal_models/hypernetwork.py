@@ -17,10 +17,10 @@ from raypfl.common.messages import Each, Scatter
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import Method, Server, ServerView
 from raypfl.federation.task import Task
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import SGD, AdamW, LocalOptimizer, Update
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Size, hypernetwork
-from raypfl.objectives.batch import Batch
-from raypfl.optimizers import SGD, AdamW, LocalOptimizer, Update
 
 LEARNING_RATES = {"average": 1.0, "sgd": 1e-2, "adam": 1e-3}
 

@@ -12,11 +12,11 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import CHANCE, COUNT, POSITIVE
 from raypfl.common.messages import per_client, unmarked
 from raypfl.federation.method import METHODS, ServerView
+from raypfl.learning.objectives import Classification, Objective
+from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.models.extras import Other
 from raypfl.models.predictor import Predictor
-from raypfl.objectives import Classification, Objective
-from raypfl.objectives.batch import Batch
 
 NEIGHBOURS = (5, 10)
 SHARES = tuple(tenths / 10 for tenths in range(11))

@@ -14,12 +14,12 @@ from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, Server
 from raypfl.federation.task import Task
+from raypfl.learning.loss import Loss
+from raypfl.learning.objectives import Classification, Objective
+from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod, initial, network
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Embedding, EmbeddingNetwork
-from raypfl.objectives import Classification, Objective
-from raypfl.objectives.batch import Batch
-from raypfl.training.loss import Loss
 
 
 @METHODS.register("pefll")

@@ -12,10 +12,10 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.method import METHODS, ServerView
+from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.methods.local_training import finetuned
 from raypfl.models.flat import FlatModel
-from raypfl.objectives.batch import Batch
 
 
 @METHODS.register("per-fedavg")

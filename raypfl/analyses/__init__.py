@@ -1,7 +1,0 @@
-"""Analyses: studies of training that change nothing in it."""
-
-from raypfl.analyses import distillation, flntk, ntk  # noqa: F401 - they register themselves
-from raypfl.analyses.base import ANALYSES, AnalysedRound, Analysis
-from raypfl.clients.observation import LocalStep, Observation
-
-__all__ = ["ANALYSES", "AnalysedRound", "Analysis", "LocalStep", "Observation"]

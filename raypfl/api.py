@@ -1,0 +1,187 @@
+"""What one calls from Python: runs with their progress on the screen, results that display themselves, and models."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from raypfl.common.errors import CheckpointError, ConfigError
+from raypfl.engine.events import Listener
+from raypfl.experiment import Experiment
+from raypfl.integrations.tracking.connection import first_line, opening, quiet_mlflow, tracking_uri, without_password
+from raypfl.integrations.tracking.models import FOLDER
+from raypfl.results.display.console import lines_for, view
+from raypfl.results.display.outcome import table
+from raypfl.results.display.paired import Differences, compare
+from raypfl.runs import driver, result, resuming
+from raypfl.trained.models import TrainedModels
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Result(result.Result):
+    __doc__ = result.Result.__doc__
+
+    def plot(self, path: str | Path | None = None) -> Image:
+        """Draw the metric over rounds and of each client at the end: an image that notebooks display.
+
+        `path` : of the PNG file; None: ``picture.png`` in the run's folder.
+
+        Raises
+        ------
+        ConfigError : if the run was never evaluated.
+        """
+        if not self.evaluations.num_rows:
+            raise ConfigError(f"The run in {self.run_dir} is {self.status} and was never evaluated: nothing to plot.")
+        from PIL import Image
+
+        from raypfl.results import drawing  # Matplotlib takes a second to import
+
+        file = drawing.draw([self], path or self.run_dir / "picture.png")
+        with Image.open(file) as image:
+            image.load()
+        return image
+
+    def compare(self, *others: result.Result, baseline: str | None = None) -> Differences:
+        """How far this run and others are apart, client by client; see :func:`raypfl.compare`."""
+        return compare([self, *others], baseline)
+
+    def _repr_html_(self) -> str:
+        if not self.evaluations.num_rows:
+            return f"<p>{escape(repr(self))}</p>"
+        console = Console(record=True, file=io.StringIO(), width=120)
+        console.print(table([self]))
+        text = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        png = io.BytesIO()
+        self.plot().save(png, format="PNG")
+        image = f'<img width="880" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}" />'
+        return f"<p>{escape(repr(self))}</p>{text}{image}"
+
+
+def run(
+    experiment: Experiment,
+    *,
+    listeners: Sequence[Listener] = (),
+    run_dir: str | Path | None = None,
+    progress: bool | None = None,
+) -> Result:
+    """Run an experiment.
+
+    Parameters
+    ----------
+    listeners : called with every event (:mod:`raypfl.engine.events`), in order, in this process. One that raises
+        :class:`raypfl.common.errors.Stopped` at a `Checkpointed` event stops the run.
+    run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
+    progress : whether to show progress on standard error; None: in a terminal and in a notebook.
+
+    Returns
+    -------
+    Its result; ``result.status`` is ``"stopped"`` if it was asked to stop (Ctrl-C, SIGTERM, SIGHUP).
+
+    Raises
+    ------
+    KeyboardInterrupt : if it was asked to stop before it started, or twice; :func:`resume` continues.
+    RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
+    """
+    with _shown(experiment, progress) as shown:
+        return _own(driver.run(experiment, listeners=[*shown, *_listed(listeners)], run_dir=run_dir))
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    listeners: Sequence[Listener] = (),
+    overrides: Sequence[str] = (),
+    from_round: int | None = None,
+    new_run_dir: str | Path | None = None,
+    progress: bool | None = None,
+) -> Result:
+    """Continue a run that was stopped, failed or was killed, to the same bits as an uninterrupted one.
+
+    With `from_round` and `new_run_dir`, a new run continues it with changed settings, and the run stays as it is.
+
+    Parameters
+    ----------
+    run_dir : the run's folder.
+    overrides : ``dotted.key=value`` changes to the experiment, such as ``rounds=200`` for a longer run. What decides
+        the result of a run stays (see :data:`raypfl.runs.resuming.MAY_CHANGE`), unless a new run continues it.
+    from_round : the round after which a new run continues; there must be a checkpoint of it.
+    new_run_dir : the folder of the new run. Its metadata and its history name the run that it continues.
+    listeners, progress : as for :func:`run`.
+
+    Raises
+    ------
+    ConfigError : if a change would falsify what the run has recorded; nothing is written.
+    CheckpointError : if there is no checkpoint of `from_round`.
+    """
+    if (from_round is None) != (new_run_dir is None):
+        raise ConfigError("raypfl.resume takes from_round and new_run_dir together: where a new run begins, and where.")
+    if from_round is not None and new_run_dir is not None:
+        with resuming.continued(run_dir, from_round, new_run_dir, overrides) as folder:
+            return resume(folder, listeners=listeners, progress=progress)
+    with _shown(resuming.resumed(run_dir, overrides), progress) as shown:
+        return _own(driver.resume(run_dir, listeners=[*shown, *_listed(listeners)], overrides=overrides))
+
+
+def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
+    """The models that a run ended with, as networks that take images as they are stored.
+
+    Parameters
+    ----------
+    run : the run's folder, or the id of its MLflow run. The latter needs no folder, and no data either unless the
+        method fine-tunes its models.
+    uri : MLflow's tracking URI; None: $MLFLOW_TRACKING_URI or, without it, the database in the folder ``runs``.
+
+    Raises
+    ------
+    CheckpointError : if there is no such run, or it has no models.
+
+    Examples
+    --------
+    ``raypfl.trained_models(result.run_dir).personal_model(17)(images)`` gives client 17's logits.
+    """
+    if (Path(run) / result.RECIPE).exists():
+        return TrainedModels.of_snapshot(*result.newest(run))
+    uri = uri or tracking_uri(Experiment())
+    try:
+        with opening(uri):
+            client = quiet_mlflow().MlflowClient(uri)
+        return TrainedModels.of_export(client.download_artifacts(str(run), FOLDER))
+    except CheckpointError:
+        raise
+    except Exception as error:  # tracking servers, databases and networks raise errors of all kinds
+        raise CheckpointError(
+            f"{run} is neither a run's folder, nor has MLflow at {without_password(uri)} the personal models "
+            f"of a run of that id: {first_line(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _shown(experiment: Experiment, progress: bool | None) -> Iterator[list[Listener]]:
+    """Listeners that show a run while it is active."""
+    if progress is None:
+        progress = sys.stderr.isatty() or "ipykernel" in sys.modules
+    if not progress or not isinstance(experiment, Experiment):  # which is refused with a better sentence
+        yield []
+        return
+    with view(Console(stderr=True), lines_for([experiment])) as shown:
+        yield [shown.listener(0)]
+
+
+def _listed(listeners: Sequence[Listener]) -> Sequence[Listener]:
+    if callable(listeners):
+        raise ConfigError(f"listeners is {listeners!r}; it must be a list of such: listeners=[...].")
+    return listeners
+
+
+def _own(done: result.Result) -> Result:
+    return Result(**vars(done))

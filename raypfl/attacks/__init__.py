@@ -1,1 +1,0 @@
-"""Attacks on the models of finished runs."""

@@ -1,0 +1,157 @@
+"""What `raypfl submit`, `jobs`, `logs` and `stop` do: jobs on a Ray cluster, by Ray's job server."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raypfl.common.own_modules import copy_files
+from raypfl.common.stopping import interrupting
+from raypfl.integrations.jobs import package
+from raypfl.integrations.jobs.cluster import client, sentences
+from raypfl.integrations.jobs.description import Description
+from raypfl.integrations.jobs.following import STOPPED, exit_code, follow, wait
+from raypfl.results.display.fitting import fitting, output
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
+
+STOP_SECONDS = 60
+"""Time that a stopped job gets to save its rounds; Ray's own three seconds are too short."""
+
+
+def submit(
+    kind: str, words: Sequence[str], about: Description, run_dir: Path | None, address: str | None, detach: bool
+) -> int:
+    """Submit a job that carries out `raypfl KIND WORDS`, and follow it; returns its exit code.
+
+    Parameters
+    ----------
+    about : what the words describe. run_dir : the folder of the run, if they name it.
+    detach : return 0 as soon as the job is submitted.
+
+    Raises
+    ------
+    ConfigError : if the job cannot work: its results would be lost, or its files are too large.
+    """
+    about.refuse_lost_paths(run_dir)
+    files = package.collect(about.files, about.modules)
+    job = f"{re.sub(r'[^A-Za-z0-9_-]+', '-', about.name)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    words = [package.inside(word) if word in about.files else word for word in words]
+    if kind == "run" and run_dir is None:
+        run_dir = Path(about.output, job)
+        words += ["--run-dir", str(run_dir)]
+    cluster = client(address)
+    with tempfile.TemporaryDirectory() as folder, sentences():
+        copy_files(files, Path(folder))
+        cluster.submit_job(
+            entrypoint=shlex.join(["exec", "python", "-m", "raypfl", kind, *words]),  # exec: signals reach raypfl
+            submission_id=job,
+            runtime_env={"working_dir": folder, "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}},
+        )
+    console = Console(stderr=True)
+    results = run_dir or Path(about.output, about.name)
+    _tell(console, f"Submitted {job} with {package.listed(files)}. Results: {results}")
+    if detach:
+        _tell(console, _how_to_continue(job, address))
+        return 0
+    return _follow(cluster, job, address, console)
+
+
+def jobs(address: str | None, as_json: bool) -> None:
+    """List the jobs of a cluster that were submitted, the newest first."""
+    cluster = client(address)
+    with sentences():
+        listed = [one for one in cluster.list_jobs() if one.submission_id]
+    listed.sort(key=lambda one: -(one.start_time or 0))
+    rows = [_row(one) for one in listed]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    console = output()
+    console.print(_table(rows, console.width) if rows else "No jobs.")
+
+
+def logs(job: str, address: str | None, following: bool) -> int:
+    """Print a job's log; with `following`, until it ends, and return its exit code."""
+    cluster = client(address)
+    if following:
+        return _follow(cluster, job, address, Console(stderr=True))
+    with sentences():
+        print(cluster.get_job_logs(job), end="")
+    return 0
+
+
+def stop(job: str, address: str | None) -> None:
+    """Stop a job, and wait until it has saved its rounds."""
+    cluster = client(address)
+    with sentences():
+        was_running = cluster.stop_job(job)
+    print(f"{job}: {wait(cluster, job).status.value}{'' if was_running else ' (it was over before)'}")
+
+
+def _follow(cluster: JobSubmissionClient, job: str, address: str | None, console: Console) -> int:
+    try:
+        with interrupting():
+            details = follow(cluster, job, _show)
+    except KeyboardInterrupt:
+        _tell(console, f"No longer following; the job continues. {_how_to_continue(job, address)}", "yellow")
+        return STOPPED
+    code = exit_code(details)
+    if code == STOPPED:
+        _tell(console, f"The job {job} was stopped. Submitted again with the same run folder, it continues.", "yellow")
+    elif details.driver_exit_code is None and code:  # the command was never started, or its node died
+        _tell(console, f"The job {job} failed: {_first_line(details)}", "red")
+    elif code:
+        _tell(console, f"The job {job} ended with exit code {code}.", "red")
+    return code
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _how_to_continue(job: str, address: str | None) -> str:
+    where = ["--address", address] if address else []
+    words = (["raypfl", "logs", job, "--follow", *where], ["raypfl", "stop", job, *where])
+    return "Follow it: {}. Stop it: {}".format(*map(shlex.join, words))
+
+
+def _first_line(details: JobDetails) -> str:
+    return (details.message or "Ray gives no reason.").strip().splitlines()[0]
+
+
+def _table(rows: Sequence[dict[str, Any]], width: int) -> Table:
+    columns = {name: [row[name] for row in rows] for name in ("job", "status", "began")}
+    columns["minutes"] = ["" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}" for row in rows]
+    columns["command"] = [row["command"] for row in rows]
+    return fitting(width, columns, dispensable=["began", "minutes"], right=["minutes"])[0]
+
+
+def _row(details: JobDetails) -> dict[str, Any]:
+    began, ended = details.start_time, details.end_time
+    return {
+        "job": details.submission_id,
+        "status": details.status.value,
+        "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(began / 1000)) if began else "",
+        "seconds": None if not began else ((ended or time.time() * 1000) - began) / 1000,
+        "exit_code": details.driver_exit_code,
+        "command": details.entrypoint.removeprefix("exec python -m "),
+    }
+
+
+def _tell(console: Console, text: str, colour: str = "") -> None:
+    console.print(Text(text, colour), soft_wrap=True)

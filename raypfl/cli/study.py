@@ -1,0 +1,165 @@
+"""What `raypfl study` does: plan the cells, run those that are left, show the table."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow.csv import write_csv
+from rich.console import Console
+from rich.text import Text
+
+from raypfl.common.errors import ConfigError, RaypflError, Refused, Stopped
+from raypfl.common.files import draft, write
+from raypfl.common.stopping import interrupting, message_if_killed
+from raypfl.data import load_federated
+from raypfl.engine.events import Event
+from raypfl.integrations.tracking.listener import MLflowListener
+from raypfl.results.compared import colour
+from raypfl.results.display.console import RunLine, view, warner
+from raypfl.results.display.outcome import nearby
+from raypfl.runs.result import Result, is_finished
+from raypfl.studies import layout
+from raypfl.studies.cells import Cell, plan, select, stated
+from raypfl.studies.description import Study, load
+from raypfl.studies.deviations import deviations
+from raypfl.studies.entries import Entry, as_rows, cell_table, entries, entry_table
+from raypfl.studies.picture import draw
+from raypfl.studies.running import run
+from raypfl.studies.worker import FAILED, FINISHED, STOPPED, Outcome
+
+FILES = ("table.md", "table.tex", "table.csv", "table.parquet", "cells.parquet", "table.png")
+
+
+def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quiet: bool, as_json: bool) -> None:
+    """Run the cells of a study that are left, then show the table, even if the study is stopped or some cells fail.
+
+    Parameters
+    ----------
+    source : name or file of the study. only : labels that choose cells, see :func:`raypfl.studies.cells.select`.
+    assignments : ``dotted.key=value``, rounds and seeds among them.
+    quiet : show no progress. as_json : print the entries for programs.
+
+    Raises
+    ------
+    ConfigError : before anything runs, if the study, a label or an assignment is wrong.
+    Stopped : if it was interrupted; the text says how to continue.
+    RaypflError : if cells failed.
+    """
+    study, reference = load(source)
+    study = select(study, only)
+    cells = plan(study, assignments)
+    published = _published(reference, assignments)
+    study = study.model_copy(update={"choices": stated(study, cells)})
+    _refuse_missing_data([cell for cell in cells if not is_finished(cell.folder)])
+    folder = Path(cells[0].experiment.output).absolute() / study.name
+    words = ["raypfl", "study", source, *assignments, *(["--only", ",".join(only)] if only else [])]
+    to_continue = f"To continue: {shlex.join(words)}"
+    progress = Console(stderr=True)
+    tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
+    with interrupting(), message_if_killed(to_continue), tracking as tracked:
+        outcomes = _run(cells, tracked, progress, quiet)
+        results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
+        if results:
+            measured = entries(study, reference, cells, results)
+            departures = deviations(reference, study, cells, published, results)
+            page = layout.markdown(study, reference.published, measured, departures)
+            _write(folder, study.name, page, measured, cell_table(cells, results))
+            write(folder / "table.tex", layout.as_latex(study, reference.published, measured, departures))
+            tracked.describe(page)
+            for name in FILES:
+                tracked.attach(folder / name)
+            if as_json:
+                table = {"entries": as_rows(measured), "deviations": departures}
+                print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
+            else:
+                _show(study, reference, measured, departures, folder)
+        _raise_for(outcomes, cells, to_continue)
+
+
+def _published(reference: Study, assignments: Sequence[str]) -> list[Cell]:
+    """The cells as the study's file has them; with the assignments if it has none without them, as for a data set
+    whose folder is named on the command line."""
+    try:
+        return plan(reference)
+    except ConfigError:
+        return plan(reference, assignments)
+
+
+def _refuse_missing_data(cells: Sequence[Cell]) -> None:
+    """Raise a ConfigError, with a sentence for each data set that cannot be read, before any cell runs."""
+    readers: dict[str, list[Cell]] = {}
+    for cell in cells:
+        readers.setdefault(str(cell.experiment.data), []).append(cell)
+
+    problems: dict[str, list[Cell]] = {}
+    for those in readers.values():
+        experiment = those[0].experiment
+        try:
+            load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+        except Refused as error:
+            problems.setdefault(str(error), []).extend(those)
+
+    if problems:
+        lines = [f"{_counted(those, cells)} cannot run. {problem}" for problem, those in problems.items()]
+        hint = "datasets.NAME=FOLDER says where a data set lies, and --only chooses what has data."
+        raise ConfigError("\n".join([*lines, hint]))
+
+
+def _counted(some: Sequence[Cell], cells: Sequence[Cell]) -> str:
+    blocks = ", ".join(dict.fromkeys(cell.down for cell in some if cell.down))
+    return f"{len(some)} of {len(cells)} cells" + (f" ({blocks})" if blocks else "")
+
+
+def _run(cells: Sequence[Cell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[Outcome]:
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    lines = [RunLine(cell.label, cell.experiment.rounds, colour(methods.index(cell.method))) for cell in cells]
+    for line, cell in zip(lines, cells, strict=True):
+        if is_finished(cell.folder):
+            line.status, line.round = FINISHED, line.rounds
+    trackers = [tracked.beside({"cell": cell.label}) for cell in cells]
+    try:
+        with view(progress, lines, quiet) as shown:
+            listeners = [shown.listener(i) for i in range(len(cells))]
+
+            def listen(cell: int, event: Event) -> None:
+                listeners[cell](event)
+                trackers[cell](event)
+
+            return run(cells, listen)
+    except KeyboardInterrupt:  # between two cells, or a second one
+        return [Outcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
+
+
+def _write(folder: Path, name: str, page: str, measured: Sequence[Entry], cells: pa.Table) -> None:
+    """Write the tables and the figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "table.md", page)
+    for file, table in (("table", entry_table(measured)), ("cells", cells)):
+        with draft(folder / f"{file}.parquet") as path:
+            pq.write_table(table, path)
+    with draft(folder / "table.csv") as path:
+        write_csv(entry_table(measured), path)
+    draw(measured, name, folder / "table.png")
+
+
+def _show(study: Study, reference: Study, measured: Sequence[Entry], departures: Sequence[str], folder: Path) -> None:
+    console = Console()
+    layout.show(console, study, reference.published, measured, departures)
+    console.print()
+    for name in FILES:
+        console.print(Text(str(nearby(folder / name))), soft_wrap=True)
+
+
+def _raise_for(outcomes: Sequence[Outcome], cells: Sequence[Cell], to_continue: str) -> None:
+    failed = [f"{cell.label}: {one.error}" for cell, one in zip(cells, outcomes, strict=True) if one.status == FAILED]
+    finished = sum(one.status == FINISHED for one in outcomes)
+    summary = f"{finished} of {len(outcomes)} cells are finished. {to_continue}"
+    if failed:
+        raise RaypflError("\n".join([*failed, summary]))
+    if finished < len(outcomes):
+        raise Stopped(f"Stopped. {summary}")

@@ -1,0 +1,21 @@
+"""Data sets: what they are, and how their files are read."""
+
+from raypfl.data.datasets.base import DATASETS, DataConfig, DataSource, RawData, Reader
+from raypfl.data.datasets.population import DescribedData, Population
+from raypfl.data.datasets.readers import (  # noqa: F401 - readers register themselves
+    arrays,
+    cifar,
+    csv_images,
+    feature_table,
+    folders,
+    hugging_face,
+    idx,
+    leaf,
+    npy,
+    parquet,
+    scikit,
+    spiral,
+    text,
+)
+
+__all__ = ["DATASETS", "DataConfig", "DataSource", "DescribedData", "Population", "RawData", "Reader"]

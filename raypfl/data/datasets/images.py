@@ -1,0 +1,104 @@
+"""Readers of encoded images, which decode them in blocks so that they need not all be in memory at once."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from raypfl.common.errors import DataError
+from raypfl.data.datasets.base import Reader, require_size
+
+# Images in memory at a time, and their bytes. One thread decodes them: for small images, several threads are slower,
+# since they wait for each other at every call into Python.
+_IMAGES, _BYTES = 1024, 4 << 20
+_WIDE_MODES = ("I", "F")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReader(Reader):
+    """Reads encoded images.
+
+    Attributes
+    ----------
+    size : height and width that images are scaled to; None: all images must have one size.
+    fit : ``stretch`` changes the proportions; ``crop`` scales the shorter side and cuts off the rest.
+    """
+
+    size: int | None = None
+    fit: Literal["stretch", "crop"] = "stretch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_size(self.size)
+
+    def decoded(self, sources: Iterable[tuple[str, bytes | Path | None]]) -> Iterator[np.ndarray]:
+        """The pixels of encoded images, in blocks ``uint8[n, 3, H, W]``.
+
+        Grey images get three equal channels, so that a data set may mix them with colour images; the store keeps one
+        channel of a data set that is grey throughout.
+
+        Parameters
+        ----------
+        sources : for each image, its place as messages name it, and its bytes or file.
+
+        Raises
+        ------
+        DataError : if an image is missing, damaged, or not of the shape of the first.
+        """
+        first: tuple[str, np.ndarray] | None = None
+        block: list[np.ndarray] = []
+        for place, source in sources:
+            image = self._pixels(source, place)
+            first = first or (place, image)
+            if image.shape != first[1].shape:
+                raise DataError(
+                    f"{place} holds an image of {_shape(image)}, but {first[0]} one of {_shape(first[1])}; "
+                    f"all images must have one shape, so set data.size, for example data.size=64."
+                )
+            block.append(image)
+            if len(block) == _IMAGES or len(block) * image.nbytes >= _BYTES:
+                yield np.stack(block)
+                block.clear()
+        if block:
+            yield np.stack(block)
+
+    def _pixels(self, source: bytes | Path | None, place: str) -> np.ndarray:
+        if not source:
+            raise DataError(f"{place} has no image bytes.")
+        try:
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+                if image.mode.startswith(_WIDE_MODES):
+                    raise DataError(f"{place} holds an image of Pillow mode {image.mode}; 8 bits a channel are needed.")
+                pixels = np.asarray(self._scaled(image.convert("RGB")))
+        except FileNotFoundError as error:
+            raise DataError(f"{place} names the image {source!s}, but there is no such file.") from error
+        except DataError:
+            raise
+        except Exception as error:  # a format's parser may raise anything on damaged bytes
+            raise DataError(f"{place} holds a damaged image: {error}") from error
+        return pixels.transpose(2, 0, 1)
+
+    def _scaled(self, image: Image.Image) -> Image.Image:
+        if self.size is None or image.size == (self.size, self.size):
+            return image
+        fitted = ImageOps.fit if self.fit == "crop" else Image.Image.resize
+        return fitted(image, (self.size, self.size), Image.Resampling.BILINEAR)
+
+
+def resized(block: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Images ``uint8[n, C, H, W]`` of another height and width, their proportions changed."""
+    if block.shape[2:] == (height, width):
+        return block
+    flat = block.reshape(-1, *block.shape[2:])
+    scaled = [np.asarray(Image.fromarray(one).resize((width, height), Image.Resampling.BILINEAR)) for one in flat]
+    return np.stack(scaled).reshape(*block.shape[:2], height, width)
+
+
+def _shape(image: np.ndarray) -> str:
+    return " x ".join(map(str, image.shape)) + " (channels, height, width)"

@@ -1,0 +1,55 @@
+"""Features, and classes or numbers to predict, in a pair of ``.npy`` files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.datasets.base import DATASETS, RawData, Reader
+from raypfl.data.datasets.labels import checked_labels, class_count
+from raypfl.data.datasets.readers.npy import opened
+
+
+@DATASETS.register("arrays")
+@dataclass(frozen=True, kw_only=True)
+class ArrayPair(Reader):
+    """Two files in data.root: inputs ``[n, ...]`` in floating point, and targets.
+
+    Targets are classes, integers ``[n]`` from 0; or numbers in floating point, ``[n]`` or ``[n, T]``.
+
+    Attributes
+    ----------
+    input, target : names of the files.
+    """
+
+    input: str = "inputs.npy"
+    target: str = "targets.npy"
+
+    def paths(self) -> list[Path]:
+        root = self.config.folder("the .npy files")
+        for name in (self.input, self.target):
+            if not (root / name).is_file():
+                raise ConfigError(f"There is no {name} in {root}; see data.root, data.input and data.target.")
+        return [root / self.input, root / self.target]
+
+    def read(self) -> RawData:
+        inputs, targets = map(opened, self.paths())
+        inputs = _numbers(inputs, self.input, "inputs in floating point; images in uint8 are read by data.name=npy")
+        if targets.dtype.kind in "iu":
+            targets = checked_labels(targets, None, self.target)
+            names = [str(label) for label in range(class_count([(self.target, targets)]))]
+        else:
+            targets = _numbers(targets, self.target, "classes, integers from 0, or numbers in floating point")
+            names = [f"target {i}" for i in range(targets[0].size if len(targets) else 1)]
+        if len(inputs) != len(targets):
+            raise DataError(f"{self.input} has {len(inputs)} samples, but {self.target} has {len(targets)}.")
+        return RawData(inputs, targets, names)
+
+
+def _numbers(array: np.ndarray, file: str, wanted: str) -> np.ndarray:
+    if array.dtype.kind != "f" or not array.ndim:
+        raise DataError(f"{file} holds {array.dtype}{list(array.shape)}, not {wanted}.")
+    return array.astype(np.float64)

@@ -1,0 +1,77 @@
+"""Image data sets of the Hugging Face hub, which has all public data sets as Parquet files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypfl.common.errors import ConfigError, DataError, did_you_mean
+from raypfl.common.packages import not_installed
+from raypfl.data.datasets.base import DATASETS
+from raypfl.data.datasets.readers.parquet import Parquet
+
+
+@DATASETS.register("hf:NAME")
+def hugging_face(member: str) -> type[HuggingFace]:
+    """A data set of images on the Hugging Face hub, such as hf:ylecun/mnist; options of parquet, and subset."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", member):
+        raise ConfigError(
+            f"data.name is 'hf:{member}'; it must be 'hf:' and a name on the hub, such as hf:ylecun/mnist."
+        )
+    return HuggingFace
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Parquet):
+    """A data set of images on the Hugging Face hub, in the Parquet files that the hub makes of every data set.
+
+    They are in the hub's cache (``$HF_HOME``), or in that of the folder ``data.root``.
+
+    Attributes
+    ----------
+    subset : for data sets of several subsets: which one.
+    """
+
+    subset: str | None = None
+
+    def root(self) -> Path:
+        try:
+            folder = self._files(local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"The data set {self._name} is not in the cache of Hugging Face's hub. Set data.download to true once, "
+                "on a machine with a network; after that no network is needed."
+            ) from error
+        subsets = sorted(inner.name for inner in folder.iterdir() if inner.is_dir())
+        chosen = subsets[0] if self.subset is None and len(subsets) == 1 else self.subset
+        if chosen not in subsets:
+            raise ConfigError(
+                f"data.subset is {chosen!r}, but {self._name} has {len(subsets)} subsets; "
+                f"{did_you_mean(str(chosen), subsets)}"
+            )
+        return folder / chosen
+
+    def download(self) -> None:
+        try:
+            self._files(local_files_only=False)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"The data set {self._name} could not be downloaded from Hugging Face's hub "
+                f"({str(error).splitlines()[0]}). Is there a network, and is this its name? "
+                "A private one needs $HF_TOKEN."
+            ) from error
+
+    @property
+    def _name(self) -> str:
+        return self.config.name.partition(":")[2]
+
+    def _files(self, **options: Any) -> Path:
+        try:
+            from huggingface_hub import snapshot_download
+        except ImportError:
+            raise not_installed(f"data is {self.config.name!r}", "huggingface_hub", "hf") from None
+        cache = Path(self.config.root).expanduser() if self.config.root else None
+        where: dict[str, Any] = {"repo_type": "dataset", "revision": "refs/convert/parquet", "cache_dir": cache}
+        return Path(str(snapshot_download(self._name, **where, **options)))

@@ -1,0 +1,182 @@
+"""Images and labels in a pair of ``.npy`` files: CIFAR-10.1, CIFAR-10-C, and others in their form."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data.datasets.base import DATASETS, RawData, Reader
+from raypfl.data.datasets.labels import checked_labels, class_count, require_equal_lengths
+from raypfl.data.datasets.readers.cifar import CIFAR10_CLASSES
+
+_BLOCK = 12 << 20  # bytes of images in memory at a time
+_SEVERITIES = 5
+_CHANNELS = (1, 3)
+
+
+class _Pair(Reader):
+    """A file of images and one of labels."""
+
+    @abstractmethod
+    def names(self) -> tuple[str, str]:
+        """Names of the two files."""
+
+    def paths(self) -> list[Path]:
+        root = self.config.folder("the .npy files")
+        for name in self.names():
+            if not (root / name).is_file():
+                there = ", ".join(sorted(path.name for path in root.glob("*.npy"))[:5]) or "no .npy file"
+                raise ConfigError(f"There is no {name} in {root}, which data.root names; there is {there}.")
+        return [root / name for name in self.names()]
+
+    def opened(self) -> tuple[np.ndarray, np.ndarray]:
+        """Images ``uint8[n, H, W]`` or ``[n, H, W, C]``, mapped into memory, and labels."""
+        files = self.paths()
+        pixels, labels = (opened(path) for path in files)
+        found = f"{pixels.dtype}{list(pixels.shape)}"
+        if pixels.ndim == 4 and pixels.shape[1] in _CHANNELS and pixels.shape[3] not in _CHANNELS:
+            pixels = pixels.transpose(0, 2, 3, 1)
+        if pixels.dtype != np.uint8 or pixels.ndim < 3 or pixels.shape[3:] not in ((), (1,), (3,)):
+            raise DataError(
+                f"{files[0]} holds {found}, not images as uint8[n, H, W], uint8[n, H, W, 3] or uint8[n, 3, H, W]."
+            )
+        if labels.ndim == 1:  # others are refused as labels
+            require_equal_lengths(len(pixels), files[0], len(labels), files[1])
+        return pixels, labels
+
+
+@DATASETS.register("npy")
+@dataclass(frozen=True, kw_only=True)
+class Npy(_Pair):
+    """Two files in data.root: images and labels.
+
+    Images are ``uint8[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]`` with 1 or 3 channels; channels are last if both
+    could be. Labels are integers ``[n]`` from 0.
+
+    Attributes
+    ----------
+    image, label : names of the files.
+    """
+
+    image: str = "image.npy"
+    label: str = "labels.npy"
+
+    def names(self) -> tuple[str, str]:
+        return self.image, self.label
+
+    def read(self) -> RawData:
+        (pixels, labels), file = self.opened(), str(self.paths()[1])
+        labels = checked_labels(labels, None, file)
+        return RawData(_blocks(pixels), labels, [str(label) for label in range(class_count([(file, labels)]))])
+
+
+class _LikeCifar10(_Pair):
+    """Images for CIFAR-10's classes, in its shape."""
+
+    def read(self) -> RawData:
+        (pixels, labels), files = self.opened(), self.paths()
+        if pixels.shape[1:] != (32, 32, 3):
+            raise DataError(
+                f"{files[0]} holds images as uint8{list(pixels.shape)}, but CIFAR-10's are uint8[n, 32, 32, 3]; get "
+                f"the file again, or read it with data.name=npy."
+            )
+        labels, chosen = checked_labels(labels, len(CIFAR10_CLASSES), str(files[1])), self.chosen(len(pixels))
+        return RawData(_blocks(pixels[chosen]), labels[chosen], CIFAR10_CLASSES)
+
+    def chosen(self, count: int) -> slice:
+        """Which of `count` images are read."""
+        return slice(count)
+
+
+@DATASETS.register("cifar10_1")
+@dataclass(frozen=True, kw_only=True)
+class Cifar10Point1(_LikeCifar10):
+    """About 2,000 new images for CIFAR-10's classes (Recht et al. 2018); ``cifar10.1_v6_data.npy`` and its labels.
+
+    Attributes
+    ----------
+    variant : ``v6``, the usual one, or ``v4``.
+    """
+
+    variant: Literal["v6", "v4"] = "v6"
+
+    def names(self) -> tuple[str, str]:
+        return f"cifar10.1_{self.variant}_data.npy", f"cifar10.1_{self.variant}_labels.npy"
+
+
+@DATASETS.register("cifar10_c")
+@dataclass(frozen=True, kw_only=True)
+class Cifar10C(_LikeCifar10):
+    """CIFAR-10's test images under a corruption, in 5 severities (Hendrycks and Dietterich 2019).
+
+    Attributes
+    ----------
+    image : the corruption's file, such as ``gaussian_noise.npy``; or ``all`` corruptions, one after the other.
+    variant : the severity, 1 to 5; None: all of them.
+    """
+
+    image: str | None = None
+    variant: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.variant is not None and int(self.variant) not in range(1, _SEVERITIES + 1):
+            raise ConfigError(f"data.variant is {self.variant!r}, but CIFAR-10-C's severities are 1 to {_SEVERITIES}.")
+
+    def names(self) -> tuple[str, str]:
+        if self.image is None:
+            raise ConfigError(
+                "CIFAR-10-C has a file for each corruption: name one in data.image (for a pool, in its image), such as "
+                "'gaussian_noise.npy', or make a pool of each with a star in the pool's name, as in 'ood/*'."
+            )
+        return self.image, "labels.npy"
+
+    def paths(self) -> list[Path]:
+        return list(dict.fromkeys(path for one in self._each() for path in super(Cifar10C, one).paths()))
+
+    def read(self) -> RawData:
+        parts = [super(Cifar10C, one).read() for one in self._each()]
+        inputs = chain.from_iterable(part.blocks() for part in parts)
+        return RawData(inputs, np.concatenate([part.labels for part in parts]), CIFAR10_CLASSES)
+
+    def _each(self) -> list[Self]:
+        """A reader for each file of images."""
+        if self.image != "all":
+            return [self]
+        root = self.config.folder("the .npy files")
+        files = sorted(path.name for path in root.glob("*.npy") if path.name != "labels.npy")
+        if not files:
+            raise ConfigError(f"There is no .npy file of a corruption in {root}, which data.root names.")
+        return [replace(self, image=file) for file in files]
+
+    def chosen(self, count: int) -> slice:
+        if self.variant is None:
+            return super().chosen(count)
+        each, rest = divmod(count, _SEVERITIES)
+        if rest:
+            raise DataError(
+                f"{self.image} holds {count} images, not {_SEVERITIES} severities of one length; get it again."
+            )
+        return slice((self.variant - 1) * each, self.variant * each)
+
+
+def opened(path: Path) -> np.ndarray:
+    """The array of a ``.npy`` file, mapped into memory."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} is damaged, or not a .npy file: {error}") from error
+
+
+def _blocks(pixels: np.ndarray) -> Iterator[np.ndarray]:
+    step = max(_BLOCK // pixels[0].nbytes, 1)
+    for start in range(0, len(pixels), step):
+        block = pixels[start : start + step]
+        yield block[:, None] if block.ndim == 3 else block.transpose(0, 3, 1, 2)

@@ -1,0 +1,78 @@
+"""The analyses of a run on the server: what clients keep goes to files, what they find goes to the round's log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from raypfl.analysis import AnalysedRound, Analysis, Observation
+from raypfl.analysis.base import AnalysedRun, folder_of, keep
+from raypfl.common.errors import MethodError, RaypflError
+from raypfl.common.user_code import where_defined, with_location
+from raypfl.federation.logged import Logged
+
+Known = Mapping[str, Mapping[str, str]]
+
+
+class Analyses:
+    """All analyses of a run.
+
+    Parameters
+    ----------
+    run : what they are of.
+    run_dir : the run's folder.
+    """
+
+    def __init__(self, analyses: Sequence[Analysis], run: AnalysedRun, run_dir: str):
+        self._analyses = analyses
+        self._run = run
+        self._folders = [folder_of(run_dir, analysis) for analysis in analyses]
+
+    def __bool__(self) -> bool:
+        return bool(self._analyses)
+
+    def observers(self, round: int) -> tuple[int, ...]:
+        """Numbers of the analyses that see the local steps of a round."""
+        return tuple(i for i, one in enumerate(self._analyses) if one.observes(round, self._run.task.rounds))
+
+    def keep(self, round: int, observed: Mapping[int, list[Observation]]) -> None:
+        """Write what analyses keep of a group's local steps, a file for each client."""
+        for number, seen in observed.items():
+            for _, mine in groupby(seen, lambda one: one.client):
+                keep(self._folders[number], round, list(mine))
+
+    def start(self, initial: Tensor | None, logged: Logged, known: Known) -> None:
+        """Before the first round."""
+        self._call("start", 0, (), (initial, initial), logged, known)
+
+    def after_round(
+        self, round: int, clients: tuple[int, ...], models: tuple[Any, Any], logged: Logged, known: Known
+    ) -> None:
+        """After a round, with the global model before it and after it. What analyses log is added to `logged`."""
+        self._call("after_round", round, clients, models, logged, known)
+
+    def _call(
+        self, what: str, round: int, clients: tuple[int, ...], models: tuple[Any, Any], logged: Logged, known: Known
+    ) -> None:
+        for analysis, folder in zip(self._analyses, self._folders, strict=True):
+            if round and not analysis.is_due(round, self._run.task.rounds):
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            before, after = (None if model is None else model.clone() for model in models)
+            view = AnalysedRound(round, clients, (before, after), self._run, Path(folder), known)
+            function = getattr(analysis, what)
+            try:
+                function(view)
+            except RaypflError:
+                raise
+            except Exception as error:
+                when = f"after round {round}" if round else "before the first round"
+                raise MethodError(
+                    f"{where_defined(function)} failed {when}: {type(error).__name__}: {with_location(error)}"
+                ) from error
+            for mine, all_ in zip(vars(view.logged).values(), vars(logged).values(), strict=True):
+                all_.update(mine)

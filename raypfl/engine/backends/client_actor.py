@@ -1,0 +1,117 @@
+"""The actor in which virtual clients work.
+
+Its process begins by importing this module, so the module imports nothing slow. The rest is imported when the actor is
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+
+from raypfl.common.errors import LostState
+from raypfl.engine.backends.processes import importing
+from raypfl.engine.backends.shipment import Shipment
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from raypfl.clients.worker import Call, Group, Reply, Worker
+    from raypfl.federation.backend import Failed
+    from raypfl.storage.states import Stack
+
+
+class Home(NamedTuple):
+    """Where a client actor is: its node, the type of its device, and the GPUs that Ray has given it."""
+
+    node: str
+    device: str = "CPU"
+    gpus: tuple[str, ...] = ()
+
+
+class ClientActor:
+    """A process in which virtual clients work, one group at a time."""
+
+    def __init__(self) -> None:
+        with importing():
+            pass
+        self._worker: Worker | None = None
+
+    def prepare(self, shipment: Shipment) -> Home:
+        """Build the network and open the data of a job, which later groups belong to."""
+        import torch
+
+        from raypfl.clients.worker import Worker
+        from raypfl.engine.backends.processes import keep_freed_memory
+        from raypfl.engine.setup import make_context, make_task
+
+        keep_freed_memory()
+        self._worker = None  # the last job's: its data and models leave the device before this job's arrive
+        job, data = shipment.opened()
+        torch.set_num_threads(job.experiment.engine.threads)
+        gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
+        if 0 < gpus < 1:  # Ray's shares limit nothing by themselves
+            torch.cuda.set_per_process_memory_fraction(gpus)
+        device = reserved_device()
+        task = make_task(job.experiment, data, device)
+        context = make_context(job.experiment, data, task, gpus)
+        self._worker = Worker(context, job.experiment.method, job.experiment.analyses)
+        return Home(ray.get_runtime_context().get_node_id(), type_of(device), tuple(map(str, ray.get_gpu_ids())))
+
+    def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:
+        """Run a group. Returns its reply and its clients' new states: one stack or, if `apart`, one a client.
+
+        Each returned stack is a Ray object that the caller, the server, owns.
+        """
+        reply, stack = self._run(call, group)
+        if not apart:
+            return reply, stack
+        return reply, *(None if stack is None else stack.alone(k) for k in range(len(group.clients)))
+
+    def _run(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
+        from raypfl.federation.backend import failure, states_of
+
+        assert self._worker is not None
+        try:
+            return self._worker.work(call, get_broadcasts, group, states_of(group.states, get_states))
+        except Exception as error:
+            return failure(error), None
+
+
+def reserved_device() -> torch.device:
+    """The device of this process: the GPU, if Ray has reserved any share of one for it."""
+    import torch
+
+    return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
+
+
+def type_of(device: torch.device) -> str:
+    """What rounding depends on: the model of a GPU, or the instructions that torch uses of a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+
+
+def get_broadcasts(handles: list[Any]) -> list[Mapping[str, np.ndarray]]:
+    """The arrays of broadcasts, each given as a reference or, if they are small, as the arrays themselves."""
+    references = [handle for handle in handles if isinstance(handle, ray.ObjectRef)]
+    found = iter(ray.get(references) if references else [])
+    return [next(found) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
+
+
+def get_states(handles: list[Any]) -> list[Stack]:
+    """The states behind references, in shared memory.
+
+    Raises
+    ------
+    LostState : if they were on a node that is gone.
+    """
+    try:
+        return ray.get(handles)
+    except ray.exceptions.ObjectLostError as error:
+        raise LostState("The node that held some clients' states is gone, and their states with it.") from error

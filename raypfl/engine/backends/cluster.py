@@ -1,0 +1,275 @@
+"""Connecting to a Ray cluster, or starting a local one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raypfl.common import registry
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.common.own_modules import copy_files, own_files
+from raypfl.common.stopping import handlers_kept, hangups_ignored, interrupting, undisturbed
+from raypfl.engine.backends.actor_pools import ActorPools, reserved, room_for
+from raypfl.engine.events import Listener, Progress
+from raypfl.experiment.settings import RaySettings
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+FREE_AT_ONCE = {"free_objects_period_milliseconds": 0}
+"""By default Ray frees objects once a second. Until then rounds fill fresh memory, whose page faults cost more than the
+writing."""
+NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
+"""By default Ray records up to 100,000 tasks for its dashboard: 8 MB in 1,000 rounds of ten clients."""
+
+IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets it where it runs a job, which has brought its modules along."""
+
+QUIET = {"log_to_driver": False, "logging_level": "error"}
+
+
+@contextlib.contextmanager
+def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Iterator[Any]:
+    """While active, this process is connected to Ray: to a cluster that runs already, or to a local one of its own.
+
+    The first is at ``ray.address``, or at ``$RAY_ADDRESS``, which Ray sets in its jobs. A signal that asks to stop is
+    held back while a local cluster starts or shuts down, so that none of its processes is left behind.
+
+    Raises
+    ------
+    ConfigError : if no cluster can be reached at the address.
+    RaypflError : if a local cluster cannot be started.
+    """
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    if address and "://" in address:
+        kind = "of Ray Client, with whose connection a run would end" if address.startswith("ray:") else "for jobs"
+        raise ConfigError(
+            f"The address {address!r} is one {kind}. Send a job: raypfl submit run ... --address http://HEAD:8265. Or "
+            "give the cluster's own address, such as HEAD:6379, on a machine that is one of its nodes."
+        )
+    if "ray" not in sys.modules:  # Ray reads its authentication settings when it is imported
+        _authenticate(local=address is None)
+    import ray
+
+    if ray.is_initialized():
+        yield ray
+        return
+    emit(Progress("connecting to Ray" if address else "starting Ray"))
+    with interrupting(), _local(ray, settings.dashboard) if address is None else _attached(ray, address):
+        _silence_deaths(ray)
+        if address is None and settings.dashboard:
+            token = os.environ.get("RAY_AUTH_TOKEN")
+            asks = f" It asks for this token: {token}" if token else ""
+            emit(Progress(f"Ray's dashboard: http://{ray._private.worker.get_dashboard_url()}.{asks}", stays=True))
+        yield ray
+
+
+@contextlib.contextmanager
+def _local(ray: Any, dashboard: bool) -> Iterator[None]:
+    system = FREE_AT_ONCE if dashboard else FREE_AT_ONCE | NO_TASK_EVENTS
+    folder = ""
+    try:
+        with undisturbed(), hangups_ignored(), _without_sigterm_handler(ray):
+            folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
+            try:
+                ray.init(include_dashboard=dashboard, _temp_dir=folder, _system_config=system, **QUIET)
+            except Exception as error:
+                raise RaypflError(
+                    f"Ray could not be started on this machine: {str(error).splitlines()[0]} Try again when it is less "
+                    "busy, or run without Ray: engine.backend=inline."
+                ) from error
+        yield
+    finally:
+        with undisturbed():
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _attached(ray: Any, address: str) -> Iterator[None]:
+    try:
+        with handlers_kept(), _without_sigterm_handler(ray), tempfile.TemporaryDirectory() as folder:
+            if IN_A_JOB not in os.environ:
+                copy_files(own_files(registry.own), Path(folder))
+            modules = [str(path) for path in Path(folder).iterdir()]
+            try:
+                _knock(address)
+                ray.init(address=address, runtime_env={"py_modules": modules} if modules else None, **QUIET)
+            except ray.exceptions.AuthenticationError as error:
+                raise token_error(f" at {address}", error) from error
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise ConfigError(
+                    f"No Ray cluster can be reached at {address!r}: {str(error).splitlines()[0]} Is it running? "
+                    "Without ray.address, a local one is started."
+                ) from error
+        yield
+    finally:
+        with undisturbed():
+            ray.shutdown()
+
+
+def token_error(where: str, error: Exception) -> ConfigError:
+    """Of a cluster (`where` it is: `` at ADDRESS``) that asks for a token, or refuses the one that it was given."""
+    refused = "refuses this token" if str(error).startswith("Authentication failed") else "asks for a token"
+    return ConfigError(
+        f"The cluster{where} {refused}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file (mode 600) with the "
+        "token that its nodes were started with, or RAY_AUTH_TOKEN to the token itself."
+    )
+
+
+def _knock(address: str) -> None:
+    """Raise an OSError if nothing listens at ``HOST:PORT``; Ray would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def has_died(ray: Any) -> bool:
+    """Whether a cluster that this process started is gone. Ray would end the process a minute later, or hang."""
+    processes = ray._private.worker._global_node.all_processes
+    return any(one.process.poll() is not None for kind in ("gcs_server", "raylet") for one in processes.get(kind, ()))
+
+
+def nodes_of(ray: Any) -> list[Mapping[str, float]]:
+    """The resources of each node of the cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def for_client(settings: RaySettings) -> dict[str, Any]:
+    """What a client actor reserves, as options for Ray, where all are of one kind.
+
+    Raises
+    ------
+    ConfigError : if they are of several, or if that is to be measured.
+    """
+    if settings.pools or settings.gpus_per_actor == "auto":
+        which = "ray.pools is set" if settings.pools else "ray.gpus_per_actor is auto"
+        raise ConfigError(
+            f"{which}, which is for one run at a time; a sweep's trials and a study's cells each reserve "
+            "ray.cpus_per_actor and ray.gpus_per_actor, such as 0.25 for four on a GPU."
+        )
+    return reserved(settings)
+
+
+def bundle(options: Mapping[str, Any]) -> dict[str, float]:
+    """Options for Ray as a bundle of a placement group, without what it reserves nothing of."""
+    named = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    if kind := options.get("accelerator_type"):
+        named[f"accelerator_type:{kind}"] = 0.001  # as Ray itself asks for it
+    return {name: count for name, count in named.items() if count}
+
+
+def for_server(settings: RaySettings) -> dict[str, float]:
+    """What the server actor reserves, as options for Ray."""
+    return {"num_cpus": settings.cpus_for_server, "num_gpus": settings.gpus_for_server}
+
+
+def in_one_process(settings: RaySettings) -> RaySettings:
+    """Settings for one process in which server and clients take turns: it reserves the larger share of each."""
+    client, server = for_client(settings), for_server(settings)
+    return replace(
+        settings,
+        cpus_per_actor=max(client["num_cpus"], server["num_cpus"]),
+        gpus_per_actor=max(client["num_gpus"], server["num_gpus"]),
+        cpus_for_server=0.0,
+        gpus_for_server=0.0,
+    )
+
+
+def pools_of(ray: Any, settings: RaySettings, groups: int) -> ActorPools:
+    """The client actors that a run wants whose cohorts have so many groups."""
+    return ActorPools(settings.actor_pools, for_server(settings), groups, lambda: nodes_of(ray))
+
+
+def client_actors(ray: Any, settings: RaySettings, groups: int) -> list[int]:
+    """How many client actors of each pool a run begins with.
+
+    Raises
+    ------
+    ConfigError : if the cluster has no room for the server and them, unless they may wait for nodes to join.
+    """
+    pools, nodes, server = pools_of(ray, settings, groups), nodes_of(ray), for_server(settings)
+    with_room = pools.with_room()
+    for pool, room in zip(settings.actor_pools, with_room, strict=True):
+        alone = room_for(reserved(pool), nodes, server)
+        if alone is None or (pool.max_actors is None and (alone < 1 or room < (pool.actors or 0))):
+            total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+            beside = f"beside a server with {_text(server)} " if any(server.values()) else ""
+            less = "Lower ray.actors, ray.cpus_per_actor or ray.gpus_per_actor"
+            less += ", or what ray.cpus_for_server and ray.gpus_for_server reserve" * bool(beside)
+            raise ConfigError(
+                f"{pool.actors or 1} client actors with {_text(reserved(pool))} each {beside}need more than this "
+                f"cluster has: {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {len(nodes)} nodes. {less}; or set "
+                "ray.max_actors instead of ray.actors, if nodes are still to join."
+            )
+    return pools.wanted()
+
+
+def on_this_node(ray: Any) -> dict[str, Any]:
+    """Options for an actor without CPUs on this process's node, with which it dies."""
+    node = ray.get_runtime_context().get_node_id()
+    return {
+        "num_cpus": 0,
+        "scheduling_strategy": ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
+    }
+
+
+def node_for_server(ray: Any, settings: RaySettings, checkpoints: str) -> str | None:
+    """The id of the driver's node, where the server must be if its checkpoints are in a folder; else None.
+
+    In a placement group it is None too, since that decides.
+
+    Raises
+    ------
+    ConfigError : if that node does not have what the server reserves.
+    """
+    if "://" in checkpoints or ray.util.get_current_placement_group() is not None:
+        return None
+    node, server = ray.get_runtime_context().get_node_id(), for_server(settings)
+    here = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
+    if any(server.values()) and not room_for(server, [here], {}):
+        raise ConfigError(
+            f"The server reserves {_text(server)}, which this node does not have, and can be on no other node because "
+            f"its checkpoints are in {checkpoints}. Set checkpoint.location to an address that all nodes can reach "
+            "(s3://bucket/folder, file:///shared/folder), or start raypfl on a larger node."
+        )
+    return node
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    kind = options.get("accelerator_type")
+    return f"{options['num_cpus']:g} CPUs and {options['num_gpus']:g} GPUs{f' of type {kind}' if kind else ''}"
+
+
+def _authenticate(local: bool) -> None:
+    """Switch Ray's token authentication on, with a token of our own for a local cluster."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    if local and not given and os.environ["RAY_AUTH_MODE"] == "token":
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def _without_sigterm_handler(ray: Any) -> Iterator[None]:
+    """While active, `ray.init` installs no Python handler by which SIGTERM ends this process."""
+    utils = ray._private.utils
+    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
+
+
+def _silence_deaths(ray: Any) -> None:
+    # Whatever its log settings, Ray prints a paragraph for every process that dies. The run says it in a sentence.
+    worker = ray._private.worker
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *args, **kwargs: None

@@ -1,0 +1,330 @@
+"""The Ray backend: pushes groups to client actors and replaces actors that die."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raypfl.clients.worker import Call, Group, Reply
+from raypfl.common.errors import RaypflError, Stopped
+from raypfl.common.memory import out_of_memory
+from raypfl.engine.backends.actor_pools import ActorPools
+from raypfl.engine.backends.client_actor import Home, get_broadcasts, get_states
+from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
+from raypfl.engine.backends.shipment import Shipment
+from raypfl.federation.backend import Done, Failed
+from raypfl.federation.broadcasts import INSIDE
+from raypfl.federation.placement import Dispatch, Speeds
+from raypfl.storage.states import Stack
+
+APART = 1_000_000
+"""Bytes from which a client's state is a Ray object of its own, so that it is freed as soon as there is a newer one.
+An object costs about a millisecond, as much as copying so many bytes."""
+
+LOOK = 1.0
+"""Seconds between looks at the cluster's nodes, at least."""
+
+POLL = 0.1
+"""Seconds between checks whether the run was asked to stop."""
+
+
+@dataclass(eq=False)
+class _Actor:
+    """A client actor of a pool: its handle, the reference that `prepare` returns, and where it is once it is ready."""
+
+    pool: int
+    handle: Any
+    prepared: Any
+    home: Home | None = None
+    takes_part: bool = True
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Its pool and node: actors of the same place are as fast as each other."""
+        return self.pool, self.home.node if self.home else ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Submitted:
+    """A group that was pushed to an actor, and the references that its reply and its states will be behind."""
+
+    group: Group
+    actor: _Actor
+    reply: Any
+    stacks: Sequence[Any]
+
+
+class RayBackend:
+    """Pushes groups to client actors, the longest first. Replaces actors that die and runs their groups elsewhere.
+
+    From round to round, the number of actors follows the nodes that there are. If a GPU's memory is too small for the
+    actors that share it, fewer of them do; the groups stay as they are, and so do the results.
+
+    Parameters
+    ----------
+    actors : client actors, which may still be starting, as ``(pool, handle)``.
+    start : starts another one, with these options for Ray.
+    pools : how many there should be.
+    job : what the actors prepare for.
+    stopped : whether the run was asked to stop; called between results.
+    warn : called with a warning when actors die.
+    mixed_devices : whether actors may compute on devices of several types.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[tuple[int, Any]],
+        start: Callable[[Mapping[str, Any]], Any],
+        pools: ActorPools,
+        job: Shipment,
+        stopped: Callable[[], bool],
+        warn: Callable[[str], None],
+        mixed_devices: bool = False,
+    ):
+        self._restarts = RestartPolicy()
+        self._speeds = Speeds()
+        self._start = start
+        self._pools = pools
+        self._mixed = mixed_devices
+        self._device: str | None = None
+        self._has_begun = False
+        self._round = 0
+        self._looked = 0.0
+        self._job = job
+        self._apart: dict[Hashable, bool] = {}  # function -> whether its clients' states were large the last time
+        self._stopped = stopped
+        self._warn = warn
+        self._wanted = [sum(of == pool for of, _ in actors) for pool in range(len(pools))]
+        self._actors = [_Actor(pool, actor, actor.prepare.remote(job)) for pool, actor in actors]
+
+    def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
+        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        inside = inside and sum(array.nbytes for array in contiguous.values()) <= INSIDE
+        return contiguous if inside else ray.put(contiguous)
+
+    def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:
+        return get_broadcasts([handle])[0]
+
+    def put_states(self, stack: Stack) -> Any:
+        return ray.put(stack)
+
+    def get_states(self, handle: Any) -> Stack:
+        return get_states([handle])[0]
+
+    def wait_for_actors(self, seconds: float) -> None:
+        """Wait until all actors that have room are ready, but no longer than this: others may use the cluster, too."""
+        deadline, room = time.monotonic() + seconds, self._pools.with_room()
+        wanted = sum(min(count, len(self._of(pool))) for pool, count in enumerate(room))  # nodes may have joined
+        ready: list[Any] = []
+        while len(ready) < wanted and time.monotonic() < deadline and not self._stopped():
+            ready, _ = ray.wait([actor.prepared for actor in self._actors], num_returns=wanted, timeout=POLL)
+        if (not wanted or len(ready) < wanted) and not self._stopped():
+            few = (
+                f"Only {len(ready)} of {wanted} client actors came up within {seconds:g} s: the cluster is busy "
+                "or slow. The others take part as soon as they are ready."
+            )
+            self._warn(few if wanted else "The run waits for nodes to join: none has room for a client actor.")
+
+    @property
+    def actors(self) -> list[tuple[int, Any]]:
+        """The client actors that are alive, for the next run."""
+        return [(actor.pool, actor.handle) for actor in self._actors]
+
+    def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
+        dispatch = Dispatch(groups)
+        submitted: dict[Any, _Submitted] = {}
+        self._follow_the_cluster(call.round)
+        try:
+            while not dispatch.done:
+                self._start_missing_actors()
+                self._add_ready_actors(submitted, dispatch)
+                self._push(call, dispatch, submitted)
+                for reply in self._replies(submitted, dispatch.pause(time.monotonic())):
+                    if reply not in submitted:  # another of its actor's groups has found that the actor died
+                        continue
+                    task = submitted[reply]
+                    try:
+                        outcome = self._outcome(call, task)
+                    except RayError as error:  # of the actor, its node or its memory; a RayTaskError is an outcome
+                        yield from self._died(task.actor, submitted, dispatch, error)
+                    else:
+                        if isinstance(outcome, Failed) and self._made_room(
+                            task.actor, outcome.error, submitted, dispatch
+                        ):
+                            continue
+                        del submitted[reply]
+                        self._has_begun = True
+                        self._restarts.group_finished()
+                        dispatch.finished(task.actor, task.group, time.monotonic())
+                        self._push(call, dispatch, submitted)
+                        yield task.group, outcome
+        finally:  # a method's code cannot be interrupted, so actors with unwanted work are killed
+            for actor in {task.actor for task in submitted.values()} & set(self._actors):
+                self._kill(actor)
+
+    def _outcome(self, call: Call, task: _Submitted) -> Done | Failed:
+        try:
+            reply: Reply | Failed = ray.get(task.reply)
+        except RayTaskError as error:
+            return Failed(error, str(error))
+        if isinstance(reply, Failed):
+            return reply
+        reply.seconds = self._speeds.note(task.actor.place, call.function, task.group, reply.seconds)
+        if reply.kept is None:
+            return Done(reply)
+        clients, kept = task.group.clients, [reply.kept]
+        owners = [clients]
+        if len(task.stacks) == len(clients):
+            owners, kept = [(client,) for client in clients], reply.kept.apart()
+        self._apart[call.function] = reply.kept.nbytes >= APART * len(clients)
+        return Done(reply, list(zip(owners, task.stacks, kept, strict=True)), task.actor.place[1])
+
+    def _push(self, call: Call, dispatch: Dispatch, submitted: dict[Any, _Submitted]) -> None:
+        apart = self._apart.get(call.function, False)
+        while chosen := dispatch.next(time.monotonic()):
+            actor, group = chosen
+            work = actor.handle.work.options(num_returns=1 + (len(group.clients) if apart else 1))
+            reply, *stacks = work.remote(call, group, apart)
+            submitted[reply] = _Submitted(group, actor, reply, stacks)
+
+    def _follow_the_cluster(self, round: int) -> None:
+        """In a new round, want as many actors as have room now; give up those that still wait for room that is gone."""
+        if round == self._round or time.monotonic() < self._looked + LOOK:
+            return
+        self._round, self._looked = round, time.monotonic()
+        before, self._wanted = self._wanted, self._pools.wanted()
+        if self._wanted == before:
+            return
+        self._warn(f"The cluster has changed: the run now has {sum(self._wanted)} client actors, not {sum(before)}.")
+        for pool, wanted in enumerate(self._wanted):
+            waiting = [actor for actor in self._of(pool) if actor.home is None]
+            for actor in waiting[: max(0, len(self._of(pool)) - wanted)]:
+                self._kill(actor)
+
+    def _of(self, pool: int) -> list[_Actor]:
+        return [actor for actor in self._actors if actor.pool == pool]
+
+    def _start_missing_actors(self) -> None:
+        for pool, wanted in enumerate(self._wanted):
+            while len(self._of(pool)) < wanted and self._restarts.may_start(time.monotonic()):
+                actor = self._start(self._pools.options(pool))
+                self._actors.append(_Actor(pool, actor, actor.prepare.remote(self._job)))
+
+    def _add_ready_actors(self, submitted: dict[Any, _Submitted], dispatch: Dispatch) -> None:
+        """Let actors take part once they run: a group that is pushed to one without room would wait for ever."""
+        if starting := {actor.prepared: actor for actor in self._actors if actor.home is None}:
+            for ref in ray.wait(list(starting), num_returns=len(starting), timeout=0)[0]:
+                if starting[ref] in self._actors:  # not given up because of another one
+                    self._note_ready(starting[ref], submitted, dispatch)
+        for actor in self._actors:
+            if actor.home is not None and actor.takes_part:
+                dispatch.join(actor, actor.home.node, self._speeds.slowness(actor.place))
+
+    def _note_ready(self, actor: _Actor, submitted: dict[Any, _Submitted], dispatch: Dispatch) -> None:
+        try:
+            actor.home = ray.get(actor.prepared)
+        except RayTaskError as error:
+            if self._made_room(actor, error.cause, submitted, dispatch):
+                return
+            raise RaypflError(f"A client actor could not be set up: {error.cause}") from error
+        except RayError as error:
+            self._kill(actor)
+            self._died_in_setup(error)
+        else:
+            self._check_device(actor, actor.home)
+            self._check_packing(actor, actor.home)
+
+    def _check_device(self, actor: _Actor, home: Home) -> None:
+        """Refuse an actor on another type of device than the others; once the run has begun, leave it out."""
+        self._device = self._device or home.device
+        if home.device == self._device or self._mixed:
+            return
+        if not self._has_begun:
+            raise RaypflError(
+                f"The cluster's client actors compute on {self._device} and on {home.device}, on which rounding "
+                "differs. Name one type of GPU (ray.accelerator), or let results depend on which group met which "
+                "device: ray.mixed_devices=true."
+            )
+        actor.takes_part = False
+        self._warn(f"A client actor that came up later is left out: it computes on {home.device}, not {self._device}.")
+
+    def _check_packing(self, actor: _Actor, home: Home) -> None:
+        """Say if Ray has put more actors on a GPU than their shares allow, as it has done."""
+        share = self._pools.options(actor.pool)["num_gpus"]
+        beside = [one for one in self._of(actor.pool) if one.home and one.home[::2] == home[::2]]
+        if 0 < share < 1 < len(beside) * share:
+            self._warn(f"Ray has put {len(beside)} client actors on a GPU, each with {share:g} of it; it may be full.")
+
+    def _made_room(
+        self, actor: _Actor, error: BaseException | None, submitted: dict[Any, _Submitted], dispatch: Dispatch
+    ) -> bool:
+        """If an actor's share of a GPU had too little memory, start its pool again with larger shares, for fewer."""
+        if not out_of_memory(error) or (numbers := self._pools.fewer_on_a_gpu(actor.pool)) is None:
+            return False
+        for one in self._of(actor.pool):
+            self._kill(one)
+            for task in [task for task in submitted.values() if task.actor is one]:
+                del submitted[task.reply]
+            dispatch.lost(one)
+        self._wanted = self._pools.wanted()
+        self._warn("A GPU's memory was too small for {} client actors; from now on {} share it.".format(*numbers))
+        return True
+
+    def _died_in_setup(self, error: RayError) -> None:
+        """Give up if actors keep dying in their set-up and there is no other one that can work."""
+        now, policy = time.monotonic(), self._restarts
+        policy.died_in_setup(now, getattr(error, "actor_init_failed", False))
+        if policy.setup_deaths == MAX_SETUP_FAILURES:
+            self._warn("Client actors die while they are set up; others are started after growing pauses.")
+        if policy.is_hopeless(now) and not any(actor.home for actor in self._actors):
+            raise RaypflError(
+                f"Client actors die while they are set up: {policy.setup_deaths} since the last group was finished, "
+                f"and none is left. {_reason(error)}"
+            ) from error
+
+    def _replies(self, submitted: Mapping[Any, _Submitted], pause: float) -> list[Any]:
+        """References of replies that are there, after `pause` seconds at most."""
+        if self._stopped():
+            raise Stopped("The run was asked to stop.")
+        if submitted:
+            return ray.wait(list(submitted), num_returns=1, timeout=min(POLL, pause))[0]
+        if self._actors:
+            ray.wait([actor.prepared for actor in self._actors], num_returns=1, timeout=POLL)
+        else:
+            time.sleep(POLL)
+        return []
+
+    def _died(
+        self, actor: _Actor, submitted: dict[Any, _Submitted], dispatch: Dispatch, error: BaseException
+    ) -> Iterator[tuple[Group, Failed]]:
+        """Put a dead actor's groups at the end of the queue, or yield the only one if its actors died too often.
+
+        Of two groups either may have caused the death, so each runs alone the next time, after the groups that wait.
+        """
+        self._kill(actor)
+        self._warn("A client actor died; another takes its place, and its groups run again.")
+        for task in [task for task in submitted.values() if task.actor is actor]:
+            del submitted[task.reply]
+        lost = dispatch.lost(actor)
+        for group in lost:
+            dispatch.drop(group)
+            deaths = self._restarts.died_at_work((group.index, group.clients)) if len(lost) == 1 else 0
+            if deaths == group.deaths:
+                yield group, Failed(error, f"Its actor's process died. {_reason(error)}", deaths)
+            else:
+                dispatch.append(replace(group, alone=True))
+
+    def _kill(self, actor: _Actor) -> None:
+        self._actors.remove(actor)
+        ray.kill(actor.handle)
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[-3:]) + " Is there enough memory for the actors? Fewer of them (ray.actors) need less."

@@ -1,0 +1,160 @@
+"""The actor that runs the server and drives the client actors.
+
+Its process begins by importing this module, so the module imports nothing slow. The rest is imported after the client
+actors were requested, so that all processes import torch at the same time.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from raypfl.engine.backends.client_actor import ClientActor, reserved_device
+from raypfl.engine.backends.processes import importing
+from raypfl.engine.backends.shipment import Shipment
+
+if TYPE_CHECKING:
+    from raypfl.engine.events import Event, RunFinished
+    from raypfl.experiment.settings import RaySettings
+
+LOCKSTEP_POLL = 0.02
+"""Seconds between looks at whether the driver has passed an event on."""
+
+START_UP = 20.0
+"""Seconds that a run waits for all of its client actors before it begins with those that are ready."""
+
+
+@dataclass
+class _EventStream:
+    """Events of a run that the driver has not received; `first` is the number of the oldest one kept."""
+
+    run: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    events: list[Event] = field(default_factory=list)
+    first: int = 0
+
+    def after(self, received: int) -> list[Event]:
+        """The events after the first `received`, which are forgotten."""
+        del self.events[: max(received - self.first, 0)]
+        self.first = max(received, self.first)
+        return list(self.events)
+
+
+class ServerActor:
+    """Runs jobs, one after the other, in a process of the cluster, with client actors of its own.
+
+    If it dies, Ray starts it again and repeats `run`, which continues from the job's checkpoint.
+
+    Parameters
+    ----------
+    actors : how many client actors of each pool. pools : what each of them reserves, as for ``ray.remote``.
+    """
+
+    def __init__(self, actors: Sequence[int], pools: Sequence[Mapping[str, Any]]):
+        self._remote = ray.remote(ClientActor)
+        self._wanted = list(zip(actors, pools, strict=True))
+        self._actors: list[tuple[int, Any]] = []
+        self._start_actors()
+        with importing():
+            import raypfl.engine.backends.ray_backend
+            import raypfl.engine.server
+            import raypfl.engine.setup  # noqa: F401
+        self._stopping = ""
+        self._stream = _EventStream()
+
+    def run(self, run: str, shipment: Shipment, settings: RaySettings, groups: int) -> RunFinished:
+        """Run a job to its end, whose cohorts have so many groups.
+
+        `run` identifies it for :meth:`events` and :meth:`stop`.
+        """
+        import torch
+
+        from raypfl.common.user_code import framed
+        from raypfl.engine.backends import cluster
+        from raypfl.engine.backends.processes import keep_freed_memory
+        from raypfl.engine.backends.ray_backend import RayBackend
+        from raypfl.engine.server import Server
+        from raypfl.engine.setup import make_task, threads_of_server
+
+        self._stream = _EventStream(run)
+        self._start_actors()
+        pool_sizes = cluster.pools_of(ray, settings, groups)
+        backend = RayBackend(
+            self._actors,
+            self._start,
+            pool_sizes,
+            shipment,
+            lambda: self._stopping == run,
+            self._warn,
+            settings.mixed_devices,
+        )
+        keep_freed_memory()
+        job, data = shipment.opened()
+        torch.set_num_threads(threads_of_server(job.experiment))
+        with framed("in the server's process"):
+            task = make_task(job.experiment, data, reserved_device())
+        metadata = {
+            "backend": "ray",
+            "actors": len(self._actors),
+            "device": "cuda" if job.experiment.ray.on_gpu else "cpu",
+            "ray": ray.__version__,
+        }
+        backend.wait_for_actors(START_UP)
+        emit = self._in_lockstep if job.lockstep else self._stream.events.append
+        try:
+            return Server(job, task, data, backend, emit, metadata).run()
+        finally:
+            self._actors = backend.actors
+            if pool_sizes.are_smaller:
+                self._kill_actors()  # the next run begins with the shares that the settings say
+            gc.collect()  # a server is full of cycles, and keeps clients' states in the object store until it is freed
+
+    def _start(self, options: Mapping[str, Any]) -> Any:
+        return self._remote.options(max_restarts=0, **options).remote()
+
+    def _start_actors(self) -> None:
+        for pool, (wanted, options) in enumerate(self._wanted):
+            missing = wanted - sum(of == pool for of, _ in self._actors)
+            self._actors += [(pool, self._start(options)) for _ in range(missing)]
+
+    def _kill_actors(self) -> None:
+        for _, actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _in_lockstep(self, event: Event) -> None:
+        """Keep an event and, if it is of a checkpoint, wait until the driver has passed it on, or stops the run."""
+        from raypfl.engine.events import Checkpointed
+
+        stream = self._stream
+        stream.events.append(event)
+        wanted = stream.first + len(stream.events)
+        while isinstance(event, Checkpointed) and stream.first < wanted and self._stopping != stream.run:
+            time.sleep(LOCKSTEP_POLL)
+
+    def _warn(self, text: str) -> None:
+        from raypfl.engine.events import Warned
+
+        self._stream.events.append(Warned(text))
+
+    @ray.method(concurrency_group="control")
+    def events(self, run: str, stream: str, received: int) -> tuple[str, list[Event]]:
+        """The id of a run's event stream, and its events after the first `received`.
+
+        A server that was started again begins a new stream, from which nothing was received yet.
+        """
+        now = self._stream
+        if now.run != run:
+            return stream, []
+        return now.id, now.after(received if stream == now.id else 0)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, run: str) -> None:
+        """Ask a run to stop. It saves a checkpoint and returns."""
+        self._stopping = run

@@ -1,0 +1,80 @@
+"""A run's job on its way from the driver to the actors, and its data on the way to their nodes.
+
+The actors' processes begin by importing this module, so it imports nothing slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+if TYPE_CHECKING:
+    from raypfl.data import ClientData
+    from raypfl.engine.server import Job
+    from raypfl.experiment import Experiment
+
+CHUNK = 32 << 20
+"""Bytes of an object in which a part of a file travels."""
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """A job, or an experiment to try, and its data, whose pickle has a reference to prepared files.
+
+    Attributes
+    ----------
+    node : id of the driver's node, where the files are. content : the pickled job and data.
+    """
+
+    node: str
+    content: bytes
+
+    @classmethod
+    def of(cls, job: Job | Experiment, data: ClientData) -> Shipment:
+        """What the driver, which calls this, sends."""
+        return cls(ray.get_runtime_context().get_node_id(), ray.cloudpickle.dumps((job, data)))
+
+    def opened(self) -> tuple[Any, ClientData]:
+        """The job and its data. If this node does not have the files, one of its processes fetches them.
+
+        Raises
+        ------
+        DataError : if the files cannot be fetched or written.
+        """
+        from raypfl.data.arrays import alone, received, writing
+        from raypfl.data.store import NotHere
+
+        try:
+            return ray.cloudpickle.loads(self.content)
+        except NotHere as missing:
+            (_, first), *_ = missing.files
+            with writing(first):
+                first.parent.mkdir(parents=True, exist_ok=True)
+            with alone(first):
+                try:
+                    return ray.cloudpickle.loads(self.content)
+                except NotHere:
+                    for there, here in missing.files:
+                        received(here, self._chunks(there))
+        return ray.cloudpickle.loads(self.content)
+
+    def _chunks(self, path: Path) -> Iterator[bytes]:
+        on_its_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.node, soft=False)
+        read: Any = ray.remote(_read).options(
+            num_cpus=0,
+            num_returns="streaming",
+            scheduling_strategy=on_its_node,
+            _generator_backpressure_num_objects=2,  # so that memory holds two chunks, not the file
+        )
+        for chunk in read.remote(path):
+            yield ray.get(chunk)
+
+
+def _read(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            yield chunk

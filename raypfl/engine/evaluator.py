@@ -1,0 +1,222 @@
+"""Evaluation of all clients of a run: their models are made, by exchanges where a method needs some, and tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from raypfl.clients.clients import Clients
+from raypfl.clients.group import ClientGroup
+from raypfl.common.errors import MethodError, RaypflError
+from raypfl.common.messages import Each, Scatter, Sum
+from raypfl.common.user_code import where_defined
+from raypfl.engine.scoring import score
+from raypfl.engine.setup import groups_for
+from raypfl.evaluation import Measures, Selection, deciding, select, summarise, tabulate
+from raypfl.evaluation.masking import Mask
+from raypfl.federation.aggregation import ReplyAggregator
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.method import Method
+from raypfl.federation.schedule import cohort_size, even, is_due
+from raypfl.learning.privacy import Spending
+from raypfl.learning.unkeyed import ON_CLIENTS, ON_SERVER, refuse_unkeyed
+from raypfl.models.predictor import Predictor
+from raypfl.storage.tree import clone
+
+if TYPE_CHECKING:
+    from raypfl.experiment import Experiment
+
+
+class EvaluationCohort(Cohort):
+    """Clients that are about to be evaluated, which :meth:`raypfl.Method.personalize` is given.
+
+    Nobody drops out. A client that fails ends the run, since the mean over the others would be another quantity.
+    """
+
+    phase = "prediction"
+
+    def __init__(self, runner: GroupRunner, ids: Sequence[int], round: int, lr: float, unseen: bool):
+        super().__init__(runner, tuple(ids), (), round, lr)
+        self.unseen = unseen
+
+    def _lose(self, client: int, why: str) -> None:
+        raise RaypflError(f"Client {client} could not be given its model. {why}")
+
+
+class Evaluator:
+    """Evaluates all clients of a run, and leaves their states and the server's unchanged. Knows the best round so far.
+
+    Parameters
+    ----------
+    runner : of the run, with the clients' states.
+
+    Attributes
+    ----------
+    spent : of clients' privacy in the last evaluation.
+    """
+
+    def __init__(self, experiment: Experiment, runner: GroupRunner):
+        self._last = 0
+        self.spent: list[Spending] = []
+        self._validated: dict[int, dict[str, Any]] = {}
+        self.experiment = experiment
+        self.method = experiment.method
+        self.runner = runner
+        self.task = runner.task
+        self.measures = Measures(self.task.objective, experiment.evaluation.metrics, self.task.num_classes)
+
+    @property
+    def best_round(self) -> int | None:
+        """The best round by validation data; None: no round was validated."""
+        return self._selection().round
+
+    def is_due(self, round: int) -> bool:
+        """Whether clients are to be evaluated after this round and were not yet."""
+        settings = self.experiment.evaluation
+        return round > self._last and (round == 0 or is_due(round, settings.every, self.experiment.rounds))
+
+    def reason_to_stop(self) -> str | None:
+        """Why the run ends before its last round, as a sentence; None if it continues."""
+        selection, patience = self._selection(), self.experiment.evaluation.patience
+        if patience is None or selection.waited < patience:
+            return None
+        best = "none had a value" if selection.round is None else f"round {selection.round} was the best"
+        return f"{selection.waited} evaluations in a row were no better on validation data; {best}."
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, for :meth:`restore`."""
+        return {"evaluated": self._last, "validated": [[round, row] for round, row in self._validated.items()]}
+
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Go back to what a checkpoint has `saved`; None: to the beginning of the run."""
+        if saved is None:
+            saved = {"evaluated": -1 if self.experiment.evaluation.at_start else 0, "validated": []}
+        self._last, self._validated = saved["evaluated"], dict(saved["validated"])
+
+    def evaluate(self, state: dict[str, Any], round: int) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
+        """Columns of the evaluations table and their summary, given the server's state after a round."""
+        self.spent = []
+        columns = self._columns(state, round)
+        self._last = round
+        summary = summarise(self.measures, columns)
+        if (row := deciding(summary)) is not None:
+            self._validated[round] = row
+        return columns, summary
+
+    def evaluated(
+        self, state: dict[str, Any], round: int, clients: list[int], protocols: list[str], unseen: bool
+    ) -> dict[str, list[Any]]:
+        """Columns of the evaluations table for some clients, which are all `unseen` or all trained."""
+        masks = self.experiment.evaluation.masks
+        if not clients or not protocols:
+            return tabulate(self.measures, round, {}, [], [])
+        # Methods that fine-tune models for evaluation use the learning rate of the round before.
+        lr = self.experiment.training.learning_rate(max(round - 1, 0), self.experiment.rounds)
+        arguments = {"protocols": protocols, "maker": maker(unseen), "total": len(clients), "masks": list(masks)}
+        arguments["position"] = Scatter(torch.arange(len(clients)))
+        if (shared := self.method.global_model(state)) is not None:
+            last = self.runner.last_exchange
+            arguments["shared"] = _checked(shared, [self.task.model.size], self.method.global_model, last)
+        seen = state if self.method.has("personal_model") or self.method.has("unseen_model") else {}
+        replies = ReplyAggregator(len(clients), torch.device("cpu"))
+        for pairs in self._portions(clients):
+            cohort = EvaluationCohort(self.runner, [c for _, c in pairs], round, lr, unseen)
+            personalize(self.method, state, cohort)
+            call, groups = self.runner.prepare(
+                _score, pairs, round, lr, arguments, self._groups, seen, exchange="evaluation"
+            )
+            for group, reply in self.runner.run(call, groups, _refuse_failure):
+                replies.add(group, reply.values)
+                cohort.spent += reply.spent
+            self.spent += cohort.spent
+            self.runner.states.abandon()
+        return tabulate(self.measures, round, replies.result(), clients, protocols, masks)
+
+    def _selection(self) -> Selection:
+        return select(self.measures, self._validated, self.experiment.evaluation)
+
+    def _columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
+        protocols = self.experiment.evaluation.protocols
+        known = self.evaluated(state, round, self._tested(), [p for p in protocols if p != "unseen"], unseen=False)
+        new = self.task.unseen.tolist()
+        unseen = self.evaluated(state, round, new, [p for p in protocols if p == "unseen"], unseen=True)
+        return {name: values + unseen[name] for name, values in known.items()}
+
+    def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
+        """``(position, client)`` of all clients, in cohorts no larger than a round's if the method personalizes."""
+        pairs = list(enumerate(clients))
+        if not self.method.has("personalize"):
+            return [pairs]
+        size = cohort_size(self.experiment.cohort, self.task.num_clients)
+        ends = np.cumsum(even(len(pairs), -(-len(pairs) // size))).tolist()
+        return [pairs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def _groups(self, clients: int) -> tuple[list[int], str]:
+        return groups_for(self.experiment, clients, evaluation=True), self.experiment.engine.executor
+
+    def _tested(self) -> list[int]:
+        """The trained clients to evaluate; if only their own test data are used, those that have any."""
+        trained = np.ones(self.task.num_clients, dtype=bool)
+        trained[self.task.unseen] = False
+        if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
+            trained &= self.task.num_test_samples > 0
+        return np.flatnonzero(trained).tolist()
+
+
+def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort) -> None:
+    """Let a method give clients their models, if that takes exchanges, on a copy of the server's state."""
+    if method.has("personalize"):
+        with refuse_unkeyed(method.personalize, cohort.task.model.device, ON_SERVER):
+            method.personalize(clone(state), cohort)
+
+
+def maker(unseen: bool) -> str:
+    """Name of the method's function that makes clients' models."""
+    return "unseen_model" if unseen else "personal_model"
+
+
+def _score(
+    group: ClientGroup,
+    method: Method,
+    server: Mapping[str, Any],
+    protocols: list[str],
+    maker: str,
+    position: torch.Tensor,
+    total: int,
+    masks: list[Mask],
+    shared: torch.Tensor | None = None,
+) -> Mapping[str, Each | Sum]:
+    shares = [(i, total) for i in position.tolist()]
+    make = getattr(method, maker)
+
+    def models(clients: Clients) -> torch.Tensor | Predictor | None:
+        with refuse_unkeyed(make, clients.device, ON_CLIENTS):
+            made = make(clients, server)
+        if isinstance(made, Predictor) and len(made) != len(clients):
+            raise MethodError(
+                f"{where_defined(make)} returned a Predictor of {len(made)} clients, but the group has {len(clients)}: "
+                "a tensor that is passed row by row must have a row for each."
+            )
+        return _checked(made, [len(clients), clients.model.size], make) if isinstance(made, torch.Tensor) else made
+
+    return score(group, models, shared, protocols, shares, masks)
+
+
+def _checked(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], hint: str = "") -> torch.Tensor:
+    """The models that a method's function made; a MethodError that ends in `hint` if their shape is wrong."""
+    if list(made.shape) != shape:
+        meant = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
+        text = (
+            f"{where_defined(maker)} returned {list(made.shape)}, which is no model of this network; it must "
+            f"return {shape}: all parameters and buffer entries, {meant}. {hint}"
+        )
+        raise MethodError(text.rstrip())
+    return made
+
+
+def _refuse_failure(client: int, why: str) -> None:
+    raise RaypflError(f"Client {client} could not be evaluated. {why}")

@@ -1,0 +1,114 @@
+"""Events of a run, for its listeners: the console, MLflow, a user's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from raypfl.federation.logged import Logged
+from raypfl.federation.server_training import ServerProgress
+
+if TYPE_CHECKING:
+    from raypfl.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step of the start-up, such as ``"starting Ray"``; or, if it `stays` on the screen, what the user may need."""
+
+    text: str
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """A run starts, or continues after `first_round` rounds.
+
+    Attributes
+    ----------
+    run : its name. run_dir : its folder.
+    metadata : num_clients, parameters, weights (where the initial ones are from), executor, channels_last, why (the
+        reason for these two; empty if the settings name them), group_size, actors, data, device (of the clients),
+        server_device, system, versions, startup_seconds (from the command to this event: data, processes, choices),
+        and parent (``run`` and ``round``) if the run continues another one.
+    """
+
+    run: str
+    run_dir: str
+    experiment: Experiment
+    metadata: dict[str, Any]
+    first_round: int
+
+
+@dataclass(frozen=True)
+class RoundFinished:
+    """A round is finished; `round` counts from 1.
+
+    Attributes
+    ----------
+    loss : mean training loss over the cohort; NaN if no client trained.
+    bytes_up, bytes_down : of this round, all clients together.
+    bytes_up_total, bytes_down_total : of this round and all before it, in a resumed run too.
+    clients, dropped, failed : how many finished, dropped out by simulation, failed and were skipped.
+    logged : what the method logged: numbers, tables, images.
+    """
+
+    round: int
+    loss: float
+    seconds: float
+    bytes_up: int
+    bytes_down: int
+    clients: int
+    dropped: int
+    failed: int
+    bytes_up_total: int
+    bytes_down_total: int
+    logged: Logged = field(default_factory=Logged, repr=False)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """All clients were evaluated after `round`; 0 is before the first one.
+
+    `summary` has a dict for each protocol and model, see ``evaluation.summarise``.
+    """
+
+    round: int
+    summary: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A checkpoint is complete."""
+
+    round: int
+    location: str
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning for the user; each text comes once a run."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RunFinished:
+    """The run is over. `weights_hash` is the SHA-256 of the server's and all clients' final state.
+
+    `best_round` is the best one by validation data; None: no round was validated. `tables` : by name, the tables of the
+    run's folder. `images` : what the method logged, with the columns round, name and png.
+    """
+
+    status: Literal["finished", "stopped", "failed"]
+    round: int
+    weights_hash: str
+    error: str | None = None
+    tables: dict[str, Any] = field(default_factory=dict, repr=False)
+    best_round: int | None = None
+    images: Any = field(default=None, repr=False)
+
+
+Event = Progress | RunStarted | ServerProgress | RoundFinished | Evaluated | Checkpointed | Warned | RunFinished
+Listener = Callable[[Event], None]

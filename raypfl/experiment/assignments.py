@@ -1,0 +1,60 @@
+"""``dotted.key=value`` assignments, with which the command line and sweeps change an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from raypfl.common.errors import ConfigError
+from raypfl.experiment.yaml_text import parse
+
+
+def parse_assignments(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
+    """Paths and values, shorter paths first, so that ``method=ditto`` does not undo ``method.lam=1``.
+
+    Raises
+    ------
+    ConfigError : if one has no ``=`` or its value is not YAML.
+    """
+    if isinstance(assignments, str | Mapping):
+        raise ConfigError(
+            f"{assignments!r} is a {type(assignments).__name__}; assignments are a list such as ['training.lr=0.05']."
+        )
+    pairs = []
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        path = key.strip().split(".")
+        if not equals or not all(path):
+            raise ConfigError(f"{text!r} is not an assignment; write dotted.key=value, such as training.lr=0.05.")
+        # In YAML a star starts an alias. Here it can only mean a pattern, such as *.bias.
+        pattern = value.lstrip().startswith("*")
+        pairs.append((path, value.strip() if pattern else parse(value, f"The value in {text!r}")))
+    return sorted(pairs, key=lambda pair: len(pair[0]))
+
+
+def last_of_each(assignments: Iterable[str]) -> list[str]:
+    """The last assignment to each key."""
+    return list({text.partition("=")[0].strip(): text for text in assignments}.values())
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with ``dotted.key`` paths."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def assign(values: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set the entry at `path` in nested dicts, in place; ``method: ditto`` becomes a dict if an option is set."""
+    for depth, key in enumerate(path[:-1], start=1):
+        inner = values.get(key)
+        if isinstance(inner, str) and (depth == 1 or path[:depth] == ["training", "optimizer"]):
+            inner = {"name": inner}
+        if not isinstance(inner, dict | None):
+            raise ConfigError(
+                f"{'.'.join(path)} cannot be set: {'.'.join(path[:depth])} is {inner!r}, which has no parts."
+            )
+        values[key] = dict(inner or {})
+        values = values[key]
+    values[path[-1]] = value

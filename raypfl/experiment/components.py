@@ -1,0 +1,207 @@
+"""Registered components: made from a name and options, described by them, and their options checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError, create_model
+
+from raypfl.analysis import ANALYSES, Analysis
+from raypfl.common.component import undefined
+from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.registry import Registry
+from raypfl.data import PARTITIONS, Partition
+from raypfl.experiment.hints import elsewhere
+from raypfl.experiment.validation import Mistakes, booleans, sentences
+from raypfl.learning.augmentation import AUGMENTATIONS, Augmentation
+from raypfl.learning.objectives import METRICS, OBJECTIVES, Metric, Objective
+from raypfl.learning.optimizers import OPTIMIZERS, LocalOptimizer
+from raypfl.methods import METHODS, Method
+
+GIVEN_BY_ENGINE = ("input_shape", "num_classes")
+"""Parameters of a model that are no options: the data decides them."""
+
+Option = inspect.Parameter
+
+_REGISTRIES: dict[type, Registry] = {
+    Method: METHODS,
+    Partition: PARTITIONS,
+    Augmentation: AUGMENTATIONS,
+    LocalOptimizer: OPTIMIZERS,
+    Objective: OBJECTIVES,
+    Metric: METRICS,
+    Analysis: ANALYSES,
+}
+_DEFAULTS = {Method: "fedavg", Partition: "dirichlet", LocalOptimizer: "sgd"}
+
+
+def build(base: type, value: Any, where: str = "") -> Any:
+    """An instance of `base`: given as such, by its class, its name, or options with a name (else the default's).
+
+    Parameters
+    ----------
+    where : the setting, as messages name it; empty: what the registry's entries are called.
+
+    Raises
+    ------
+    ValueError : with a sentence; `Mistakes` for several.
+    """
+    if isinstance(value, base):
+        return value
+    registry = _REGISTRIES[base]
+    where = where or registry.kind
+    if isinstance(value, type) and issubclass(value, base):
+        return call(value, value.__name__, {}, where)
+    name, options = name_and_options(value, where, _DEFAULTS.get(base))
+    entry = look_up(registry, name)
+    if not (isinstance(entry, type) and issubclass(entry, base)):
+        raise ValueError(f"{where} is {name!r}, which is not a subclass of {base.__name__}.")
+    return call(entry, name, options, where)
+
+
+def describe(value: Any) -> dict[str, Any] | None:
+    """Name and options from which `build` makes an equal instance; None for what is no component."""
+    registry = next((registry for base, registry in _REGISTRIES.items() if isinstance(value, base)), None)
+    if registry is None:
+        return None
+    options = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return {"name": registry.name_of(type(value)), **options}
+
+
+def name_and_options(value: Any, where: str, default: str | None) -> tuple[str, dict[str, Any]]:
+    """Name and options of ``"ditto"``, of ``{"name": "ditto", "lam": 0.75}``, or of options without a name."""
+    if isinstance(value, str):
+        return value, {}
+    keys_are_texts = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if keys_are_texts and isinstance(name := value.get("name", default), str):
+        return name, {key: option for key, option in value.items() if key != "name"}
+    hint = ""
+    kind = value if isinstance(value, type | FunctionType) else type(value)
+    if not isinstance(value, type(None) | bool | int | float | str | bytes | list | tuple | dict):
+        hint = f" A class or function of your own is named by its module: '{kind.__module__}:{kind.__qualname__}'."
+    raise ValueError(
+        f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.{hint}"
+    )
+
+
+def look_up(registry: Registry, name: str) -> Callable[..., Any]:
+    """The registered entry; if there is none, a ValueError, which pydantic reports with all other mistakes."""
+    try:
+        return registry.get(name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def call(entry: Callable[..., Any], name: str, options: dict[str, Any], where: str) -> Any:
+    """What `entry` returns for `options`, which are checked first; raises as `build` does."""
+    options = checked_options(entry, name, options, where)
+    if missing := undefined(entry):
+        raise ValueError(f"{where} is {name!r}, which is not complete: define {missing}.")
+    try:
+        return entry(**options)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    except ValueError as error:
+        raise ValueError(f"{where} {name!r} refuses its options: {error}") from None
+
+
+def options_of(entry: Callable[..., Any], hidden: Iterable[str] = ()) -> dict[str, Option]:
+    """Keyword parameters of a class or function, without the `hidden` ones."""
+    by_keyword = (Option.POSITIONAL_OR_KEYWORD, Option.KEYWORD_ONLY)
+    parameters = inspect.signature(entry).parameters
+    return {name: option for name, option in parameters.items() if option.kind in by_keyword and name not in hidden}
+
+
+def checked_options(
+    entry: Callable[..., Any],
+    name: str,
+    options: dict[str, Any],
+    where: str,
+    hidden: Iterable[str] = (),
+    shared: type | None = None,
+) -> dict[str, Any]:
+    """`options`, converted to the types that `entry` declares, or the dataclass `shared` of what all entries share.
+
+    Raises
+    ------
+    ValueError : `Mistakes`, with a sentence for every option that is unknown, missing or of the wrong type.
+    """
+    try:
+        known, model = _options_model(entry, where, tuple(hidden), shared)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} is {name!r}, which is not a class or function with options.") from None
+    given = {key: value for key, value in options.items() if key in model.model_fields}
+    lines = [
+        line
+        for key, value in given.items()
+        for line in booleans(model.model_fields[key].annotation, value, f"{where}.{key}")
+    ]
+    if lines:
+        raise Mistakes(lines)
+    try:
+        valid = model(**options)
+    except ValidationError as error:
+        lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry, where=where), (where,))
+        raise Mistakes(lines) from None
+    return {key: getattr(valid, key) for key in options}
+
+
+@lru_cache(maxsize=512)  # a study builds some hundreds of experiments
+def _options_model(
+    entry: Callable[..., Any], where: str, hidden: tuple[str, ...], shared: type | None
+) -> tuple[dict[str, Option], type[BaseModel]]:
+    known, hints = options_of(entry, hidden), _hints(entry)
+    if shared:
+        known, hints = {**known, **options_of(shared, ("name", "options"))}, {**hints, **_hints(shared)}
+    fields: dict[str, Any] = {
+        key: (_built(hints.get(key, Any), f"{where}.{key}"), ... if option.default is Option.empty else option.default)
+        for key, option in known.items()
+    }
+    takes_any = any(option.kind is Option.VAR_KEYWORD for option in inspect.signature(entry).parameters.values())
+    config = ConfigDict(extra="allow" if takes_any else "forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    return known, create_model("Options", __config__=config, **fields)
+
+
+def unknown_option(
+    option: str, name: str, known: Iterable[str], *entries: Callable[..., Any], where: str = "method"
+) -> str:
+    """What to say after an option that none of `entries` has, which are called `name` and have the `known` ones."""
+    for entry in entries:
+        value = getattr(entry, option, None)
+        if isinstance(value, (bool, int, float, str)):
+            kind = f"{type(value).__name__} = {value!r}"
+            has = f"{entry.__name__} has {option}, but without a type"
+            return f"is no option yet: {has}; write `{option}: {kind}` in the class."
+    if hint := elsewhere(option, where):
+        return f"is not an option of {name}; {hint}"
+    return f"is not an option of {name}" + (f"; {did_you_mean(option, known)}" if known else ", which has none.")
+
+
+def _built(hint: Any, where: str) -> Any:
+    """The type of an option; where it is or holds components, their names and options are accepted too."""
+    if hint in _REGISTRIES:
+        return Annotated[hint, PlainValidator(partial(build, hint, where=where))]
+    if get_origin(hint) is tuple and get_args(hint)[0] in _REGISTRIES:
+        return tuple[_built(get_args(hint)[0], where), ...]  # type: ignore[misc]
+    if LocalOptimizer in get_args(hint):
+        return Annotated[hint, BeforeValidator(partial(_optimizer, where=where))]
+    return hint
+
+
+def _optimizer(value: Any, where: str) -> Any:
+    return build(LocalOptimizer, value, where) if isinstance(value, str | dict) else value
+
+
+def _hints(entry: Callable[..., Any]) -> dict[str, Any]:
+    annotated = entry
+    if isinstance(entry, type) and not dataclasses.is_dataclass(entry):
+        annotated = inspect.getattr_static(entry, "__init__")
+    try:
+        return get_type_hints(annotated)
+    except NameError:  # a name that is imported for the type checker only: the option is not checked
+        return {}

@@ -1,0 +1,39 @@
+"""The sections of a description: what declares their settings, and where their components are registered."""
+
+from __future__ import annotations
+
+from raypfl.common.registry import Registry
+from raypfl.data import PARTITIONS
+from raypfl.data.datasets import DATASETS, DataConfig
+from raypfl.evaluation.settings import EvaluationSettings
+from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
+from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
+from raypfl.learning.optimizers import OPTIMIZERS
+from raypfl.learning.privacy import PrivacySettings
+from raypfl.learning.settings import TrainingSettings
+from raypfl.methods import METHODS
+from raypfl.models import MODELS
+
+SECTIONS: dict[str, type] = {
+    "data": DataConfig,
+    "model": ModelSettings,
+    "cohort": CohortSettings,
+    "training": TrainingSettings,
+    "evaluation": EvaluationSettings,
+    "engine": EngineSettings,
+    "ray": RaySettings,
+    "checkpoint": CheckpointSettings,
+    "tracking": TrackingSettings,
+    "failures": FailureSettings,
+    "privacy": PrivacySettings,
+}
+"""The sections with settings of their own."""
+
+COMPONENTS: dict[tuple[str, ...], tuple[Registry, str]] = {
+    ("data",): (DATASETS, DataConfig.name),
+    ("partition",): (PARTITIONS, "dirichlet"),
+    ("method",): (METHODS, "fedavg"),
+    ("model",): (MODELS, ModelSettings.name),
+    ("training", "optimizer"): (OPTIMIZERS, "sgd"),
+}
+"""The sections that name a component, its registry and the default."""

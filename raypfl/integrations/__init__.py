@@ -1,0 +1,1 @@
+"""What raypfl works with: MLflow, Ray Tune, Ray Jobs."""

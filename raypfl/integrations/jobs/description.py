@@ -1,0 +1,143 @@
+"""What a job is about: the words after `raypfl submit`, the files that they name, and the paths in those."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypfl.common.errors import ConfigError
+from raypfl.common.own_modules import named_in
+from raypfl.experiment import experiments
+from raypfl.experiment.assignments import parse_assignments
+from raypfl.experiment.recipes import settings_of
+from raypfl.experiment.yaml_text import read
+from raypfl.integrations.tuning.sweep import load as load_sweep
+from raypfl.models.weights import is_file
+from raypfl.studies.cells import plan, select
+from raypfl.studies.description import load as load_study
+
+_PATH = re.compile(
+    r"(?:^|\.)(data(?:\.pools\.[^.]+)?\.root|datasets\.[^.]+(?:\.root)?|data\.cache|model\.weights|checkpoint\.location|tracking\.uri)"
+    r"(?:\.choice|\.grid)?$"
+)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A run, study or sweep, checked as far as it can be where its data are not.
+
+    Attributes
+    ----------
+    name : of the recipe, study or sweep. output : the folder for results.
+    files : the YAML files that it is read from, as they are named. values : what is in them, unchanged.
+    changes : ``dotted.key=value`` assignments.
+    """
+
+    name: str
+    output: str
+    files: Sequence[str]
+    values: Sequence[Mapping[str, Any]]
+    changes: Sequence[str]
+
+    @classmethod
+    def of_run(cls, recipe: str, changes: Sequence[str]) -> Description:
+        """Of the words of `raypfl run`."""
+        first = experiments(settings_of(recipe), changes)[0]
+        return cls(first.name, first.output, *_read([recipe]), changes)
+
+    @classmethod
+    def of_study(cls, source: str, only: Sequence[str], changes: Sequence[str]) -> Description:
+        """Of the words of `raypfl study`."""
+        study, _ = load_study(source)
+        cells = plan(select(study, only), changes)
+        sources = [source]
+        while _is_file(sources[-1]) and isinstance(base := read(Path(sources[-1])).get("extends"), str):
+            sources.append(base)
+        return cls(study.name, cells[0].experiment.output, *_read(sources), changes)
+
+    @classmethod
+    def of_sweep(cls, source: str, changes: Sequence[str]) -> Description:
+        """Of the words of `raypfl tune`."""
+        sweep = load_sweep(source, changes)
+        sweep.first()
+        return cls(sweep.name, sweep.base.output, *_read([source, sweep.recipe]), changes)
+
+    @property
+    def modules(self) -> list[str]:
+        """The user's modules that are named, as in ``my_methods:Mine``."""
+        return named_in(value for _, value in self._leaves())
+
+    def refuse_lost_paths(self, run_dir: Path | None) -> None:
+        """Raise a ConfigError if results would vanish with the job, or a path means nothing on the cluster.
+
+        Parameters
+        ----------
+        run_dir : the folder of the run, if it is given.
+        """
+        lines = [
+            f"{key} is {str(path)!r}. A job's working directory is a folder of Ray's, which is deleted after the job "
+            f"with all results in it: name a folder that outlives the job and that all nodes share, such as {hint}."
+            for key, path, hint in (
+                ("output", self.output, "output=/shared/runs"),
+                ("--run-dir", run_dir, "--run-dir /shared/runs/mine"),
+            )
+            if path is not None and not Path(path).is_absolute()
+        ]
+        for key, path in self._paths():
+            if _is_relative(key, path):
+                lines.append(
+                    f"{key} is {path!r}. A job takes along its description and your modules, and no other files: write "
+                    "the absolute path that it has on the cluster, or a URI."
+                )
+        if lines:
+            raise ConfigError("\n".join(lines))
+
+    def _paths(self) -> list[tuple[str, str]]:
+        """The settings that are paths, and their values; an assignment replaces what is in the files."""
+        changed = _paths_in(self._changed())
+        named = [key for key, _ in changed]
+        return changed + [one for values in self.values for one in _paths_in(_leaves(values)) if one[0] not in named]
+
+    def _leaves(self) -> Iterator[tuple[str, Any]]:
+        for values in self.values:
+            yield from _leaves(values)
+        yield from self._changed()
+
+    def _changed(self) -> list[tuple[str, Any]]:
+        return [leaf for path, value in parse_assignments(self.changes) for leaf in _leaves(value, ".".join(path))]
+
+
+def _read(sources: Iterable[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    files = [source for source in sources if _is_file(source)]
+    return files, [read(Path(file)) for file in files]
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith((".yaml", ".yml"))
+
+
+def _leaves(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """All values in nested mappings and lists, with their dotted keys; a list's position is no part of a key."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{above}.{key}" if above else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner, above)
+    else:
+        yield above, value
+
+
+def _paths_in(leaves: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
+    return [(found[1], value) for key, value in leaves if isinstance(value, str) and (found := _PATH.search(key))]
+
+
+def _is_relative(key: str, path: str) -> bool:
+    if key == "model.weights" and not is_file(path):
+        return False  # torchvision's name of pretrained weights
+    if path.startswith("sqlite"):
+        return re.match(r"sqlite[^:]*:////", path) is None
+    return "://" not in path and not path.startswith(("/", "~"))

@@ -1,0 +1,180 @@
+"""A listener that records runs in MLflow in the background, and that never stops one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from raypfl.common.errors import RaypflError, Stopped
+from raypfl.engine.events import Event, RunStarted
+from raypfl.experiment import Experiment
+from raypfl.integrations.tracking import entries
+from raypfl.integrations.tracking.run import NOTE, STATUS, Comparison, RunRecord
+from raypfl.results.compared import differing_settings
+from raypfl.runs import folders
+from raypfl.runs.result import Result, events_of
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+class MLflowListener:
+    """Records parameters, metrics per round, tags, tables and models of every run whose events it gets.
+
+    It records in the background: a slow tracking server delays a run only at its end, which waits for what is left.
+    What MLflow refuses is tried again with the next event, and a warning says so once a run. A resumed run continues
+    in its MLflow run, whose id is kept in the run's folder.
+
+    Parameters
+    ----------
+    comparison : a name under which all runs are put below one parent run; None: each is on its own.
+        The listener is then a context manager: at its end the parent gets the results of all.
+    tags : of your own, for every run.
+    warn : is called with a sentence when recording fails, from another thread; None: a log message.
+    kept_in : a folder for the parent's id, so that a comparison that was cut off continues below the same parent.
+
+    Examples
+    --------
+    ``raypfl.run(experiment, listeners=[MLflowListener()])`` or, for several runs, ::
+
+        with MLflowListener("lambdas") as tracked:
+            for lam in (0.1, 1.0):
+                raypfl.run(experiment.override([f"method.lam={lam}"]), listeners=[tracked])
+    """
+
+    def __init__(
+        self,
+        comparison: str | None = None,
+        *,
+        tags: Mapping[str, str] | None = None,
+        warn: Callable[[str], None] | None = None,
+        kept_in: str | Path | None = None,
+    ):
+        self._tags = dict(tags or {})
+        self._warn = warn or logging.getLogger("raypfl").warning
+        folder = None if kept_in is None else Path(kept_in)
+        self._comparison = Comparison(comparison, self._tags, folder) if comparison else None
+        self._description = ""
+        self._metrics: dict[str, float] = {}
+        self._scores = ""
+        self._ended = ""
+        self._records: list[RunRecord] = []
+        self._current: RunRecord | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            tracked = event.experiment.tracking.mlflow
+            self._current = RunRecord(event, self._comparison, self._tags, self._warn) if tracked else None
+            self._records += [self._current] if self._current else []
+        elif self._current:
+            self._current.put(event)
+
+    def for_each(self, experiments: Sequence[Experiment]) -> list[MLflowListener]:
+        """A listener for each run of a comparison; the run's name has the settings that differ from the others'."""
+        return [self.beside({"settings": text} if text else {}) for text in differing_settings(experiments)]
+
+    def beside(self, tags: Mapping[str, str] | None = None) -> MLflowListener:
+        """A listener for another run of the comparison at the same time; each listener follows one run at a time.
+
+        `tags` : for that run alone.
+        """
+        other = copy.copy(self)  # with the same list of records
+        other._current = None
+        other._tags = {**self._tags, **(tags or {})}
+        return other
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        record = next((record for record in self._records if record.client), None)
+        if self._comparison and self._comparison.run_id and record:
+            record.attempt(self._finish_parent, self._comparison.run_id, kind)
+
+    @property
+    def experiment_id(self) -> str:
+        """The MLflow experiment in which the runs are; empty: none has been recorded."""
+        return next((record.experiment_id for record in self._records if record.client), "")
+
+    def describe(self, description: str, metrics: Mapping[str, float] | None = None, scores: str = "") -> None:
+        """Set the comparison's description, as Markdown, and its metrics; else they are those of its runs.
+
+        `scores` : of its methods, which are added to its name.
+        """
+        self._description = description
+        self._metrics = dict(metrics or {})
+        self._scores = scores
+
+    def conclude(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """Set how the comparison ended, such as a sweep that succeeded although its scheduler stopped some runs.
+
+        By default this follows from its runs: stopped if one was stopped, else failed if one failed. An exception that
+        ends the context still counts.
+        """
+        self._ended = status
+
+    def attach(self, file: str | Path) -> None:
+        """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
+        for record in self._records:
+            run_id = self._comparison.run_id if self._comparison else record.run_id
+            if run_id and record.client:
+                record.attempt(lambda client, run_id=run_id: client.log_artifact(run_id, str(file)))
+            if self._comparison and run_id:
+                return
+
+    def _describe_runs(self) -> None:
+        """Describe the comparison by the table of its runs."""
+        over = [Result.load(record.run_dir) for record in self._latest() if record.status in ("finished", "stopped")]
+        evaluated = [result for result in over if result.evaluations.num_rows]
+        if evaluated:
+            metrics = entries.comparison_metrics(evaluated)
+            self.describe(entries.comparison_of(evaluated), metrics, entries.scores_of(evaluated))
+
+    def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
+        if not self._description:
+            self._describe_runs()
+        if self._description:
+            client.set_tag(parent, NOTE, entries.shortened(self._description))
+        for name, value in self._metrics.items():
+            client.log_metric(parent, name, value)
+        if self._scores and self._comparison:
+            client.update_run(parent, name=entries.short_name(f"{self._comparison.name}: {self._scores}"))
+        client.set_terminated(parent, STATUS[self._status(kind)])
+
+    def _status(self, kind: type[BaseException] | None) -> str:
+        if kind is not None:
+            return "stopped" if issubclass(kind, KeyboardInterrupt | Stopped) else "failed"
+        if self._ended:
+            return self._ended
+        ends = [record.status for record in self._latest()]
+        return next((status for status in ("stopped", "failed") if status in ends), "finished")
+
+    def _latest(self) -> list[RunRecord]:
+        """The record of each run; of one that was paused and continued, the last."""
+        return list({record.run_dir: record for record in self._records}.values())
+
+
+def track(run_dir: str | Path, uri: str | None = None) -> None:
+    """Record a run or a comparison that is over, from its folder; what MLflow has already is not recorded twice.
+
+    Parameters
+    ----------
+    uri : tracking URI; None: the run's own.
+
+    Raises
+    ------
+    RaypflError : if MLflow does not take all of it, or the folder holds no run that is over.
+    """
+    problems: list[str] = []
+    comparison = folders.Comparison.load(run_dir)
+    results = [Result.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
+    name = results[0].experiment.name if comparison else None
+    with MLflowListener(name, warn=problems.append, kept_in=run_dir if comparison else None) as listener:
+        for result, mine in zip(results, listener.for_each([one.experiment for one in results]), strict=True):
+            for event in events_of(result, uri):
+                mine(event)
+    if problems:
+        raise RaypflError("\n".join(problems))

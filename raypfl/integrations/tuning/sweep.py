@@ -1,0 +1,327 @@
+"""A sweep's description: which settings are searched, by what, for which metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.evaluation.masking import mask_of, unmasked_name
+from raypfl.experiment import Experiment, experiments
+from raypfl.experiment.assignments import assign, parse_assignments
+from raypfl.experiment.comparison import paths_of
+from raypfl.experiment.effects import assign_all, require_effect
+from raypfl.experiment.recipes import settings_of
+from raypfl.experiment.validation import listed, sentences
+from raypfl.experiment.yaml_text import read
+from raypfl.integrations.tuning.spaces import KINDS, Space, chosen, placed, spaces_of
+
+SWEEP = "sweep.yaml"
+"""The file in a sweep's folder with its description."""
+
+WITHOUT_TEST_DATA = ("val", "train")
+"""Protocols that look at no test data."""
+
+
+SEARCHERS = {"random": ("seed",), "optuna": ("seed",)}
+"""Searchers by name, and the settings that they use."""
+
+SCHEDULERS = {"none": (), "asha": ("grace", "factor"), "median": ("grace",), "pbt": ("interval",), "pb2": ("interval",)}
+"""Schedulers by name, and the settings that they use."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Target(_Part):
+    """What is optimised.
+
+    Attributes
+    ----------
+    protocol, model : which rows of an evaluation; without a model, the personal ones where the method makes them.
+    value : which of their aggregates: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the primary one; None:
+        the primary metric.
+    mode : whether more (``max``) or less (``min``) of it is better; ``auto``: as the metric has it.
+    """
+
+    protocol: str = "val"
+    model: Literal["personal", "global"] | None = None
+    value: str | None = None
+    mode: Literal["auto", "max", "min"] = "auto"
+
+
+class Searcher(_Part):
+    """What proposes configurations.
+
+    Attributes
+    ----------
+    name : ``random`` draws and goes through grids; ``optuna``; or a class of Ray Tune's or your own, ``module:Class``.
+    seed : of ``random`` and ``optuna``.
+    options : of the class, by their names in Ray Tune.
+    """
+
+    name: str = "random"
+    seed: int = 0
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Scheduler(_Part):
+    """What ends or changes trials before their last round; numbers are rounds.
+
+    Attributes
+    ----------
+    name : ``none``; ``asha``, which stops trials that are behind; ``median``, which stops those below the median;
+        ``pbt`` and ``pb2``, in which bad trials continue from the checkpoints of better ones, with changed settings; or
+        a class of Ray Tune's or your own, ``module:Class``.
+    grace : rounds that every trial gets. factor : of ASHA: one in so many trials continues at each rung.
+    interval : of PBT and PB2: rounds between changes; None: those between evaluations.
+    options : of the class, by their names in Ray Tune, such as PBT's ``quantile_fraction``.
+    """
+
+    name: str = "none"
+    grace: int = Field(default=1, ge=1)
+    factor: float = Field(default=3, gt=1)
+    interval: int | None = Field(default=None, ge=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def copies(self) -> bool:
+        """Whether trials continue from checkpoints of others."""
+        return self.name in ("pbt", "pb2")
+
+
+class Stop(_Part):
+    """What ends trials and the sweep early.
+
+    Attributes
+    ----------
+    value : of the first metric; a trial that reaches it ends.
+    seconds : after which the sweep ends, with the trials that still run.
+    """
+
+    value: float | None = None
+    seconds: float | None = Field(default=None, gt=0)
+
+
+class Sweep(_Part):
+    """A search over settings of an experiment.
+
+    Attributes
+    ----------
+    name : of its folder.
+    source : where the search space is from, such as a paper's section.
+    recipe : the experiment's recipe or file; empty: `experiment` is all of it.
+    experiment : what is changed in it, as in an experiment's file.
+    search : setting -> space (:func:`raypfl.integrations.tuning.spaces.spaces_of`).
+    metric : what is optimised; a list of several needs ``searcher: optuna`` and no scheduler.
+    trials : configurations that are drawn; grids are tried so many times.
+    seeds : runs of each configuration, from ``seed`` on; their mean counts. Several need ``scheduler: none``.
+    concurrent : trials at a time at most; None: as many as there is room for.
+    points : configurations to begin with, each a setting -> value of all searched settings; they are among the trials.
+    stop : what ends trials and the sweep early.
+    tensorboard : whether Ray Tune writes TensorBoard's files.
+    test_data : whether the metric may look at test data.
+    """
+
+    name: str
+    source: str = ""
+    recipe: str = ""
+    experiment: dict[str, Any] = Field(default_factory=dict)
+    search: dict[str, Any] = Field(min_length=1)
+    metric: tuple[Target, ...] = (Target(),)
+    searcher: Searcher = Searcher()
+    scheduler: Scheduler = Scheduler()
+    trials: int = Field(default=10, ge=1)
+    seeds: int = Field(default=1, ge=1)
+    concurrent: int | None = Field(default=None, ge=1)
+    points: tuple[dict[str, Any], ...] = ()
+    stop: Stop = Stop()
+    tensorboard: bool = False
+    test_data: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, values: Any) -> Any:
+        """``searcher: optuna``, ``scheduler: asha`` and a single metric."""
+        values = dict(values)
+        for key in ("searcher", "scheduler"):
+            if isinstance(values.get(key), str):
+                values[key] = {"name": values[key]}
+        if isinstance(values.get("metric"), Mapping):
+            values["metric"] = (values["metric"],)
+        return values
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        mistakes = [*self._mistakes_of_search(), *self._mistakes_of_stops(), *self._without_effect()]
+        if mistakes:
+            raise ConfigError(listed(mistakes, f"The sweep {self.name!r}"))
+        for point in self.points:
+            placed(self.spaces, point)
+        return self
+
+    def _mistakes_of_search(self) -> Iterator[str]:
+        kinds = {space.kind for space in self.spaces}
+        searcher = self.searcher.name
+        scheduler = self.scheduler.name
+        if len(self.metric) > 1 and (searcher != "optuna" or scheduler != "none"):
+            yield "metric has several objectives, which need searcher: optuna and scheduler: none."
+        if "grid" in kinds and searcher != "random":
+            yield f"search has a grid, which searcher: {searcher} does not go through; use choice, or searcher: random."
+        if self.scheduler.copies and searcher != "random":
+            yield f"scheduler is {scheduler}, which proposes configurations itself; use searcher: random."
+        if scheduler == "pb2" and kinds != {"uniform"}:
+            yield "scheduler is pb2, which changes numbers only; let every space of search be a uniform one."
+        if len(self.points) > self.trials:
+            yield f"points has {len(self.points)} configurations, but trials is {self.trials}; raise it."
+
+    def _mistakes_of_stops(self) -> Iterator[str]:
+        if self.seeds > 1 and self.scheduler.name != "none":
+            scheduler = self.scheduler.name
+            yield f"scheduler is {scheduler}, which needs each trial to be one run, but seeds is {self.seeds}."
+        if self.seeds > 1 and self.stop.value is not None:
+            yield f"stop.value ends a trial that is one run, but seeds is {self.seeds}; leave one of them out."
+        looking = [target.protocol for target in self.metric if unmasked_name(target.protocol) not in WITHOUT_TEST_DATA]
+        if looking and not self.test_data:
+            protocol = looking[0]
+            yield f"metric is on {protocol!r}, which looks at test data; choose protocol: val, or say test_data: true."
+
+    def _without_effect(self) -> Iterator[str]:
+        """Mistakes: names that there are not, and settings that these do not use."""
+        for part, uses in ((self.searcher, SEARCHERS), (self.scheduler, SCHEDULERS)):
+            what = type(part).__name__.lower()
+            if part.name not in uses and ":" not in part.name:
+                yield f"{what} is {part.name!r}, which there is not; {did_you_mean(part.name, uses)}"
+                continue
+            for setting, field in type(part).model_fields.items():
+                is_used = setting in ("name", "options", *uses.get(part.name, ()))
+                if not is_used and getattr(part, setting) != field.default:
+                    yield f"{what}.{setting} has no effect with {what}: {part.name}; leave it out."
+
+    @cached_property
+    def spaces(self) -> list[Space]:
+        """Of its search."""
+        return spaces_of(self.search)
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of the sweep is: a folder of its name in the experiment's ``output``."""
+        return Path(self.base.output).absolute() / self.name
+
+    def configured(self, drawn: Mapping[str, Any], seed: int = 0) -> Experiment:
+        """The experiment of one configuration; `seed` counts the runs of a configuration."""
+        values = self.base.to_dict()
+        changes = [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
+        require_effect(assign_all(values, changes))
+        made = Experiment(**values)
+        return made.replace(seed=made.seed + seed, name=self.name)
+
+    def first(self) -> Experiment:
+        """The experiment of a first configuration.
+
+        Raises
+        ------
+        ConfigError : if a space has a value that its setting refuses, or the sweep does not suit the experiment.
+        """
+        lowest = {space.name: space.values[0] if space.is_range else 0 for space in self.spaces}
+        first = self.configured(lowest)
+        if "val" in (unmasked_name(target.protocol) for target in self.metric) and not first.data.val_fraction:
+            raise ConfigError(
+                f"The metric of the sweep {self.name!r} is on validation data, but data.val_fraction is 0. "
+                "Set it under experiment, such as data.val_fraction: 0.2."
+            )
+        if self.scheduler.name in ("asha", "median") and self.scheduler.grace >= first.rounds:
+            raise ConfigError(
+                f"scheduler.grace of the sweep {self.name!r} is {self.scheduler.grace}, but a trial has {first.rounds} "
+                "rounds, so none could ever be stopped. Choose a smaller one, or scheduler: none."
+            )
+        for space in self.spaces:
+            positions = space.values if space.is_range else range(len(space.values))
+            if not space.owner:
+                for value in positions:
+                    self.configured({**lowest, space.name: value})
+        for point in self.points:
+            self.configured(placed(self.spaces, point))
+        return first
+
+    def settings(self, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The experiment's settings as they are given, and those of a configuration: what a YAML file says."""
+        values = {**(settings_of(self.recipe) if self.recipe else {}), "name": self.name}
+        if "method" in self.experiment or "method" in self.search:
+            values.pop("methods", None)
+        changes = paths_of(self.experiment)
+        if drawn:
+            changes += [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
+        require_effect(assign_all(values, changes))
+        return values
+
+    @cached_property
+    def base(self) -> Experiment:
+        """The experiment without the search, evaluated on what the metrics need, with a checkpoint each time."""
+        made = experiments(self.settings())
+        if len(made) != 1:
+            raise ConfigError(
+                f"The sweep {self.name!r} is over a comparison of {len(made)} runs; give one method in experiment, "
+                "or a choice of methods in search."
+            )
+        (one,) = made
+        targets = [target.protocol for target in self.metric]
+        protocols = dict.fromkeys([*one.evaluation.protocols, *map(unmasked_name, targets)])
+        masks = dict.fromkeys([*one.evaluation.masks, *filter(None, map(mask_of, targets))])
+        every = one.evaluation.every or one.rounds
+        if self.scheduler.copies:
+            every = self.scheduler.interval or every
+        return one.override(
+            [
+                f"evaluation.protocols=[{','.join(protocols)}]",
+                f"evaluation.masks=[{','.join(masks)}]",
+                f"evaluation.every={every}",
+                f"checkpoint.every={every}",
+            ]
+        )
+
+
+def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> Sweep:
+    """The sweep of a file ending in ``.yaml`` or of a mapping.
+
+    Parameters
+    ----------
+    assignments : ``dotted.key=value``: of the sweep itself (``trials=20``, ``scheduler.grace=4``), of its search
+        (``search.training.lr={uniform: [0, 1]}``, ``search.training.lr.uniform=[0, 1]``, or ``null``, which drops it),
+        else of its experiment (``rounds=10``).
+
+    Raises
+    ------
+    ConfigError : for every mistake in it, and in the experiment without the search.
+    """
+    values = dict(source) if isinstance(source, Mapping) else {"name": Path(source).stem, **read(Path(source))}
+    own = set(Sweep.model_fields) - {"experiment"}
+    for path, value in parse_assignments(assignments):
+        if path[0] == "search" and len(path) > 1:
+            values["search"] = _searching(values.get("search", {}), path[1:], value)
+        elif path[0] in own:
+            assign(values, path, value)
+        else:
+            values["experiment"] = {**values.get("experiment", {}), ".".join(path): value}
+    try:
+        return Sweep(**values)
+    except ValidationError as error:
+        raise ConfigError(listed(sentences(error, _unknown), f"The sweep {values.get('name', '')!r}")) from None
+
+
+def _searching(search: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    """A search in which the space of one setting is another, or is dropped: None."""
+    if path[-1] in KINDS:
+        value = {path[-1]: value}
+        path = path[:-1]
+    changed = {**search, ".".join(path): value}
+    return {key: space for key, space in changed.items() if space is not None}
+
+
+def _unknown(path: tuple[int | str, ...]) -> str:
+    return f"is no setting of a sweep; {did_you_mean(str(path[-1]), list(Sweep.model_fields))}"

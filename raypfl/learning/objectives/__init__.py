@@ -1,0 +1,61 @@
+"""Objectives: the loss that clients minimise, the metrics of their models, and the kind of targets."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raypfl.learning.objectives.base import (
+    KINDS,
+    METRICS,
+    OBJECTIVES,
+    BinnedSums,
+    Loss,
+    Metric,
+    Objective,
+    OverAll,
+    SampleMean,
+    SampleSums,
+    Scores,
+)
+from raypfl.learning.objectives.classification import Accuracy, CalibrationError, Classification
+from raypfl.learning.objectives.multi_label import MultiLabel
+from raypfl.learning.objectives.next_token import NextToken
+from raypfl.learning.objectives.regression import Regression
+
+__all__ = [
+    "KINDS",
+    "METRICS",
+    "OBJECTIVES",
+    "Accuracy",
+    "BinnedSums",
+    "CalibrationError",
+    "Classification",
+    "Loss",
+    "Metric",
+    "MultiLabel",
+    "NextToken",
+    "Objective",
+    "OverAll",
+    "Regression",
+    "SampleMean",
+    "SampleSums",
+    "Scores",
+    "fitting",
+    "kind_of",
+]
+
+_FITTING: dict[str, type[Objective]] = {one.targets: one for one in (Classification, MultiLabel, Regression, NextToken)}
+
+
+def kind_of(targets: np.ndarray) -> str:
+    """The kind of a data set's targets, one of `KINDS`, by their dtype and shape."""
+    if targets.dtype.kind == "f":
+        return "numbers"
+    if targets.ndim == 1:
+        return "classes"
+    return "labels" if targets.dtype == np.int8 else "tokens"
+
+
+def fitting(kind: str) -> Objective:
+    """The default objective for a kind of targets."""
+    return _FITTING[kind]()

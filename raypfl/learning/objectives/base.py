@@ -1,0 +1,181 @@
+"""The base classes of objectives and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from raypfl.common.component import Component
+from raypfl.common.errors import IncompleteError
+from raypfl.common.registry import Registry
+from raypfl.learning.objectives.batch import Batch
+
+OBJECTIVES = Registry("objective")
+METRICS = Registry("metric")
+
+KINDS = {
+    "classes": "one class a sample, int64[N]",
+    "labels": "several labels a sample, int8[N, L]",
+    "numbers": "numbers, float32 or float64 [N] or [N, T]",
+    "tokens": "a sequence of tokens a sample, int64[N, T]",
+}
+"""Kinds of targets."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Outputs of k models on a batch, from which metrics are computed. A subclass adds what several metrics share.
+
+    Attributes
+    ----------
+    outputs : ``[k, b, ...]``.
+    targets : ``[k, b, ...]``.
+    objective : the objective of the models.
+    """
+
+    outputs: Tensor
+    targets: Tensor
+    objective: Objective
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """The loss of each sample, ``[k, b]``."""
+        return self.objective.losses(self.outputs, self.targets)
+
+
+class Metric(Component):
+    """A number that describes a model on test samples, computed from sums over the samples.
+
+    Subclasses become frozen dataclasses; their fields are options. Most derive from :class:`SampleMean`.
+
+    Attributes
+    ----------
+    name : of its column in the evaluations table and of its aggregate.
+    heading : in printed tables, with line breaks; empty: the name.
+    phrase : its name in sentences; if empty, `name`.
+    higher_is_better : whether a higher value is better.
+    percent : whether it is a fraction, printed in %.
+    shown : whether printed tables contain it.
+    added : whether the aggregate is the sum over clients, not the mean.
+    always : whether every tested model has a value. If not, aggregates skip clients without one.
+    """
+
+    name: ClassVar[str] = ""
+    heading: ClassVar[str] = ""
+    phrase: ClassVar[str] = ""
+    higher_is_better: ClassVar[bool] = True
+    percent: ClassVar[bool] = False
+    shown: ClassVar[bool] = True
+    added: ClassVar[bool] = False
+    always: ClassVar[bool] = False
+
+    def width(self, targets: int) -> int:
+        """The number of sums, given the number of classes, labels, target numbers or tokens."""
+        return 1
+
+    def value(self, sums: Tensor, samples: Tensor) -> Tensor:
+        """Values ``[...]`` from sums ``float64[..., width]`` over ``samples[...]`` samples."""
+        return sums[..., 0] / samples
+
+
+class SampleMean(Metric):
+    """The mean of :meth:`each` over samples."""
+
+    always: ClassVar[bool] = True
+
+    def each(self, scores: Scores) -> Tensor:
+        """One number for each sample, ``[k, b]``."""
+        raise IncompleteError(f"{type(self).__name__} is not complete: define each(self, scores).")
+
+
+class SampleSums(Metric):
+    """A metric that :meth:`value` computes from several sums over samples."""
+
+    def sums(self, scores: Scores) -> Tensor:
+        """The terms of the sums for each sample, ``[k, b, width]``."""
+        raise IncompleteError(f"{type(self).__name__} is not complete: define sums(self, scores).")
+
+
+class BinnedSums(Metric):
+    """A metric that :meth:`value` computes from sums; each sample adds to only one of them."""
+
+    def binned(self, scores: Scores) -> tuple[Tensor, Tensor]:
+        """The index of the sum to which each sample adds, ``int64[k, b]``, and the term, ``[k, b]``."""
+        raise IncompleteError(f"{type(self).__name__} is not complete: define binned(self, scores).")
+
+
+class OverAll(Metric):
+    """A metric of all outputs together, such as an area under a curve. The test set is then evaluated in one piece."""
+
+    def of_all(self, outputs: Tensor, targets: Tensor) -> float:
+        """The value for one model's outputs ``[n, ...]`` on n samples; NaN if it is undefined."""
+        raise IncompleteError(f"{type(self).__name__} is not complete: define of_all(self, outputs, targets).")
+
+
+@METRICS.register("loss")
+class Loss(SampleMean):
+    """The mean loss of the objective."""
+
+    name: ClassVar[str] = "loss"
+    higher_is_better: ClassVar[bool] = False
+    shown: ClassVar[bool] = False
+
+    def each(self, scores: Scores) -> Tensor:
+        return scores.loss
+
+
+class Objective(Component):
+    """A loss and the metrics that go with it. An objective of your own defines at least the loss of each sample.
+
+    Subclasses become frozen dataclasses; their fields are options of the setting ``objective``.
+
+    Attributes
+    ----------
+    targets : the kind of targets that it is for, one of `KINDS`; empty: any.
+    metrics : in the order of their columns.
+    primary : name of the metric in pictures and progress. Spread and worst decile are computed for it, and it decides
+        which round is best.
+    columns : further columns of the evaluations table, which stay empty.
+    weighs : whether `loss` is known to ignore padding. If not, this is tested before clients are trained together.
+    """
+
+    targets: ClassVar[str] = ""
+    metrics: ClassVar[tuple[Metric, ...]] = (Loss(),)
+    primary: ClassVar[str] = "loss"
+    columns: ClassVar[tuple[str, ...]] = ()
+    weighs: ClassVar[bool] = False
+
+    def outputs(self, targets: int) -> int:
+        """The number of outputs of the network, given the number of classes, labels, target numbers or tokens."""
+        return targets
+
+    def takes(self, shape: tuple[int, ...], targets: int) -> bool:
+        """Whether a sample's outputs may have this shape, given the number as in :meth:`outputs`; by default any."""
+        return True
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each sample, ``[..., b]``, from outputs and targets ``[..., b, ...]``."""
+        raise IncompleteError(f"{type(self).__name__} is not complete: define losses(self, outputs, targets).")
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """One client's loss on a batch, a scalar: by default the mean over its samples.
+
+        Parameters
+        ----------
+        outputs : ``[b, ...]``, of the network.
+        batch : padding in it has weight 0 and must not count.
+        """
+        return batch.mean(self.losses(unrounded(outputs), batch.y))
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        """The input of the metrics."""
+        return Scores(outputs, targets, self)
+
+
+def unrounded(outputs: Tensor) -> Tensor:
+    """Outputs with bfloat16 as float32; float32 and float64 stay, since rounding makes ties."""
+    return outputs.float() if outputs.dtype == torch.bfloat16 else outputs

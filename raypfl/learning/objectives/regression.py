@@ -1,0 +1,135 @@
+"""Regression: one or more numbers for each sample, by squared error."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import ConfigError
+from raypfl.learning.objectives.base import (
+    METRICS,
+    OBJECTIVES,
+    Loss,
+    Metric,
+    Objective,
+    SampleMean,
+    SampleSums,
+    Scores,
+    unrounded,
+)
+from raypfl.learning.objectives.batch import Batch
+
+
+class NumberScores(Scores):
+    """Outputs and targets, ``[k, b, T]``."""
+
+    objective: Regression
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        """The targets, ``[k, b, T]``."""
+        return rowed(self.targets, self.outputs)
+
+    @cached_property
+    def errors(self) -> Tensor:
+        """Prediction minus target, ``[k, b, T]``, in the units of the data set."""
+        return self.outputs * self.objective.std + self.objective.mean - self.wanted
+
+
+@METRICS.register("mse")
+class MeanSquaredError(SampleMean):
+    """Mean squared error."""
+
+    name: ClassVar[str] = "mse"
+    heading: ClassVar[str] = "MSE"
+    phrase: ClassVar[str] = "mean squared error"
+    higher_is_better: ClassVar[bool] = False
+
+    def each(self, scores: Scores) -> Tensor:
+        return scores.errors.square().mean(-1)  # type: ignore[attr-defined]
+
+
+@METRICS.register("mae")
+class MeanAbsoluteError(SampleMean):
+    """Mean absolute error."""
+
+    name: ClassVar[str] = "mae"
+    heading: ClassVar[str] = "MAE"
+    phrase: ClassVar[str] = "mean absolute error"
+    higher_is_better: ClassVar[bool] = False
+
+    def each(self, scores: Scores) -> Tensor:
+        return scores.errors.abs().mean(-1)  # type: ignore[attr-defined]
+
+
+@METRICS.register("r2")
+class Determination(SampleSums):
+    """Coefficient of determination, mean over a sample's numbers. Undefined if all samples have the same target."""
+
+    name: ClassVar[str] = "r2"
+    heading: ClassVar[str] = "R²"
+    phrase: ClassVar[str] = "coefficient of determination"
+
+    def width(self, targets: int) -> int:
+        return 3 * targets
+
+    def sums(self, scores: Scores) -> Tensor:
+        # In single precision, squares of large numbers lose their differences.
+        wanted, errors = scores.wanted.double(), scores.errors.double()  # type: ignore[attr-defined]
+        return torch.cat([errors.square(), wanted, wanted.square()], -1)
+
+    def value(self, sums: Tensor, samples: Tensor) -> Tensor:
+        left, total, squares = sums.unflatten(-1, (3, -1)).unbind(-2)
+        count = samples[..., None]
+        spread = squares - total.square() / count
+        varied = spread > 1e-12 * squares
+        return torch.where(varied, 1 - left / spread, torch.nan).mean(-1)
+
+
+@OBJECTIVES.register("regression")
+class Regression(Objective):
+    """One or more numbers for each sample: squared error of outputs ``[b, T]``.
+
+    Attributes
+    ----------
+    reduction : ``mean`` over samples and numbers, or half the ``sum`` over both, as in analyses of gradient descent.
+    mean, std : the network learns ``(target - mean) / std``. The loss is in these units; metrics are in the units of
+        the data set.
+    """
+
+    reduction: Literal["mean", "sum"] = "mean"
+    mean: float = 0.0
+    std: float = 1.0
+
+    targets: ClassVar[str] = "numbers"
+    metrics: ClassVar[tuple[Metric, ...]] = (MeanSquaredError(), Loss(), MeanAbsoluteError(), Determination())
+    primary: ClassVar[str] = "mse"
+    weighs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise ConfigError(f"objective.reduction is {self.reduction!r}; it must be 'mean' or 'sum'.")
+        if not self.std > 0:
+            raise ConfigError(f"objective.std is {self.std}; it must be above 0.")
+
+    def takes(self, shape: tuple[int, ...], targets: int) -> bool:
+        return shape == (self.outputs(targets),)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        squares = (outputs - (rowed(targets, outputs) - self.mean) / self.std).square()
+        return squares.mean(-1) if self.reduction == "mean" else squares.sum(-1) / 2
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        losses = self.losses(unrounded(outputs), batch.y)
+        return batch.mean(losses) if self.reduction == "mean" else (losses * batch.weight).sum()
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        return NumberScores(outputs, targets, self)
+
+
+def rowed(targets: Tensor, outputs: Tensor) -> Tensor:
+    """Targets ``[..., b]`` or ``[..., b, T]`` as ``[..., b, T]``, with the dtype of the outputs."""
+    return targets.reshape(*targets.shape, *[1] * (outputs.dim() - targets.dim())).to(outputs.dtype)

@@ -1,0 +1,57 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from raypfl.common.errors import ConfigError
+from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory
+
+
+@OPTIMIZERS.register("adam")
+class Adam(LocalOptimizer):
+    """Adam (Kingma and Ba 2015), as ``torch.optim.Adam``.
+
+    Attributes
+    ----------
+    beta1, beta2 : decay of the first and of the second moment.
+    eps : added to the root of the second moment.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} of Adam is {getattr(self, name)}; it must be at least 0 and below 1.")
+        if self.eps <= 0:
+            raise ConfigError(f"eps of Adam is {self.eps}; it must be above 0.")
+
+    def init(self, theta: Tensor) -> Memory:
+        first, second = (torch.zeros_like(theta, memory_format=torch.contiguous_format) for _ in range(2))
+        steps = torch.zeros((*theta.shape[:-1], 1), dtype=torch.float64, device=theta.device)
+        return {"first": first, "second": second, "steps": steps}
+
+    def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
+        steps = memory["steps"].add_(1)
+        first = memory["first"].lerp_(grad, 1 - self.beta1)
+        second = memory["second"].mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        root = (1 - self.beta2**steps).sqrt().to(theta.dtype)
+        size = (lr / (1 - self.beta1**steps)).to(theta.dtype)
+        denominator = grad.copy_(second).sqrt_().div_(root).add_(self.eps)
+        theta.sub_(torch.div(first, denominator, out=grad).mul_(size))
+
+
+@OPTIMIZERS.register("adamw")
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as ``torch.optim.AdamW``.
+
+    The decay is ``training.weight_decay``, whose default is 0; torch's default is 0.01.
+    """
+
+    decoupled: ClassVar[bool] = True

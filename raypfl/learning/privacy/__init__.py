@@ -1,0 +1,18 @@
+"""Differential privacy: settings, mechanisms, accounting, and masks that cancel."""
+
+from raypfl.learning.privacy.masks import Masks, unmasked
+from raypfl.learning.privacy.mechanisms import NoisySum, clipped_updates, server_noise
+from raypfl.learning.privacy.settings import PrivacySettings
+from raypfl.learning.privacy.spending import SPENDING, Branch, Spending
+
+__all__ = [
+    "SPENDING",
+    "Branch",
+    "Masks",
+    "NoisySum",
+    "PrivacySettings",
+    "Spending",
+    "clipped_updates",
+    "server_noise",
+    "unmasked",
+]

@@ -1,0 +1,54 @@
+"""Clipping and noise: of a batch's per-sample gradients, and of the sum of clients' updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raypfl.common import rng
+from raypfl.learning.optimizers import Draws
+from raypfl.learning.privacy.settings import PrivacySettings
+
+
+@dataclass(frozen=True)
+class NoisySum:
+    """DP-SGD's gradient (Abadi et al. 2016): ``(sum of clipped per-sample gradients + noise) / expected``.
+
+    Attributes
+    ----------
+    clip : largest norm of a sample's gradient.
+    deviation : of the noise.
+    expected : the expected batch size; the actual one is not public.
+    """
+
+    clip: float
+    deviation: float
+    expected: float
+
+    def reduce(self, gradients: Tensor, weight: Tensor) -> Tensor:
+        """The sum ``[..., P]`` of clipped ``gradients[..., n, P]``; samples of weight 0 are padding."""
+        return (clipped(gradients, self.clip) * weight[..., None]).sum(-2)
+
+    def finish(self, total: Tensor, count: Tensor, draws: Draws) -> Tensor:
+        """A batch's gradient ``[..., P]``."""
+        return (total + self.deviation * draws.normal() if self.deviation else total) / self.expected
+
+
+def clipped(rows: Tensor, clip: float) -> Tensor:
+    """Rows ``[..., P]``, those with a norm above `clip` scaled to it."""
+    return rows * (clip / rows.norm(dim=-1, keepdim=True)).clamp_max(1.0)
+
+
+def clipped_updates(rows: Tensor, sent: Tensor, settings: PrivacySettings) -> Tensor:
+    """``sent + clipped(rows - sent)``, of what clients return, ``[K, ...]``, and what they were sent, ``[...]``."""
+    updates = (rows - sent).flatten(1)
+    return sent + clipped(updates, settings.clip).view_as(rows)
+
+
+def server_noise(like: Tensor, settings: PrivacySettings, clients: int, seed: int, name: str, *path: int) -> Tensor:
+    """Noise for a mean over `clients`, in the shape of `like`; keyed by `name` and `path`, such as the round."""
+    generator = torch.Generator().manual_seed(rng.key(seed, "privacy " + name, *path))
+    draws = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    return draws.to(like.device) * (settings.deviation / clients)

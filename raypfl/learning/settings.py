@@ -1,0 +1,75 @@
+"""Settings of local training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+
+from raypfl.common.conditions import needs, needs_some, unless
+from raypfl.learning.optimizers import SGD, LocalOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """A client's local training, unless its method chooses otherwise.
+
+    Attributes
+    ----------
+    epochs, steps : passes over the client's data, or SGD steps if `steps` is given (batches continue over epochs).
+    batch_size : samples per step; the last batch of an epoch may be smaller.
+    smallest_batch : a last batch of fewer samples is left out, unless it is the client's only one. Batch norm needs 2
+        where it normalises vectors or single pixels.
+    optimizer : ``sgd``, another registered one, or your own: ``adam``, ``{name: adamw, beta2: 0.99}``,
+        ``module:Name``. Its memory (momentum, moments) starts at zero in every round.
+    momentum, nesterov : of SGD, as in ``torch.optim.SGD``.
+    lr, weight_decay : of any optimizer, as ``torch.optim`` has them.
+    clip_norm : norm to which each client's gradients are clipped; None: no clipping.
+    schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (toward 0
+        after the last round); ``step`` (times `gamma` after each round in `milestones`).
+    decay, milestones, gamma : parameters of the schedules ``exponential`` and ``step``.
+    warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
+    precision : ``fp32`` (on GPUs too: without TF32), ``bf16`` (autocast; weights stay fp32) or ``fp64``.
+    channels_last : memory format of image batches where clients train one by one. The network must support it
+        (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: channels last for two-dimensional
+        convolutions if that works, or as timed by ``engine.executor=fastest``.
+    """
+
+    epochs: Annotated[int, unless("steps")] = 1
+    steps: int | None = None
+    batch_size: int = 10
+    smallest_batch: int = 1
+    lr: float = 0.1
+    optimizer: LocalOptimizer | Literal["sgd"] = "sgd"
+    momentum: Annotated[float, needs("optimizer", "sgd")] = 0.0
+    nesterov: Annotated[bool, needs("optimizer", "sgd"), needs_some("momentum")] = False
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    schedule: Literal["constant", "exponential", "cosine", "step"] = "constant"
+    decay: Annotated[float, needs("schedule", "exponential")] = 1.0
+    milestones: Annotated[tuple[int, ...], needs("schedule", "step")] = ()
+    gamma: Annotated[float, needs("schedule", "step")] = 0.1
+    warmup_rounds: int = 0
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    channels_last: bool | None = None
+
+    @property
+    def local_optimizer(self) -> LocalOptimizer:
+        """The optimizer with its hyperparameters."""
+        if isinstance(self.optimizer, LocalOptimizer):
+            return self.optimizer
+        return SGD(momentum=self.momentum, nesterov=self.nesterov)
+
+    def learning_rate(self, round: int, rounds: int) -> float:
+        """The learning rate under the schedule after `round` of `rounds` rounds."""
+        lr = self.lr
+        if self.schedule == "exponential":
+            lr *= self.decay**round
+        elif self.schedule == "cosine":
+            lr *= 0.5 * (1 + float(np.cos(np.pi * round / rounds)))
+        elif self.schedule == "step":
+            lr *= self.gamma ** sum(round >= milestone for milestone in self.milestones)
+        if round < self.warmup_rounds:
+            lr *= (round + 1) / self.warmup_rounds
+        return lr

@@ -1,7 +1,0 @@
-"""Local optimizers: update rules on flat vectors, one in each file."""
-
-from raypfl.optimizers.adam import Adam, AdamW
-from raypfl.optimizers.base import OPTIMIZERS, Draws, LocalOptimizer, Memory, SampleRule, Update
-from raypfl.optimizers.sgd import SGD
-
-__all__ = ["OPTIMIZERS", "SGD", "Adam", "AdamW", "Draws", "LocalOptimizer", "Memory", "SampleRule", "Update"]

@@ -1,0 +1,135 @@
+"""Membership inference: how well an attacker who has a run's global model tells training samples from others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.common import rng
+from raypfl.common.errors import ConfigError
+from raypfl.data import load_federated
+from raypfl.engine.setup import make_context, make_task
+from raypfl.learning.executor import Executor
+from raypfl.learning.loss import LocalLoss
+from raypfl.learning.objectives import Classification
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.optimizers import Update
+from raypfl.learning.settings import TrainingSettings
+from raypfl.models.flat import FlatModel
+from raypfl.runs.result import Result
+
+_TOGETHER = 512
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Accuracies of two attacks, each with its best threshold, on as many training samples as others; 0.5: no leak.
+
+    Attributes
+    ----------
+    loss : by the model's loss (Yeom et al. 2018).
+    likelihood : by the likelihood ratio of the model's confidence in models that were trained with the sample and in
+        models that were not (LiRA, Carlini et al. 2022), with one variance for each; None: not made.
+    samples : of each kind.
+    """
+
+    loss: float
+    likelihood: float | None
+    samples: int
+
+
+def membership(result: Result, shadows: int = 0, epochs: int = 20) -> Membership:
+    """Attack the final global model of a run.
+
+    Members are the clients' training samples, others their test samples.
+
+    Parameters
+    ----------
+    shadows : models for the likelihood ratios, each trained on a random half of all these samples by the run's local
+        optimizer; 0: no likelihood ratios. epochs : of that training.
+
+    Raises
+    ------
+    ConfigError : if the method has no global model, targets are not classes, or there are too few shadow models.
+    """
+    experiment = result.experiment
+    theta = experiment.method.global_model(result.server_state())
+    if theta is None or not isinstance(experiment.objective, Classification):
+        raise ConfigError(f"{result.run_dir} has no global model of classes to attack; choose a run that has one.")
+    if shadows and shadows < 4:
+        raise ConfigError(f"shadows is {shadows}; likelihood ratios need at least 4 models, or 0 for none.")
+    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+    task = make_task(experiment, data, torch.device("cpu"))
+    context = make_context(experiment, data, task)
+    draws = rng.generator(experiment.seed, "membership")
+    splits = [context.everyone(split) for split in ("train", "test")]
+    count = min(map(len, splits))
+    x, y = context.samples.take(np.concatenate([draws.permutation(split)[:count] for split in splits]))
+    x, member = context.samples.normalise(x), torch.arange(2 * count) < count
+    loss = _losses(task.model, theta, x, y)
+    if not shadows:
+        return Membership(_best_accuracy(-loss, member), None, count)
+    inside = torch.from_numpy(np.stack([draws.permutation(2 * count) < count for _ in range(shadows)]))
+    confidences = []
+    for s, mine in enumerate(inside):
+        batches = _batches(x[mine], y[mine], experiment.training.batch_size, epochs, draws)
+        shadow = _trained(task.model, rng.key(experiment.seed, "shadow", s), experiment.training, batches)
+        confidences.append(_confidence(_losses(task.model, shadow, x, y)))
+    ratio = _log_ratio(torch.stack(confidences), inside, _confidence(loss))
+    return Membership(_best_accuracy(-loss, member), _best_accuracy(ratio, member), count)
+
+
+def _trained(model: FlatModel, key: int, training: TrainingSettings, batches: Iterable[Batch]) -> Tensor:
+    """A model vector that was trained by the local optimizer, with the first learning rate."""
+    theta, lr = model.init(key % 2**31), training.lr
+
+    def loss(p: Tensor, batch: Batch) -> Tensor:
+        return batch.mean(F.cross_entropy(model(p, batch.x), batch.y, reduction="none"))
+
+    update = Update(training.local_optimizer, lr, training.weight_decay, training.clip_norm)
+    draws = torch.tensor(key % 2**31)
+    for _ in Executor(model).train_one(LocalLoss(model, loss), theta, batches, update, lambda _: lr, draws, {}):
+        pass
+    return theta
+
+
+def _losses(model: FlatModel, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad(), model.mode(train=False):
+        outputs = torch.cat([model(theta, part) for part in x.split(_TOGETHER)])
+    return F.cross_entropy(outputs.double(), y, reduction="none")
+
+
+def _confidence(losses: Tensor) -> Tensor:
+    """``log(p / (1 - p))`` of the probability p of the right class."""
+    return -losses - torch.log(-torch.expm1(-losses.clamp_min(1e-12)))
+
+
+def _log_ratio(confidences: Tensor, inside: Tensor, seen: Tensor) -> Tensor:
+    """``log N(seen | with) - log N(seen | without)`` from ``confidences[S, n]`` of models that had a sample or not."""
+    ratio = torch.zeros_like(seen)
+    for sign, had in ((1, inside), (-1, ~inside)):
+        number = had.sum(0).clamp_min(1)
+        mean = (confidences * had).sum(0) / number
+        variance = ((confidences - mean).square() * had).sum() / had.sum()
+        ratio -= sign * ((seen - mean).square() / variance.clamp_min(1e-12) + variance.clamp_min(1e-12).log()) / 2
+    return ratio
+
+
+def _best_accuracy(scores: Tensor, member: Tensor) -> float:
+    """The best that a threshold on the scores can do, above which samples are taken for members."""
+    order = scores.argsort(descending=True)
+    gained = torch.where(member[order], 1, -1).cumsum(0)
+    ends = torch.cat([scores[order][1:] != scores[order][:-1], torch.tensor([True])])  # equal scores go together
+    others = int((~member).sum())
+    return (others + max(0, int(gained[ends].max()))) / len(member)
+
+
+def _batches(x: Tensor, y: Tensor, size: int, epochs: int, draws: np.random.Generator) -> Iterator[Batch]:
+    for _ in range(epochs):
+        for part in torch.from_numpy(draws.permutation(len(x))).split(size):
+            yield Batch(x[part], y[part], torch.ones(len(part), dtype=x.dtype))

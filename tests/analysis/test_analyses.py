@@ -1,0 +1,137 @@
+"""An analysis sees every model before every local step, and changes no bit of the run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import raypfl
+from raypfl.analysis import Observation
+from raypfl.analysis.base import observations
+from raypfl.common.errors import ConfigError, MethodError, RaypflError
+from raypfl.results.display import outcome
+from tests.support.runs import Interrupt, experiment, same_tables
+
+OWN = "tests.support.observing_analyses:"
+
+
+def observed(tmp_path: Path, name: str = "Everything", every: int = 2, **changes) -> raypfl.Experiment:
+    return experiment(tmp_path, **changes).replace(analyses=[{"name": OWN + name, "every": every}])
+
+
+def kept(result: raypfl.Result, round: int, client: int) -> list[Observation]:
+    return list(observations(result.run_dir / "analyses/Everything", round, client))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "apfl"])
+@pytest.mark.parametrize("executor", ["sequential", "vectorised"])
+def test_a_run_has_the_same_bits_and_messages_with_an_analysis(tmp_path, method, executor):
+    settings = {
+        "method": method,
+        "engine__executor": executor,
+        "rounds": 2,
+        "model": f"{OWN}dropping",
+        "training__smallest_batch": 2,
+    }
+    settings |= {"training__epochs": 1, "partition__clients": 4, "cohort__size": 3}
+    plain, seen = raypfl.run(experiment(tmp_path, **settings)), raypfl.run(observed(tmp_path, **settings))
+    assert plain.weights_hash == seen.weights_hash and same_tables(plain, seen)
+    trainings = {one.training for one in kept(seen, 2, seen.rounds["cohort"][1].as_py()[0])}
+    assert trainings == set(range(1 if method == "fedavg" else 2))
+
+
+def test_the_models_before_each_step_are_those_that_training_passes_through(tmp_path):
+    settings = {
+        "method": "fedavg",
+        "rounds": 2,
+        "training__steps": 3,
+        "training__batch_size": 8,
+        "engine__group_size": 1,
+    }
+    whole = raypfl.run(observed(tmp_path, **settings))
+    shorter = raypfl.run(experiment(tmp_path, **settings | {"training__steps": 2, "cohort__size": 1, "rounds": 1}))
+    client = shorter.rounds["cohort"][0].as_py()[0]
+    clients = whole.rounds["cohort"][1].as_py()
+    steps = {c: kept(whole, 2, c) for c in clients}
+    assert all([one.step for one in steps[c]] == [0, 1, 2] for c in clients) and kept(whole, 1, clients[0]) == []
+    first = steps[clients[0]][0].arrays
+    assert all(np.array_equal(one.arrays["start"], first["theta"]) for c in clients for one in steps[c])
+    assert all(len(one.arrays["batch"]) == 8 for one in steps[clients[0]])
+    assert not np.array_equal(steps[clients[0]][1].arrays["theta"], first["theta"])
+    # The model after two of three steps is what a run with two steps ends with.
+    again = raypfl.run(observed(tmp_path, every=1, **settings | {"rounds": 1, "cohort__size": 1}))
+    assert np.allclose(kept(again, 1, client)[2].arrays["theta"], shorter.global_model().numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_what_it_logs_is_with_what_the_method_logs(tmp_path):
+    logs = {"method": "tests.support.federated_methods:Logs", "method__marks": tmp_path}
+    result = raypfl.run(observed(tmp_path, **logs, rounds=4, cohort__size=3))
+    values = {(row["round"], row["name"]) for row in result.logged.to_pylist()}
+    assert {(0, "norm"), (2, "steps"), (4, "moved"), (1, "norm")} <= values and (3, "steps") not in values
+    assert set(result.analysis) == {"segments", "steps"}
+
+
+def test_a_run_that_is_stopped_keeps_the_same_files(tmp_path):
+    whole = raypfl.run(observed(tmp_path))
+    stopped = raypfl.run(observed(tmp_path), listeners=[Interrupt(3)])
+    resumed = raypfl.resume(stopped.run_dir)
+    assert resumed.weights_hash == whole.weights_hash and resumed.logged.equals(whole.logged)
+    files = [{p.relative_to(r.run_dir): p.read_bytes() for p in r.run_dir.rglob("client-*")} for r in (whole, resumed)]
+    assert len(files[0]) == 18 and files[0] == files[1]
+    assert not [p for p in whole.run_dir.glob("checkpoints/**/*") if "client-" in p.name]
+
+
+def test_mistakes_are_told_with_their_place(tmp_path):
+    with pytest.raises(
+        RaypflError, match=r"(?s)Stumbles.before_step \(observing_analyses.py, line \d+\) failed before step 0"
+    ):
+        raypfl.run(observed(tmp_path, "Stumbles"))
+    with pytest.raises(RaypflError, match=r"Remembers.last cannot be set: an analysis keeps nothing between calls"):
+        raypfl.run(observed(tmp_path, "Remembers", every=1))
+    with pytest.raises(RaypflError, match=r"Refuses.after_round .* failed after round 2: ValueError: this cannot be"):
+        raypfl.run(observed(tmp_path, "Refuses"))
+    with pytest.raises(ConfigError, match="names the same one twice"):
+        experiment(tmp_path).replace(analyses=[OWN + "Everything", OWN + "Everything"])
+    with pytest.raises(ConfigError, match="must be a list of names"):
+        experiment(tmp_path).replace(analyses=3)
+    with pytest.raises(ConfigError, match="There is no analysis called 'ntkk'"):
+        experiment(tmp_path).replace(analyses=["ntkk"])
+
+
+def test_what_an_analysis_says_at_the_end_is_printed_also_if_it_fails(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=1).replace(analyses=[OWN + "Talks"]))
+    assert outcome.findings(result) == ["1 round"]
+    shutil.rmtree(result.run_dir / "analyses")
+    [said] = outcome.findings(result)
+    assert re.match(r"Talks.summary \(observing_analyses.py, line \d+\) failed: FileNotFoundError", said)
+
+
+def test_a_failing_analysis_leaves_the_run_at_the_round_before(tmp_path):
+    with pytest.raises(RaypflError):
+        raypfl.run(observed(tmp_path, "Refuses"))
+    [folder] = (tmp_path / "runs").iterdir()
+    one = raypfl.run(experiment(tmp_path, rounds=1))
+    assert raypfl.Result.load(folder).weights_hash == one.weights_hash
+
+
+def test_the_analysis_in_the_documentation_runs(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/analyses.md").read_text()
+    (tmp_path / "my_analyses.py").write_text(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    described = re.findall(r"^analyses: (.*)$", page, re.MULTILINE)[0]
+    result = raypfl.run(experiment(tmp_path, analyses=described, checkpoint__every=5))
+    values = {(row["round"], row["name"]): row["value"] for row in result.logged.to_pylist()}
+    assert values[5, "drift"] > 0 and (6, "drift") in values and len(result.analysis["drift"]) == 12
+
+
+def test_experiments_with_analyses_are_described_and_read_again(tmp_path):
+    made = observed(tmp_path)
+    assert made.analyses[0].every == 2 and raypfl.Experiment.from_yaml(made.to_yaml()) == made
+    with pytest.raises(MethodError):
+        made.analyses[0].every = 3
+    assert torch.is_tensor(raypfl.run(made.replace(rounds=1)).global_model())

@@ -1,0 +1,269 @@
+"""The command line, on runs of two rounds without Ray."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raypfl.cli.app import main
+from raypfl.common.version import __version__
+from raypfl.engine.events import RoundFinished
+from raypfl.runs import driver
+from tests.support.command import raypfl, told
+
+SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def test_without_arguments_the_digits_are_compared_and_everything_is_told():
+    result = raypfl("run", *SMALL)
+    assert result.exit_code == 0, result.output
+    for part in ("fedavg", "ditto", "worst", "Picture", "weights", "Try next", "raypfl resume runs/digits-2"):
+        assert part in result.stdout
+    assert "round 2/2" in result.stderr and "round 2/2" not in result.stdout
+    assert list(Path("runs").glob("digits-*/picture.png"))
+
+
+def test_without_a_recipe_other_data_name_the_run_and_what_is_not_set_is_told():
+    small = [word for word in SMALL if "clients" not in word]
+    run = raypfl("run", "data=diabetes", "method=fedavg", "partition=by_column", "training.lr=0.001", *small)
+    assert run.exit_code == 0, run.output
+    assert "recipe digits. That makes: method fedavg, partition by_column, model mlp, 2 rounds" in run.stderr
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("diabetes")
+
+
+def test_methods_and_seeds_are_chosen_on_the_command_line():
+    runs = told("run", *SMALL, "--method", "local,fedavg", "--seeds", "2")["runs"]
+    chosen = [(run["experiment"]["method"]["name"], run["experiment"]["seed"]) for run in runs]
+    assert chosen == [("local", 0), ("local", 1), ("fedavg", 0), ("fedavg", 1)]
+    assert all(run["status"] == "finished" and run["weights_hash"] for run in runs)
+
+
+def test_an_assignment_that_is_given_twice_counts_and_is_suggested_as_it_was_given_last():
+    done = raypfl("run", *SMALL, "rounds=1", "--method", "fedavg,")
+    assert "round 1/1" in done.stderr
+    again = [line for line in done.stdout.split("Try next")[1].splitlines() if "raypfl run" in line]
+    assert again and all("rounds=1 " in line and "rounds=2" not in line for line in again)
+
+
+def test_a_file_of_ones_own_is_run(elsewhere: Path):
+    (elsewhere / "mine.yaml").write_text("method: ditto\n")
+    (run,) = told("run", "mine.yaml", *SMALL, "method.lam=2")["runs"]
+    assert run["experiment"]["name"] == "mine" and Path(run["run_dir"]).name.startswith("mine-ditto-s0-")
+    assert run["experiment"]["method"]["lam"] == 2.0
+    assert Path(run["run_dir"], "picture.png").exists()
+
+
+def test_a_name_in_a_file_is_the_runs_name_and_a_copied_description_keeps_its_own(elsewhere: Path):
+    (elsewhere / "mine.yaml").write_text("name: ours\n")
+    (run,) = told("run", "mine.yaml", *SMALL)["runs"]
+    (again,) = told("run", f"{run['run_dir']}/experiment.yaml")["runs"]
+    assert again["experiment"]["name"] == run["experiment"]["name"] == "ours"
+
+
+def test_a_resumed_run_is_called_by_its_method():
+    (run,) = told("run", *SMALL, "--method", "ditto")["runs"]
+    said = raypfl("resume", run["run_dir"], "rounds=3").stderr
+    assert "\nditto: round 3/3, " in said and said.count(Path(run["run_dir"]).name) == 1
+
+
+@pytest.mark.filterwarnings("default:perada is for a network")
+def test_a_warning_is_a_sentence_on_stderr_once_and_no_line_of_code():
+    words = ["method=perada", "method.steps=0", *SMALL, "rounds=1", "evaluation.every=0"]
+    said = raypfl("run", *words).stderr
+    assert said.count("Warning:") == 1 and "Warning: perada is for a network that is mostly frozen" in said
+    assert "perada-digits" in said and ".py" not in said
+    unlike = raypfl("data", "show", "data=tests.data.test_data:dozen", "partition={name: iid, clients: 12}").stderr
+    assert unlike.startswith("Warning: No client of") and ".py" not in unlike
+
+
+@pytest.mark.parametrize("words", [("run", "--seeds", "0"), ("study", "--seeds", "0"), ("study", "--rounds", "0")])
+def test_nothing_is_run_no_times(words):
+    assert raypfl(*words).exit_code == 2 and not Path("runs").exists()
+
+
+def test_a_finished_run_is_made_longer_by_resuming_it():
+    (short,) = told("run", *SMALL, "--method", "ditto")["runs"]
+    (longer,) = told("resume", short["run_dir"], "rounds=3")["runs"]
+    (whole,) = told("run", *SMALL, "rounds=3", "--method", "ditto")["runs"]
+    assert longer["weights_hash"] == whole["weights_hash"] != short["weights_hash"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--method", "fedprox,ditto", "method.lam=2", "--seeds", "2"],
+        ["my files/mine.yaml", "partition.alpha=0.5"],
+        ["methods=[{name: ditto, settings: {training.lr: 0.05}}, local]"],
+    ],
+)
+def test_every_suggested_command_runs_and_keeps_methods_and_seeds(elsewhere: Path, words):
+    (elsewhere / "my files").mkdir()
+    (elsewhere / "my files" / "mine.yaml").write_text("method: {name: fedavg, server_lr: 0.5}\nseeds: 2\n")
+    suggested = raypfl("run", *words, *SMALL, "rounds=1").stdout.split("Try next")[1]
+    commands = [shlex.split(line) for line in suggested.splitlines() if line.strip()]
+    assert commands and all(command[0] == "raypfl" for command in commands)
+    for command in commands:
+        done = raypfl(*command[1:])
+        assert done.exit_code == 0, (command, done.output)
+        if "seeds=3" in command and "--method" in words:
+            assert done.stdout.count("fedprox, seed") == done.stdout.count("ditto, seed") == 3
+
+
+def test_methods_and_seeds_that_are_given_in_two_ways_are_refused():
+    for words, sentence in (
+        (["--method", "ditto", "method=local"], "Both --method and method=local are given; keep one of them."),
+        (["--seeds", "2", "seeds=3"], "Both --seeds and seeds=3 are given; keep one of them."),
+    ):
+        refused = raypfl("run", *SMALL, *words)
+        assert refused.exit_code == 2 and sentence in refused.stderr
+
+
+def test_suggested_commands_do_what_was_done_but_for_one_thing():
+    suggested = raypfl("run", *SMALL, "data.cache=my cache").stdout.split("Try next")[1]
+    changed = shlex.join([*SMALL, "data.cache=my cache"])
+    assert f"raypfl run digits {changed} partition.alpha=0.1 seeds=3\n" in suggested
+    (run,) = Path("runs").glob("*/ditto-s0")
+    suggested = raypfl("resume", str(run), "rounds=3").stdout.split("Try next")[1]
+    assert f"raypfl run {run}/experiment.yaml partition.alpha=0.1 seeds=3\n" in suggested
+    assert told("run", f"{run}/experiment.yaml", "method=ditto")["runs"][0]["experiment"]["data"]["cache"] == "my cache"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run", "rouns=2"], "rouns is not a setting of an experiment; did you mean 'rounds'?"),
+        (["run", "digts"], "There is no recipe called 'digts'; did you mean 'digits'?"),
+        (["run", "--method", "dito"], "There is no method called 'dito'; did you mean 'ditto'?"),
+        (["run", "digits", "rounds"], "'rounds' is not an assignment"),
+        (["run", "mine.yaml"], "There is no file 'mine.yaml'."),
+        (["run", "--method", ","], "methods is []; it must be a list, such as"),
+        (["run", "--method", "local,fedavg,local"], "methods has local twice, with the same options and settings;"),
+        (["run", "methods=[{name: ditto, lam: 1}, ditto]", "method.lam=2"], "methods has ditto twice"),
+        (["run", "--rounds", "5"], "There is no option --rounds; write rounds=VALUE."),
+        (["study", "--lr=0.1"], "There is no option --lr; write training.lr=VALUE."),
+        (["resume", "RUN", "--foo"], "There is no option --foo; settings are given as KEY=VALUE, such as rounds=5."),
+        (["list", "method"], "'method' cannot be listed; did you mean 'methods'?"),
+    ],
+)
+def test_a_mistake_is_a_sentence_on_stderr_and_exit_code_two(words, sentence):
+    result = raypfl(*words)
+    assert result.exit_code == 2
+    assert sentence in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--method", "fedavg,partial", "method.personal=haed"], "method.personal is 'haed'"),
+        (
+            ["--method", "fedavg,fednh", "data.name=tests.learning.test_multi_label:marked", "data.rare=1"],
+            "method is 'fednh', which learns the objective 'classification', but that of",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_later_method_is_told_before_an_earlier_one_is_run(words, sentence):
+    result = raypfl("run", *SMALL, *words)
+    assert result.exit_code == 2 and sentence in result.stderr
+    assert "round 1/2" not in result.stderr and not list(Path(".").glob("runs/*"))
+
+
+@pytest.mark.parametrize("output", ["/dev/null/x", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_refused_in_a_sentence(output):
+    refused = raypfl("run", *SMALL, f"output={output}")
+    assert refused.exit_code == 2 and "cannot be made" in refused.stderr
+
+
+def test_resuming_what_is_no_run_is_a_sentence_and_exit_code_two():
+    result = raypfl("resume", "nowhere")
+    assert result.exit_code == 2
+    assert "nowhere is not the folder of a run" in result.stderr
+
+
+def test_ctrl_c_in_a_run_ends_with_130_and_says_how_to_continue(monkeypatch: pytest.MonkeyPatch):
+    real = driver.resume
+
+    def interrupted(folder, *, listeners, overrides):
+        def press(event):
+            if isinstance(event, RoundFinished) and event.round == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return real(folder, listeners=[*listeners, press], overrides=overrides)
+
+    monkeypatch.setattr(driver, "resume", interrupted)
+    result = raypfl("run", *SMALL, "rounds=50", "--method", "fedavg")
+    assert result.exit_code == 130
+    assert result.output.count("raypfl resume") == 1
+    assert "To continue: raypfl resume runs/digits-fedavg" in result.stderr
+
+
+def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*data):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "_job", interrupted)
+        result = raypfl("run", *SMALL, "--method", "fedavg")
+    (run,) = Path("runs").iterdir()
+    assert result.exit_code == 130 and f"Stopped. To continue: raypfl resume {run}\n" in result.stderr
+    assert told("resume", str(run))["runs"][0]["status"] == "finished"
+
+
+def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
+    (elsewhere / "nearby_method.py").write_text("from raypfl.methods import Local\n\nclass Mine(Local): ...\n")
+    monkeypatch.setattr("sys.argv", ["raypfl", "run", *SMALL, "--method", "nearby_method:Mine", "--quiet"])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path[1:]])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code in (0, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("methods", ["ditto", "lam = 0.75", "and those of fedavg"]),
+        ("methods", ["fedrep", "personal_epochs = 10", "and those of partial"]),
+        ("models", ["mlp", "hidden = (128,)"]),
+        ("partitions", ["dirichlet", "alpha = 0.3"]),
+        ("datasets", ["digits", "parquet"]),
+        ("augmentations", ["crop", "padding = 4", "cutout"]),
+        ("objectives", ["regression", "reduction = 'mean'"]),
+        ("metrics", ["auc", "perplexity"]),
+        ("settings", ["training.lr", "cohort.fraction", "share of the clients drawn"]),
+        ("recipes", ["digits", "handwritten digits"]),
+        ("studies", ["fednh-table1", "digits-personal"]),
+    ],
+)
+def test_what_can_be_named_is_listed_with_its_options(kind, parts):
+    result = raypfl("list", kind)
+    assert result.exit_code == 0
+    assert all(part in result.stdout for part in parts)
+
+
+def test_the_package_is_a_command_and_completes_words():
+    (line,) = subprocess.run(
+        [sys.executable, "-m", "raypfl", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    ).stdout.splitlines()
+    assert line == f"raypfl {__version__}" and "--install-completion" in raypfl("--help").stdout
+
+
+def test_the_version_is_told():
+    assert raypfl("--version").stdout.strip() == f"raypfl {__version__}"

@@ -1,0 +1,360 @@
+"""What the author of a method is told of a mistake: what, where in the own file, and how to mend it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import raypfl
+from raypfl import Experiment, Method
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
+from raypfl.data import Partition
+from raypfl.engine.events import RoundFinished, RunFinished, RunStarted
+from raypfl.experiment import experiments
+from raypfl.methods.personal_models.ditto import Ditto
+from raypfl.runs import driver
+from tests.support import command, mistaken_methods
+from tests.support.runs import experiment
+
+MODULE = "tests.support.mistaken_methods"
+FILE = Path(mistaken_methods.__file__)
+
+
+def line_of(text: str, after: str) -> int:
+    """Where `text` stands first below `after`."""
+    lines = FILE.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if after in line)
+    return next(i for i, line in enumerate(lines[start:], start + 1) if text in line)
+
+
+def told(tmp_path: Path, name: str, **changes) -> str:
+    always = {"evaluation__every": 1, "engine__executor": "vectorised"}  # whose groups do not depend on the machine
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(experiment(tmp_path, method=f"{MODULE}:{name}", **(always | changes)))
+    text = str(caught.value)
+    assert str(Path(raypfl.__file__).parent) not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "said"),
+    [
+        ("ForgetsToReturn", "ForgetsToReturn", "returned nothing"),
+        ("ReturnsAnotherKey", "ReturnsAnotherKey", "returned 'model'"),
+        ("MistypesInRound", "Base", "returned 'theta'"),
+    ],
+)
+def test_a_reply_that_is_not_there_is_told_with_what_the_clients_returned(tmp_path, name, owner, said):
+    text = told(tmp_path, name)
+    where = f"{owner}.train (mistaken_methods.py, line {line_of('def train', f'class {owner}')})"
+    asked = "thta" if name == "MistypesInRound" else "theta"
+    assert f"{where} {said}; there is no {asked!r}" in text
+    reader = "MistypesInRound" if name == "MistypesInRound" else "Base"
+    assert f'File "{FILE}", line {line_of("cohort.run", f"class {reader}")}, in {reader}.round' in text
+
+
+def test_a_reply_that_is_no_dict_is_told_with_the_function(tmp_path):
+    text = told(tmp_path, "ReturnsNoDict")
+    assert "ReturnsNoDict.train (mistaken_methods.py, line" in text and "returned a Mean; it must return a dict" in text
+
+
+def test_a_method_without_a_model_to_judge_is_refused_before_the_first_round(tmp_path):
+    events = []
+    with pytest.raises(ConfigError, match=r"NoModel has no model to evaluate.*define global_model.*personal_model"):
+        raypfl.run(experiment(tmp_path, method=f"{MODULE}:NoModel"), listeners=[events.append])
+    assert not [event for event in events if isinstance(event, RoundFinished)]
+
+
+def test_a_model_of_the_wrong_shape_is_its_functions_fault_and_no_clients(tmp_path):
+    text = told(tmp_path, "ShortGlobalModel")
+    line = line_of("def global_model", "class ShortGlobalModel")
+    assert text.startswith(f"ShortGlobalModel.global_model (mistaken_methods.py, line {line}) returned [100]")
+    assert "[1210]" in text and "lient" not in text.splitlines()[0]
+    text = told(tmp_path, "ShortPersonalModels")
+    assert text.startswith("ShortPersonalModels.personal_model (mistaken_methods.py, line")
+    assert "returned [3, 1210]" in text and "[2, 1210]" in text
+
+
+def test_a_mistake_in_a_client_function_is_tried_once_and_shown_by_the_authors_lines_alone(tmp_path):
+    first, *rest = told(tmp_path, "RaisesInTrain", engine__group_size=6).splitlines()
+    assert first.startswith("All 6 clients of a group failed in round 1 (") and "and 1 more" in first
+    assert rest[-1] == "AttributeError: 'RaisesInTrain' object has no attribute 'mu'"
+    places = [line.split(", ")[1:] for line in rest if line.startswith("  File")]
+    assert places[0] == [f"line {line_of('clients.sgd', 'class RaisesInTrain')}", "in RaisesInTrain.train"]
+    assert places[-1][0] == f"line {line_of('lambda', 'class RaisesInTrain')}" and len(places) == 2
+
+
+def test_what_may_pass_is_tried_again(tmp_path):
+    text = told(tmp_path, "RaisesInTorch")
+    assert text.startswith("All 2 clients of a group failed 3 times in a row in round 1")
+    assert "in RaisesInTorch.train" in text and "@ torch.zeros(3, 3)" in text
+
+
+def test_keeping_something_on_the_method_is_refused_with_where_it_belongs(tmp_path):
+    text = told(tmp_path, "KeepsOnSelf")
+    assert "KeepsOnSelf.last cannot be set" in text
+    assert 'clients.state["last"]' in text and 'server["last"]' in text
+    assert f"line {line_of('self.last', 'class KeepsOnSelf')}, in KeepsOnSelf.train" in text
+
+
+def test_what_clients_sent_is_told_where_the_server_cannot_use_it(tmp_path):
+    line = line_of("def train", "class SendsTooLittle")
+    where = f"SendsTooLittle.train (mistaken_methods.py, line {line})"
+    for optimizer in ("adam", "sgd"):
+        changes = {"method__server_optimizer": optimizer, "evaluation__every": 1}
+        with pytest.raises(RaypflError) as caught:
+            raypfl.run(experiment(tmp_path, method=f"{MODULE}:SendsTooLittle", **changes))
+        assert f"{where} got theta [1210] and returned theta [1207]." in str(caught.value)
+
+
+def test_a_hyperparameter_without_a_type_is_told_how_to_get_one():
+    sentence = "LacksATypeHint has gamma, but without a type; write `gamma: float = 3.0` in the class"
+    with pytest.raises(ConfigError) as caught:
+        raypfl.Experiment(method={"name": f"{MODULE}:LacksATypeHint", "gamma": 1})
+    assert sentence in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        experiments(f"method: {MODULE}:LacksATypeHint\n", ["method.gamma=1"])
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "line"),
+    [
+        ("import os\nfrom raypfl import Meen\n", "ImportError: cannot import name 'Meen' from 'raypfl'", 2),
+        ("import no_such_library\n", "ModuleNotFoundError: No module named 'no_such_library'", 1),
+        ("class Mine\n", "SyntaxError: expected ':'", 1),
+        ("x = y\n", "NameError: name 'y' is not defined", 1),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_by_its_line(tmp_path, monkeypatch, source, said, line):
+    (tmp_path / "wrong_inside.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wrong_inside", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        raypfl.Experiment(method="wrong_inside:Mine")
+    text = str(caught.value)
+    assert said in text and f'wrong_inside.py", line {line}' in text
+    assert "PYTHONPATH" not in text and "raypfl/common/registry.py" not in text
+
+
+def test_an_import_that_fails_is_one_mistake_beside_others_with_its_traceback_below_it(tmp_path, monkeypatch):
+    (tmp_path / "raises.py").write_text("x = y\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for setting in ("method", "data", "model", "partition"):
+        with pytest.raises(ConfigError) as alone:
+            raypfl.Experiment(**{setting: "raises:X"})
+        assert "because its module raises an error:\n  File" in str(alone.value)
+        assert str(alone.value).endswith("\nNameError: name 'y' is not defined")
+        with pytest.raises(ConfigError) as beside:
+            raypfl.Experiment(**{setting: "raises:X"}, rounds=0, training={"epochs": 0, "batch_size": 0})
+        assert str(beside.value).startswith("The experiment has 4 mistakes:")
+        bullets = [line for line in str(beside.value).splitlines()[1:] if line.startswith("  - ")]
+        assert len(bullets) == 4 and "\n    NameError: name 'y'" in str(beside.value)
+
+
+def test_a_module_that_is_not_there_is_asked_for():
+    with pytest.raises(ConfigError, match=r"No module named 'nowhere_at_all'.*PYTHONPATH"):
+        raypfl.Experiment(method="nowhere_at_all:Mine")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("torch.nn:Module", "unexpected keyword argument"), ({"name": "mlp", "hidden": [10**17]}, "overflowed")],
+)
+def test_a_network_that_cannot_be_built_is_refused_in_a_sentence(model: object, reason: str):
+    with pytest.raises(ConfigError, match=rf"^model is .*, which cannot be built with input_shape=.*{reason}"):
+        driver.check([Experiment(model=model)])
+
+
+class Misfit(torch.nn.Module):
+    """Takes eight numbers a sample, whatever it is given."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int):
+        super().__init__()
+        self.head = torch.nn.Linear(8, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.flatten(1))
+
+
+def test_a_network_that_does_not_fit_the_data_is_refused_with_its_line_before_anything_runs():
+    with pytest.raises(ConfigError, match=r"'digits', whose shape is \(1, 8, 8\)\. RuntimeError: (?s:.*)self.head\(x"):
+        driver.check([Experiment(model=f"{__name__}:Misfit")])
+
+
+def test_a_methods_class_stands_for_the_method_with_its_defaults():
+    assert Experiment(method=Ditto) == Experiment(method="ditto")
+
+
+def test_batch_norm_with_one_sample_says_which_setting_leaves_it_out(tmp_path: Path):
+    skipping = {"training__batch_size": 1, "failures__on_client_failure": "skip"}
+    alone = experiment(tmp_path, model="{name: resnet10, width: 4}", rounds=1, **skipping)
+    with pytest.raises(RaypflError, match=r"Set training.smallest_batch=2, which leaves such batches out"):
+        raypfl.run(alone)
+
+
+def test_a_mini_batch_of_one_sample_is_refused_before_the_run_if_batch_norm_fails_on_it(tmp_path: Path):
+    network = {"model": "{name: resnet10, width: 4}", "partition__min_samples": 10}
+    for changes, mend in [
+        ({"training__batch_size": 1}, r"training\.batch_size is 1\. Raise it"),
+        ({}, r"client \d+'s \d*1 training samples leave one in batches of 10\. Set training\.smallest_batch=2"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"model is 'resnet10', whose batch norm .* {mend}"):
+            driver.check([experiment(tmp_path, **network, **changes)])
+    driver.check([experiment(tmp_path, **network, training__smallest_batch=2)])
+    driver.check([experiment(tmp_path, **network, training__steps=1)])
+    driver.check([experiment(tmp_path, model="{name: resnet10, width: 4, norm: group}", training__batch_size=1)])
+
+
+def test_checkpoints_that_cannot_be_read_do_not_hide_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unreadable(*_: object) -> int:
+        raise CheckpointError("The location is gone.")
+
+    monkeypatch.setattr("raypfl.cli.run.rounds_saved", unreadable)
+    file = tmp_path / "alone.yaml"
+    file.write_text(experiment(tmp_path, method=f"{MODULE}:RaisesInTrain").to_yaml())
+    failed = command.raypfl("run", str(file))
+    assert failed.exit_code == 1 and "no attribute 'mu'" in failed.output and "gone" not in failed.output
+    assert "To continue" not in failed.output
+
+
+def fails(*_: object, **__: object) -> None:
+    raise KeyError("gone")
+
+
+class FailsAtStart(mistaken_methods.Base):
+    start = fails
+
+
+class FailsInRound(mistaken_methods.Base):
+    round = fails
+
+
+class FailsInNetworks(mistaken_methods.Base):
+    networks = fails
+
+
+class FailsInCheck(mistaken_methods.Base):
+    check = fails
+
+
+class FailsWhenMade(mistaken_methods.Base):
+    __post_init__ = fails
+
+
+class FailsToDivide(Partition):
+    owners = fails
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_an_error_in_start_is_told_by_function_line_and_error_on_both_backends(tmp_path: Path, backend: str):
+    wrong = experiment(tmp_path, method=f"{__name__}:FailsAtStart", engine__backend=backend)
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(wrong)
+    first, *lines = str(caught.value).splitlines()
+    line = fails.__code__.co_firstlineno + 1
+    assert first == f"fails (test_mistakes.py, line {line}) failed before round 1: KeyError: 'gone'"
+    assert lines == [f'  File "{__file__}", line {line}, in fails', '    raise KeyError("gone")']
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": f"{__name__}:FailsInRound"},
+        {"method": f"{__name__}:FailsInNetworks"},
+        {"method": f"{__name__}:FailsInCheck"},
+        {"method": f"{__name__}:FailsWhenMade"},
+        {"partition": f"{__name__}:FailsToDivide"},
+        {"data": f"{__name__}:fails"},
+        {"model": f"{__name__}:fails"},
+    ],
+    ids=str,
+)
+def test_an_error_in_any_function_of_the_users_is_one_sentence_with_its_line(tmp_path: Path, changes: dict[str, str]):
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(experiment(tmp_path).replace(**changes))
+    text = str(caught.value)
+    assert "KeyError: 'gone'" in text.splitlines()[0] and len(text.splitlines()) <= 3
+    assert f'File "{__file__}", line {fails.__code__.co_firstlineno + 1}, in fails' in text
+
+
+@pytest.mark.parametrize("event", [RunStarted, RoundFinished, RunFinished])
+def test_an_error_in_a_listener_is_not_blamed_on_the_method(tmp_path: Path, event: type):
+    def listener(heard: object) -> None:
+        if isinstance(heard, event):
+            fails()
+
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(experiment(tmp_path, rounds=1), listeners=[listener])
+    first = str(caught.value).splitlines()[0]
+    assert "listener (test_mistakes.py, line " in first and first.endswith("KeyError: 'gone'") and "Ditto" not in first
+
+
+def test_a_bug_of_raypfl_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(driver, "load_federated", {"a": 1}.__getitem__)
+    with pytest.raises(TypeError):
+        raypfl.run(experiment(tmp_path))
+
+
+class StartsWithNothing(mistaken_methods.Base):
+    def start(self, task):
+        pass
+
+
+class ReturnsItsState(mistaken_methods.Base):
+    def round(self, server, cohort):
+        return {"theta": cohort.run(self.train, theta=server["theta"])["theta"]}
+
+
+class Awaited(mistaken_methods.Base):
+    async def round(self, server, cohort):
+        pass
+
+
+class KeepsAnArray(mistaken_methods.Base):
+    def round(self, server, cohort):
+        server["theta"] = server["theta"].numpy()
+
+
+class TakesOtherArguments(mistaken_methods.Base):
+    def train(self, clients, weights):
+        pass
+
+
+class TakesNoCohort(mistaken_methods.Base):
+    def round(self, server):
+        pass
+
+
+class HasNoStart(Method):
+    def global_model(self, server):
+        return server["theta"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "StartsWithNothing",
+            r"StartsWithNothing\.start .* returned nothing; it must return .* a dict",
+        ),
+        ("ReturnsItsState", r"ReturnsItsState\.round .* returned a dict; it must return nothing, and change"),
+        ("Awaited", r"Awaited\.round .* returned a coroutine; it must return nothing"),
+        ("KeepsAnArray", r"^The server state 'theta' is of type ndarray, which a checkpoint cannot store"),
+        (
+            "TakesOtherArguments",
+            r"TakesOtherArguments\.train .* called with \(clients, theta\), .* but takes others",
+        ),
+        ("TakesNoCohort", r"^TakesNoCohort\.round \(test_mistakes\.py, line \d+\) failed in round 1: TypeError"),
+        ("HasNoStart", r"^HasNoStart does not say how it starts: define start"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_what_a_methods_functions_take_and_return_is_checked(tmp_path: Path, name: str, said: str):
+    with pytest.raises(RaypflError, match=said) as caught:
+        raypfl.run(experiment(tmp_path, method=f"{__name__}:{name}"))
+    assert "raypfl/engine" not in str(caught.value)

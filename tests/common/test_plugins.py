@@ -1,0 +1,76 @@
+"""An installed package adds methods and other components by entry points."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import raypfl
+from raypfl.common.errors import ConfigError
+from raypfl.common.registry import Registry
+from raypfl.methods import METHODS, FedAvg, Local
+from tests.support.pages import blocks
+
+SOURCE = """
+from raypfl.methods import FedAvg, Local
+
+class Alone(Local):
+    "Training alone, from a package."
+"""
+
+
+def install(folder: Path, source: str, entry_points: str) -> None:
+    """What an installer leaves in site-packages."""
+    (folder / "federated_extras.py").write_text(source)
+    about = folder / "federated_extras-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: federated-extras\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(entry_points)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))
+    monkeypatch.delitem(sys.modules, "federated_extras", raising=False)
+    return tmp_path
+
+
+def test_a_method_of_an_installed_package_is_found_by_its_name_listed_and_run(site: Path):
+    install(site, SOURCE, "[raypfl.methods]\nalone = federated_extras:Alone\nfedavg = federated_extras:Alone\n")
+    assert "alone" in METHODS and "alone" in list(METHODS)
+    assert METHODS.summary("alone") == "Training alone, from a package."
+    assert METHODS.get("fedavg") is FedAvg  # a name that raypfl has stays raypfl's
+    experiment = raypfl.Experiment(
+        method="alone", rounds=2, output=str(site / "runs"), engine={"backend": "inline"}, evaluation={"every": 1}
+    )
+    assert raypfl.Experiment.from_yaml(experiment.to_yaml()) == experiment and "name: alone" in experiment.to_yaml()
+    assert raypfl.run(experiment).evaluations.equals(raypfl.run(experiment.replace(method=Local())).evaluations)
+
+
+def test_the_entry_point_of_the_page_is_found(site: Path):
+    (shown,) = blocks("docs/plugins.md", "toml")
+    project = tomllib.loads(shown)["project"]
+    ((group, entries),) = project["entry-points"].items()
+    install(site, SOURCE, f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items()))
+    assert METHODS.get("alone").__module__ == "federated_extras"
+
+
+def test_every_kind_of_component_has_a_group(site: Path):
+    install(site, SOURCE, "[raypfl.datasets]\nmine = federated_extras:Alone\n")
+    assert list(Registry("data set")) == ["mine"] and not list(Registry("model"))
+
+
+def test_a_package_that_cannot_be_imported_is_named(site: Path):
+    install(site, "import nothing_of_the_kind", "[raypfl.methods]\nalone = federated_extras:Alone\n")
+    with pytest.raises(ConfigError, match=r"method 'alone' of the package federated-extras.*nothing_of_the_kind"):
+        raypfl.Experiment(method="alone")
+
+
+def test_a_name_that_no_package_has_is_refused_with_the_nearest(site: Path):
+    install(site, SOURCE, "[raypfl.methods]\nalone = federated_extras:Alone\n")
+    with pytest.raises(ConfigError, match="did you mean 'alone'"):
+        METHODS.get("alon")

@@ -1,0 +1,174 @@
+"""Draws of a method's own are keyed by seed, round and client; those that are not are refused."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import raypfl
+from raypfl.common.errors import MethodError, RaypflError
+from raypfl.common.messages import Each
+from raypfl.methods import FedAvg
+from tests.support.federation import CLASSES, EXECUTORS, FP64, Federation, bare_loop, close
+from tests.support.runs import experiment
+
+
+def test_a_clients_draws_depend_on_seed_round_stream_and_client_alone():
+    fed = Federation()
+    together, alone = fed.clients([2, 0, 3], round=4), fed.clients([0], round=4)
+    noise = together.randn(3, 2, stream="noise")
+    assert noise.shape == (3, 3, 2) and noise.dtype == torch.float64
+    assert torch.equal(alone.randn(3, 2, stream="noise")[0], noise[1])
+    others = [alone.randn(3, 2), fed.clients([0], round=5).randn(3, 2, stream="noise"), noise[:1]]
+    others.append(Federation(seed=4).clients([0], round=4).randn(3, 2, stream="noise"))
+    assert not any(torch.equal(other[0], noise[1]) for other in others)
+    (generator,) = alone.generators("noise")
+    assert torch.equal(torch.randn(3, 2, generator=generator, dtype=torch.float64), noise[1])
+    assert not torch.equal(torch.randn(3, 2, generator=generator, dtype=torch.float64), noise[1])
+
+
+def test_the_servers_draws_depend_on_seed_round_and_stream_alone():
+    def drawn(fed: Federation, stream: str = "") -> list[float]:
+        return torch.rand(3, generator=fed.cohort().generator(stream)).tolist()
+
+    fed, other = Federation(), Federation(seed=4)
+    first = drawn(fed)
+    assert drawn(fed) == first == drawn(Federation())
+    fed.round += 1
+    assert len({tuple(x) for x in (first, drawn(fed), drawn(other), drawn(fed, "b"))}) == 4
+
+
+STREAMS = {
+    "torch": lambda: torch.randn(3),
+    "numpy": lambda: np.random.rand(3),
+    "python": lambda: random.random(),
+    "seeding": lambda: torch.manual_seed(5),
+}
+
+
+class Draws(FedAvg):
+    """Draws from a global stream on the clients."""
+
+    stream: str = "torch"
+
+    def train(self, clients, theta):
+        STREAMS[self.stream]()
+        return super().train(clients, theta)
+
+
+class DrawsAtStart(FedAvg):
+    """Draws from a global stream before the first round."""
+
+    def start(self, task):
+        return super().start(task) | {"noise": torch.randn(3)}
+
+
+class DrawsOnServer(FedAvg):
+    """Draws from a global stream in its round."""
+
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        server["theta"] = server["theta"] + 0 * torch.randn(())
+
+
+class DrawsWhenJudged(FedAvg):
+    """Draws from a global stream for the model that a client is judged by."""
+
+    def personal_model(self, clients, server):
+        return server["theta"].repeat(len(clients), 1) + 0 * torch.randn(())
+
+
+class DrawsKeyed(FedAvg):
+    """Draws by keys, beside what the engine and the network draw."""
+
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        noise = torch.randn(len(server["theta"]), generator=cohort.generator())
+        server["theta"] = server["theta"] + 1e-3 * noise.to(server["theta"])
+
+    def train(self, clients, theta):
+        reply = super().train(clients, theta)
+        return {**reply, "noise": Each(clients.randn(2))}
+
+
+@pytest.mark.parametrize(
+    ("stream", "whose"), [("torch", "torch"), ("numpy", "NumPy"), ("python", "Python"), ("seeding", "torch")]
+)
+def test_a_client_function_that_draws_from_a_global_stream_is_refused_and_told_of_the_keyed_call(stream, whose):
+    fed = Federation(method=Draws(stream=stream))
+    with pytest.raises(MethodError, match=rf"Draws\.train .* draws from {whose}'s global .*clients\.randn\("):
+        fed.play(None)
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("DrawsAtStart", r"start .*manual_seed\(task\.seed\)"),
+        ("DrawsOnServer", r"round .*cohort\.generator"),
+        ("DrawsWhenJudged", r"personal_model .*clients\.generators"),
+    ],
+)
+def test_so_are_start_round_and_what_makes_personal_models(method, told, tmp_path):
+    with pytest.raises(RaypflError, match=told):
+        raypfl.run(experiment(tmp_path, rounds=1, method=f"{__name__}:{method}"))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 8), nn.Dropout(0.4), nn.AlphaDropout(0.1), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.filterwarnings("ignore::raypfl.clients.context.FallbackWarning")
+def test_layers_that_draw_and_keyed_draws_are_no_offence(executor):
+    fed = Federation(dropping, executor=executor, method=DrawsKeyed())
+    first = fed.play(None)["theta"]
+    torch.rand(7)
+    again = Federation(dropping, executor=executor, method=DrawsKeyed()).play(None)["theta"]
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("sizes", [(7, 4, 11), (8, 8, 8)], ids=["unequal", "equal"])
+def test_noise_inside_a_loss_is_each_clients_own_and_said_for_what_it_is(sizes, executor):
+    def trained(ids: list[int]) -> tuple[Tensor, list[str]]:
+        clients = Federation(executor=executor, sizes=sizes).clients(ids)
+
+        def noisy(p, batch):
+            return clients.loss(p, batch._replace(x=batch.x + 0.1 * torch.randn_like(batch.x)))
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            models = clients.sgd(noisy, clients.initial).as_subclass(Tensor)
+        return models, [str(w.message) for w in caught]
+
+    torch.manual_seed(1)
+    models, said = trained([0, 1, 2])
+    torch.manual_seed(2)
+    close(trained([2])[0][0], models[2])
+    if executor == "vectorised":
+        assert len(said) == 1 and ("draws random numbers" in said[0] or "random" in said[0])
+        assert "batch.weight" not in said[0]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_noise_in_a_map_is_each_clients_own(executor):
+    def mapped(ids: list[int]) -> Tensor:
+        clients = Federation(executor=executor).clients(ids)
+        return clients.map(lambda p, batch: p[0] + torch.randn(2), clients.initial).as_subclass(Tensor)
+
+    assert torch.equal(mapped([0, 2, 3])[1], mapped([2])[0])
+
+
+def test_training_is_no_different_for_the_watch_that_is_kept():
+    fed = Federation(method=FedAvg(), training=replace(FP64, epochs=2))
+    start = fed.model.init(fed.seed)
+    expected = bare_loop(fed, start.expand(4, -1))[0]
+    weights = torch.tensor(fed.sizes, dtype=torch.float64)
+    close(fed.play(None)["theta"], (expected * weights[:, None]).sum(0) / weights.sum())

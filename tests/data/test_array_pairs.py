@@ -1,0 +1,43 @@
+"""Features and targets in a pair of ``.npy`` files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import raypfl
+from raypfl.common.errors import DataError
+from tests.support.runs import experiment
+
+X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+Y = (X[:, 0] > 0) + (X[:, 1] > 0).astype(np.int64)
+
+
+def test_integer_targets_are_classes_that_a_run_learns(tmp_path):
+    np.save(tmp_path / "x_train.npy", X)
+    np.save(tmp_path / "y_train.npy", Y.astype(np.uint8))
+    data = {"data__name": "arrays", "data__root": tmp_path, "data__cache": tmp_path / "cache"}
+    named = {"data__input": "x_train.npy", "data__target": "y_train.npy"}
+    few = {"partition": "iid", "partition__clients": 2, "cohort__size": 2, "method": "fedavg", "training__lr": 0.1}
+    result = raypfl.run(experiment(tmp_path, **data, **named, **few, rounds=20, evaluation__every=0))
+    (accuracy,) = [row["accuracy"] for row in result.summary() if row["protocol"] == "local"]
+    assert accuracy > 0.6
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "sentence"),
+    [
+        (X, Y - 1, r"targets\.npy has label -1, but labels must be numbers of classes, from 0"),
+        (X, Y[:, None], r"labels in targets\.npy are int64\[60, 1\], not a list of integers"),
+        (X, Y.astype(str), r"targets\.npy holds <U21\[60\], not classes, integers from 0, or numbers"),
+        (X, Y[0], r"labels in targets\.npy are int64\[\], not a list"),
+        (X[:9], Y, r"inputs\.npy has 9 samples, but targets\.npy has 60"),
+        ((255 * X).astype(np.uint8), Y, r"inputs\.npy holds uint8\[60, 4\], not inputs in floating point; .*name=npy"),
+    ],
+)
+def test_arrays_that_are_no_features_and_targets_are_refused(tmp_path, opened, inputs, targets, sentence):
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data/inputs.npy", inputs)
+    np.save(tmp_path / "data/targets.npy", targets)
+    with pytest.raises(DataError, match=sentence):
+        opened("arrays")

@@ -1,0 +1,227 @@
+"""Ordinary tables: features, a target and a client column, from CSV and Parquet files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pytest
+
+import raypfl
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.data import ByColumn
+from raypfl.data.datasets.tables import read_csv
+from raypfl.experiment import experiments
+from raypfl.runs.result import newest
+from raypfl.trained.models import TrainedModels
+from raypfl.trained.samples import samples_in
+from tests.support.pages import blocks
+from tests.support.runs import experiment
+
+ROWS = """city,age,income,level,smokes,region,bought
+York,30,1000.5,low,true,1,yes
+Bath,41,2000,high,false,2,no
+York,52,3000,middle,false,2,no
+Hull,63,4000,low,true,1,yes
+Bath,74,5000,low,true,1,maybe
+Hull,85,6000,high,false,2,no
+"""
+LEVELS = ["low", "middle", "high"]
+OPTIONS = {"target": "bought", "group": "city", "ordinal": {"level": LEVELS}, "categorical": ["region"]}
+NAMES = ["age", "income", "level", "smokes=false", "smokes=true", "region=1", "region=2"]
+
+
+def written(folder: Path, text: str = ROWS, name: str = "people.csv") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def as_parquet(file: Path) -> None:
+    """Put a Parquet file with text as a dictionary in place of a CSV file."""
+    table = pa_csv.read_csv(file)
+    city = table["city"].combine_chunks().dictionary_encode()
+    pq.write_table(table.set_column(0, "city", city), file.with_suffix(".parquet"))
+    file.unlink()
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_table_becomes_numbers_categories_and_classes_by_client(tmp_path, opened, form):
+    file = written(tmp_path / "data")
+    if form == "parquet":
+        as_parquet(file)
+    data = opened("table", ByColumn(), test_fraction=0, **OPTIONS)
+    expected = [
+        [30, 1000.5, 0, 0, 1, 1, 0],
+        [41, 2000.0, 2, 1, 0, 0, 1],
+        [52, 3000.0, 1, 1, 0, 0, 1],
+        [63, 4000.0, 0, 0, 1, 1, 0],
+        [74, 5000.0, 0, 0, 1, 1, 0],
+        [85, 6000.0, 2, 1, 0, 0, 1],
+    ]
+    assert data.feature_names == NAMES and np.array_equal(data.inputs, expected)
+    assert (data.class_names, data.labels.tolist()) == (["maybe", "no", "yes"], [2, 1, 1, 2, 0, 1])
+    assert [data.indices(client).tolist() for client in range(3)] == [[1, 4], [3, 5], [0, 2]]
+
+
+def test_numbers_are_standardised_by_training_samples_alone_and_categories_are_not(tmp_path, opened):
+    written(tmp_path / "data")
+    written(tmp_path / "data", ROWS.replace("000", "999999"), name="test.csv")
+    data = opened("table", **OPTIONS)
+    trained = np.concatenate([data.indices(client) for client in range(2)])
+    assert sorted(trained) == [0, 1, 2, 3, 4, 5] and len(data.labels) == 12
+    numbers = data.inputs[:6, :3].astype(np.float64)
+    np.testing.assert_allclose(data.mean, [*numbers.mean(0), 0, 0, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(data.std, [*numbers.std(0), 1, 1, 1, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("target", "task", "kind", "labels"),
+    [
+        ("income", "auto", "numbers", [1000.5, 2000, 3000, 4000, 5000, 6000]),
+        ("age", "auto", "classes", [0, 1, 2, 3, 4, 5]),
+        ("age", "regression", "numbers", [30, 41, 52, 63, 74, 85]),
+        ("smokes", "auto", "classes", [1, 0, 0, 1, 1, 0]),
+    ],
+)
+def test_text_and_integers_are_classes_and_other_numbers_are_predicted(tmp_path, opened, target, task, kind, labels):
+    written(tmp_path / "data")
+    data = opened("table", target=target, task=task, ordinal={"level": LEVELS}, test_fraction=0)
+    assert (data.kind, data.labels.tolist()) == (kind, labels)
+
+
+def test_missing_values_are_filled_as_the_page_says_without_a_look_at_test_files(tmp_path, opened):
+    text = ROWS.replace("York,30", ",").replace("York,52,3000,middle", "York,,3000,")
+    written(tmp_path / "data", text)
+    written(tmp_path / "data", ROWS.replace("0,", "0000,"), name="test.csv")
+    data = opened("table", target="bought", ordinal={"level": LEVELS}, missing="fill")
+    named = dict(zip(data.feature_names, data.inputs[:6].T, strict=True))
+    assert named["age"].tolist() == [68.5, 41, 68.5, 63, 74, 85]
+    assert named["level"].tolist() == [0, 2, 0, 0, 0, 2]
+    assert named["city=(missing)"].tolist() == [1, 0, 0, 0, 0, 0]
+
+
+def test_columns_of_an_index_that_pandas_wrote_and_those_left_out_are_no_features(tmp_path, opened):
+    lines = [f"{number},{line}" for number, line in enumerate(ROWS.splitlines())]
+    written(tmp_path / "data", "\n".join([lines[0][1:], *lines[1:]]))
+    data = opened("table", target="bought", leave_out=["level", "city", "smokes"])
+    assert data.feature_names == ["age", "income", "region"]
+
+
+def test_a_type_that_shows_only_late_in_a_large_file_is_seen(tmp_path, opened):
+    lines = ["a,b,y"] + [f"{i},{i % 5},{i % 2}" for i in range(200_000)] + ["0.5,1,1"]
+    written(tmp_path / "data", "\n".join(lines))
+    data = opened("table", target="y")
+    assert data.inputs[-1].tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "sentence"),
+    [
+        (ROWS, {"target": None}, r"data\.target is missing"),
+        (ROWS, {"target": "bougt"}, r"data\.target is 'bougt', but people\.csv has no such column; did you mean"),
+        (ROWS, {"group": "town"}, r"data\.group is 'town', but people\.csv has no such column"),
+        (ROWS, {"leave_out": ["agee"]}, r"data\.leave_out is 'agee', .*did you mean 'age'"),
+        (ROWS, {"leave_out": ["bought"]}, r"'bought' is in data\.target and in data\.leave_out"),
+        (ROWS, {"ordinal": {"level": ["low", "high"]}}, r"Row 2 of people\.csv has 'middle' for 'level', .*low, high"),
+        (ROWS, {"leave_out": ["age", "income", "level", "smokes", "region"], "ordinal": None}, r"no features"),
+        (ROWS.replace("York,52", "York,"), {}, r"Row 2 of people\.csv has no 'age'.*data\.missing=fill"),
+        (ROWS.replace("York,52", ",52"), {}, r"Row 2 of people\.csv has no 'city'"),
+        (ROWS.replace("low,true,1,yes", "low,true,1,"), {"missing": "fill"}, r"Row 0 of people\.csv has no 'bought'"),
+        (ROWS.replace(",52,", ",?,"), {}, r"Row 2 of people\.csv has .\?. for .age., but most of its val"),
+        (ROWS.replace("2000", "inf"), {}, r"Row 1 of people\.csv has inf for 'income'"),
+        (ROWS.replace("age", "income"), {}, r"people\.csv has two columns called 'income'"),
+        (ROWS, {"task": "regression"}, r"'bought' .* is text, .*data\.task is regression"),
+        (
+            ROWS,
+            {"target": "income", "task": "classification"},
+            r"Row 0 of people\.csv has 1000\.5 for 'income', .* class",
+        ),
+        (
+            ROWS.replace("1000.5", "2020-01-01").replace("000,", "000-01-01,"),
+            {},
+            r"'income' .* date32.*data\.leave_out",
+        ),
+        ("a,y\n" + "".join(f"x{i},1\n" for i in range(101)), {"target": "y"}, r"'a' .* 101 categories"),
+        (
+            "a,y\n" + "".join(f"{i},{i}\n" for i in range(101)),
+            {"target": "y"},
+            r"'y' .* 101 different integers.*data\.task",
+        ),
+        ("a,y\n,1\n,2\n", {"target": "y", "missing": "fill"}, r"'a' .* no values"),
+        ("a,y\n", {"target": "y"}, r"no samples|no rows"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_row_and_what_to_do(tmp_path, opened, text, options, sentence):
+    written(tmp_path / "data", text)
+    given = {"target": "bought", "group": "city", "ordinal": {"level": LEVELS}} if text[:4] == "city" else {}
+    with pytest.raises((ConfigError, DataError), match=sentence):
+        opened("table", **{**given, **options})
+
+
+def test_files_with_other_columns_or_other_types_are_named(tmp_path, opened):
+    written(tmp_path / "data")
+    other = written(tmp_path / "data", ROWS.replace("income", "salary"), name="more.csv")
+    with pytest.raises(DataError, match=r"more\.csv has the column 'salary', but people\.csv has not"):
+        opened("table", **OPTIONS)
+    other.write_text(ROWS.replace("1000.5", "much"))
+    with pytest.raises(
+        DataError, match=r"Row 0 of more\.csv has 'much' for 'income', but most of its values are numbers"
+    ):
+        opened("table", **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["csv", "parquet"])
+def test_the_readers_of_images_say_which_one_reads_a_table(tmp_path, opened, name):
+    file = written(tmp_path / "data")
+    if name == "parquet":
+        as_parquet(file)
+    with pytest.raises(ConfigError, match=r"no such column.*data\.name=table reads tables of features"):
+        opened(name)
+
+
+def test_new_clients_and_pools_have_the_features_of_the_clients_by_name(tmp_path):
+    file = written(tmp_path / "data", ROWS.replace("Bath", "York"))
+    described = experiment(tmp_path, method="fedavg-ft", rounds=1, evaluation__every=0, cohort__size=2)
+    options = {"name": "table", "root": str(file.parent), **OPTIONS, "group": None}
+    described = described.override([f"data={json.dumps(options)}", "partition={name: iid, clients: 2}"])
+    models = TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
+    assert models.outline.data.feature_names[:2] == ["city=Hull", "city=York"]
+
+    written(tmp_path / "new", "\n".join(ROWS.splitlines()[i] for i in (0, 1, 3)))  # nobody of Hull, and no high level
+    x, y = samples_in(tmp_path / "new", models)
+    assert np.array_equal(x, models.outline.data.inputs[[0, 2]]) and y.tolist() == [2, 1]
+    written(tmp_path / "new", ROWS)
+    with pytest.raises(DataError, match="city=Bath"):
+        samples_in(tmp_path / "new", models)
+
+
+def test_the_page_of_data_trains_on_a_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "people")
+    (text,) = [code for code in blocks("docs/data.md", "yaml") if "name: table" in code]
+    (described,) = experiments(text)
+    changes = ["rounds=1", "engine.backend=inline", "tracking.mlflow=false"]
+    result = raypfl.run(described.override(changes))
+    assert result.evaluations.num_rows
+
+
+def test_a_new_client_may_have_negative_numbers_to_predict(tmp_path):
+    file = written(tmp_path / "data", ROWS.replace("2000", "-2000"))
+    described = experiment(tmp_path, method="fedavg-ft", rounds=1, evaluation__every=0, cohort__size=2)
+    options = {"name": "table", "root": str(file.parent), "target": "income", "leave_out": ["level", "bought"]}
+    described = described.override([f"data={json.dumps(options)}", "partition={name: iid, clients: 2}"])
+    described = described.override(["objective={name: regression, mean: 3000, std: 2000}"])
+    models = TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
+    x, y = samples_in(file.parent, models)
+    assert np.array_equal(x, models.outline.data.inputs) and y.tolist() == [1000.5, -2000, 3000, 4000, 5000, 6000]
+    assert np.isfinite(models.personalize(x, y).metrics["mse"])
+
+
+def test_a_table_that_is_not_utf_8_is_refused(tmp_path):
+    (tmp_path / "people.csv").write_bytes("city,age\nKöln,3\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"people.csv is not UTF-8 .*iconv"):
+        read_csv(tmp_path / "people.csv", "people.csv")

@@ -1,0 +1,373 @@
+"""The round loop on the inline backend: results, stop and resume, failures, availability."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import raypfl
+from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
+from raypfl.data import load_federated
+from raypfl.engine.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
+from raypfl.engine.setup import make_task
+from raypfl.runs.result import is_finished
+from raypfl.storage.tree import flatten
+from tests.support.runs import Interrupt, experiment, same_tables
+
+METHODS = "tests.support.federated_methods:"
+
+
+def test_a_run_tells_its_listeners_everything_in_order(tmp_path):
+    events = []
+    result = raypfl.run(experiment(tmp_path), listeners=[events.append])
+    kinds = [type(e) for e in events if not isinstance(e, Warned | Progress)]
+    assert kinds[0] is RunStarted and kinds[-1] is RunFinished
+    assert [e.round for e in events if isinstance(e, RoundFinished)] == [1, 2, 3, 4, 5, 6]
+    assert [e.round for e in events if isinstance(e, Evaluated)] == [3, 6]
+    assert [e.round for e in events if isinstance(e, Checkpointed)] == [2, 4, 6]
+    assert result.status == "finished" and result.round == 6
+
+
+@pytest.mark.parametrize("executor", ["vectorised", "sequential"])
+def test_a_process_in_which_something_left_gradients_off_trains_all_the_same(tmp_path, executor):
+    """A KeyboardInterrupt in an earlier run of the process can leave torch's gradient mode switched off."""
+    one = experiment(tmp_path, rounds=2, engine__executor=executor)
+    whole = raypfl.run(one)
+    with torch.no_grad():
+        assert raypfl.run(one).weights_hash == whole.weights_hash
+    assert whole.rounds["loss"][1].as_py() < whole.rounds["loss"][0].as_py()
+
+
+def test_training_learns_and_personal_models_fit_their_own_clients_better(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=25, cohort__size=12))
+    accuracy = {(s["model"], s["protocol"]): s["accuracy"] for s in result.summary()}
+    assert accuracy["global", "global"] > 0.85
+    assert accuracy["personal", "local"] > accuracy["personal", "global"]
+
+
+def test_a_result_reads_back_what_the_run_gave(tmp_path):
+    result = raypfl.run(experiment(tmp_path))
+    again = raypfl.Result.load(result.run_dir)
+    assert again.weights_hash == result.weights_hash and same_tables(again, result)
+    assert again.experiment == result.experiment
+    assert result.global_model().shape == (64 * 16 + 16 + 16 * 10 + 10,)
+    trained = set(np.unique(np.concatenate(result.rounds["cohort"].to_pylist())).tolist())
+    for client in range(12):
+        assert ("personal" in result.client_state(client)) == (client in trained)
+
+
+def test_the_ledger_counts_one_model_down_and_one_up_for_each_client_of_each_round(tmp_path):
+    result = raypfl.run(experiment(tmp_path))
+    parameters = 64 * 16 + 16 + 16 * 10 + 10
+    rows = result.ledger.to_pylist()
+    assert len(rows) == 12
+    assert all(r["numbers"] == parameters and r["bytes"] == 4 * parameters and r["clients"] == 6 for r in rows)
+    assert {(r["round"], r["direction"], r["name"]) for r in rows} == {
+        (i, d, "theta") for i in range(1, 7) for d in ("up", "down")
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        *[("fedavg", signal.SIGTERM), ("ditto", signal.SIGTERM), ("ditto", signal.SIGINT)],
+        *[(method, signal.SIGINT) for method in ("local", "apfl", "pfedme", "fedalt", "fedbabu")],
+    ],
+)
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, method, number):
+    whole = raypfl.run(experiment(tmp_path, method=method))
+    stopped = raypfl.run(experiment(tmp_path, method=method), listeners=[Interrupt(3, number)])
+    assert stopped.status == "stopped" and stopped.round == 3
+    resumed = raypfl.resume(stopped.run_dir)
+    assert resumed.status == "finished"
+    assert resumed.weights_hash == whole.weights_hash and same_tables(resumed, whole)
+
+
+def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path):
+    killing = experiment(tmp_path, method=METHODS + "KillsItsActor", method__marks=tmp_path)
+    (tmp_path / "experiment.yaml").write_text(killing.to_yaml())
+    script = "import sys, raypfl; raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), run_dir=sys.argv[2])"
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), str(tmp_path / "killed")]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    resumed = raypfl.resume(tmp_path / "killed")
+    assert resumed.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
+
+
+def test_a_finished_run_that_is_made_longer_is_unfinished_until_its_end(tmp_path):
+    folder, seen = Path(raypfl.run(experiment(tmp_path, rounds=1)).run_dir), []
+    raypfl.resume(folder, overrides=["rounds=2"], listeners=[lambda event: seen.append((event, is_finished(folder)))])
+    assert [done for event, done in seen if isinstance(event, RoundFinished)] == [False]
+    assert is_finished(folder)
+
+
+def test_lost_states_send_the_run_back_to_its_checkpoint_and_on_to_the_same_bits(tmp_path):
+    said = []
+    whole = raypfl.run(experiment(tmp_path))
+    losing = experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path)
+    result = raypfl.run(losing, listeners=[said.append])
+    assert any("Going on from round 2 again, 1 rounds back" in e.text for e in said if isinstance(e, Warned))
+    assert result.weights_hash == whole.weights_hash and same_tables(result, whole)
+
+
+def test_bytes_are_counted_on_from_a_checkpoint_and_in_a_repeated_round_once(tmp_path):
+    said = []
+    whole = raypfl.run(experiment(tmp_path), listeners=[said.append])
+    stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(3)])
+    raypfl.resume(stopped.run_dir, listeners=[said.append])
+    raypfl.run(experiment(tmp_path, method=METHODS + "LosesStates", method__marks=tmp_path), listeners=[said.append])
+    for way in ("up", "down"):
+        sent = np.cumsum(whole.rounds[f"bytes_{way}"].to_pylist())
+        told = [(e.round, getattr(e, f"bytes_{way}_total")) for e in said if isinstance(e, RoundFinished)]
+        assert [round for round, _ in told] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 1, 2, 3, 4, 5, 6]
+        assert all(total == sent[round - 1] for round, total in told)
+
+
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_said(tmp_path):
+    whole = raypfl.run(experiment(tmp_path))
+    stopped = raypfl.run(experiment(tmp_path), listeners=[Interrupt(4)])
+    newest = max((stopped.run_dir / "checkpoints").glob("*-round-*"))
+    file = newest / "server.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    said = []
+    resumed = raypfl.resume(stopped.run_dir, listeners=[said.append])
+    assert any(isinstance(e, Warned) and newest.name in e.text for e in said)
+    assert next(e for e in said if isinstance(e, RunStarted)).first_round == 2
+    assert resumed.weights_hash == whole.weights_hash
+
+
+def test_resuming_a_finished_run_with_more_rounds_equals_one_long_run(tmp_path):
+    short = raypfl.run(experiment(tmp_path, rounds=3))
+    longer = raypfl.resume(short.run_dir, overrides=["rounds=6"])
+    assert longer.weights_hash == raypfl.run(experiment(tmp_path)).weights_hash
+
+
+def test_personal_models_are_made_at_the_learning_rate_of_the_last_round(tmp_path, monkeypatch):
+    rates = []
+    monkeypatch.setattr(raypfl.methods.Ditto, "personal_model", lambda self, clients, server: rates.append(clients.lr))
+    raypfl.run(
+        experiment(tmp_path, rounds=3, training__schedule="exponential", training__decay=0.5, evaluation__every=1)
+    )
+    assert sorted(set(rates), reverse=True) == [0.1, 0.05, 0.025]
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path):
+    run = raypfl.run(experiment(tmp_path, rounds=2))
+    for above in (tmp_path, run.run_dir.parent):
+        with pytest.raises(CheckpointError, match=rf"not the folder of a run.*Runs are in {run.run_dir}"):
+            raypfl.resume(above)
+
+
+def test_the_cohort_cut_into_groups_changes_results_by_rounding_only(tmp_path):
+    one, many = (raypfl.run(experiment(tmp_path, engine__group_size=size)) for size in (1, 6))
+    torch.testing.assert_close(one.global_model(), many.global_model(), rtol=1e-4, atol=1e-6)
+
+
+def test_seeds_give_different_runs_and_the_same_seed_the_same_run(tmp_path):
+    hashes = [raypfl.run(experiment(tmp_path, seed=seed, rounds=2)).weights_hash for seed in (0, 0, 1)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_client_that_keeps_failing_is_named_with_its_round_and_first_traceback_in_few_lines(tmp_path):
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(experiment(tmp_path, method=METHODS + "FailsOnClient3", cohort__size=12))
+    text = str(caught.value)
+    assert text.startswith("Client 3 failed in round 1:")
+    assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
+
+
+def test_a_failing_client_can_be_skipped_and_is_counted_and_costs_nobody_else(tmp_path):
+    said = []
+    skipping = {"method": METHODS + "FailsOnClient3", "cohort__size": 12, "failures__on_client_failure": "skip"}
+    result = raypfl.run(experiment(tmp_path, **skipping), listeners=[said.append])
+    assert result.rounds["failed"].to_pylist() == [1] * 6
+    assert result.rounds["clients"].to_pylist() == [11] * 6
+    ups = [r["clients"] for r in result.ledger.to_pylist() if r["direction"] == "up"]
+    assert ups == [11] * 6
+    assert sum("Client 3" in e.text for e in said if isinstance(e, Warned)) >= 1
+
+
+def test_too_few_successes_stop_a_run_even_if_failures_are_skipped(tmp_path):
+    failures = {"failures__on_client_failure": "skip", "failures__min_success_fraction": 1.0}
+    strict = experiment(tmp_path, method=METHODS + "FailsOnClient3", cohort__size=12, **failures)
+    with pytest.raises(RaypflError, match="Only 11 of 12 clients of round 1"):
+        raypfl.run(strict)
+
+
+def test_a_passing_failure_is_retried_and_leaves_no_trace(tmp_path):
+    whole = raypfl.run(experiment(tmp_path))
+    retried = raypfl.run(experiment(tmp_path, method=METHODS + "FailsOnce", method__marks=tmp_path))
+    assert retried.weights_hash == whole.weights_hash and same_tables(retried, whole)
+
+
+def test_a_diverging_client_stops_the_run_with_its_number_and_round(tmp_path):
+    with pytest.raises(RaypflError, match=r"diverged on client \d+ in round \d+.*training.lr"):
+        raypfl.run(experiment(tmp_path, training__lr=1e8))
+
+
+def test_a_failed_run_keeps_its_last_finished_round(tmp_path):
+    with pytest.raises(RaypflError):
+        raypfl.run(experiment(tmp_path, method=METHODS + "FailsInRound3"), run_dir=tmp_path / "late")
+    assert raypfl.Result.load(tmp_path / "late").status == "failed"
+    assert raypfl.Result.load(tmp_path / "late").round == 3
+
+
+def test_clients_drop_out_after_the_first_message_by_seed(tmp_path):
+    result = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
+    rounds, ledger = result.rounds.to_pylist(), result.ledger.to_pylist()
+    assert sum(r["dropped"] for r in rounds) > 0
+    for r in rounds:
+        mine = {e["direction"]: e["clients"] for e in ledger if e["round"] == r["round"]}
+        assert r["clients"] + r["dropped"] == 6
+        assert mine["down"] == 6 and mine["up"] == r["clients"]
+    again = raypfl.run(experiment(tmp_path, cohort__dropout=0.4, rounds=10))
+    assert again.weights_hash == result.weights_hash
+
+
+def test_availability_is_uneven_over_clients(tmp_path):
+    result = raypfl.run(
+        experiment(
+            tmp_path,
+            method="fedavg",
+            rounds=60,
+            cohort__size=12,
+            cohort__availability="{low: 0.1, high: 0.9}",
+            evaluation__every=0,
+            checkpoint__every=0,
+            training__steps=1,
+            training__batch_size=1,
+            engine__group_size=12,
+        )
+    )
+    taken_part = np.bincount(np.concatenate(result.rounds["cohort"].to_pylist()), minlength=12)
+    assert taken_part.max() > 2 * taken_part.min()
+
+
+@pytest.mark.parametrize("method", sorted(raypfl.methods.METHODS))
+def test_a_round_in_which_everybody_vanishes_changes_nothing(tmp_path, method):
+    small = {"rounds": 2, "partition__clients": 2, "cohort__size": 2, "evaluation__every": 0, "checkpoint__every": 0}
+    result = raypfl.run(experiment(tmp_path, method=method, cohort__dropout=0.999, **small))
+    assert result.status == "finished" and np.isnan(result.rounds["loss"].to_pylist()).all()
+    assert result.rounds["clients"].to_pylist() == [0, 0]
+    given = result.experiment
+    data = load_federated(given.data, given.partition, seed=given.seed)
+    begun = flatten(given.method.start(make_task(given, data, torch.device("cpu"))))
+    ended = flatten(result.server_state())
+    assert ended[0] == begun[0] and all(torch.equal(ended[1][name], tensor) for name, tensor in begun[1].items())
+
+
+def test_evaluations_have_a_row_for_each_client_protocol_and_model(tmp_path):
+    table = raypfl.run(experiment(tmp_path)).evaluations
+    assert table.schema.names == [
+        *["round", "client", "protocol", "model", "samples", "accuracy", "loss", "ece", "auc", "left_out"]
+    ]
+    last = [r for r in table.to_pylist() if r["round"] == 6]
+    for protocol, model, clients in (
+        ("local", "personal", 12),
+        ("local", "global", 12),
+        ("global", "personal", 12),
+        ("global", "global", 1),
+    ):
+        assert len([r for r in last if (r["protocol"], r["model"]) == (protocol, model)]) == clients
+    local = [r for r in last if r["protocol"] == "local" and r["model"] == "global"]
+    pooled = next(r for r in last if r["protocol"] == "global" and r["model"] == "global")
+    assert pooled["samples"] == sum(r["samples"] for r in local)
+    correct = sum(r["accuracy"] * r["samples"] for r in local)
+    assert pooled["accuracy"] == pytest.approx(correct / pooled["samples"])
+
+
+def test_batch_norm_statistics_train_travel_and_evaluate(tmp_path, monkeypatch):
+    module = tmp_path / "normed.py"
+    module.write_text(
+        textwrap.dedent("""
+            from torch import nn
+            def net(input_shape, num_classes):
+                return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144,
+                num_classes))
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = raypfl.run(experiment(tmp_path, rounds=15, cohort__size=12, model="normed:net"))
+    theta = result.global_model()
+    assert theta.shape == (4 * 9 + 4 + 8 + 1440 + 10 + 8,)
+    assert not torch.equal(theta[-8:-4], torch.zeros(4)) and (theta[-4:] > 0).all()
+    assert next(s for s in result.summary() if s["model"] == "global")["accuracy"] > 0.7
+
+
+class MistakenOnTheServer(raypfl.methods.FedAvg):
+    """Its server code fails in round 4."""
+
+    def start(self, task):
+        return {"theta": task.model.init(task.seed)}
+
+    def round(self, server, cohort):
+        if cohort.round == 4:
+            raise KeyError("moments")
+
+
+def test_a_mistake_in_a_methods_server_code_keeps_what_was_finished_and_is_shown(tmp_path):
+    events = []
+    with pytest.raises(RaypflError, match=r"(?s)MistakenOnTheServer.* failed in round 4: KeyError: 'moments'"):
+        mistaken = experiment(tmp_path).replace(method=MistakenOnTheServer())
+        raypfl.run(mistaken, run_dir=tmp_path / "run", listeners=[events.append])
+    assert events[-1].status == "failed" and raypfl.Result.load(tmp_path / "run").round == 3
+
+
+def test_a_folder_that_holds_a_run_is_not_run_in_again(tmp_path):
+    run = raypfl.run(experiment(tmp_path, rounds=1))
+    with pytest.raises(RaypflError, match="already has a run"):
+        raypfl.run(experiment(tmp_path, training__lr=0.01), run_dir=run.run_dir)
+
+
+def test_a_client_that_does_not_exist_has_no_state(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=1))
+    for stranger in (-1, 12):
+        with pytest.raises(ConfigError, match=f"There is no client {stranger}; clients are numbered from 0 to 11"):
+            result.client_state(stranger)
+
+
+def test_what_is_no_experiment_is_not_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"takes an Experiment, not 'mine\.yaml'; .*Experiment\.from_yaml"):
+        raypfl.run("mine.yaml")
+
+
+def test_a_folder_that_is_not_there_is_said_not_to_be(tmp_path):
+    with pytest.raises(CheckpointError, match=r"There is no folder .*nothing"):
+        raypfl.Result.load(tmp_path / "nothing")
+
+
+def test_without_test_samples_there_is_nothing_to_judge_and_the_run_ends_well(tmp_path):
+    result = raypfl.run(experiment(tmp_path, data__test_fraction=0.0, rounds=2))
+    assert result.status == "finished"
+
+
+class Nothing(raypfl.Method):
+    """Never has the global model that it might have."""
+
+    def global_model(self, server):
+        return None
+
+    def start(self, task):
+        return {"rounds": 0}
+
+    def round(self, server, cohort):
+        server["rounds"] += 1
+
+
+def test_a_method_that_has_no_model_yet_runs_to_its_end(tmp_path):
+    result = raypfl.run(experiment(tmp_path).replace(method=Nothing()))
+    assert result.status == "finished" and result.server_state() == {"rounds": 6}
+    assert result.summary() == [] and np.isnan(result.rounds["loss"].to_pylist()).all()
+
+
+def test_a_result_is_a_line_and_holds_arrow_tables(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=1))
+    assert repr(result) == f"<Result: ditto, finished after round 1 of 1, in {result.run_dir}>"
+    assert all(isinstance(t, pa.Table) for t in (result.rounds, result.evaluations, result.ledger))

@@ -1,0 +1,161 @@
+"""Where a run's server and clients compute, what they reserve for it, and what of the data lies there."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import raypfl
+from raypfl import Mean
+from raypfl.common.errors import ConfigError
+from raypfl.data import load_federated
+from raypfl.engine.backends import client_actor
+from raypfl.engine.backends.cluster import client_actors, for_client, for_server, in_one_process
+from raypfl.engine.setup import device_for, samples_for
+from raypfl.experiment.settings import RaySettings
+from raypfl.learning.batches import room_on
+from tests.support.federation import Federation
+from tests.support.pretend_gpu import GPU, pretend_gpu
+from tests.support.runs import ON_RAY, experiment
+
+GIB = 2**30
+
+
+# --- what Ray is asked for --------------------------------------------------------------------------------------------
+
+
+class Reserved(raypfl.methods.FedAvg):
+    """Records the CPUs that Ray reserved for a client actor and for the server's."""
+
+    def round(self, server, cohort):
+        server["cpus"] = [float(cohort.run(self.count)["cpus"]), self.assigned()]
+
+    def count(self, clients):
+        return {"cpus": Mean(torch.full((len(clients),), self.assigned()))}
+
+    def assigned(self):
+        import ray
+
+        return ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("settings", "cpus"), [({}, [0.5, 0.0]), ({"ray__cpus_for_server": 0.25}, [0.5, 0.25])])
+def test_server_and_client_actors_reserve_what_the_settings_say(tmp_path, settings, cpus):
+    described = experiment(tmp_path, rounds=1, method=f"{__name__}:Reserved", **ON_RAY, **settings)
+    assert raypfl.run(described).server_state()["cpus"] == cpus
+
+
+def cluster(**resources: float) -> Any:
+    """Stands for Ray on a cluster of one node with these resources."""
+    return SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": resources}])
+
+
+def test_client_actors_get_what_the_server_leaves():
+    ray = cluster(CPU=8.0, GPU=2.0)
+    assert client_actors(ray, RaySettings(gpus_per_actor=0.25), 99) == [8]
+    assert client_actors(ray, RaySettings(gpus_per_actor=0.25, gpus_for_server=1), 99) == [4]
+    assert client_actors(ray, RaySettings(cpus_for_server=3), 99) == [5]
+
+
+@pytest.mark.parametrize("settings", [{"gpus_for_server": 1}, {"cpus_for_server": 2, "gpus_per_actor": 0}])
+def test_a_server_that_leaves_no_room_for_clients_is_refused(settings):
+    said = r"1 client actors .* beside a server with .* more than this cluster has: 2 CPUs and 0 GPUs.*gpus_for_server"
+    with pytest.raises(ConfigError, match=said):
+        client_actors(cluster(CPU=2.0), RaySettings(**settings), 4)
+
+
+def test_one_process_for_server_and_clients_reserves_the_larger_of_each():
+    settings = in_one_process(RaySettings(cpus_per_actor=2, gpus_per_actor=0.25, cpus_for_server=1, gpus_for_server=1))
+    assert for_client(settings) == {"num_cpus": 2, "num_gpus": 1}
+    assert for_server(settings) == {"num_cpus": 0, "num_gpus": 0}
+
+
+# --- devices and threads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reserved", "device"), [([], "cpu"), ([0], "cuda"), ([1, 2], "cuda")])
+def test_a_process_computes_on_a_gpu_if_ray_reserved_one_for_it(monkeypatch, reserved, device):
+    monkeypatch.setattr(client_actor.ray, "get_gpu_ids", lambda: reserved)
+    assert client_actor.reserved_device() == torch.device(device)
+
+
+@pytest.mark.parametrize(("gpus", "there", "device"), [(0.5, True, "cuda"), (0.5, False, "cpu"), (0.0, True, "cpu")])
+def test_in_one_process_the_device_is_what_would_be_reserved_if_it_is_there(monkeypatch, gpus, there, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert device_for(gpus) == torch.device(device)
+
+
+class Placed(raypfl.Method):
+    """Records the server's device; its clients refuse any but the CPU."""
+
+    def start(self, task):
+        return {"device": task.model.device.type}
+
+    def round(self, server, cohort):
+        cohort.run(self.look)
+
+    def look(self, clients):
+        assert clients.initial.device.type == "cpu"
+
+    def global_model(self, server):
+        return None
+
+
+def test_in_one_process_server_and_clients_each_have_a_network_on_their_own_device(tmp_path):
+    with pretend_gpu() as faults:
+        result = raypfl.run(experiment(tmp_path, rounds=1, ray__gpus_for_server=1).replace(method=Placed()))
+    assert result.server_state() == {"device": "cuda"} and not faults
+
+
+class CountsThreads(raypfl.methods.FedAvg):
+    def round(self, server, cohort):
+        reply = cohort.run(self.count, theta=server["theta"])
+        server["threads"] = [int(reply["threads"]), torch.get_num_threads()]
+
+    def count(self, clients, theta):
+        return {"threads": Mean(torch.full((len(clients),), float(torch.get_num_threads())))}
+
+
+def test_what_the_server_computes_has_threads_of_its_own(tmp_path):
+    result = raypfl.run(experiment(tmp_path, rounds=1, engine__threads_for_server=2).replace(method=CountsThreads()))
+    assert result.server_state()["threads"] == [1, 2]
+
+
+def test_what_clients_send_arrives_on_the_servers_device():
+    fed = Federation(method=raypfl.methods.FedAvg())
+    cohort = fed.cohort()
+    cohort.task = SimpleNamespace(model=SimpleNamespace(device=GPU))
+    with pretend_gpu() as faults:
+        theta = cohort.run(fed.method.train, theta=fed.context.initial)["theta"]
+        assert theta.device == GPU and theta.shape == (fed.model.size,) and not faults
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_actors_on_one_card_divide_the_share_of_it_that_data_may_take(monkeypatch):
+    card = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    rooms = [room_on(torch.device("cuda"), 0.25, gpus) for gpus in (1, 0.1, 4)]
+    assert rooms == [20 * GIB, 2 * GIB, 20 * GIB]  # of four cards it computes on one
+    assert room_on(torch.device("cpu"), 0.25, 0) == math.inf
+
+
+@pytest.mark.parametrize("room", [0.0, 10.0**9])
+def test_data_that_need_more_than_their_room_stay_on_the_host_and_arrive_on_the_device_all_the_same(tmp_path, room):
+    given = experiment(tmp_path)
+    data = load_federated(given.data, given.partition, seed=given.seed)
+    model = SimpleNamespace(device=GPU, dtype=torch.float32)
+    with pretend_gpu() as faults:
+        samples = samples_for(data, model, (), room)
+        x, y = samples.take(np.array([3, 1, 4]))
+        assert x.device == y.device == samples.labels_of(np.array([3])).device == samples.normalise(x).device == GPU
+        assert x.shape == (3, 1, 8, 8) and x.dtype == torch.uint8 and not faults
+    size = data.inputs.nbytes + data.labels.nbytes
+    assert samples.resident == (size if room else 0)

@@ -1,0 +1,352 @@
+"""Runs on a GPU that this machine does not have; see :mod:`tests.support.pretend_gpu`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import raypfl
+from benchmarks import gpu
+from raypfl.common import streams
+from raypfl.data import load_federated
+from raypfl.data.datasets import RawData
+from raypfl.engine.backends import client_actor
+from raypfl.engine.events import Warned
+from raypfl.engine.setup import make_model
+from raypfl.methods import METHODS
+from raypfl.models import FlatModel
+from raypfl.runs.autotune import refuse_misfit
+from tests.support.federated_data import Described
+from tests.support.federation import dropping_mlp, small_mlp
+from tests.support.pretend_gpu import CPU, GPU, pretend_gpu
+from tests.support.runs import experiment
+
+
+@pytest.fixture
+def faults() -> Iterator[list[str]]:
+    """Of a GPU; PyTorch warns also of what it has warned another test of."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with pretend_gpu() as found:
+            yield found
+    finally:
+        torch.set_warn_always(always)
+
+
+REFUSED = {
+    "an operation on both devices": lambda here, there: here + there,
+    "a scalar of the GPU": lambda here, there: here + there.sum(),
+    "a scalar of the GPU, in place": lambda here, there: here.sum().add_(there.sum()),
+    "a loss": lambda here, there: F.cross_entropy(there[None], here[:1].long()),
+    "an index of the GPU": lambda here, there: here[there.long()],
+    "a mask of the GPU": lambda here, there: here[there > 0],
+    "values of the CPU": lambda here, there: there.index_put_((here.long(),), here),
+    "concatenation": lambda here, there: torch.cat([here, there]),
+    "scalars in a stack": lambda here, there: torch.stack([here.sum(), there.sum()]),
+    "vmap": lambda here, there: torch.vmap(lambda a, b: a * b)(here, there),
+    "a method of a module": lambda here, there: nn.Linear(3, 1)(there),
+    "a NumPy array": lambda here, there: there.numpy(),
+    "NumPy's view of a list": lambda here, there: np.array([there.sum()]),
+    "a generator of the CPU": lambda here, there: torch.rand(3, device=GPU, generator=torch.Generator()),
+    "a generator of the GPU": lambda here, there: here.normal_(generator=torch.Generator("cuda")),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_gpu_refuses_is_refused_and_noted(faults, what):
+    here, there = torch.ones(3), torch.ones(3, device="cuda")
+    with pytest.raises((RuntimeError, TypeError), match=r"same device|can't convert cuda|generator"):
+        REFUSED[what](here, there)
+    assert len(faults) == 1 and __file__ in faults[0]
+
+
+def test_what_a_gpu_allows_is_allowed_and_gives_tensors_on_it(faults):
+    here, there = torch.arange(3), torch.ones(3, device="cuda")
+    network = nn.BatchNorm1d(3).to("cuda")
+    on_gpu = [
+        there.sum() + 1,
+        there * torch.tensor(2.0),
+        there[here],
+        there[None, :2],
+        there.new_tensor([1]),
+        torch.vmap(lambda row: row.sum())(there[None]),
+        torch.randn(3, device=GPU, generator=torch.Generator("cuda")),
+        here.to(there),
+        copy.deepcopy(there),
+        copy.deepcopy(network).running_mean,
+        network(torch.stack([there, there])),
+        there.index_fill(0, there.long(), 0.0),
+        here.pin_memory().to("cuda", non_blocking=True),
+    ]
+    assert all(one.device == GPU and one.is_cuda for one in on_gpu)
+    there.copy_(here), here.copy_(there)
+    on_cpu = [there.cpu(), torch.as_tensor(there.tolist()), torch.tensor([there.sum()]), here.pin_memory()]
+    assert all(one.device == CPU and one.is_cpu for one in on_cpu) and there.cpu().numpy().sum() == 3
+    assert not faults
+
+
+def test_a_gradient_goes_back_to_the_device_that_a_tensor_came_from(faults):
+    here = torch.ones(3, requires_grad=True)
+    (slope,) = torch.autograd.grad((here.to("cuda") ** 2).sum(), here, create_graph=True)
+    assert slope.device == CPU and slope.tolist() == [2, 2, 2]
+    assert torch.autograd.grad(slope.sum(), here)[0].device == CPU and not faults
+
+
+def test_the_gpu_has_a_global_generator_of_its_own(faults):
+    before, others = torch.cuda.get_rng_state(), torch.get_rng_state()
+    first = torch.rand(3, device="cuda")
+    assert not torch.equal(torch.cuda.get_rng_state(), before) and torch.equal(torch.get_rng_state(), others)
+    with torch.random.fork_rng(devices=[GPU]):
+        torch.manual_seed(1)
+        drawn = F.dropout(torch.ones(100, device="cuda"))
+        assert drawn.device == GPU
+    torch.cuda.set_rng_state(before)
+    assert torch.equal(torch.rand(3, device="cuda"), first)
+    torch.manual_seed(1)
+    assert not torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_nothing_of_it_is_left():
+    there, generator, autocast = torch.cuda.is_available(), torch.Generator, torch.autocast
+    with pretend_gpu():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        kept = torch.ones(3, device="cuda")
+    assert torch.cuda.is_available() == there and torch.Generator is generator and torch.autocast is autocast
+    assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert (kept + torch.ones(3)).device == CPU
+    with pretend_gpu():
+        assert kept.device == GPU and torch.ones(3).device == CPU
+
+
+@pytest.mark.parametrize("factory", [small_mlp, dropping_mlp])
+def test_a_network_begins_with_the_same_weights_on_a_gpu_and_leaves_its_streams_alone(faults, factory):
+    before, expected = streams.state(GPU), FlatModel(factory).init(7)
+    theta = FlatModel(factory, device="cuda").init(7)
+    assert theta.device == GPU and torch.equal(theta.cpu(), expected)
+    assert torch.equal(streams.state(GPU), before)
+
+
+def tiny(config) -> RawData:
+    """120 colour images, of three classes."""
+    draws = np.random.default_rng(0)
+    return RawData(draws.integers(0, 256, (120, 3, 6, 6), dtype=np.uint8), draws.integers(0, 3, 120), [*"abc"])
+
+
+class Normalised(nn.Sequential):
+    """A small network with batch norm."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(108, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, num_classes))
+
+
+class Dropping(nn.Sequential):
+    """A small network with dropout."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(108, 4), nn.Dropout(0.4), nn.Linear(4, num_classes))
+
+
+IMAGES = {"window": 1, "outer_steps": 1, "inner_steps": 1, "per_class": 1, "pictures": 1}
+CHANGES = {
+    "creff": {"method__feature_steps": 2, "method__head_steps": 2},
+    "fedavg-ft": {"method__finetune_epochs": 1},
+    "fedbabu": {"method__finetune_epochs": 1},
+    "fedbn": {"model": f"{__name__}:Normalised"},
+    "feddf": {"method__steps": 2},
+    "fedrep": {"method__personal_epochs": 1},
+    "perada": {"method__steps": 2},
+} | {name: {f"method__{n}": v for n, v in IMAGES.items()} for name in ("extra-images", "fedptr", "fedptr-s")}
+"""With these a method is quick, does all that it does within two rounds, and has nothing to warn of."""
+
+
+def run(tmp_path, faults: list[str], **changes) -> raypfl.Result:
+    """A run on the GPU, without faults and warnings."""
+    described = experiment(
+        tmp_path,
+        **{
+            "data__name": f"{__name__}:tiny",
+            "data__unseen_fraction": 0.25,
+            "rounds": 2,
+            "partition": "{name: iid, clients: 4}",
+            "cohort__size": 2,
+            "model": "{name: mlp, hidden: [4]}",
+            "training__steps": 2,
+            "training__batch_size": 4,
+            "evaluation__every": 1,
+            "evaluation__protocols": "[local, global, pm_v, unseen, train]",
+            "checkpoint__every": 1,
+            "ray__gpus_per_actor": 1,
+        }
+        | changes,
+    )
+    told: list[str] = []
+    result = raypfl.run(
+        described, listeners=[lambda event: told.append(event.text) if isinstance(event, Warned) else None]
+    )
+    assert not faults and not [text for text in told if not text.startswith("Nobody is left in the cohort")]
+    assert result.metadata["device"] == ("cuda" if described.ray.on_gpu else "cpu")
+    return result
+
+
+@pytest.mark.parametrize(
+    ("executor", "clients", "server"),
+    [
+        ("vectorised", 1, 1),
+        pytest.param("sequential", 1, 0, marks=pytest.mark.slow),
+        pytest.param("vectorised", 0, 1, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_runs_on_a_gpu(tmp_path, faults, method, executor, clients, server):
+    where = {"engine__executor": executor, "ray__gpus_per_actor": clients, "ray__gpus_for_server": server}
+    run(tmp_path, faults, method=method, **where, **CHANGES.get(method, {}))
+
+
+def test_a_client_without_test_samples_is_evaluated_on_a_gpu(tmp_path, faults):
+    sparse = {"partition": "{name: dirichlet, clients: 20, min_samples: 1}", "engine__group_size": 20}
+    result = run(tmp_path, faults, method="local", engine__executor="sequential", **sparse, rounds=1)
+    tested = result.evaluations.to_pandas().query("protocol == 'local'").client
+    assert 0 < len(set(tested)) < 15
+
+
+def test_trying_out_a_network_leaves_the_gpus_stream_alone(tmp_path, faults):
+    described = experiment(tmp_path, data__name=f"{__name__}:tiny", model=f"{__name__}:Dropping")
+    data = load_federated(described.data, described.partition, seed=0)
+    model, before = make_model(described, data, GPU), streams.state(GPU)
+    refuse_misfit(described, model, data)
+    assert torch.equal(streams.state(GPU), before) and not faults
+
+
+class Seeding(Described):
+    """Seeds torch for what it makes."""
+
+    def samples(self, client, split):
+        torch.manual_seed(client)
+        return super().samples(client, split)
+
+
+def test_a_population_may_seed_torch_on_a_gpu(tmp_path, faults):
+    (tmp_path / "clients").write_text("6")
+    described = {"data__name": f"{__name__}:Seeding", "data__root": tmp_path, "data__unseen_fraction": 0}
+    protocols = {"evaluation__protocols": "[local]"}
+    described["partition"] = "{}"  # which is the population's own
+    run(tmp_path, faults, method="fedavg", engine__executor="vectorised", **described, **protocols)
+
+
+def test_an_actor_lets_the_last_jobs_data_go_before_the_next_ones_come(tmp_path, faults, monkeypatch):
+    described = experiment(tmp_path, data__name=f"{__name__}:tiny", engine__executor="sequential")
+    data, held = load_federated(described.data, described.partition, seed=0), []
+
+    def opened():
+        assert not held or held[0]() is None
+        return SimpleNamespace(experiment=described), data
+
+    context = SimpleNamespace(get_assigned_resources=lambda: {"GPU": 1.0}, get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
+    monkeypatch.setattr(client_actor, "importing", contextlib.nullcontext)
+    actor = client_actor.ClientActor()
+    for _ in range(2):
+        assert actor.prepare(SimpleNamespace(opened=opened)).device == "a pretended GPU"
+        assert actor._worker.context.samples.resident
+        held = [weakref.ref(actor._worker.context.samples.inputs)]
+
+
+def test_the_benchmark_of_a_gpu_trains_on_it_as_a_client_actor_does(faults):
+    actor = gpu.Actor(gpu.Job("mlp", (1, 4, 4), "vectorised", 2), GPU)
+    actor.round()
+    assert actor.server["theta"].device == GPU and torch.are_deterministic_algorithms_enabled() and not faults
+
+
+def tiny_grey(config) -> RawData:
+    """60 smaller grey images, of the same classes."""
+    draws = np.random.default_rng(1)
+    return RawData(draws.integers(0, 99, (60, 1, 5, 5), dtype=np.uint8), draws.integers(0, 3, 60), [*"abc"])
+
+
+CNN = {"model": "cnn", "data__augmentation": "[crop, flip, cutout]", "training__precision": "bf16"}
+OTHER_POOL = {"data__pools": f"{{auxiliary: {{name: '{__name__}:tiny_grey', normalise: own}}}}"}
+VARIANTS = {
+    "a cnn": {"method": "fedavg", "engine__executor": "vectorised"} | CNN,
+    "a cnn, channels last": {"method": "ditto", "engine__executor": "sequential", "training__channels_last": True}
+    | CNN,
+    "noise on samples": {"method": "fedavg", "privacy__noise": 1.0, "engine__executor": "vectorised"},
+    "noise on samples, one by one": {"method": "fedprox", "privacy__noise": 1.0, "engine__executor": "sequential"},
+    "noise on clients, masks": {
+        "method": {"name": "fedavg", "weighting": "uniform"},
+        "privacy": {"noise": 1.0, "unit": "client", "secure_aggregation": True},
+    },
+    "fp64": {"method": "scaffold", "training__precision": "fp64", "training__optimizer": "sgd"},
+    "adam, dropout": {"method": "fedavg", "training__optimizer": "adam", "model": f"{__name__}:Dropping"},
+    "data off the gpu": {"method": "fedavg", "ray__data_share": 0},
+    "a pool of other images": {"method": "feddf", "method__steps": 2} | OTHER_POOL,
+    "a cohort that is gone": {"method": "fednh", "cohort__size": 1, "cohort__dropout": 0.9},
+    "protocols": {
+        "method": "ditto",
+        "evaluation__protocols": "[local, global, pm_v, pm_l, ood/corrupt/brightness/3]",
+    },
+    "labels": {
+        "method": "fedavg",
+        "data__name": "tests.learning.test_multi_label:marked",
+        "evaluation__protocols": "[global]",
+    },
+    "numbers": {"method": "ditto", "data__name": "diabetes", "evaluation__protocols": "[local]", "training__lr": 1e-4},
+    "adapters, trained before": {
+        "method": "fedper",
+        "model": "{name: vit_s_16, size: 6, patch: 3, width: 8, depth: 1, heads: 2, lora: 2, pretrain: body}",
+        "model__pretrain_epochs": 1,
+        "data__pools": "{body: 0.2}",
+    },
+    "ntk": {"method": "fedavg", "analyses": "[{name: ntk, probe: 8, every: 1}]"},
+    "ntk, sketched": {"method": "fedavg", "analyses": "[{name: ntk, probe: 8, sketch: 8, every: 1}]"},
+    "flntk": {
+        "method": {"name": "fedavg", "weighting": "uniform"},
+        "analyses": "[flntk]",
+        "data__name": "digits",
+        "data__signs": True,
+        "data__test_fraction": 0.8,
+        "data__unseen_fraction": 0,
+        "partition": "{name: label_sorted, clients: 20}",
+        "cohort__size": 20,
+        "model": "{name: two_layer, width: 32}",
+        "objective": "{name: regression, reduction: sum}",
+        "training__batch_size": 1000,
+        "training__precision": "fp64",
+        "evaluation__protocols": "[global]",
+    },
+    "distillation": {
+        "method": "perada",
+        "method__steps": 2,
+        "data__pools": "{auxiliary: 0.2, validation: 0.2}",
+        "analyses": "[{name: distillation, samples: 10}]",
+    },
+}
+
+
+SLOW = {"a cnn", "adapters, trained before", "flntk", "noise on samples", "numbers"}
+
+
+@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW)) for w in VARIANTS])
+def test_other_settings_run_on_a_gpu(tmp_path, faults, what):
+    run(tmp_path, faults, **{"ray__gpus_for_server": 1, "engine__executor": "vectorised"} | VARIANTS[what])
+
+
+@pytest.mark.parametrize("method", ["ditto", "fedptr"])
+def test_a_run_on_a_gpu_goes_on_from_its_checkpoint(tmp_path, faults, method):
+    where = {"engine__executor": "vectorised", "ray__gpus_for_server": 1}
+    half = run(tmp_path, faults, method=method, **where, **CHANGES.get(method, {}))
+    whole = raypfl.resume(half.run_dir, overrides=["rounds=3"])
+    assert whole.status == "finished" and whole.rounds.num_rows == 3 and not faults

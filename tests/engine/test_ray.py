@@ -1,0 +1,275 @@
+"""The Ray backend: the same bits whatever the number of actors, and whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raypfl
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.engine.events import RunFinished, RunStarted, Warned
+from raypfl.storage.checkpoint import reached
+from tests.analysis.test_analyses import observed
+from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def on_ray(tmp_path: Path, actors: int | str = 2, **changes) -> raypfl.Experiment:
+    return experiment(tmp_path, **(ON_RAY | {"ray__actors": actors} | changes))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return raypfl.run(experiment(tmp_path_factory.mktemp("undisturbed")))
+
+
+@pytest.fixture(scope="module", params=[2, 1, 3])
+def actors(request):
+    """How many there are; all tests of one number run after each other, on the same actors."""
+    return request.param
+
+
+def test_fedavg_on_ray_is_fedavg_inline(tmp_path):
+    inline = raypfl.run(experiment(tmp_path, method="fedavg"))
+    assert raypfl.run(on_ray(tmp_path, method="fedavg")).weights_hash == inline.weights_hash
+
+
+def test_a_sequential_executor_on_ray_gives_the_bits_of_an_inline_one(tmp_path):
+    inline = raypfl.run(experiment(tmp_path, engine__executor="sequential", rounds=2))
+    ray = raypfl.run(on_ray(tmp_path, engine__executor="sequential", rounds=2))
+    assert ray.weights_hash == inline.weights_hash
+
+
+def test_an_actor_killed_in_the_middle_of_a_round_changes_no_bit(tmp_path, undisturbed):
+    events = []
+    killing = on_ray(tmp_path, method="tests.support.federated_methods:KillsItsActor", method__marks=tmp_path)
+    result = raypfl.run(killing, listeners=[events.append])
+    assert (tmp_path / "actor").exists()
+    assert any("actor died" in e.text for e in events if isinstance(e, Warned))
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+def test_a_client_that_kills_every_actor_is_named_once_nothing_else_is_left_to_do(tmp_path):
+    killing = on_ray(
+        tmp_path,
+        method="tests.support.federated_methods:KillsEveryActor",
+        method__marks=tmp_path,
+        failures__deaths=2,
+        cohort__size=12,
+    )
+    with pytest.raises(RaypflError, match=r"(?s)Client 3 failed 2 times in a row.*process died"):
+        raypfl.run(killing)
+    deaths = (tmp_path / "tries").read_text().split()
+    alone = deaths.index("1")
+    assert 2 <= alone <= 4 and set(deaths[:alone]) == {"2"}  # the group of two clients; others finished meanwhile
+    assert 2 <= len(deaths[alone:]) <= 3 and set(deaths[alone:]) == {"1"}  # client 3; the other one finished
+
+
+def test_a_killed_server_is_started_again_and_goes_on_to_the_same_bits(tmp_path, undisturbed):
+    events = []
+    killing = on_ray(tmp_path, method="tests.support.federated_methods:KillsItsServer", method__marks=tmp_path)
+    result = raypfl.run(killing, listeners=[events.append])
+    assert any("continues from round 4" in e.text for e in events if isinstance(e, Warned))
+    assert sum(isinstance(e, RunStarted) for e in events) == 1
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, undisturbed, number):
+    longer = on_ray(tmp_path, rounds=500, checkpoint__every=0, evaluation__every=3)
+    stopped = raypfl.run(longer, listeners=[Interrupt(2, number)])
+    assert stopped.status == "stopped" and 2 <= stopped.round < 500
+    shorter = raypfl.resume(stopped.run_dir, overrides=[f"rounds={stopped.round + 2}"])
+    whole = raypfl.run(experiment(tmp_path, rounds=shorter.round, checkpoint__every=0))
+    assert shorter.weights_hash == whole.weights_hash and same_tables(shorter, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_run_with_a_ray_of_its_own_is_saved_and_leaves_nothing_behind_when_it_is_told_to_end(tmp_path, number):
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, 1, rounds=500, checkpoint__every=0).to_yaml())
+    script = (
+        "import os, sys, raypfl\n"
+        "def told(event):  # SIGHUP as a terminal sends it: to Ray's processes too\n"
+        "    if isinstance(event, raypfl.engine.events.RoundFinished) and event.round == 2:\n"
+        "        import ray\n"
+        "        global folder\n"
+        "        folder = ray._private.worker._global_node.get_temp_dir_path()\n"
+        "        (os.killpg if sys.argv[2] == '1' else os.kill)(os.getpid(), int(sys.argv[2]))\n"
+        "result = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[told])\n"
+        "print(result.status, result.round >= 2, os.path.exists(folder))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), str(int(number))]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
+    assert done.stdout.split() == ["stopped", "True", "False"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
+def test_a_ray_that_dies_is_a_sentence_that_says_how_to_continue(tmp_path, process):
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, rounds=500).to_yaml())
+    script = (
+        "import os, sys, raypfl\n"
+        "def kill(event):\n"
+        "    if getattr(event, 'round', 0) == 2:\n"
+        "        import ray\n"
+        "        ray._private.worker._global_node.all_processes[sys.argv[2]][0].process.kill()\n"
+        "try: raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]), listeners=[kill])\n"
+        "except raypfl.RaypflError as error: print('SENTENCE', error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml"), process]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, start_new_session=True)
+    assert "SENTENCE Ray has died" in done.stdout and "`raypfl resume" in done.stdout, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    done = reached(str(folder / "checkpoints"))
+    assert raypfl.resume(folder, overrides=[f"rounds={done + 1}"]).round == done + 1
+
+
+def test_a_failing_client_is_named_once_with_its_first_traceback(tmp_path):
+    with pytest.raises(RaypflError) as caught:
+        raypfl.run(on_ray(tmp_path, method="tests.support.federated_methods:FailsOnClient3", cohort__size=12))
+    text = str(caught.value)
+    assert text.startswith("Client 3 failed in round 1:")
+    assert text.count("LookupError: the client's disk is on fire") == 1 and len(text.splitlines()) < 30
+
+
+def test_more_than_the_cluster_has_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match=r"GPUs each need more than this cluster has.*Lower ray.actors"):
+        raypfl.run(on_ray(tmp_path, ray__gpus_per_actor=0.25))
+    with pytest.raises(ConfigError, match="900 client actors"):
+        raypfl.run(on_ray(tmp_path, actors=900))
+
+
+def test_a_run_attaches_to_a_running_cluster_and_leaves_it_running(tmp_path, undisturbed):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, ray__address=address).to_yaml())
+    script = (
+        "import sys, json, raypfl;"
+        "r = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1] + '/experiment.yaml'));"
+        "print(json.dumps(r.weights_hash))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == undisturbed.weights_hash
+    assert ray.cluster_resources()["CPU"] > 0
+
+
+def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
+    code = (
+        "import raypfl\n"
+        "from raypfl.common.errors import ConfigError\n"
+        f"try: raypfl.run(raypfl.Experiment(ray={{'address': '127.0.0.1:1'}}, output={str(tmp_path)!r}))\n"
+        "except ConfigError as error: print('SENTENCE', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "SENTENCE No Ray cluster can be reached at '127.0.0.1:1'" in done.stdout
+
+
+def test_a_cluster_that_asks_for_a_token_is_a_sentence_that_says_where_to_put_it(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray looks for a token there
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        words = ["run", f"ray.address=127.0.0.1:{cluster.getsockname()[1]}", "tracking.mlflow=false"]
+        words += [f"output={tmp_path / 'runs'}", "method=fedavg"]
+        done = subprocess.run([sys.executable, "-m", "raypfl", *words], capture_output=True, text=True)
+    assert done.returncode == 2 and "asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in done.stderr
+    assert "or RAY_AUTH_TOKEN" in done.stderr and "propagated" not in done.stderr
+
+
+def test_events_end_with_the_end(tmp_path):
+    events = []
+    raypfl.run(on_ray(tmp_path, rounds=1), listeners=[events.append])
+    assert isinstance(events[-1], RunFinished) and events[-1].status == "finished"
+
+
+def test_any_number_of_actors_gives_the_bits_of_an_inline_run(tmp_path, undisturbed, actors):
+    result = raypfl.run(on_ray(tmp_path, actors))
+    assert result.weights_hash == undisturbed.weights_hash and same_tables(result, undisturbed)
+
+
+@pytest.mark.parametrize("changes", [{"noise": 1.0}, {"noise": 1.0, "unit": "client", "secure_aggregation": True}])
+def test_noise_and_masks_have_the_same_bits_on_any_number_of_actors(tmp_path, actors, changes):
+    settings = {"rounds": 2, "method__weighting": "uniform"} | {f"privacy__{k}": v for k, v in changes.items()}
+    inline, result = raypfl.run(experiment(tmp_path, **settings)), raypfl.run(on_ray(tmp_path, actors, **settings))
+    assert result.weights_hash == inline.weights_hash and result.privacy.equals(inline.privacy)
+
+
+def test_analyses_keep_the_same_files_on_any_number_of_actors(tmp_path, actors):
+    def files(**changes) -> tuple[str, dict[Path, bytes]]:
+        result = raypfl.run(observed(tmp_path, rounds=2, **changes))
+        return result.weights_hash, {
+            p.relative_to(result.run_dir): p.read_bytes() for p in result.run_dir.rglob("client-*")
+        }
+
+    inline = files()
+    assert len(inline[1]) == 6
+    assert inline == files(**(ON_RAY | {"ray__actors": actors}))
+
+
+def test_cross_silo_studies_have_an_actor_per_client_and_all_of_them_work_at_once(tmp_path):
+    events = []
+    meeting = on_ray(
+        tmp_path,
+        "null",
+        ray__cpus_per_actor=0.2,
+        engine__group_size=1,
+        cohort__size=4,
+        rounds=3,
+        method="tests.support.federated_rendezvous:Rendezvous",
+        method__marks=tmp_path,
+        method__groups=4,
+    )
+    result = raypfl.run(meeting, listeners=[events.append])
+    assert result.server_state() == {"met": 12} and result.status == "finished"
+    metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
+    assert metadata["actors"] == 4 and metadata["group_size"] == 1
+
+
+def test_large_states_and_small_ones_give_the_bits_of_an_inline_run(tmp_path):
+    from raypfl.engine.backends import ray_backend
+
+    inline = raypfl.run(experiment(tmp_path, rounds=8, evaluation__every=0))
+    assert raypfl.run(on_ray(tmp_path, rounds=8, evaluation__every=0)).weights_hash == inline.weights_hash
+    large = {"model": "{name: mlp, hidden: [4000]}", "rounds": 3, "evaluation__every": 0}
+    assert ray_backend.APART < 4 * 4000 * (64 + 10)
+    assert raypfl.run(on_ray(tmp_path, **large)).weights_hash == raypfl.run(experiment(tmp_path, **large)).weights_hash
+
+
+@pytest.mark.slow
+def test_more_states_than_the_object_store_holds_spill_and_give_the_bits_of_an_inline_run(tmp_path):
+    settings = {
+        "model": "{name: mlp, hidden: [16000]}",  # 4.8 MB a client
+        "partition": "{name: iid, clients: 40}",
+        "cohort__size": 20,
+        "rounds": 6,
+        "evaluation__every": 0,
+        "engine__group_size": 1,
+    }
+    inline = raypfl.run(experiment(tmp_path, **settings))
+    (tmp_path / "experiment.yaml").write_text(on_ray(tmp_path, **settings).to_yaml())
+    script = (
+        "import sys, tempfile, ray, raypfl\n"
+        "folder = tempfile.mkdtemp(prefix='raypfl-', dir='/tmp')\n"
+        "ray.init(num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, _temp_dir=folder,\n"
+        "         log_to_driver=False)\n"
+        "result = raypfl.run(raypfl.Experiment.from_yaml(sys.argv[1]))\n"
+        "from ray._private.internal_api import memory_summary\n"
+        "here = ray.get_runtime_context().gcs_address  # the machine may have other clusters\n"
+        "print('SPILLED', 'Spilled' in memory_summary(here, stats_only=True))\n"
+        "print('HASH', result.weights_hash)\n"
+        "ray.shutdown()\n"
+        "import shutil; shutil.rmtree(folder, ignore_errors=True)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "experiment.yaml")]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+    assert f"HASH {inline.weights_hash}" in done.stdout and "SPILLED True" in done.stdout, done.stderr

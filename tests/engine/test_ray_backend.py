@@ -1,0 +1,382 @@
+"""What the Ray backend puts into objects, and what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raypfl.clients.worker import Call, Group, Reply
+from raypfl.common.errors import RaypflError
+from raypfl.engine.backends import ray_backend
+from raypfl.engine.backends.actor_pools import ActorPools
+from raypfl.engine.backends.client_actor import Home
+from raypfl.engine.backends.ray_backend import APART, INSIDE, RayBackend
+from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
+from raypfl.experiment.settings import ActorPool
+from raypfl.federation.backend import Failed
+from raypfl.storage.states import Contents
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def backend_of(
+    actors: list[Any],
+    start: Callable[[], Any],
+    warn: Callable[[str], None] = lambda text: None,
+    pools: ActorPools | None = None,
+    **options: Any,
+) -> RayBackend:
+    """A backend of these actors, all of one kind, of which there are always to be as many."""
+    pools = pools or ActorPools([ActorPool(actors=len(actors))], {}, 99, lambda: [{"CPU": 99.0}])
+    every = [(0, actor) for actor in actors]
+    return RayBackend(every, lambda reserved: start(), pools, b"", lambda: False, warn, **options)
+
+
+def sharing(shares: float, gpus: float = 1.0, **counts: int) -> ActorPools:
+    nodes = [{"CPU": 99.0, "GPU": gpus}]
+    return ActorPools([ActorPool(gpus_per_actor=shares, **counts)], {}, 99, lambda: nodes)
+
+
+class Stand:
+    """Stands for a client actor: its clients keep much when they train, and nothing when they are evaluated.
+
+    Attributes
+    ----------
+    objects : how many it was to return, for each group.
+    """
+
+    def __init__(self, home: Home | None = None) -> None:
+        import ray
+
+        home = home or Home("node")
+
+        self.put = ray.put
+        self.objects: list[int] = []
+        self.prepare = SimpleNamespace(remote=lambda job: self.put(home))
+        self.work = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._returning(num_returns)))
+
+    def _returning(self, count: int) -> Any:
+        def work(call: Call, group: Group, apart: bool) -> list[Any]:
+            self.objects.append(count)
+            kept = Contents(({"w": APART},) * len(group.clients)) if call.function == "train" else None
+            return [self.put(Reply({}, None, 0.0, kept)), *[self.put(None)] * (count - 1)]
+
+        return work
+
+
+@pytest.fixture
+def stand() -> Stand:
+    return Stand()
+
+
+@pytest.fixture
+def backend(stand: Stand) -> Iterator[RayBackend]:
+    warnings: list[str] = []
+    yield backend_of([stand], lambda: stand, warnings.append)
+    assert not warnings
+
+
+def test_only_a_function_whose_states_are_large_returns_an_object_for_each_client(backend, stand):
+    for function in ["train", "evaluate", "train", "evaluate"]:
+        group = Group(0, (4, 5, 6), np.arange(3), {}, [None] * 3)
+        list(backend.run(Call(function, 1, 0.1), [group]))
+    assert stand.objects == [1 + 1, 1 + 1, 1 + 3, 1 + 1]  # the first time, nobody knows yet
+
+
+def test_a_small_broadcast_travels_with_the_call_and_a_large_one_is_an_object(backend):
+    import ray
+
+    half = np.arange(INSIDE // 8, dtype=np.float32)
+    small = backend.broadcast({"theta": half})
+    assert list(small) == ["theta"] and np.array_equal(small["theta"], half)
+    large = backend.broadcast({"theta": half, "control": half, "scale": np.ones(1)})
+    assert isinstance(large, ray.ObjectRef) and np.array_equal(ray.get(large)["control"], half)
+
+
+class DiesInSetup:
+    """Stands for a client actor that dies while it is set up."""
+
+    def __init__(self, failed: bool = False) -> None:
+        import ray
+
+        error = ray.exceptions.ActorDiedError()
+        error._actor_init_failed = failed
+        died = ray.put(error)
+        self.prepare = SimpleNamespace(remote=lambda job: died)
+
+
+class Clock:
+    """Stands for the module `time`. `look` : seconds that a look at it takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.look = 0.1
+
+    def monotonic(self) -> float:
+        self.now += self.look
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The actors that were killed."""
+    gone: list[Any] = []
+    monkeypatch.setattr(ray_backend.ray, "kill", gone.append)
+    return gone
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ray_backend, "time", clock)
+    monkeypatch.setattr(ray_backend.ray, "kill", lambda actor: None)
+    return clock
+
+
+def groups(count: int, **options: Any) -> list[Group]:
+    return [Group(i, (i,), np.arange(1), {}, [None], **options) for i in range(count)]
+
+
+class DiesAtWork(Stand):
+    """Stands for a client actor that dies at some of the calls of its kind: `dies` is called with their number."""
+
+    calls = 0
+
+    def __init__(self, dies: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.dies = dies
+
+    def _returning(self, count: int) -> Any:
+        import ray
+
+        finish = super()._returning(count)
+
+        def work(call: Call, group: Group, apart: bool) -> list[Any]:
+            DiesAtWork.calls += 1
+            if not self.dies(DiesAtWork.calls):
+                return finish(call, group, apart)
+            dead = self.put(ray.exceptions.ActorDiedError())
+            return [dead] * count
+
+        return work
+
+
+def test_groups_whose_actors_keep_dying_run_again_as_long_as_others_finish(killed, monkeypatch):
+    monkeypatch.setattr(DiesAtWork, "calls", 0)
+
+    def start() -> DiesAtWork:
+        return DiesAtWork(lambda number: number % 3 != 0)
+
+    backend = backend_of([start()], start)
+    outcomes = [outcome for _, outcome in backend.run(Call("evaluate", 1, 0.1), groups(12, deaths=3))]
+    assert len(outcomes) == 12 and not any(isinstance(outcome, Failed) for outcome in outcomes)
+    assert len(killed) >= 12
+
+
+def test_a_group_whose_actors_die_while_nothing_finishes_is_given_up(killed, monkeypatch):
+    monkeypatch.setattr(DiesAtWork, "calls", 0)
+
+    def start() -> DiesAtWork:
+        return DiesAtWork(lambda number: True)
+
+    backend = backend_of([start()], start)
+    [(group, failed)] = backend.run(Call("evaluate", 1, 0.1), groups(1, deaths=4))
+    assert isinstance(failed, Failed) and failed.deaths == 4 and "process died" in failed.trace
+    assert group.index == 0 and len(killed) == 4
+
+
+def test_actors_that_die_while_they_are_set_up_end_no_run_in_which_another_works(stand, clock):
+    started: list[DiesInSetup] = []
+
+    def start() -> DiesInSetup:
+        started.append(DiesInSetup())
+        return started[-1]
+
+    backend, clock.look = backend_of([stand, start()], start), 2.0
+    for _ in range(75):
+        assert len(list(backend.run(Call("evaluate", 1, 0.1), groups(3)))) == 3
+    assert clock.now > PATIENCE and len(started) > MAX_SETUP_FAILURES
+
+
+def test_where_every_actor_dies_while_it_is_set_up_the_run_ends_after_fewer_and_fewer_tries(clock):
+    moments: list[float] = []
+
+    def start() -> DiesInSetup:
+        moments.append(clock.now)
+        return DiesInSetup()
+
+    warnings: list[str] = []
+    backend = backend_of([start()], start, warnings.append)
+    with pytest.raises(RaypflError, match=r"die while they are set up: \d+ since the last group was finished"):
+        list(backend.run(Call("evaluate", 1, 0.1), groups(1)))
+    pauses = np.diff(moments)
+    assert clock.now > PATIENCE and len(pauses) < 50 and pauses[-1] > 5 * pauses[0]
+    assert len(warnings) == 1
+
+
+def test_where_setting_actors_up_fails_nobody_waits_for_better_times(clock):
+    backend = backend_of([DiesInSetup(True)], lambda: DiesInSetup(True))
+    with pytest.raises(RaypflError, match=f"{MAX_SETUP_FAILURES} since the last group"):
+        list(backend.run(Call("evaluate", 1, 0.1), groups(1)))
+    assert clock.now < PATIENCE / 10
+
+
+def test_an_actor_that_comes_up_after_others_have_died_does_the_work(stand, clock):
+    later = iter([DiesInSetup() for _ in range(5)])
+    backend = backend_of([DiesInSetup()], lambda: next(later, stand))
+    assert len(list(backend.run(Call("evaluate", 1, 0.1), groups(3)))) == 3
+
+
+# --- nodes that join and leave ----------------------------------------------------------------------------------------
+
+
+class Waits:
+    """Stands for a client actor that the cluster has no room for."""
+
+    def __init__(self) -> None:
+        import ray
+
+        never = ray.remote(num_cpus=10_000)(lambda: None)
+        self.prepare = SimpleNamespace(remote=lambda job: never.remote())
+
+
+def evaluated(backend: RayBackend, round: int, count: int = 6) -> list[Any]:
+    return list(backend.run(Call("evaluate", round, 0.1), groups(count)))
+
+
+def test_actors_follow_the_nodes_from_round_to_round_and_never_outnumber_the_groups(clock, killed):
+    nodes, warnings = [{"CPU": 2.0}], []
+    started: list[Any] = []
+
+    def start() -> Any:
+        started.append(Stand() if len(started) < 3 else Waits())
+        return started[-1]
+
+    pools = ActorPools([ActorPool()], {}, 6, lambda: nodes)
+    backend = backend_of([Stand(), Stand()], start, warnings.append, pools)
+    evaluated(backend, 1)
+    assert not started
+    nodes.append({"CPU": 3.0})
+    clock.now += 10
+    assert len(evaluated(backend, 2)) == 6
+    assert len(started) == 3 and all(actor.objects for actor in started[:3])
+    nodes.append({"CPU": 100.0})
+    clock.now += 10
+    evaluated(backend, 3)
+    assert len(started) == 4 and len(backend.actors) == 6  # one waits for room that is gone before it has come
+    del nodes[1:]
+    clock.now += 10
+    assert len(evaluated(backend, 4)) == 6
+    assert killed == [started[3]] and len(backend.actors) == 5
+    assert warnings == [
+        f"The cluster has changed: the run now has {n} client actors, not {m}." for n, m in ((5, 2), (6, 5), (2, 6))
+    ]
+
+
+def test_a_server_that_is_started_again_waits_for_its_first_actors_also_where_the_cluster_has_grown():
+    nodes, warnings = [{"CPU": 2.0}], []
+    pools = ActorPools([ActorPool(max_actors=2, cpus_per_actor=2), ActorPool()], {}, 6, lambda: nodes)
+    actors = [(pool, Stand()) for pool, count in enumerate(pools.wanted()) for _ in range(count)]
+    nodes.append({"CPU": 8.0})
+    backend = RayBackend(actors, lambda options: Stand(), pools, b"", lambda: False, warnings.append)
+    backend.wait_for_actors(20)
+    assert not warnings
+
+
+def test_actors_on_devices_of_several_types_are_refused_unless_they_are_asked_for(killed):
+    homes = [Home("a", "A100"), Home("b", "H100")]
+    backend = backend_of([Stand(home) for home in homes], Stand)
+    with pytest.raises(RaypflError, match=r"compute on A100 and on H100.*ray\.accelerator.*ray\.mixed_devices=true"):
+        evaluated(backend, 1)
+    actors = [Stand(home) for home in homes]
+    assert len(evaluated(backend_of(actors, Stand, mixed_devices=True), 1)) == 6
+    assert all(actor.objects for actor in actors)
+
+
+def test_an_actor_on_another_type_of_device_that_comes_later_is_left_out(clock):
+    nodes, warnings, late = [{"CPU": 1.0}], [], Stand(Home("b", "H100"))
+    pools = ActorPools([ActorPool()], {}, 6, lambda: nodes)
+    backend = backend_of([Stand(Home("a", "A100"))], lambda: late, warnings.append, pools)
+    evaluated(backend, 1)
+    nodes.append({"CPU": 1.0})
+    for round in (2, 3):
+        clock.now += 10
+        assert len(evaluated(backend, round)) == 6
+    assert not late.objects and len(backend.actors) == 2
+    assert warnings[1:] == ["A client actor that came up later is left out: it computes on H100, not A100."]
+
+
+def test_more_actors_on_a_gpu_than_it_has_shares_for_are_reported():
+    warnings: list[str] = []
+    homes = [Home("a", "A100", ("0",)), Home("a", "A100", ("1",)), Home("a", "A100", ("0",)), Home("b", "A100", ("0",))]
+    evaluated(backend_of([Stand(home) for home in homes], Stand, warnings.append, sharing(0.5, 2, actors=4)), 1)
+    assert not warnings
+    homes.append(Home("a", "A100", ("0",)))
+    evaluated(backend_of([Stand(home) for home in homes], Stand, warnings.append, sharing(0.5, 2, actors=5)), 1)
+    assert warnings == ["Ray has put 3 client actors on a GPU, each with 0.5 of it; it may be full."]
+
+
+# --- a GPU's memory ---------------------------------------------------------------------------------------------------
+
+
+class Full(Stand):
+    """Stands for a client actor whose share of a GPU is too small for a group of more than so many clients."""
+
+    def __init__(self, most: int, in_setup: bool = False) -> None:
+        super().__init__()
+        self.most = most
+        if in_setup:
+            import ray
+
+            error = ray.exceptions.RayTaskError("prepare", "", torch.OutOfMemoryError("data"))
+            self.prepare = SimpleNamespace(remote=lambda job: self.put(error))
+
+    def _returning(self, count: int) -> Any:
+        work = super()._returning(count)
+
+        def tried(call: Call, group: Group, apart: bool) -> list[Any]:
+            if len(group.clients) <= self.most:
+                return work(call, group, apart)
+            return [
+                self.put(Failed(torch.OutOfMemoryError("CUDA out of memory."), "")),
+                *[self.put(None)] * (count - 1),
+            ]
+
+        return tried
+
+
+@pytest.mark.parametrize("in_setup", [False, True])
+def test_where_memory_runs_out_fewer_actors_share_a_gpu_and_the_groups_stay_whole(killed, in_setup):
+    asked: list[float] = []
+
+    def start(reserved: dict[str, float]) -> Full:
+        asked.append(reserved["num_gpus"])
+        return Full(5 if reserved["num_gpus"] > 0.3 else 2, in_setup=in_setup and reserved["num_gpus"] < 0.3)
+
+    warnings: list[str] = []
+    first = [(0, start({"num_gpus": 0.2})) for _ in range(5)]
+    backend = RayBackend(first, start, sharing(0.2), b"", lambda: False, warnings.append)
+    large = [Group(i, tuple(range(5)), np.arange(5), {}, [None] * 5, tries=1) for i in range(7)]
+    done = list(backend.run(Call("train", 1, 0.1), large))
+    assert sorted(group.index for group, _ in done) == list(range(7))
+    assert all(not isinstance(outcome, Failed) for _, outcome in done)
+    assert asked == [0.2] * 5 + [0.25] * 4 + [0.3333] * 3
+    assert warnings == [
+        "A GPU's memory was too small for 5 client actors; from now on 4 share it.",
+        "A GPU's memory was too small for 4 client actors; from now on 3 share it.",
+    ]
+
+
+def test_a_group_that_does_not_fit_a_whole_gpu_is_a_failure(killed):
+    backend = backend_of([Full(2)], lambda: Full(2), pools=sharing(0.5, actors=1))
+    large = [Group(0, (0, 1, 2), np.arange(3), {}, [None] * 3, tries=1)]
+    ((_, outcome),) = backend.run(Call("train", 1, 0.1), large)
+    assert isinstance(outcome, Failed) and isinstance(outcome.error, torch.OutOfMemoryError)

@@ -1,0 +1,104 @@
+"""What a large population costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.memory import memory
+
+CLIENTS, COHORT, ROUNDS = 10_000, 500, 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from Linux's /proc")
+def test_ten_thousand_stateful_clients_with_a_cohort_of_500_stay_within_4_gib(tmp_path):
+    script = (
+        "import sys, raypfl\n"
+        "experiment = raypfl.Experiment(\n"
+        "    method='ditto', data='tests.support.federated_data:noise',\n"
+        "    partition={'name': 'iid', 'clients': int(sys.argv[1])},\n"
+        "    cohort={'size': int(sys.argv[2])}, rounds=int(sys.argv[3]),\n"
+        "    evaluation={'every': 2, 'protocols': ['local']},\n"  # 'global' is every model on everybody's test data
+        "    ray={'actors': 2}, checkpoint={'every': 2}, tracking={'mlflow': False}, output=sys.argv[4])\n"
+        "result = raypfl.run(experiment)\n"
+        "print('ROUNDS', result.round, result.rounds['seconds'].to_pylist())\n"
+    )
+    arguments = [str(CLIENTS), str(COHORT), str(ROUNDS), str(tmp_path)]
+    environment = os.environ | {"RAYPFL_TEST_SAMPLES": str(20 * CLIENTS), "RAYPFL_CACHE": str(tmp_path / "cache")}
+    running = subprocess.Popen([sys.executable, "-c", script, *arguments], env=environment, stdout=subprocess.PIPE)
+    peak = 0.0
+
+    def watch() -> None:
+        nonlocal peak
+        while running.poll() is None:
+            peak = max(peak, 1e6 * sum(memory(running.pid).values()))
+            time.sleep(0.5)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    out = running.communicate()[0].decode()
+    watcher.join()
+    data = 20 * CLIENTS * 64
+    print(out, f"peak {peak / 2**30:.2f} GiB")
+    assert running.returncode == 0 and f"ROUNDS {ROUNDS}" in out
+    assert peak < data + 4 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from Linux's /proc")
+def test_nothing_grows_over_two_thousand_rounds(tmp_path):
+    script = (
+        "import json, sys\n"
+        "from benchmarks.head import experiment\n"
+        "from benchmarks.memory import memory\n"
+        "import raypfl\n"
+        "from raypfl.engine.events import RoundFinished\n"
+        "def look(event):\n"
+        "    if isinstance(event, RoundFinished) and event.round in (100, 2000):\n"
+        "        print('HELD', json.dumps(memory()), flush=True)\n"
+        "parts = {'rounds': 2020, 'method': 'ditto', 'cohort': {'size': 10}, 'ray': {'actors': 2}}\n"
+        "raypfl.run(experiment(sys.argv[1], 40, **parts), listeners=[look])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    early, late = (json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("HELD "))
+    grown = {part: (early[part], late[part]) for part in early if late[part] > 1.03 * early[part] + 1}  # MB
+    assert not grown
+
+
+@pytest.mark.slow
+def test_a_residual_network_with_batch_norm_trains_and_averages_its_statistics(tmp_path):
+    """Torchvision's ResNet-18 on 3x32x32 noise with a class-dependent mean: 11.2 million parameters."""
+    import torch
+
+    import raypfl
+    from raypfl.models import MODELS, FlatModel
+
+    os.environ["RAYPFL_TEST_SAMPLES"] = "64"
+    description = raypfl.Experiment(
+        data={"name": "tests.support.federated_data:colours", "cache": str(tmp_path / "cache")},
+        partition={"name": "iid", "clients": 2},
+        model="resnet18",
+        rounds=2,
+        training={"batch_size": 8, "lr": 0.01},
+        evaluation={"every": 1},
+        engine={"backend": "inline"},
+        tracking={"mlflow": False},
+        output=str(tmp_path),
+    )
+    result = raypfl.run(description)
+    network = FlatModel(lambda: MODELS.get("resnet18")(input_shape=(3, 32, 32), num_classes=10))
+    theta = result.global_model()
+    assert network.num_parameters == 11_181_642 and len(theta) == 11_181_642 + 9_600
+    initial = network.buffers(network.init(0))
+    moved = network.buffers(theta)
+    assert not torch.isclose(moved, initial).any() and torch.isfinite(moved).all()
+    losses = result.rounds["loss"].to_pylist()
+    assert losses[1] < losses[0]

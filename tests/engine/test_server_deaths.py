@@ -1,0 +1,59 @@
+"""How often a server may die: what counts is whether a round was done in between."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import raypfl
+from raypfl.common.errors import RaypflError
+from raypfl.engine.events import RoundFinished
+from raypfl.runs import driver
+from tests.support.runs import experiment
+
+
+class Died(Exception):
+    """Stops the driver where a run would have ended."""
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Servers that do so many rounds before they die as often as Ray may start them; what is left of them."""
+    lives: list[int] = []
+    done = 0
+
+    def follow(ray, server, job, emit, stop):
+        nonlocal done
+        if not lives:
+            raise Died
+        for _ in range(lives.pop(0)):
+            done += 1
+            emit(RoundFinished(done, 1.0, 0.1, 0, 0, 1, 0, 0, 0, 0))
+        raise driver._ServerDied("The server's process died.")
+
+    monkeypatch.setattr(
+        driver, "connected", lambda *of: contextlib.nullcontext(SimpleNamespace(kill=lambda actor: None))
+    )
+    monkeypatch.setattr(driver, "has_died", lambda ray: False)
+    monkeypatch.setattr(driver, "client_actors", lambda *of: [1])
+    monkeypatch.setattr(driver, "node_for_server", lambda *of: None)
+    monkeypatch.setattr(driver, "_server_actor", lambda *of: object())
+    monkeypatch.setattr(driver, "_follow", follow)
+    return lives
+
+
+def test_a_server_that_dies_now_and_then_over_many_rounds_does_not_end_the_run(tmp_path: Path, dying: list[int]):
+    dying += [3] * 10
+    with pytest.raises(RaypflError, match="Died"):
+        raypfl.run(experiment(tmp_path, engine__backend="ray"))
+    assert not dying
+
+
+def test_a_server_that_dies_without_a_round_in_between_ends_the_run_in_a_sentence(tmp_path: Path, dying: list[int]):
+    dying += [3, 0, 3]
+    with pytest.raises(RaypflError, match="The server's process died"):
+        raypfl.run(experiment(tmp_path, engine__backend="ray"))
+    assert dying == [3]

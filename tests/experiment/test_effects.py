@@ -1,0 +1,161 @@
+"""A setting that would have no effect is refused where it is set, in whatever way and order; a default never is."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from raypfl import Cohort, Experiment
+from raypfl.common.errors import ConfigError
+from raypfl.experiment import experiments
+from raypfl.experiment.assignments import assign, parse_assignments
+from raypfl.experiment.reads import never_read
+from raypfl.learning.privacy import PrivacySettings
+from raypfl.methods import METHODS, FedAvg
+
+WITHOUT_EFFECT = {
+    "privacy.clip": ["privacy.clip=0.5"],
+    "privacy.unit": ["privacy.unit=client"],
+    "privacy.delta": ["privacy.delta=1e-6"],
+    "evaluation.metric": ["evaluation.metric=weighted"],
+    "evaluation.mode": ["evaluation.mode=max"],
+    "evaluation.patience": ["evaluation.patience=3"],
+    "training.epochs": ["training.epochs=5", "training.steps=20"],
+    "training.gamma": ["training.gamma=0.5"],
+    "training.decay": ["training.decay=0.9", "training.schedule=cosine"],
+    "training.milestones": ["training.milestones=[3]"],
+    "training.momentum": ["training.momentum=0.9", "training.optimizer=adam"],
+    "cohort.fraction": ["cohort.fraction=0.5", "cohort.size=4"],
+    "model.pretrain_epochs": ["model.pretrain_epochs=3"],
+    "failures.min_success_fraction": ["failures.min_success_fraction=0.9"],
+    "ray.actors": ["ray.actors=2", "engine.backend=inline"],
+    "data.root": ["data.root=/nonexistent"],
+    "method.server_beta1": ["method.server_beta1=0.5"],
+    "method.finetune_lr": ["method=fedavg-ft", "method.finetune_lr=0.1", "method.finetune_epochs=0"],
+}
+
+
+def said(make: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    return str(caught.value)
+
+
+def nested(assignments: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for path, value in parse_assignments(assignments):
+        assign(values, path, value)
+    return values
+
+
+@pytest.mark.parametrize("setting", WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_refused_in_every_way_and_order(setting: str):
+    assignments = WITHOUT_EFFECT[setting]
+    for order in permutations(assignments):
+        for make in (
+            lambda order=order: experiments({}, order),
+            lambda order=order: Experiment().override(order),
+            lambda order=order: Experiment(**nested(list(order))),
+        ):
+            assert f"{setting} is" in said(make) and "has no effect while" in said(make)
+
+
+def test_a_setting_is_refused_at_its_default_too_unless_the_one_that_it_depends_on_is_given():
+    assert "set privacy.noise, or leave" in said(lambda: Experiment(privacy={"clip": 1.0}))
+    assert "set privacy.noise, or leave" in said(lambda: Experiment().override(["privacy.clip=1"]))
+    Experiment(privacy={"clip": 1.0, "noise": None})  # as a complete description has it
+    Experiment(privacy=PrivacySettings(clip=1.0))
+    assert "no effect" in said(lambda: Experiment(privacy=PrivacySettings(clip=2.0)))
+
+
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        (["training.epochs=5"], "training.steps=20"),
+        (["privacy.noise=1", "privacy.clip=0.5"], "privacy.noise=null"),
+        (["cohort.fraction=0.5"], "cohort.size=4"),
+        (["training.schedule=step", "training.milestones=[3]"], "training.schedule=cosine"),
+        (["ray.actors=2"], "engine.backend=inline"),
+    ],
+)
+def test_what_a_change_leaves_without_effect_gets_its_default_again(first: list[str], change: str):
+    changed = Experiment().override(first).override([change])
+    assert changed == Experiment().override([change]) == Experiment.from_yaml(changed.to_yaml())
+    (compared,) = experiments(nested(first), [change])
+    assert compared == changed
+
+
+def test_a_file_is_refused_for_its_own_mistake_whatever_is_changed():
+    assert "privacy.clip is 0.5" in said(lambda: experiments({"privacy": {"clip": 0.5}}, ["rounds=3"]))
+
+
+def test_an_option_goes_to_the_methods_of_a_comparison_in_which_it_has_an_effect():
+    methods = ["fedavg", {"name": "fedavg", "server_optimizer": "adam"}]
+    plain, adam = experiments({"methods": methods}, ["method.server_beta1=0.5"])
+    assert plain.method == FedAvg() and adam.method == FedAvg(server_optimizer="adam", server_beta1=0.5)
+    changed = experiments({"method": "fedavg"}, ["method.server_beta1=0.5", "method.server_optimizer=adam"])
+    assert changed[0].method == adam.method
+    assert "set method.server_optimizer to" in said(lambda: experiments({}, ["method.server_beta1=0.5"]))
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_number_of_a_method_has_a_range(name: str):
+    outside = {float: math.nan, float | None: math.nan, int: -1, int | None: -1}
+    for option, hint in typing.get_type_hints(METHODS.get(name)).items():
+        if hint in outside:
+            wrong = {"name": name, option: outside[hint]}
+            assert f"method.{option} is {outside[hint]}" in said(lambda method=wrong: Experiment(method=method))
+
+
+def test_a_range_is_kept_by_a_subclass_that_has_another_default():
+    assert "it must be 0 or more" in said(lambda: Experiment(method={"name": "fedbabu", "finetune_epochs": -1}))
+    assert "method.server_lr is 0.0; it must be above 0" in said(lambda: Experiment(method={"server_lr": 0}))
+
+
+class Overriding(FedAvg):
+    """Has a round of its own, without the server's optimizer; reads one option in a helper, and one never."""
+
+    strength: float = 1.0
+    unread: float = 1.0
+
+    def round(self, server: dict[str, Any], cohort: Cohort) -> None:
+        server["theta"] = scaled(self, cohort.run(self.train, theta=server["theta"])["theta"])
+
+
+class ByName(Overriding):
+    """May read anything."""
+
+    def round(self, server: dict[str, Any], cohort: Cohort) -> None:
+        cohort.log(**{name: getattr(self, name) for name in ("unread",)})
+
+
+def scaled(method: Overriding, theta: Tensor) -> Tensor:
+    return method.strength * theta
+
+
+def test_an_option_that_a_method_never_reads_is_refused_when_it_is_set():
+    server = {"server_optimizer", "server_lr", "server_beta1", "server_beta2", "server_tau"}
+    assert never_read(Overriding) == {"unread", *server}
+    name = f"{__name__}:Overriding"
+    assert Experiment(method={"name": name, "strength": 2, "weighting": "uniform"})
+    text = said(lambda: Experiment(method={"name": name, "unread": 2}))
+    assert "method.unread is 2.0, which nothing that Overriding does in a run reads" in text
+    assert "method.server_lr is 0.5" in said(lambda: Experiment(method=Overriding(server_lr=0.5)))
+    assert not never_read(ByName)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_option_of_every_method_is_read(name: str):
+    assert not never_read(METHODS.get(name))
+
+
+def test_a_run_that_recorded_a_setting_without_effect_can_still_be_read():
+    record = Experiment(training={"steps": 20}).to_yaml().replace("epochs: 1", "epochs: 5", 1)
+    assert "no effect" in said(lambda: Experiment.from_yaml(record))
+    assert Experiment.from_record(record) == Experiment(training={"steps": 20})

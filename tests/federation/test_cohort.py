@@ -1,0 +1,527 @@
+"""What is passed to and returned from ``cohort.run`` is what crosses the wire, and what the ledger counts."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from raypfl.common.errors import ClientError, EmptyCohort, MethodError
+from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, unmarked
+from raypfl.engine.backends.inline import Inline
+from raypfl.engine.evaluator import EvaluationCohort
+from raypfl.federation.ledger import Entry
+from raypfl.federation.settings import FailureSettings
+from raypfl.methods import FedAvg, Method
+from raypfl.runs.driver import check
+from tests.support.federation import Federation, sent_per_client
+from tests.support.runs import experiment
+
+SIZES = (7, 4, 11, 7, 2)
+GROUPS = [None, 1, 2, 3]
+
+
+class Probe(Method):
+    """Answers with whatever `answer` says."""
+
+    answer: Callable[..., Mapping[str, Any] | None]
+
+    def reply(self, clients, **arguments):
+        return self.answer(clients, **arguments)
+
+
+def federation(answer: Callable[..., Mapping[str, Any] | None], **options: Any) -> Federation:
+    return Federation(sizes=SIZES, method=Probe(answer=answer), **options)
+
+
+class TrainsOnTests(Probe):
+    """A method that says that its rounds read test samples."""
+
+    test_data_in_training: ClassVar[bool] = True
+
+
+def exchange(fed: Federation, ids=None, **arguments: Any) -> dict[str, torch.Tensor]:
+    return fed.cohort(ids).run(fed.method.reply, **arguments)
+
+
+def ids_of(clients) -> torch.Tensor:
+    return torch.tensor(clients.ids, dtype=torch.float64)
+
+
+def rows_of(clients, width: int = 3) -> torch.Tensor:
+    """Numbers that only this client has: ``[K, width]``."""
+    return torch.sin(ids_of(clients)[:, None] * 10 + torch.arange(width))
+
+
+ROWS = np.sin(np.arange(5)[:, None] * 10 + np.arange(3))
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_a_mean_is_weighted_over_the_cohort_however_it_is_cut(group_size):
+    fed = federation(
+        lambda clients: {
+            "even": Mean(rows_of(clients)),
+            "by_size": Mean(rows_of(clients), weight=clients.num_samples),
+            "scalar": Mean(rows_of(clients)[:, 0], weight=ids_of(clients)),
+        },
+        group_size=group_size,
+    )
+    reply = exchange(fed)
+    np.testing.assert_allclose(reply["even"], ROWS.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(reply["by_size"], np.average(ROWS, axis=0, weights=SIZES), rtol=1e-12)
+    np.testing.assert_allclose(reply["scalar"], np.average(ROWS[:, 0], weights=range(5)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_a_sum_is_over_the_cohort_however_it_is_cut(group_size):
+    fed = federation(lambda clients: {"total": Sum(rows_of(clients))}, group_size=group_size)
+    np.testing.assert_allclose(exchange(fed)["total"], ROWS.sum(0), rtol=1e-12)
+    np.testing.assert_allclose(exchange(fed, [1, 4])["total"], ROWS[[1, 4]].sum(0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_rows_come_up_in_cohort_order_and_scattered_rows_go_to_their_clients(group_size):
+    def answer(clients, mine, shared, name):
+        assert isinstance(mine, PerClient) and not isinstance(shared, PerClient)
+        return {
+            "rows": Each(rows_of(clients)),
+            "back": Each(mine * shared),
+            "ids": Each(unmarked(ids_of(clients)).long()),
+        }
+
+    fed = federation(answer, group_size=group_size)
+    for ids in (range(5), [0, 2, 3, 4]):
+        mine = torch.arange(2.0 * len(ids)).reshape(len(ids), 2)
+        reply = exchange(fed, ids, mine=Scatter(mine), shared=torch.tensor([2.0, 3.0]), name="x")
+        np.testing.assert_allclose(reply["rows"], ROWS[list(ids)], rtol=1e-12)
+        assert torch.equal(reply["back"], mine * torch.tensor([2.0, 3.0]))
+        assert reply["ids"].tolist() == list(ids)
+        assert not isinstance(reply["back"], PerClient) and reply["ids"].dtype == torch.int64
+
+
+class Backwards(Inline):
+    """Gives results in the reverse of the order of the groups."""
+
+    def run(self, call, groups):
+        yield from reversed(list(super().run(call, groups)))
+
+
+def test_partial_sums_are_added_in_the_same_order_however_replies_arrive():
+    def answer(clients):
+        rows = rows_of(clients, 200).float() * 10 ** (ids_of(clients)[:, None] * 2).float()
+        return {"sum": Sum(rows), "mean": Mean(rows, weight=clients.num_samples), "rows": Each(rows)}
+
+    replies = []
+    for backend in (Inline, Backwards):
+        fed = federation(answer, group_size=1)
+        fed.runner.backend = backend(fed.runner.backend._worker)
+        replies.append(exchange(fed))
+    for name, tensor in replies[0].items():
+        assert torch.equal(tensor, replies[1][name])
+    forwards, backwards = (sum(order, torch.zeros(200)) for order in (replies[0]["rows"], replies[0]["rows"].flip(0)))
+    assert not torch.equal(forwards, backwards)
+
+
+def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves():
+    def answer(clients, theta, mine, name, number):
+        return {
+            "mean": Mean(rows_of(clients).float(), weight=clients.num_samples),
+            "total": Sum(rows_of(clients, 7)),
+            "rows": Each(torch.zeros(len(clients), 2, 2, dtype=torch.int64)),
+            "teacher": Mean(rows_of(clients, 50), charged=False),
+            "hint": Sum(rows_of(clients, 50), charged=False),
+            "score": Each(rows_of(clients, 50), charged=False),
+        }
+
+    fed = federation(answer, group_size=2)
+    cohort = fed.cohort([0, 1, 3], dropped=(2,))
+    for _ in range(2):
+        reply = cohort.run(
+            fed.method.reply,
+            theta=torch.zeros(10, 2),
+            mine=Scatter(torch.zeros(3, 6, dtype=torch.float64)),
+            name="x",
+            number=1,
+        )
+    assert set(reply) == {"mean", "total", "rows", "teacher", "hint", "score"}
+    expected = []
+    for number, receivers in ((0, 4), (1, 3)):
+        expected += [
+            Entry(0, number, "down", "theta", receivers, 20, 80),
+            Entry(0, number, "down", "mine", receivers, 6, 48),
+            Entry(0, number, "up", "mean", 3, 3, 12),
+            Entry(0, number, "up", "total", 3, 7, 56),
+            Entry(0, number, "up", "rows", 3, 4, 32),
+        ]
+    assert fed.ledger.entries == expected
+    assert fed.ledger.total("down", round=0) == 7 * (80 + 48)
+    assert fed.ledger.total("up", round=0) == 6 * (12 + 56 + 32)
+    assert fed.ledger.total("up", round=1) == 0
+    assert sent_per_client(fed.ledger, 0) == {
+        ("down", "theta"): 40, ("down", "mine"): 12, ("up", "mean"): 6, ("up", "total"): 14, ("up", "rows"): 8
+    }  # fmt: skip
+    fed.ledger.cut(3)
+    assert fed.ledger.entries == expected[:3]
+
+
+def test_what_clients_send_of_their_rows_is_counted_by_size():
+    def answer(clients):
+        return {"rows": Sum(rows_of(clients, 7), charged=ids_of(clients) % 3 * 2)}
+
+    fed = federation(answer, group_size=2)
+    reply = exchange(fed)
+    plainly = exchange(federation(lambda clients: {"rows": Sum(rows_of(clients, 7))}, group_size=2))
+    assert torch.equal(reply["rows"], plainly["rows"])
+    size = fed.ledger.entries[0].bytes // fed.ledger.entries[0].numbers
+    # clients 0 and 3 send nothing, 1 and 4 two numbers, 2 four
+    assert fed.ledger.entries == [
+        Entry(0, 0, "up", "rows", 1, 4, 4 * size),
+        Entry(0, 0, "up", "rows", 2, 2, 2 * size),
+    ]
+    assert sent_per_client(fed.ledger, 0) == {("up", "rows"): 8 / 3}
+    assert fed.ledger.total("up", 0) == 8 * size
+
+
+@pytest.mark.parametrize("charged", [torch.tensor([1, 8]), torch.tensor([-1, 1]), torch.tensor([1])])
+def test_nobody_is_charged_for_more_than_a_row(charged):
+    fed = federation(lambda clients: {"rows": Sum(rows_of(clients, 7), charged=charged)}, group_size=2)
+    with pytest.raises(MethodError, match=r"What 'rows' is charged must be a whole number between 0 and 7"):
+        exchange(fed, ids=[0, 1])
+
+
+def test_what_goes_down_is_charged_as_it_says():
+    fed = federation(lambda clients, **arguments: {"sum": Sum(sum(arguments.values()) * torch.ones(len(clients), 4))})
+    four, rows = torch.ones(4), torch.arange(12.0).reshape(3, 4)
+    cohort = fed.cohort([0, 1, 3], dropped=(2,))
+    reply = cohort.run(
+        fed.method.reply,
+        bare=four,
+        whole=Broadcast(four),
+        known=Broadcast(four, charged=False),
+        half=Broadcast(four, charged=2),
+        theirs=Broadcast(four, charged=torch.tensor([0, 3, 1])),
+        nothing=Scatter(rows, charged=False),
+        some=Scatter(rows, charged=torch.tensor([1, 1, 4])),
+    )
+    assert torch.equal(reply["sum"], 5 * 3 * four + 2 * rows.sum(0))
+    down = [(e.name, e.clients, e.numbers, e.bytes) for e in fed.ledger.entries if e.direction == "down"]
+    assert down == [
+        ("bare", 4, 4, 16),
+        ("whole", 4, 4, 16),
+        ("half", 4, 2, 8),
+        ("theirs", 2, 3, 12),  # one of them dropped out, and may have had as much as any
+        ("theirs", 1, 1, 4),
+        ("some", 2, 4, 16),
+        ("some", 2, 1, 4),
+    ]
+
+
+@pytest.mark.parametrize("charged", [5, -1, torch.tensor([1, 2])])
+def test_nobody_is_charged_for_more_than_goes_down(charged):
+    fed = federation(lambda clients, theta: None)
+    for message in (Broadcast(torch.zeros(4), charged), Scatter(torch.zeros(5, 4), charged)):
+        with pytest.raises(MethodError, match=r"What 'theta' is charged must be a whole number between 0 and 4"):
+            exchange(fed, theta=message)
+    assert fed.ledger.entries == []
+
+
+def test_what_is_only_sent_down_is_counted_too():
+    fed = federation(lambda clients, theta: None)
+    assert exchange(fed, theta=torch.zeros(4)) == {}
+    assert fed.ledger.entries == [Entry(0, 0, "down", "theta", 5, 4, 16)]
+
+
+def test_a_state_is_what_each_client_itself_was_left_with():
+    def answer(clients):
+        seen = clients.state.get("rounds", default=torch.zeros(2))
+        clients.state["rounds"] = seen + 1 + ids_of(clients)[:, None]
+        if 1 in clients.ids:
+            clients.state["other"] = ids_of(clients)
+        return {"seen": Each(seen)}
+
+    fed = federation(answer, group_size=2)
+    for ids in ([0, 1, 2], [1, 3], [1, 2, 4]):
+        cohort = fed.cohort(ids)
+        reply = cohort.run(fed.method.reply)
+        fed.states.commit()
+    assert reply["seen"][:, 0].tolist() == [4.0, 3.0, 0.0]
+    assert {c: fed.state_of(c)["rounds"][1] for c in range(5)} == {0: 1, 1: 6, 2: 6, 3: 4, 4: 5}
+    assert float(fed.state_of(1)["other"]) == 1
+
+
+def test_a_state_that_a_round_does_not_touch_stays_each_clients_own():
+    def answer(clients, name):
+        clients.state[name] = rows_of(clients) + len(name)
+
+    fed = federation(answer, group_size=2)
+    for ids, name in (([1, 2, 4], "a"), ([0, 1, 2, 3, 4], "bb"), ([2, 4], "ccc")):
+        exchange(fed, ids, name=name)
+        fed.states.commit()
+    assert [set(fed.state_of(c)) for c in range(5)] == [
+        {"bb"},
+        {"a", "bb"},
+        {"a", "bb", "ccc"},
+        {"bb"},
+        {"a", "bb", "ccc"},
+    ]
+    for client in range(5):
+        for name, row in fed.state_of(client).items():
+            np.testing.assert_allclose(row, ROWS[client] + len(name), rtol=1e-12)
+
+
+def test_states_of_a_round_that_is_given_up_do_not_count():
+    fed = federation(lambda clients: clients.state.update(rows=rows_of(clients)))
+    exchange(fed)
+    assert fed.state_of(3)
+    fed.states.abandon()
+    assert not fed.state_of(3)
+
+
+def test_a_state_that_a_client_function_deletes_is_gone():
+    def answer(clients):
+        if "rows" in clients.state:
+            del clients.state["rows"]
+            clients.state["other"] = ids_of(clients)
+        else:
+            clients.state["rows"] = rows_of(clients)
+
+    fed = federation(answer)
+    exchange(fed)
+    exchange(fed)
+    assert set(fed.state_of(0)) == {"other"}
+
+
+def test_a_state_needs_a_row_for_each_client_and_a_value_before_it_is_read():
+    clients = federation(lambda clients: None).clients()
+    with pytest.raises(ValueError, match=r"state\['x'\] needs one row for each of the group's 5 clients"):
+        clients.state["x"] = torch.zeros(4)
+    with pytest.raises(KeyError, match=r"no 'x' yet; give clients\.state\.get a default"):
+        clients.state["x"]
+    assert clients.state.get("x") is None
+    clients.state["x"] = torch.ones(5, 2)
+    assert list(clients.state) == ["x"] and clients.state["x"].shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda clients: {"x": torch.zeros(5)}, "returned 'x' as a Tensor; wrap it in Mean, Sum or Each"),
+        (lambda clients: {"x": 1.0}, "returned 'x' as a float; wrap it"),
+        (lambda clients: {"x": Mean(torch.zeros(4, 2))}, "returned 'x' of shape (4, 2), but the group has"),
+        (lambda clients: {"x": Sum(torch.tensor(1.0))}, "returned 'x' of shape (), but the group has"),
+    ],
+)
+def test_a_reply_that_does_not_say_how_it_comes_up_is_refused(answer, sentence):
+    with pytest.raises(MethodError, match=re.escape(sentence)):
+        exchange(federation(answer))
+
+
+@pytest.mark.parametrize(
+    ("weight", "sentence"),
+    [
+        (torch.zeros(5), "weights of Mean 'x' sum to 0.0"),
+        (torch.tensor([1.0, 1, -1, 1, 1]), "must be a non-negative number for each of the group's 5 clients"),
+        (torch.ones(4), "must be a non-negative number for each of the group's 5 clients"),
+    ],
+)
+def test_weights_of_a_mean_must_make_one(weight, sentence):
+    fed = federation(lambda clients: {"x": Mean(rows_of(clients), weight=weight)})
+    with pytest.raises(MethodError, match=re.escape(sentence)):
+        exchange(fed)
+
+
+def test_arguments_that_cannot_be_sent_are_refused_before_anything_is_counted():
+    fed = federation(lambda clients, **arguments: None)
+    with pytest.raises(MethodError, match="Scatter for 'mine' has 4 rows, but the cohort of round 0 has 5 clients"):
+        exchange(fed, mine=Scatter(torch.zeros(4, 2)))
+    with pytest.raises(MethodError, match="cannot send 'names', a list"):
+        exchange(fed, names=["a"])
+    with pytest.raises(MethodError, match="a client function of the method, as in"):
+        fed.cohort().run(lambda clients: None)
+    assert fed.ledger.entries == []
+
+
+@pytest.mark.parametrize("group_size", [1, None])
+def test_a_broadcast_that_a_client_function_changes_in_place_is_refused(group_size):
+    def answer(clients, theta):
+        theta += 1
+
+    theta = torch.zeros(3)
+    with pytest.raises(MethodError, match=re.escape("changed its argument 'theta' in place, but all clients share it")):
+        exchange(federation(answer, group_size=group_size), theta=theta)
+    assert torch.equal(theta, torch.zeros(3))
+
+
+@pytest.mark.parametrize("group_size", [1, None])
+def test_a_default_made_from_a_broadcast_is_the_groups_own(group_size):
+    def answer(clients, theta):
+        clients.state.get("x", default=theta)[0, 0] = 5
+        return {"theta": Each(clients.state.get("x", default=theta))}
+
+    reply = exchange(federation(answer, group_size=group_size), theta=torch.zeros(3))
+    assert torch.equal(reply["theta"], torch.zeros(5, 3))
+
+
+def test_rows_of_a_scatter_are_the_functions_own():
+    def answer(clients, mine):
+        mine += 1
+        return {"mine": Each(mine)}
+
+    rows = torch.zeros(5, 2)
+    assert torch.equal(exchange(federation(answer), mine=Scatter(rows))["mine"], torch.ones(5, 2))
+    assert torch.equal(rows, torch.zeros(5, 2))
+
+
+def failing(*culprits: int) -> Callable[..., Mapping[str, Any]]:
+    def answer(clients):
+        for culprit in culprits:
+            if culprit in clients.ids:
+                raise ZeroDivisionError(f"nothing left on {culprit}")
+        return {"rows": Each(rows_of(clients) + 1), "mean": Mean(rows_of(clients), weight=clients.num_samples)}
+
+    return answer
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_a_failing_client_is_named_with_its_round(group_size):
+    fed = federation(failing(3), group_size=group_size)
+    fed.round = 8
+    with pytest.raises(ClientError, match=r"(?s)^Client 3 failed in round 8:.*Error: nothing left on 3"):
+        exchange(fed)
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_a_skipped_client_is_left_out_of_means_and_gets_a_row_of_zeros(group_size):
+    fed = federation(failing(3), group_size=group_size, failures=FailureSettings(on_client_failure="skip", retries=1))
+    cohort = fed.cohort()
+    reply = cohort.run(fed.method.reply)
+    kept = [0, 1, 2, 4]
+    np.testing.assert_allclose(reply["rows"][kept], ROWS[kept] + 1, rtol=1e-12)
+    assert torch.equal(reply["rows"][3], torch.zeros(3))
+    expected = np.average(ROWS[kept], axis=0, weights=np.array(SIZES)[kept])
+    np.testing.assert_allclose(reply["mean"], expected, rtol=1e-12)
+    assert cohort.present.tolist() == [True, True, True, False, True]
+    assert list(cohort.failed) == [3] and "nothing left on 3" in fed.warnings[0]
+    assert {e.clients for e in fed.ledger.entries} == {4}
+    again = cohort.run(fed.method.reply)
+    assert torch.equal(again["rows"], reply["rows"])
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_scattered_rows_find_their_clients_after_others_were_skipped(group_size):
+    def answer(clients, mine):
+        if 1 in clients.ids:
+            raise ZeroDivisionError
+        clients.state["mine"] = mine
+        return {"mine": Each(mine), "ids": Each(ids_of(clients))}
+
+    fed = federation(answer, group_size=group_size, failures=FailureSettings(on_client_failure="skip", retries=0))
+    cohort = fed.cohort()
+    for first in (10.0, 20.0):
+        mine = first + torch.arange(5.0)
+        reply = cohort.run(fed.method.reply, mine=Scatter(mine[:, None]))
+        expected = mine.clone()
+        expected[1] = 0
+        assert torch.equal(reply["mine"][:, 0], expected)
+        assert reply["ids"].tolist() == [0, 0, 2, 3, 4]
+    fed.states.commit()
+    assert [float(fed.state_of(c)["mine"][0]) for c in (0, 2, 3, 4)] == [20, 22, 23, 24]
+    assert not fed.state_of(1)
+
+
+def test_too_many_failures_stop_the_run_even_if_they_may_be_skipped():
+    fed = federation(failing(1, 3, 4), failures=FailureSettings(on_client_failure="skip", retries=0))
+    with pytest.raises(ClientError, match=r"Only 2 of 5 clients of round 0 succeeded.*min_success_fraction = 0\.5"):
+        exchange(fed)
+
+
+def test_a_failure_that_passes_is_tried_again_to_the_same_result():
+    tries = []
+
+    def answer(clients):
+        tries.append(clients.ids)
+        if len(tries) < 3:
+            raise OSError("a hiccup")
+        return failing()(clients)
+
+    fed = federation(answer, failures=FailureSettings(retries=2))
+    np.testing.assert_allclose(exchange(fed)["rows"], ROWS + 1, rtol=1e-12)
+    assert len(tries) == 3
+
+
+@pytest.mark.parametrize("arguments", [{}, {"mine": Scatter(torch.zeros(0, 4))}])
+def test_a_cohort_of_nobody_is_said_to_be_one(arguments):
+    fed = federation(lambda clients, **arguments: None)
+    with pytest.raises(EmptyCohort, match="Nobody is left in the cohort of round 0"):
+        fed.cohort([], dropped=(2,)).run(fed.method.reply, **arguments)
+    assert [(e.clients, e.bytes) for e in fed.ledger.entries] == [(1, 16)] * len(arguments)
+
+
+def test_the_warnings_of_client_functions_reach_the_server():
+    def answer(clients):
+        warnings.warn("slow today", stacklevel=1)
+
+    fed = federation(answer)
+    exchange(fed)
+    assert fed.warnings == ["slow today"]
+
+
+def test_training_losses_are_known_by_client():
+    def answer(clients):
+        clients.sgd(
+            lambda p, batch, by: clients.loss(p, batch) * 0 + by, clients.initial, by=per_client(ids_of(clients))
+        )
+
+    fed = federation(answer, group_size=2, failures=replace(FailureSettings(), retries=0))
+    cohort = fed.cohort([0, 2, 3])
+    cohort.run(fed.method.reply)
+    assert cohort.losses == pytest.approx({0: 0.0, 2: 2.0, 3: 3.0})
+
+
+READS_TEST = {
+    "evaluate": lambda clients: clients.evaluate(clients.initial, "test"),
+    "batches": lambda clients: clients.batches(3, "some", split="test"),
+    "label_counts": lambda clients: clients.label_counts("test"),
+    "class_means": lambda clients: clients.class_means(lambda p, x: x.flatten(1), clients.initial, split="test"),
+}
+
+
+@pytest.mark.parametrize("name", READS_TEST)
+def test_training_reads_test_samples_only_if_the_method_declares_it_and_evaluation_always_may(name):
+    seen = []
+
+    def answer(clients):
+        seen.append(READS_TEST[name](clients))
+
+    fed = federation(answer)
+    fed.context.split = lambda client, split: fed.split[client]
+    with pytest.raises(MethodError, match=r"'reply' asks for clients' test samples in training, so that an evaluation"):
+        exchange(fed)
+    assert not seen
+    EvaluationCohort(fed.runner, range(5), 1, 0.1, unseen=False).run(fed.method.reply)
+    declared = Federation(sizes=SIZES, method=TrainsOnTests(answer=answer))
+    declared.context.split = lambda client, split: declared.split[client]
+    exchange(declared)
+    assert len(seen) == 2
+
+
+def test_an_evaluation_by_a_method_must_say_on_which_samples():
+    with pytest.raises(Exception, match=r"missing 1 required positional argument: 'split'"):
+        exchange(federation(lambda clients: clients.evaluate(clients.initial)))
+
+
+class AveragesOnTests(FedAvg):
+    """FedAvg that says that its rounds read test samples."""
+
+    test_data_in_training: ClassVar[bool] = True
+
+
+def test_a_run_warns_that_its_method_trains_on_what_it_is_tested_on(tmp_path):
+    with pytest.warns(UserWarning, match="AveragesOnTests declares test_data_in_training: its rounds may read"):
+        check([experiment(tmp_path, method="tests.federation.test_cohort:AveragesOnTests")])

@@ -1,0 +1,334 @@
+"""What a run tells its listeners is found again in MLflow, and MLflow's troubles are not the run's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import raypfl
+from raypfl.common.files import alone
+from raypfl.engine.events import RunFinished
+from raypfl.integrations.tracking.connection import how_to_look, opening
+from raypfl.integrations.tracking.listener import MLflowListener
+from raypfl.integrations.tracking.run import RunRecord
+from tests.analysis.test_flntk import two_layer
+from tests.support.tracking import client_of, events, record, runs_of, with_database
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever MLflow there is in the environment or in the working folder is not these tests'."""
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, mlflow_database: Path) -> Path:
+    return with_database(tmp_path / "runs", mlflow_database)
+
+
+def test_a_run_is_recorded_with_parameters_metrics_tags_and_tables(folder: Path) -> None:
+    assert record(events(folder)) == []
+    (run,) = runs_of(folder)
+    client = client_of(folder)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "experiment: ditto 50.0 % s0")
+    assert run.info.start_time <= run.info.end_time  # however long MLflow took to be there
+    assert run.data.params["method.lam"] == "0.75"
+    assert run.data.metrics["accuracy/local/personal"] == 0.5
+    assert run.data.metrics["worst_decile/local/personal"] == 0.2
+    assert run.data.metrics["bytes_up_total"] == 30
+    assert [point.value for point in client.get_metric_history(run.info.run_id, "loss")] == [1.0, 1 / 2, 1 / 3]
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "bytes_down_total")] == [1, 2, 3]
+    expected = {"method": "ditto", "data": "digits", "seed": "0", "metadata.actors": "2"}
+    expected |= {"metadata.versions.raypfl": "1"}
+    assert expected.items() <= run.data.tags.items()
+    assert "trained_models" in run.data.tags["mlflow.note.content"]
+    (used,) = run.inputs.dataset_inputs
+    assert (used.dataset.name, used.dataset.digest) == ("digits", "f" * 36)
+    assert run.data.tags["checkpoint"].endswith("000001-round-3")
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"experiment.yaml", "rounds.parquet"}
+    assert (folder / "mlartifacts" / run.info.run_id).is_dir()
+
+
+def test_an_analysis_is_recorded_with_its_numbers_tables_figures_and_arrays(folder: Path) -> None:
+    tracked = {"tracking__mlflow": "true", "tracking__models_mb": 0, "tracking__system_metrics": "false"}
+    made = two_layer(folder.parent, rounds=2, output=folder, **tracked)
+    result = raypfl.run(made, listeners=[MLflowListener(warn=pytest.fail)])
+    (run,) = runs_of(folder)
+    client = client_of(folder)
+    history = client.get_metric_history(run.info.run_id, "method/flntk_error")
+    logged = [row["value"] for row in result.logged.to_pylist() if row["name"] == "flntk_error"]
+    assert [point.step for point in history] == [0, 1, 2] and [point.value for point in history] == logged
+    assert run.data.metrics["method/flntk_lambda"] > 0
+    local = Path(client.download_artifacts(run.info.run_id, ""))
+    assert len(pq.read_table(local / "analysis-flntk_spectra.parquet")) == 2 * 24
+    kernels, theirs = (load_file(one / "analyses/flntk/kernels.safetensors") for one in (local, result.run_dir))
+    assert torch.equal(kernels["finite"], theirs["finite"]) and kernels["finite"].shape == (24, 24)
+    assert (local / "analyses/flntk/diagnosis.json").exists() and not list(local.rglob("client-*"))
+    assert list(local.glob("images/flntk*.png"))
+
+
+@pytest.mark.parametrize(("status", "recorded"), [("stopped", "KILLED"), ("failed", "FAILED")])
+def test_a_run_that_does_not_finish_says_so(folder: Path, status: str, recorded: str) -> None:
+    record(events(folder, status=status))
+    (run,) = runs_of(folder)
+    assert run.info.status == recorded
+    assert run.data.tags["error"] == "a client's loss is NaN"
+
+
+def test_a_resumed_run_goes_on_in_its_mlflow_run(folder: Path) -> None:
+    record(events(folder, range(1, 4), status="stopped"))
+    assert record(events(folder, range(3, 6))) == []
+    (run,) = runs_of(folder)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["bytes_up_total"] == 50  # round 3, done twice, is counted once
+    for metric in ("loss", "seconds", "bytes_down_total"):
+        history = client_of(folder).get_metric_history(run.info.run_id, metric)
+        assert [point.step for point in history] == [1, 2, 3, 4, 5]
+    judged = client_of(folder).get_metric_history(run.info.run_id, "accuracy/local/personal")
+    assert [point.step for point in judged] == [3, 5]
+    assert (run.data.params["rounds"], run.data.tags["resumed.rounds"]) == ("3", "5")
+
+
+def test_a_run_that_goes_on_in_a_folder_of_another_machine_goes_on_in_its_mlflow_run(folder: Path) -> None:
+    for location in ("s3://it's/runs", "s3://it-s/runs"):
+        record(events(folder, range(1, 4), status="stopped", location=location))
+        (folder / "digits-ditto" / "mlflow_run_id").unlink()
+    assert record(events(folder, range(4, 6), location="s3://it's/runs")) == []
+    first, second = runs_of(folder)
+    assert (first.info.status, second.info.status) == ("FINISHED", "KILLED")
+    assert (folder / "digits-ditto" / "mlflow_run_id").read_text() == first.info.run_id
+    (folder / "digits-ditto" / "mlflow_run_id").unlink()
+    record(events(folder, location="s3://it's/runs"))  # begins again, so it is another run
+    assert len(runs_of(folder)) == 3
+
+
+def test_a_comparison_that_goes_on_in_a_folder_of_another_machine_goes_on_below_its_parent(folder: Path) -> None:
+    for begin, end, status in ((1, 4, "stopped"), (4, 6, "finished")):
+        kept = folder / f"machine-{begin}"
+        with MLflowListener("kept", warn=pytest.fail, kept_in=kept) as tracked:
+            tracked.describe("Two runs.")
+            for name in ("a", "b"):
+                for event in events(folder, range(begin, end), status, name, location=f"s3://runs/{name}"):
+                    tracked(event)
+                (folder / name / "mlflow_run_id").unlink()
+    (parent,) = runs_of(folder, "tags.kind = 'comparison'")
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs_of(folder, "tags.kind = 'run'")} == {parent.info.run_id}
+    assert (parent.info.status, (kept / "mlflow_run_id").read_text()) == ("FINISHED", parent.info.run_id)
+
+
+def test_a_resumed_run_whose_mlflow_run_is_gone_gets_a_new_one(folder: Path) -> None:
+    happened = events(folder)
+    (folder / "digits-ditto" / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef")
+    assert record(happened) == []
+    assert len(runs_of(folder)) == 1
+
+
+def test_one_listener_records_several_runs_and_attaches_a_file_to_each(folder: Path) -> None:
+    listener = MLflowListener()
+    for name in ("a", "b"):
+        for event in events(folder, name=name):
+            listener(event)
+    (folder / "picture.png").write_bytes(b"png")
+    listener.attach(folder / "picture.png")
+    assert len(list(folder.rglob("mlartifacts/*/artifacts/picture.png"))) == 2
+
+
+def test_the_link_opens_the_page_of_the_runs_among_experiments_of_models(folder: Path) -> None:
+    listener = MLflowListener()
+    for event in (happened := events(folder)):
+        listener(event)
+    home = client_of(folder).get_experiment_by_name("raypfl")
+    assert home.tags["mlflow.experimentKind"] == "custom_model_development"
+    experiment = happened[0].experiment
+    command = f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db"
+    assert how_to_look(experiment) == command
+    page = f"/#/experiments/{home.experiment_id}/runs"
+    assert how_to_look(experiment, listener.experiment_id) == f"{command}  then http://127.0.0.1:5000{page}"
+    remote = experiment.override(["tracking.uri=https://me:secret@mlflow.example.org/"])
+    assert how_to_look(remote, listener.experiment_id) == f"https://mlflow.example.org{page}"
+
+
+def test_without_tracking_nothing_is_recorded(tmp_path: Path) -> None:
+    assert record(events(tmp_path, mlflow=False)) == []
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["digits-ditto", "elsewhere"]
+
+
+def test_a_server_that_refuses_is_reported_once_without_its_password(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        warnings = record(events(folder, uri=f"http://me:secret@{address}"))
+    assert len(warnings) == 1
+    assert f"MLflow at http://{address} does not record the run" in warnings[0]
+    assert f"`raypfl track {folder / 'digits-ditto'}` records them later" in warnings[0]
+    assert "secret" not in warnings[0] and "continues" not in warnings[0]  # `raypfl track` says it of finished runs
+
+
+def test_what_mlflow_refuses_at_first_is_recorded_when_it_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    create_run, refusals = mlflow.MlflowClient.create_run, iter([True])
+
+    def moody(self: Any, *args: Any, **options: Any) -> Any:
+        if next(refusals, False):
+            raise ConnectionError("come back later")
+        return create_run(self, *args, **options)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_run", moody)
+    assert len(record(events(folder))) == 1
+    (run,) = runs_of(folder)
+    assert (run.info.status, run.data.metrics["bytes_up_total"]) == ("FINISHED", 30)
+
+
+def test_importing_the_listener_imports_no_mlflow_and_recording_sends_no_telemetry() -> None:
+    program = """
+import sys
+import raypfl.integrations.tracking.listener
+import raypfl.integrations.tracking.connection as ours
+assert "mlflow" not in sys.modules
+ours.quiet_mlflow()
+from mlflow.telemetry.utils import is_telemetry_disabled
+assert is_telemetry_disabled()
+"""
+    # MLflow is silent of its own accord where it sees a test or a continuous integration at work.
+    looks = {"CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "MLFLOW_DISABLE_TELEMETRY"}
+    bare = {key: value for key, value in os.environ.items() if key not in looks}
+    root = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", program], env={**bare, "PYTHONPATH": root}, check=True)
+
+
+def test_what_mlflow_took_before_it_failed_is_not_recorded_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    log_batch, refusals = mlflow.MlflowClient.log_batch, iter([True])
+
+    def moody(self: Any, run_id: str, metrics: Any = (), **options: Any) -> None:
+        log_batch(self, run_id, metrics=metrics, **options)
+        if metrics and next(refusals, False):
+            raise ConnectionError("the answer was lost")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", moody)
+    assert len(record(events(folder))) == 1
+    (run,) = runs_of(folder)
+    history = client_of(folder).get_metric_history(run.info.run_id, "loss")
+    assert [point.step for point in history] == [1, 2, 3]
+
+
+def test_runs_are_found_by_what_they_are(folder: Path) -> None:
+    listener = MLflowListener("lambdas", tags={"paper": "ours"})
+    for name in ("a", "b"):
+        for event in events(folder, name=name):
+            listener(event)
+    for found in (
+        "tags.method = 'ditto' and tags.partition = 'dirichlet' and tags.seed = '0'",
+        "tags.kind = 'run' and tags.comparison = 'lambdas' and tags.paper = 'ours'",
+        "tags.model = 'mlp' and params.`training.lr` = '0.1'",
+        "datasets.name = 'digits' and attributes.status = 'FINISHED'",
+        "tags.seed = '0' and metrics.`accuracy/local/personal` > 0.4",
+    ):
+        assert len(runs_of(folder, found)) == 2, found
+    assert len(runs_of(folder, "tags.kind = 'comparison' and tags.paper = 'ours'")) == 1
+
+
+def test_runs_that_go_at_the_same_time_are_told_apart(folder: Path) -> None:
+    with MLflowListener("together", warn=pytest.fail) as tracked:
+        listeners = [tracked.beside() for _ in range(3)]
+        for together in zip(*(events(folder, name=name) for name in ("a", "b", "c")), strict=True):
+            for listener, event in zip(listeners, together, strict=True):
+                if isinstance(event, RunFinished):
+                    event = replace(event, status="failed")
+                listener(event)
+    (parent,) = runs_of(folder, "tags.kind = 'comparison'")
+    children = runs_of(folder, "tags.kind = 'run'")
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    assert [run.data.metrics["bytes_up_total"] for run in children] == [30, 30, 30]
+    assert parent.info.status == "FAILED"
+
+
+def test_the_machine_is_measured_while_a_run_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    started, *rest = events(folder, system_metrics=True)
+    listener = MLflowListener(warn=pytest.fail)
+    listener(started)
+    measured: dict[str, float] = {}
+    deadline = time.monotonic() + 60
+    while "system/cpu_utilization_percentage" not in measured and time.monotonic() < deadline:
+        time.sleep(0.1)
+        runs = runs_of(folder) if client_of(folder).get_experiment_by_name("raypfl") else []
+        measured = runs[0].data.metrics if runs else {}
+    for event in rest:
+        listener(event)
+    assert measured["system/system_memory_usage_percentage"] > 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
+
+
+def test_a_database_that_another_process_opens_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, real = [], RunRecord._open
+    monkeypatch.setattr(RunRecord, "_open", lambda record: (order.append("opened"), real(record))[1])
+    listener = MLflowListener(warn=pytest.fail)
+    started, *rest = events(folder)
+    with alone(folder / "mlflow.db"):
+        listener(started)
+        time.sleep(0.2)
+        order.append("released")
+    for event in rest:
+        listener(event)
+    assert order == ["released", "opened"]
+
+
+def test_a_database_exists_only_with_all_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.store.db import utils
+
+    database, there = tmp_path / "mlflow.db", []
+
+    def cut_off(engine: Any) -> None:
+        there.append(database.exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(utils, "_upgrade_db", cut_off)
+    with pytest.raises(KeyboardInterrupt), opening(f"sqlite:///{database}"):
+        pass
+    assert there == [False]
+    assert [file.name for file in tmp_path.iterdir()] == ["elsewhere"]
+
+
+@pytest.mark.slow
+def test_runs_that_make_the_database_at_the_same_time_are_all_recorded(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from tests.support.tracking import events, record
+folder = Path(sys.argv[1])
+happened = events(folder, name=sys.argv[2])
+sys.stdin.readline()
+print(record(happened), end="")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    root = str(Path(__file__).parents[2])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    runs = [subprocess.Popen([*command, name], cwd=root, **pipes) for name in ("a", "b", "c")]  # type: ignore[call-overload]
+    for run in runs:
+        run.stdin.write("now\n")
+        run.stdin.flush()
+    assert [run.communicate()[0] for run in runs] == ["[]"] * 3
+    assert len(runs_of(tmp_path)) == 3

@@ -1,0 +1,398 @@
+"""Sweeps: what is searched, how trials are stopped, copied and resumed, and what comes out."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raypfl import Experiment, Result
+from raypfl.common.errors import ConfigError, Stopped
+from raypfl.engine.events import Checkpointed
+from raypfl.integrations.tuning.outcome import tune
+from raypfl.integrations.tuning.search import check, search
+from raypfl.integrations.tuning.spaces import chosen, placed, shown, spaces_of
+from raypfl.integrations.tuning.sweep import Sweep, load
+from raypfl.integrations.tuning.trial import Trial, schedule_of
+from raypfl.runs.driver import resume, run
+from raypfl.runs.result import write_description
+from tests.support.command import raypfl
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = {
+    "name": "small",
+    "experiment": {
+        "method": "fedavg",
+        "rounds": 4,
+        "data": {"name": "digits", "val_fraction": 0.2},
+        "partition": {"name": "iid", "clients": 3},
+        "model": {"name": "mlp", "hidden": [8]},
+        "training": {"steps": 2, "batch_size": 16},
+        "evaluation": {"every": 1},
+        "engine": {"executor": "sequential"},
+        "tracking": {"mlflow": False, "system_metrics": False},
+    },
+    "search": {"training.lr": {"loguniform": [0.001, 1]}},
+    "trials": 3,
+}
+
+
+def small(**changes: object) -> dict:
+    return {**SMALL, **changes}
+
+
+def silent(*_: object) -> None:
+    """Hears and shows nothing."""
+
+
+def tracked_in(folder: Path, database: Path) -> dict:
+    """Settings of ``tracking`` with a database in the folder."""
+    shutil.copy(database, folder / "mlflow.db")
+    return {"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False, "models_mb": 0}
+
+
+def mlflow_runs(uri: str) -> tuple[list, list]:
+    """Runs without a parent, and those with one."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (experiment,) = [known for known in client.search_experiments() if known.name == "raypfl"]
+    runs = client.search_runs([experiment.experiment_id])
+    children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
+    return [run for run in runs if run not in children], children
+
+
+def test_what_is_searched_inside_a_choice_counts_only_where_it_is_chosen():
+    spaces = spaces_of(
+        {
+            "method": {"choice": ["fedavg", {"name": "ditto", "lam": {"loguniform": [0.1, 10]}}]},
+            "rounds": {"grid": [2, 4]},
+        }
+    )
+    assert [space.name for space in spaces] == ["method", "method.lam@1", "rounds"]
+    assert chosen(spaces, {"method": 0, "method.lam@1": 3.0, "rounds": 1}) == {"method": "fedavg", "rounds": 4}
+    ditto = {"method": 1, "method.lam@1": 3.0, "rounds": 0}
+    assert chosen(spaces, ditto) == {"method": {"name": "ditto", "lam": 3.0}, "rounds": 2}
+    assert shown(spaces, ditto) == {"method": "ditto", "method.lam": 3.0, "rounds": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"search": {"training.lr": {"loguniforn": [1, 2]}}}, "did you mean 'loguniform'"),
+        ({"search": {"training.lr": {"loguniform": [0, 2]}}}, "0 < low < high"),
+        ({"search": {"training.lr": [1, 2]}}, "must be one space"),
+        ({"metric": {"protocol": "local"}}, "looks at test data"),
+        ({"scheduler": "asha", "seeds": 2}, "one run, but seeds is 2"),
+        ({"searcher": "optuna", "search": {"training.lr": {"grid": [1, 2]}}}, "does not go through"),
+        ({"metric": [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]}, "several objectives"),
+        ({"scheduler": "pb2"}, "changes numbers only"),
+        ({"trails": 3}, "did you mean 'trials'"),
+        ({"scheduler": "ashaa"}, "did you mean 'asha'"),
+        ({"scheduler": {"name": "pbt", "factor": 4}}, "scheduler.factor has no effect with scheduler: pbt"),
+        ({"search": {"training.lr": {"quniform": [0, 1]}}}, r"must be \[low, high, step\]"),
+        ({"search": {"training.lr": {"quniform": [0.1, 0.2, 0.5]}}}, "fewer than two multiples"),
+        ({"points": [{"training.lr": 2}]}, "search.training.lr does not have"),
+        ({"points": [{"training.lr": 0.1}] * 4}, "points has 4 configurations, but trials is 3"),
+        ({"stop": {"value": 0.9}, "seeds": 2}, "stop.value ends a trial that is one run"),
+    ],
+)
+def test_a_sweep_that_cannot_be_meant_is_refused_in_a_sentence(changes: dict, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        load(small(**changes))
+
+
+def test_a_value_outside_of_a_settings_range_is_refused_before_anything_runs(tmp_path: Path):
+    sweep = load(small(search={"training.lr": {"choice": [0.1, -1]}}), [f"output={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"training\.lr is -1"):
+        search(sweep, *check(sweep), tmp_path / "s", silent, silent)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["data.val_fraction=0"], "is on validation data, but data.val_fraction is 0"),
+        (["scheduler=asha", "scheduler.grace=4"], "so none could ever be stopped"),
+    ],
+)
+def test_what_could_find_nothing_is_refused_before_anything_runs(tmp_path: Path, changes: list[str], sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        check(load(small(), [f"output={tmp_path}", *changes]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("scheduler", [{"name": "median", "grace": 1}, {"name": "pb2", "interval": 1}])
+def test_other_schedulers_of_ray_tune_take_a_sweep_to_its_end(tmp_path: Path, scheduler: dict):
+    sweep = load(small(search={"training.lr": {"uniform": [0.001, 1]}}, scheduler=scheduler), [f"output={tmp_path}"])
+    trials = search(sweep, *check(sweep), tmp_path / "sweep", silent, silent)
+    assert len(trials) == 3 and all(trial.has_ended and not trial.error and trial.values for trial in trials)
+    assert any(trial.round == 4 for trial in trials)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "tune_configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_search_that_comes_with_raypfl_is_valid_and_says_where_it_is_from(file: Path):
+    sweep = load(file)
+    lowest = {space.name: space.values[0] if space.is_range else 0 for space in sweep.spaces}
+    assert sweep.configured(lowest).rounds > 0
+    assert sweep.source or file.stem.startswith("digits"), "a grid of a paper names its section"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sweep_leaves_a_table_pictures_and_the_best_configuration_which_runs_to_the_trials_bits(
+    tmp_path: Path, mlflow_database: Path
+):
+    file = tmp_path / "small.yaml"
+    tracking = tracked_in(tmp_path, mlflow_database)
+    asha = {"name": "asha", "grace": 1, "factor": 2}
+    given = small(experiment=SMALL["experiment"] | {"tracking": tracking}, scheduler=asha, trials=2)
+    file.write_text(yaml.safe_dump(given | {"points": [{"training.lr": 0.25}], "tensorboard": True}))
+    given_now = [str(file), f"output={tmp_path}/runs", "search.training.lr.qloguniform=[0.05, 0.5, 0.05]", "--quiet"]
+    done = raypfl("tune", *given_now)
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "runs/small"
+    before = {end: end.stat().st_mtime_ns for end in folder.glob("trials/*/summary.json")}
+    assert len(before) == 2 and len(list(folder.glob("tune/*/events.out.tfevents*"))) == 2
+    done = raypfl("tune", *given_now, "trials=5", "concurrent=2")
+    assert done.exit_code == 0, done.output
+    assert all(end.stat().st_mtime_ns == time for end, time in before.items()), "a finished trial ran again"
+    rows = list(csv.DictReader((folder / "trials.csv").open()))
+    assert len(rows) == 5 and {row["status"] for row in rows} == {"finished", "stopped"}
+    values = [float(row["accuracy/val"]) for row in rows]
+    assert values == sorted(values, reverse=True)
+    rates = {row["trial"]: 20 * float(row["training.lr"]) for row in rows}
+    assert rates["00000"] == 5 and all(rate == pytest.approx(round(rate)) for rate in rates.values())
+    assert all(int(row["round"]) == 4 for row in rows if row["status"] == "finished")
+    assert {"configurations.png", "importance.png"} <= {file.name for file in folder.iterdir()}
+    best = run(Experiment.from_yaml(folder / "best.yaml"), run_dir=tmp_path / "best")
+    trial = Result.load(folder / "trials" / rows[0]["trial"])
+    assert best.weights_hash == trial.weights_hash and best.round == 4
+    assert all((folder / "trials" / row["trial"] / "summary.json").exists() for row in rows), "a stopped trial, too"
+    done = raypfl("report", str(folder), "--out", str(tmp_path / "report.html"))
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png") == 2 and f"{100 * values[0]:.1f}" in page
+    (parent,), children = mlflow_runs(tracking["uri"])
+    assert parent.info.status == "FINISHED", "a scheduler that stops trials does not stop the sweep"
+    assert {run.info.status for run in children} == {"FINISHED", "KILLED"}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_searcher_and_a_scheduler_of_ones_own_and_a_value_that_ends_trials(tmp_path: Path):
+    sweep = {
+        "searcher": {"name": "tests.support.own_search:Ladder", "options": {"first": 0.1}},
+        "scheduler": {"name": "ray.tune.schedulers:MedianStoppingRule", "options": {"min_samples_required": 9}},
+        "stop": {"value": 0.0},
+        "trials": 2,
+    }
+    outcome = tune(small(**sweep), [f"output={tmp_path}"])
+    assert [(trial.status, trial.round) for trial in outcome.trials] == [("stopped", 1)] * 2
+    assert {trial.drawn["training.lr"] for trial in outcome.trials} == {0.1, 0.2}
+    best = outcome.grid.get_best_result()
+    assert best.metrics["accuracy/val"] == outcome.best.values["accuracy/val"]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_when_its_time_is_over_a_sweep_ends_with_what_its_trials_have_reached(tmp_path: Path):
+    outcome = tune(small(concurrent=1), [f"output={tmp_path}", "rounds=100000", "stop.seconds=8"])
+    assert outcome.trials and {trial.status for trial in outcome.trials} == {"stopped"}
+    for trial in outcome.trials:
+        if trial.round:  # on a busy machine none has begun
+            assert trial.round <= Result.load(tmp_path / "small/trials" / trial.name).round < 100000
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"scheduler": {"name": "pbt", "options": {"quantile": 0.5}}}, "did you mean 'quantile_fraction'"),
+        ({"scheduler": {"name": "asha", "options": {"max_t": 3}}}, "other settings determine"),
+        ({"searcher": {"name": "tests.support.own_search:Ladder"}}, "cannot be made: TypeError"),
+        ({"searcher": {"name": "tests.support.own_search:Lader"}}, "has no 'Lader'"),
+    ],
+)
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_ray_tune_would_not_take_is_refused_and_leaves_nothing(tmp_path: Path, changes: dict, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        tune(small(**changes), [f"output={tmp_path}"])
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_point_is_placed_in_the_spaces_that_count_for_it():
+    choices = ["fedavg", {"name": "ditto", "lam": {"loguniform": [0.1, 10]}}]
+    spaces = spaces_of({"method": {"choice": choices}, "rounds": {"qrandint": [10, 30, 10]}})
+    for point in ({"method": "fedavg", "rounds": 30}, {"method": "ditto", "method.lam": 2.5, "rounds": 10}):
+        assert shown(spaces, placed(spaces, point)) == point
+    for point, sentence in (
+        ({"method": "fedavg", "rounds": 15}, "search.rounds does not have"),
+        ({"method": "fedavg", "rounds": 10, "method.lam": 1.0}, "'method.lam', which is not searched there"),
+        ({"method": "ditto", "rounds": 10}, "without method.lam"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            placed(spaces, point)
+
+
+@pytest.mark.parametrize("space", [["quniform", [0.1, 1, 0.25]], ["qlograndint", [3, 50, 5]]])
+def test_settings_of_a_quantised_space_are_multiples_within_its_bounds_also_after_pbt_changed_them(space: list):
+    kind, (low, high, step) = space
+    (quantised,) = spaces_of({"training.lr": {kind: [low, high, step]}})
+    values = {quantised.value(low + (high - low) * (k - 20) / 60) for k in range(100)}
+    assert values == {step * k for k in range(1, 100) if low <= step * k <= high}
+
+
+def test_the_command_line_changes_and_drops_searched_settings():
+    given = small(search={**SMALL["search"], "training.batch_size": {"choice": [8, 16]}})
+    changes = ["search.training.lr.uniform=[0.1, 0.2]", "search.training.batch_size=null", "search.seed={grid: [1, 2]}"]
+    assert load(given, changes).search == {"training.lr": {"uniform": [0.1, 0.2]}, "seed": {"grid": [1, 2]}}
+
+
+def followed(sweep: Sweep, schedule: list[dict], folder: Path) -> Result:
+    """A run that is stopped where its settings change, and continues with the next ones."""
+    ends = [part["after"] for part in schedule[1:]]
+    for part, end in zip(schedule, [*ends, None], strict=True):
+        experiment = sweep.configured(part["drawn"]).override(["engine.backend=inline"])
+        write_description(folder, experiment)
+
+        def stop(event: object, end: int | None = end) -> None:
+            if isinstance(event, Checkpointed) and event.round == end:
+                raise Stopped("The settings change.")
+
+        result = resume(folder, listeners=[stop], lockstep=True)
+    return result
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_trials_of_pbt_go_on_from_others_checkpoints_and_best_yaml_says_with_which_settings(tmp_path: Path):
+    halves = {"quantile_fraction": 0.5, "resample_probability": 0.0}
+    pbt = {"name": "pbt", "interval": 1, "options": halves}
+    outcome = tune(small(scheduler=pbt, trials=4), [f"output={tmp_path}", "rounds=6"])
+    trials = outcome.trials
+    assert [(trial.status, trial.round) for trial in trials] == [("finished", 6)] * 4
+    runs = [Result.load(tmp_path / "small/trials" / trial.name) for trial in trials]
+    assert all(run.rounds["round"].to_pylist() == list(range(1, 7)) for run in runs)
+    first = [run.rounds["loss"][0].as_py() for run in runs]
+    assert len(set(first)) < 4, "no trial went on from another's first round"
+    assert len({run.experiment.training.lr for run in runs}) > 1
+    copied = [entry for run in runs for entry in run.history if "parent" in entry]
+    assert any("training.lr" in entry["changed"] for entry in copied)
+    assert all(run.history[-1]["settings"] == run.experiment.to_dict() for run in runs)
+
+    changed = False
+    for trial, result in zip(trials, runs, strict=True):
+        parts = schedule_of(result.run_dir)
+        changed |= len(parts) > 1
+        assert followed(outcome.sweep, parts, tmp_path / trial.name).weights_hash == result.weights_hash
+    assert changed, "no settings were changed"
+    said = [line.removeprefix("# ") for line in (tmp_path / "small/best.yaml").read_text().splitlines()]
+    assert outcome.changes == said[1 : 1 + len(outcome.changes)]
+    assert len(outcome.schedule) == len([line for line in said if line.startswith("  rounds ")]) or not outcome.changes
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trial_with_client_actors_runs_them_in_its_own_placement_group(tmp_path: Path):
+    overrides = [f"output={tmp_path}", "ray.actors=2", "ray.cpus_per_actor=0.5"]
+    sweep = load(small(trials=2, scheduler="asha"), overrides)
+    trials = search(sweep, *check(sweep), tmp_path / "actors", silent, silent)
+    assert all(trial.status in ("finished", "stopped") and trial.round for trial in trials)
+    result = Result.load(tmp_path / "actors/trials/00000")
+    assert result.metadata["actors"] == 2
+    inline = run(result.experiment.override(["engine.backend=inline"]), run_dir=tmp_path / "inline")
+    assert result.weights_hash == inline.weights_hash
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trial_goes_on_after_tune_gave_it_up_because_its_process_died(tmp_path: Path):
+    dies_twice = {"name": "tests.support.federated_methods:KillsItsServer", "marks": str(tmp_path), "at": 3, "times": 2}
+    given = small(experiment={**SMALL["experiment"], "method": dies_twice}, trials=1)
+    sweep = load(given, [f"output={tmp_path}", "checkpoint.every=1"])
+    shown: set[str] = set()
+
+    def show(trials: list[Trial]) -> None:
+        shown.update(trial.status for trial in trials)
+
+    (trial,) = search(sweep, *check(sweep), tmp_path / "dies", silent, show)
+    assert (trial.status, trial.error) == ("finished", "") and shown == {"running", "waiting", "finished"}
+    trained = Result.load(tmp_path / "dies/trials/00000")
+    alone = run(trained.experiment.override(["tracking.mlflow=false"]), run_dir=tmp_path / "alone")
+    assert trained.weights_hash == alone.weights_hash
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_optuna_searches_for_two_objectives_at_once(tmp_path: Path):
+    two = [{"protocol": "val"}, {"protocol": "val", "value": "worst_decile"}]
+    sweep = load(small(trials=2, searcher="optuna", metric=two), [f"output={tmp_path}"])
+    trials = search(sweep, *check(sweep), tmp_path / "optuna", silent, silent)
+    assert [sorted(trial.values) for trial in trials] == [["accuracy/val", "worst_decile/val"]] * 2
+    assert {path.name for path in (tmp_path / "optuna/trials").iterdir()} == {trial.name for trial in trials}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_mean_over_seeds_counts(tmp_path: Path):
+    sweep = load(small(trials=1, seeds=2), [f"output={tmp_path}"])
+    (trial,) = search(sweep, *check(sweep), tmp_path / "seeds", silent, silent)
+    runs = [Result.load(tmp_path / f"seeds/trials/00000/seed-{k}") for k in range(2)]
+    assert [one.experiment.seed for one in runs] == [0, 1]
+    values = [next(row["accuracy"] for row in one.summary() if row["protocol"] == "val") for one in runs]
+    assert trial.values == {"accuracy/val": pytest.approx(sum(values) / 2)}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sweep_that_is_interrupted_leaves_its_trials_unfinished_and_goes_on(tmp_path: Path):
+    sweep = load(small(trials=2), [f"output={tmp_path}", "rounds=40"])
+    asked = []
+
+    def interrupt(trials: list[Trial]) -> None:
+        if not asked and any(trial.round > 0 for trial in trials):
+            asked.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert not any(trial.has_ended for trial in search(sweep, *check(sweep), tmp_path / "sweep", silent, interrupt))
+    assert {trial.status for trial in search(sweep, *check(sweep), tmp_path / "sweep", silent, silent)} == {"finished"}
+
+
+def test_a_sweep_that_is_killed_goes_on_with_what_it_had_below_one_mlflow_run(tmp_path: Path, mlflow_database: Path):
+    tracking = tracked_in(tmp_path, mlflow_database)
+    given = small(
+        experiment=SMALL["experiment"] | {"tracking": tracking, "rounds": 40}, concurrent=1, searcher="optuna"
+    )
+    given["points"] = [{"training.lr": 0.25}]
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump({**given, "experiment": {**given["experiment"], "output": str(tmp_path / "runs")}}))
+    program = "from raypfl.cli.app import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "tune", str(file), "--quiet"], cwd=tmp_path, start_new_session=True
+    )
+    folder = tmp_path / "runs/small"
+
+    def is_second_under_way() -> bool:
+        ended = {end.parent for end in folder.glob("trials/*/summary.json")}
+        saved = {checkpoint.parents[1] for checkpoint in folder.glob("trials/*/checkpoints/*-round-[3-9]")}
+        return bool(ended and saved - ended)
+
+    deadline = time.monotonic() + 240
+    while not is_second_under_way() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert is_second_under_way()
+    (first_end,) = folder.glob("trials/*/summary.json")
+    began = first_end.stat().st_mtime_ns
+    done = raypfl("tune", str(file), "--quiet")
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader((folder / "trials.csv").open()))
+    assert [row["status"] for row in rows] == ["finished"] * 3
+    assert "0.25" in {row["training.lr"] for row in rows}
+    assert first_end.stat().st_mtime_ns == began, "a finished trial ran again"
+    assert {path.name for path in (folder / "trials").iterdir()} == {row["trial"] for row in rows}, "a folder is left"
+    (parent,), children = mlflow_runs(tracking["uri"])
+    assert len(children) == 3 and {run.info.status for run in (parent, *children)} == {"FINISHED"}

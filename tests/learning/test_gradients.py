@@ -1,0 +1,119 @@
+"""Gradients, maps, cotangents and class means of a group are autograd's on one client alone, by either executor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.common.messages import per_client
+from tests.support.federation import (
+    CLASSES,
+    EXECUTORS,
+    Federation,
+    NormalisedConv,
+    as_module,
+    close,
+    small_mlp,
+    starts_of,
+)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+def test_gradients_are_autograds_and_agree_with_finite_differences(factory, executor):
+    fed = Federation(factory, executor=executor)
+    clients = fed.clients()
+    at = starts_of(fed)
+    gradients = clients.grad(clients.loss, per_client(at)).as_subclass(Tensor)
+    size = fed.model.num_parameters
+    direction = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for k in range(4):
+        x, y = fed.samples(k)
+
+        def value(parameters: Tensor, k=k, x=x, y=y) -> Tensor:
+            net = as_module(factory, torch.cat([parameters, at[k, size:]])).train()
+            return F.cross_entropy(net(x), y)
+
+        ahead, behind = (value(at[k, :size] + step * direction) for step in (1e-6, -1e-6))
+        assert float(gradients[k] @ direction) == pytest.approx(float((ahead - behind).detach() / 2e-6), rel=1e-5)
+        net = as_module(factory, at[k]).train()
+        F.cross_entropy(net(x), y).backward()
+        close(gradients[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_gradients_are_taken_on_the_batches_and_with_the_extras_that_are_given(executor):
+    fed = Federation(executor=executor)
+    clients = fed.clients()
+    batches = clients.batches(5, "some")
+    anchors = starts_of(fed)
+
+    def loss(p, batch, anchor):
+        return clients.loss(p, batch) + 0.5 * (p - anchor).square().sum()
+
+    gradients = clients.grad(loss, clients.initial, batches, anchor=per_client(anchors))
+    for k, batch in enumerate(batches):
+        net = as_module(fed.factory, clients.initial)
+        F.cross_entropy(net(batch.x), batch.y).backward()
+        expected = torch.cat([p.grad.reshape(-1) for p in net.parameters()]) + clients.initial - anchors[k]
+        close(gradients[k], expected)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_gradients_leave_model_vectors_as_they_are(executor):
+    fed = Federation(NormalisedConv, executor=executor)
+    clients = fed.clients()
+    at = starts_of(fed)
+    before = at.clone()
+    clients.grad(clients.loss, per_client(at))
+    assert torch.equal(at, before)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_map_sees_each_clients_row_samples_and_extras_in_evaluation_mode(executor):
+    fed = Federation(NormalisedConv, executor=executor)
+    clients = fed.clients()
+    at = starts_of(fed)
+    at[:, fed.model.num_parameters :] += 0.5
+    scales = torch.arange(1.0, 5.0, dtype=torch.float64)
+
+    def describe(theta, batch, scale):
+        return scale * batch.mean(fed.model(theta, batch.x))
+
+    rows = clients.map(describe, per_client(at), scale=per_client(scales))
+    for k in range(4):
+        net = as_module(fed.factory, at[k]).eval()
+        close(rows[k], scales[k] * net(fed.samples(k)[0]).mean(0).detach())
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_pulling_a_cotangent_back_is_autograd_through_the_map(shared, executor):
+    fed = Federation(executor=executor)
+    clients = fed.clients()
+    at = fed.model.init(1) if shared else starts_of(fed)
+    cotangent = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def describe(theta, batch):
+        return batch.mean(fed.model(theta, batch.x))
+
+    pulled = clients.vjp(describe, at if shared else per_client(at), per_client(cotangent))
+    for k in range(4):
+        net = as_module(fed.factory, at if shared else at[k])
+        (net(fed.samples(k)[0]).mean(0) @ cotangent[k]).backward()
+        close(pulled[k], torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_class_means_are_those_of_each_clients_own_samples(executor):
+    fed = Federation(executor=executor, sizes=(7, 1, 11))
+    clients = fed.clients()
+    means, counts = clients.class_means(lambda theta, x: x.flatten(1)[:, :6], clients.initial)
+    for k in range(3):
+        x, y = fed.samples(k)
+        for c in range(CLASSES):
+            mine = x.flatten(1)[y == c, :6]
+            assert counts[k, c] == len(mine)
+            close(means[k, c], mine.mean(0) if len(mine) else torch.zeros(6, dtype=torch.float64))

@@ -1,0 +1,434 @@
+"""Differential privacy: clipping, noise, what is spent, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import raypfl
+from raypfl import Experiment, Mean, Result, resume, run
+from raypfl.clients.clients import WITH_NOISE, WITHOUT_CONTENTS
+from raypfl.common.errors import ConfigError, PrivacyError
+from raypfl.common.messages import per_client, unmarked
+from raypfl.learning.batches import order, sampled_order
+from raypfl.learning.loss import LocalLoss
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.privacy import NoisySum, PrivacySettings
+from raypfl.learning.privacy.accounting import ALL, accounted, epsilon
+from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
+from raypfl.results.compared import group_runs
+from raypfl.results.epsilons import epsilons, sentence
+from raypfl.runs.driver import check
+from tests.support.federation import CLASSES, EXECUTORS, FP64, SHAPE, Federation, as_module, both, close, starts_of
+
+CLIPS = PrivacySettings(noise=0.0, clip=0.3)
+NOISY = PrivacySettings(noise=1.0, clip=1.0)
+
+
+def sampled(fed: Federation, k: int) -> list[tuple[Tensor, Tensor]]:
+    """The k-th client's batches in its first private training."""
+    group, t = fed.clients()._group, fed.training
+    keys = group.keys("batches  1")[k : k + 1]
+    visits = sampled_order(keys, np.array(fed.sizes)[k : k + 1], t.batch_size, t.epochs, t.steps)
+    return [fed.samples(k, index[:count]) for index, count in zip(visits.index[0], visits.counts[0], strict=True)]
+
+
+def by_hand(fed: Federation, start: Tensor, k: int, anchor: Tensor | None = None, lam: float = 0.0) -> Tensor:
+    """DP-SGD without noise: a loop over samples, the pull after clipping."""
+    theta = start
+    for x, y in sampled(fed, k):
+        total = torch.zeros_like(theta)
+        for i in range(len(y)):
+            net = as_module(fed.factory, theta)
+            F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
+            slope = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+            total += slope * min(1.0, fed.privacy.clip / float(slope.norm()))
+        pull = 0.0 if anchor is None else lam * (theta - anchor)
+        theta = theta - fed.training.lr * (total / fed.training.batch_size + pull)
+    return theta
+
+
+@both
+def test_clipping_is_a_plain_loop_over_the_samples_of_poisson_batches(executor):
+    fed = Federation(executor=executor, training=replace(FP64, epochs=2), privacy=CLIPS)
+    clients, starts = fed.clients(), starts_of(fed)
+    trained, walked = clients.sgd(clients.loss, per_client(starts)), per_client(starts)
+    again = fed.clients()
+    for batch in again.minibatches():
+        walked = batch.step(again.loss, walked)
+    for k, start in enumerate(starts):
+        close(trained[k], by_hand(fed, start, k), 1e-12)
+        close(walked[k], trained[k], 1e-12)
+
+
+@both
+def test_a_pull_is_added_after_clipping_and_is_not_clipped(executor):
+    fed = Federation(executor=executor, training=replace(FP64, epochs=2), privacy=CLIPS)
+    clients, starts, anchor = fed.clients(), starts_of(fed), starts_of(fed)[0] + 1.0
+
+    def pull(p, batch, anchor):
+        return 2.0 / 2 * (p - anchor).square().sum()
+
+    trained = clients.sgd(clients.loss, per_client(starts), penalty=pull, anchor=anchor)
+    for k, start in enumerate(starts):
+        close(trained[k], by_hand(fed, start, k, anchor, lam=2.0), 1e-12)
+
+
+@both
+def test_a_penalty_that_looks_at_the_samples_is_clipped_with_their_loss(executor):
+    fed = Federation(executor=executor, training=replace(FP64, steps=1), privacy=replace(CLIPS, clip=1e-3))
+    clients = fed.clients()
+
+    def strong(p, batch):
+        return 1e6 * clients.loss(p, batch)
+
+    moved = unmarked(clients.sgd(clients.loss, clients.initial, penalty=strong)) - clients.initial
+    most = sampled_order(clients._group.keys("batches  1"), np.array(fed.sizes), 4, 1, 1).counts[:, 0]
+    assert (moved.norm(dim=1) <= torch.from_numpy(most) * 1e-3 * fed.training.lr / 4 + 1e-15).all()
+
+
+@both
+def test_without_noise_and_without_a_limit_it_is_ordinary_sgd_on_the_same_batches(executor):
+    fed = Federation(executor=executor, sizes=(8, 4, 12, 8))
+    clients = fed.clients()
+    group, keys = clients._group, clients._group.keys("batches")
+    visits, rows = order(keys, np.array(fed.sizes), 4, 3), group.models(clients.initial)
+    local = LocalLoss(fed.model, clients.loss)
+    trained = [
+        fed.context.executor.sgd(
+            local, rows, group.samples("train"), visits, group.update(rule=rule), group.draws(), {}
+        )[0]
+        for rule in (None, NoisySum(math.inf, 0.0, 4))
+    ]
+    close(trained[1], trained[0], 1e-12)
+
+
+def test_every_sample_is_in_a_batch_with_the_same_chance_and_independently():
+    keys = np.random.default_rng(0).integers(0, 2**63, 3).astype(np.uint64)
+    visits = sampled_order(keys, np.array([40, 400, 5]), 8, steps=4000)
+    assert visits.steps.tolist() == [4000] * 3
+    for k, (n, rate) in enumerate([(40, 0.2), (400, 0.02), (5, 1.0)]):
+        counts = visits.counts[k]
+        assert counts.mean() == pytest.approx(n * rate, rel=0.02)
+        assert counts.var() == pytest.approx(n * rate * (1 - rate), rel=0.1)
+        taken = [visits.index[k, s, : counts[s]] for s in range(4000)]
+        assert all((np.diff(one) > 0).all() for one in taken), "a sample is twice in a batch"
+        often = np.bincount(np.concatenate(taken), minlength=n) / 4000
+        assert abs(often - rate).max() < 5 * math.sqrt(rate * (1 - rate) / 4000) + 1e-12
+    alone = sampled_order(keys[1:2], np.array([400]), 8, steps=4000)
+    assert (alone.counts[0] == visits.counts[1]).all()
+
+
+@both
+def test_noise_has_the_deviation_asked_for_and_is_new_in_every_training_and_step(executor):
+    far = replace(NOISY, noise=1e9, clip=1e-9)
+    fed = Federation(executor=executor, training=replace(FP64, lr=1.0, steps=1), privacy=far)
+    clients = fed.clients()
+    rows = [unmarked(clients.sgd(clients.loss, clients.initial)) - clients.initial for _ in range(20)]
+    two_steps = unmarked(fed.clients().sgd(clients.loss, clients.initial, steps=2)) - clients.initial
+    draws = torch.cat([*rows, two_steps - rows[0]])
+    assert float(draws.std()) == pytest.approx(1 / 4, rel=0.03)
+    assert float(draws.mean()) == pytest.approx(0, abs=0.01)
+    correlation = torch.corrcoef(draws) - torch.eye(len(draws), dtype=draws.dtype)
+    assert float(correlation.abs().max()) < 0.5, "two draws are the same"
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_two_steps_on_a_mini_batch_have_different_noise_and_are_accounted_together(executor):
+    fed = Federation(executor=executor, training=replace(FP64, steps=3), privacy=NOISY, method=PFedMe(inner_steps=2))
+    fed.play(None)
+    rows = fed.cohorts[-1].spent
+    assert {(row.branch, row.steps, row.uses) for row in rows} == {("train 1", 3, 2)}
+    assert [row.rate for row in sorted(rows)] == [min(1.0, 4 / n) for n in fed.sizes]
+
+
+def test_each_branch_is_accounted_with_its_own_steps_whatever_the_groups():
+    spent = []
+    for size in (None, 1):
+        method = Ditto(personal_epochs=3)
+        fed = Federation(privacy=NOISY, method=method, group_size=size, training=replace(FP64, batch_size=4))
+        fed.play([0, 2], None)
+        spent.append(sorted(fed.cohorts[0].spent) + sorted(fed.cohorts[1].spent))
+    assert spent[0] == spent[1]
+    assert [(row.client, row.branch, row.steps) for row in spent[0][:2]] == [(0, "train 1", 6), (0, "train 2", 2)]
+
+
+@pytest.mark.parametrize("method", [FedNH(), FedProto(), MTL()], ids=["fednh", "fedproto", "mtl"])
+def test_a_method_that_reads_training_data_without_noise_is_refused(method):
+    fed = Federation(privacy=NOISY, method=method)
+    if isinstance(method, MTL):
+        fed.play(None)  # it trains by clients.sgd only
+    else:
+        with pytest.raises(Exception, match="reads clients' data without noise"):
+            fed.play(None)
+
+
+REFUSED = {"batches", "class_means", "evaluate", "grad", "label_counts", "losses", "map", "vjp"}
+"""What a method may not use of `clients` if samples are protected."""
+
+CALLS = {
+    "compute": lambda f: f(lambda rows: [rows + 1], torch.arange(4.0)),
+    "generators": lambda f: [g.initial_seed() for g in f("stream")],
+    "log": lambda f: f(lr=torch.ones(4)),
+    "logits": lambda f: f(STEEP, torch.ones(2, *SHAPE, dtype=torch.float64)),
+    "loss": lambda f: f(STEEP, Batch(torch.ones(1, *SHAPE).double(), torch.tensor([1]), torch.ones(1).double())),
+    "num_steps": lambda f: f(),
+    "other": lambda f: f(STEEP).theta,
+    "pool": lambda f: [*next(iter(f("auxiliary").batches(3)))],
+    "randn": lambda f: f(3),
+    "state": list,
+    "weights": lambda f: f("samples"),
+}
+"""How each name of `clients` that is not a plain value is asked what it tells."""
+
+STEEP = torch.linspace(-1, 1, 183, dtype=torch.float64)
+
+
+def other_contents(**options) -> Federation:
+    """A federation whose clients have as many samples as others, but no sample of them."""
+    fed = Federation(**options)
+    own = slice(0, sum(fed.sizes))
+    fed.inputs[own] = 16 - fed.inputs[own]
+    fed.labels[own] = (fed.labels[own] + 1) % CLASSES
+    return fed
+
+
+def test_every_public_name_of_clients_is_refused_under_noise_or_tells_nothing_of_the_samples():
+    clients, twins = (made(privacy=NOISY).clients() for made in (Federation, other_contents))
+    plain = Federation().clients()
+    names = {name for name in dir(plain) if not name.startswith("_")}
+    assert names == WITHOUT_CONTENTS | WITH_NOISE | REFUSED, "a name is new: does it read clients' samples?"
+    for name in REFUSED:
+        with pytest.raises(PrivacyError, match=rf"^clients\.{name} reads clients' data without noise"):
+            getattr(clients, name)
+        getattr(plain, name)
+    for name in WITHOUT_CONTENTS - {"model", "networks"}:  # the same function of a vector for all
+        ask = CALLS.get(name, lambda value: value)
+        told, again = (ask(getattr(group, name)) for group in (clients, twins))
+        if isinstance(told, Tensor):
+            assert torch.equal(told, again), name
+        else:
+            assert str(told) == str(again), name
+    batch = next(clients.minibatches())
+    assert {name for name in dir(batch) if not name.startswith("_")} == {"active", "step"}
+
+
+def test_every_public_name_of_a_cohort_is_classified_and_what_is_measured_without_noise_is_for_the_record_only():
+    closed = {"losses", "logged"}
+    open_names = {
+        *("context", "exchange", "failed", "ids", "lr", "phase", "present", "round", "spent", "task", "unseen"),
+        *("descend", "generator", "log", "log_image", "log_table", "other", "pool", "progress", "run", "sgd"),
+    }
+    fed = Federation(privacy=NOISY, method=FedAvg())
+    fed.play(None)
+    assert {name for name in dir(fed.cohorts[0]) if not name.startswith("_")} == closed | open_names
+    for privacy in (NOISY, replace(NOISY, unit="client"), PrivacySettings(secure_aggregation=True)):
+        cohort = Federation(privacy=privacy, method=FedAvg()).cohort()
+        for name in closed:
+            with pytest.raises(PrivacyError, match=rf"^cohort\.{name} was measured without noise and masks"):
+                getattr(cohort, name)
+
+
+class SendsItsLosses(FedAvg):
+    """FedAvg whose clients weigh themselves by how well they trained."""
+
+    def train(self, clients, theta):
+        trained = clients.sgd(clients.loss, theta)
+        return {"theta": Mean(trained, weight=1 / clients.losses)}
+
+
+class SendsItsAccuracy(FedAvg):
+    """FedAvg whose clients send how well the model fits their samples."""
+
+    def train(self, clients, theta):
+        return super().train(clients, theta) | {"fit": Mean(clients.evaluate(theta, split="train")["accuracy"])}
+
+
+class WeighsByLosses(FedAvg):
+    """FedAvg whose server looks at every client's training loss."""
+
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        server["worst"] = max(cohort.losses.values())
+
+
+class Tracking(torch.nn.Module):
+    """A network whose normalisation keeps running statistics, without mixing samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.InstanceNorm2d(2, track_running_stats=True)
+        self.head = torch.nn.Linear(32, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x).flatten(1))
+
+
+@pytest.mark.parametrize("method", [FedAvg(), PFedMe()], ids=["sgd", "batch.step"])
+def test_statistics_that_samples_move_without_noise_are_refused(method):
+    fed = Federation(factory=Tracking, executor="sequential", privacy=NOISY, method=method)
+    with pytest.raises(PrivacyError, match="Training moved statistics of the network"):
+        fed.play(None)
+
+
+def test_the_accountant_is_above_the_exact_curve_and_close_to_published_values():
+    # Abadi et al. 2016, Section 3.2: q = 0.01, sigma = 4, 10,000 steps, delta = 1e-5: 1.26 by the moments accountant;
+    # the newer conversion is tighter.
+    assert 0.95 < epsilon({(0.01, 4.0): 10_000}, 1e-5) < 1.26
+    # PerAda, Table 5, at noise 0.8, 1 and 1.5: 10 epochs of batches of 32, 20 clients.
+    sizes = np.random.default_rng(0).dirichlet(np.full(20, 0.1), 10).sum(0) * 4500
+    for noise, low, high in [(0.8, 4.9, 8.3), (1.0, 3.0, 5.0), (1.5, 1.5, 2.5)]:
+        spent = [epsilon({(min(1, 32 / n), noise): 10 * math.ceil(n / 32)}, 1e-5) for n in sizes.clip(20)]
+        assert low < np.mean(spent) < high
+    # Balle and Wang 2018: the exact curve of T Gaussian steps; Renyi's bound is above it, by little.
+    for steps, noise in [(1, 1.0), (10, 3.0)]:
+        mu, spent = math.sqrt(steps) / noise, epsilon({(1.0, noise): steps}, 1e-5)
+        assert _exact_delta(spent, mu) < 1e-5 < _exact_delta(0.8 * spent, mu)
+
+
+def _exact_delta(eps: float, mu: float) -> float:
+    def below(z: float) -> float:
+        return 0.5 * math.erfc(-z / math.sqrt(2))
+
+    return below(-eps / mu + mu / 2) - math.exp(eps) * below(-eps / mu - mu / 2)
+
+
+def test_epsilon_grows_with_steps_and_rate_falls_with_noise_and_composes():
+    base = epsilon({(0.1, 1.0): 100}, 1e-5)
+    assert epsilon({(0.1, 1.0): 200}, 1e-5) > base > epsilon({(0.1, 1.5): 100}, 1e-5)
+    assert epsilon({(0.2, 1.0): 100}, 1e-5) > base > epsilon({(0.1, 1.0): 100}, 1e-4)
+    assert epsilon({(0.1, 1.0): 60, (0.1, 1.0000001): 40}, 1e-5) == pytest.approx(base, rel=1e-5)
+    assert epsilon({(0.1, 0.0): 1}, 1e-5) == math.inf and epsilon({}, 1e-5) == 0.0
+    rows = [(r, "training", 7, b, 0.1, 50, 1) for r in (1, 2) for b in ("train 1", "train 2")]
+    rows += [(r, "prediction", 7, "personal model 1", 0.1, 50, 1) for r in (1, 2)]
+    names = ("round", "phase", "client", "branch", "rate", "steps", "uses")
+    table = accounted({n: list(v) for n, v in zip(names, zip(*rows, strict=True), strict=True)}, NOISY)
+    of = dict(zip(table["branch"], zip(table["steps"], table["epsilon"], strict=True), strict=True))
+    assert of["train 1"] == (100, pytest.approx(base)) and of["personal model 1"][0] == 50
+    assert of[ALL] == (250, pytest.approx(epsilon({(0.1, 1.0): 250}, 1e-5)))
+
+
+def user_level(**changes) -> Federation:
+    settings = PrivacySettings(noise=0.0, clip=0.05, unit="client")
+    return Federation(privacy=replace(settings, **changes), method=FedAvg(weighting="uniform"))
+
+
+def test_a_clients_update_is_clipped_whole_and_the_servers_noise_has_its_size():
+    plain = Federation(method=FedAvg(weighting="uniform"))
+    start, fed = plain.method.start(plain.task)["theta"], user_level()
+    clients = plain.clients(round=0)
+    updates = unmarked(clients.sgd(clients.loss, start)) - start
+    assert (updates.norm(dim=1) > 0.05).all()
+    limited = updates * (0.05 / updates.norm(dim=1, keepdim=True))
+    close(fed.play(None)["theta"], start + limited.mean(0), 1e-12)
+    noise = user_level(noise=100.0).play(None)["theta"] - fed.server["theta"]
+    assert float(noise.std()) == pytest.approx(100 * 0.05 / 4, rel=0.1)
+    close(user_level(clip=1e9).play(None)["theta"], plain.play(None)["theta"], 1e-12)
+
+
+def test_what_the_server_cannot_clip_is_refused():
+    for method, match in [
+        (FedAvg(), "set method.weighting=uniform"),
+        (PerAda(steps=2, batch_size=4), "'logits', which is not the mean of an argument"),
+        (FedProto(), "which is not the mean of an argument"),
+    ]:
+        fed = Federation(method=method, privacy=replace(NOISY, unit="client"))
+        with pytest.raises(Exception, match=match):
+            fed.play(None)
+
+
+def experiment(tmp_path, *assignments: str) -> Experiment:
+    base = [
+        "name=private",
+        f"output={tmp_path}",
+        "rounds=2",
+        "cohort.size=4",
+        "partition.clients=6",
+        "privacy.noise=1.0",
+    ]
+    return Experiment().override([*base, "engine.backend=inline", "evaluation.every=1", *assignments])
+
+
+def test_batch_norm_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"privacy.noise is 1.0, but batch norm in resnet10"):
+        run(experiment(tmp_path, "model=resnet10"))
+    with pytest.raises(ConfigError, match=r"privacy.clip is .inf, but privacy.noise is 1.0"):
+        experiment(tmp_path, "privacy.clip=.inf")
+
+
+def test_a_run_reports_the_epsilon_of_each_client_and_a_resume_keeps_it(tmp_path):
+    changes = ["method=fedavg-ft", "checkpoint.every=1", "evaluation.every=0"]
+    result = run(experiment(tmp_path, *changes, "rounds=3"))
+    shorter = run(experiment(tmp_path, *changes, "rounds=2"))
+    resumed = resume(shorter.run_dir, overrides=["rounds=3"])
+    assert resumed.weights_hash == result.weights_hash and resumed.privacy == result.privacy
+    assert shorter.privacy != result.privacy
+    table = Result.load(result.run_dir).privacy.to_pydict()
+    drawn = [c for row in result.rounds["cohort"].to_pylist() for c in row]
+    assert set(table["branch"]) >= {"train 1", ALL}
+    sizes = {c: s for c, b, s in zip(table["client"], table["branch"], table["steps"], strict=True) if b == "train 1"}
+    assert set(sizes) == set(drawn)
+    for client, steps in sizes.items():
+        assert steps % drawn.count(client) == 0
+    assert all(0 < value < 100 for value in table["epsilon"])
+
+
+def test_a_model_for_a_new_client_is_trained_privately_and_says_what_that_spent(tmp_path):
+    changes = ["method=fedavg-ft", "method.finetune_epochs=2", "evaluation.every=0", "training.batch_size=4"]
+    models = raypfl.trained_models(run(experiment(tmp_path, *changes)).run_dir)
+    x, y = np.zeros((12, 1, 8, 8), np.uint8), np.arange(12) % 3
+    made = models.personalize_all([(x, y), (x[:9], y[:9])], held_out=1 / 3)
+    assert [one.epsilon for one in made] == [epsilon({(4 / 8, 1.0): 4}, 1e-5), epsilon({(4 / 6, 1.0): 4}, 1e-5)]
+    assert json.loads(json.dumps(made[0].facts))["epsilon"] == made[0].epsilon
+    plain = raypfl.trained_models(run(experiment(tmp_path, *changes, "privacy.noise=null")).run_dir)
+    assert plain.personalize(x, y).epsilon is None
+
+
+def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
+    (group,) = group_runs([run(experiment(tmp_path, "method=ditto", "evaluation.every=0"))])
+    rows = {row.training: row for row in epsilons(group)}
+    assert list(rows) == ["model 1 of train", "model 2 of train", "all"]
+    whole, own = rows["all"], rows["model 1 of train"]
+    assert sentence(group) == (
+        f"ditto, privacy of one sample of a client: epsilon {whole.mean:.2f} at delta 1e-05, the mean over clients "
+        f"(standard deviation {whole.std:.2f}, largest {whole.most:.2f}). Mean epsilon of each training alone: "
+        f"model 1 of train {own.mean:.2f}, model 2 of train {own.mean:.2f}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (["privacy.unit=client"], r"^FedAvg\.train .*set method\.weighting=uniform"),
+        (["method=fednh"], "reads clients' data without noise"),
+        (["method=knn-per"], "clients.map reads clients' data without noise"),
+        (["method=pfedhn", "privacy.secure_aggregation=true"], "'step' as a row for each client"),
+        (["privacy.secure_aggregation=true", "cohort.size=1"], "is one client alone"),
+        (["method=tests.learning.test_privacy:SendsItsLosses"], "clients.losses reads clients' data without noise"),
+        (["method=tests.learning.test_privacy:SendsItsAccuracy"], "clients.evaluate reads clients' data without noise"),
+        (["method=tests.learning.test_privacy:WeighsByLosses"], "cohort.losses was measured without noise"),
+        (["method=fedptr"], "clients.batches reads clients' data without noise"),
+        (
+            ["method=fedptr", "method.pictures=5", "privacy.noise=null", "privacy.secure_aggregation=true"],
+            "returned 'pictures' with zeros, or a weight of zero, for all clients of the cohort but one",
+        ),
+    ],
+    ids=[
+        *("weights", "its round", "its prediction", "rows", "a cohort of one"),
+        *("losses", "fit", "losses on the server", "own images", "pictures"),
+    ],
+)
+def test_a_method_that_does_not_let_privacy_hold_is_refused_before_anything_is_written(tmp_path, settings, match):
+    refused = experiment(tmp_path, *settings)
+    with pytest.raises(ConfigError, match=match):
+        run(refused)
+    with pytest.raises(ConfigError, match=match):
+        check([refused])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,105 @@
+"""FedDF: limiting cases, and the formulas of the paper in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import raypfl
+from raypfl.common.errors import ConfigError
+from raypfl.methods import METHODS, FedAvg, FedDF
+from raypfl.runs import driver
+from tests.support.federation import EXECUTORS, Federation, NormalisedConv, as_module, as_vector, close, small_mlp
+from tests.support.runs import experiment
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 3))
+
+
+class Recorded(FedDF):
+    """Keeps the cohort's models, which the server has no need of, for the test to look at."""
+
+    def train(self, clients, theta):
+        reply = super().train(clients, theta)
+        clients.state["model"] = clients.sgd(clients.loss, theta)
+        return reply
+
+
+def test_without_distillation_it_is_fedavg_to_the_bit():
+    first, second = (
+        Federation(NormalisedConv, method=method).play(None, [0, 2]) for method in (FedAvg(), FedDF(steps=0))
+    )
+    assert torch.equal(first["theta"], second["theta"])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+def test_the_average_is_trained_by_adam_on_the_divergence_from_the_mean_logits(factory, executor):
+    method = Recorded(steps=7, batch_size=4, lr=0.01)
+    fed = Federation(factory, method=method, executor=executor, group_size=3)
+    theta = fed.play(None)["theta"]
+    models = [torch.from_numpy(fed.state_of(k)["model"]) for k in range(4)]
+    sizes = torch.tensor(fed.sizes, dtype=torch.float64)
+    average = (torch.stack(models) * sizes[:, None]).sum(0) / sizes.sum()
+    teachers, student = [as_module(factory, one).eval() for one in models], as_module(factory, average).train()
+    adam = torch.optim.Adam(student.parameters(), lr=0.01)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 7)
+    losses: list[Tensor] = []
+    for batch in fed.pools.pool("auxiliary", 0).batches(4, steps=7):
+        with torch.no_grad():
+            p = torch.stack([teacher(batch.x) for teacher in teachers]).mean(0).softmax(1)
+        adam.zero_grad()
+        losses.append((p * (p.log() - student(batch.x).log_softmax(1))).sum(1).mean())
+        losses[-1].backward()
+        adam.step()
+        cosine.step()
+    close(theta, as_vector(student), 1e-6)
+    assert fed.cohorts[0].logged.values["distillation_loss"] == pytest.approx(sum(loss.item() for loss in losses) / 7)
+
+
+def test_a_linear_network_says_what_the_average_of_models_says_so_its_first_gradient_is_zero():
+    fed = Federation(linear, method=FedDF(steps=1, weighting="uniform", batch_size=9))
+    theta = fed.play(None)["theta"]
+    plain = Federation(linear, method=FedAvg(weighting="uniform")).play(None)["theta"]
+    assert 0 < (theta - plain).abs().max() <= 1.01e-3  # Adam takes steps of its rate down gradients of 1e-17
+
+
+def test_labels_of_the_pool_are_not_used():
+    hashes = []
+    for shift in (0, 1):
+        fed = Federation(method=FedDF(steps=3, batch_size=4))
+        fed.labels[-9:] = (fed.labels[-9:] + shift) % 3
+        hashes.append(fed.play(None)["theta"])
+    assert torch.equal(*hashes)
+
+
+def test_a_round_is_charged_a_model_each_way_and_no_logits():
+    fed = Federation(method=FedDF(steps=3, batch_size=4))
+    fed.play(None)
+    sent = {(e.direction, e.name, e.numbers) for e in fed.ledger.entries}
+    assert sent == {("down", "theta", fed.model.size), ("up", "theta", fed.model.size)}
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        *({"method": name} for name in METHODS if hasattr(METHODS.get(name), "pool")),
+        {"analyses": "[distillation]"},
+        {"model__pretrain": "auxiliary"},
+    ],
+)
+def test_a_pool_that_is_not_there_is_refused_before_anything_is_started(tmp_path, needs):
+    with pytest.raises(ConfigError, match=r"no pool called 'auxiliary'; data.pools has none"):
+        driver.check([experiment(tmp_path, **needs, data__pools="{}")])
+
+
+def test_a_method_that_does_not_distil_needs_no_pool(tmp_path):
+    driver.check([experiment(tmp_path, method="feddf", method__steps=0, data__pools="{}")])
+
+
+def test_nothing_of_a_pool_is_in_the_servers_state(tmp_path):
+    result = raypfl.run(experiment(tmp_path, method="feddf", method__steps=5, rounds=2))
+    state = result.server_state()
+    assert sum(value.numel() for value in state.values() if isinstance(value, Tensor)) == state["theta"].numel()

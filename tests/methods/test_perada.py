@@ -1,0 +1,286 @@
+"""PerAda: limiting cases to the bit, its steps by hand, what it trains and sends, and what it distils."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypfl.common.messages import per_client
+from raypfl.learning.augmentation import Crop, Flip
+from raypfl.methods import Ditto, FedAvg, FedDF, Local, PerAda
+from raypfl.methods.local_training import proximal
+from raypfl.models import MODELS, FlatModel
+from raypfl.models.residual import ResidualAdapter
+from tests.support.federation import (
+    CLASSES,
+    FP64,
+    ONE_STEP,
+    POOLED,
+    ROUNDS,
+    Federation,
+    any_net,
+    as_module,
+    as_vector,
+    both,
+    close,
+    gradient,
+    kept,
+    played,
+    sent_per_client,
+    small_mlp,
+)
+
+ADAPTED = "adapters, output layer"
+SAMPLES = {"weighting": "samples"}
+
+
+class AdaptedConv(nn.Module):
+    """A convolution with an adapter, batch norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.adapter = ResidualAdapter(3, nn.BatchNorm2d(3))
+        nn.init.normal_(self.adapter.conv.weight)  # far from the identity
+        self.norm = nn.BatchNorm2d(3)
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.adapter(self.conv(x))).relu().flatten(1))
+
+
+def adapting(method, trained: str = ADAPTED, **options) -> Federation:
+    """A federation whose clients train a part of a network; all else is frozen."""
+    fed = Federation(AdaptedConv, method=method, group_size=2, **options)
+    fed.model = FlatModel(AdaptedConv, seed=11, dtype=torch.float64, trained=trained)
+    return fed
+
+
+def distillation_loss(fed: Federation) -> float:
+    return fed.cohorts[-1].logged.values["distillation_loss"]
+
+
+# Limiting cases
+
+
+@both
+@any_net
+def test_of_a_whole_network_and_without_distillation_it_is_ditto_to_the_bit(factory, executor):
+    ditto = played(Ditto(lam=0.3), factory=factory, executor=executor)
+    perada = played(PerAda(lam=0.3, steps=0, **SAMPLES), factory=factory, executor=executor)
+    assert torch.equal(perada.server["theta"], ditto.server["theta"]) and torch.equal(kept(perada), kept(ditto))
+
+
+@any_net
+def test_of_a_whole_network_and_apart_from_the_personal_models_it_is_feddf_to_the_bit(factory):
+    options = {"steps": 5, "batch_size": 4, "lr": 0.01}
+    feddf = played(FedDF(**options), factory=factory)
+    perada = played(PerAda(**options, **SAMPLES, student="train"), factory=factory)
+    assert torch.equal(perada.server["theta"], feddf.server["theta"])
+    assert not torch.equal(perada.server["theta"], played(FedAvg(), factory=factory).server["theta"])
+
+
+@both
+def test_without_pull_its_personal_adapters_are_trained_alone_to_the_bit(executor):
+    alone, perada = adapting(Local(), executor=executor), adapting(PerAda(lam=0.0, steps=3), executor=executor)
+    for fed in (alone, perada):
+        fed.play(*ROUNDS)
+    assert torch.equal(kept(perada), kept(alone))
+
+
+def test_without_distillation_its_adapters_are_fedavgs_of_clients_that_count_equally():
+    fedavg, perada = adapting(FedAvg(weighting="uniform")), adapting(PerAda(lam=5.0, steps=0))
+    assert torch.equal(perada.play(*ROUNDS)["theta"], fedavg.play(*ROUNDS)["theta"])
+
+
+# Its steps
+
+
+def test_a_personal_step_goes_down_the_loss_and_toward_the_model_that_was_received():
+    lam, lr = 0.7, 0.1
+    fed = Federation(method=PerAda(lam=lam, steps=0), training=ONE_STEP)
+    w = v = fed.model.init(fed.seed)
+    for _ in range(3):
+        fed.play(None)
+        v = v - lr * (gradient(fed, v, 1) + lam * (v - w))
+        w = torch.stack([w - lr * gradient(fed, w, c) for c in range(4)]).mean(0)
+        close(kept(fed)[1], v)
+        close(fed.server["theta"], w)
+
+
+def test_who_is_not_drawn_keeps_its_adapters_and_who_is_drawn_again_goes_on_from_them():
+    fed = adapting(PerAda(steps=0))
+    fed.play([0, 1, 2, 3])
+    before = kept(fed)
+    fed.play([0, 2], [0, 2])
+    after = kept(fed)
+    assert torch.equal(after[[1, 3]], before[[1, 3]]) and not torch.equal(after[0], before[0])
+    clients = fed.clients([1, 3], fed.round, personal=before[[1, 3]])
+    assert torch.equal(fed.method.personal_model(clients, fed.server).as_subclass(Tensor), before[[1, 3]])
+
+
+class LocalFirst(PerAda):
+    """Trains the set that is sent before the one that stays."""
+
+    def train(self, clients, theta):
+        reply = FedDF.train(self, clients, theta)
+        super().train(clients, theta)
+        return reply
+
+
+def test_the_order_of_a_clients_two_trainings_does_not_matter_to_the_bit():
+    first, second = adapting(PerAda(steps=2, batch_size=4)), adapting(LocalFirst(steps=2, batch_size=4))
+    assert torch.equal(first.play(*ROUNDS)["theta"], second.play(*ROUNDS)["theta"])
+    assert torch.equal(kept(first), kept(second))
+
+
+@both
+def test_on_a_quadratic_both_trainings_are_the_closed_form_and_a_harder_pull_ends_closer(executor):
+    fed = Federation(executor=executor, training=replace(FP64, lr=0.2))
+    clients, draws = fed.clients(), torch.Generator().manual_seed(0)
+    size = fed.model.size
+    curvature = torch.rand(size, generator=draws, dtype=torch.float64) + 0.1
+    w, own, start = (torch.randn(n, size, generator=draws, dtype=torch.float64) for n in (1, 4, 4))
+
+    def quadratic(p, batch, own):
+        return (curvature * (p - own).square()).sum() / 2
+
+    def after(steps: int, lam: float) -> Tensor:
+        options = {"penalty": proximal(lam), "anchor": w[0], "own": per_client(own), "steps": steps}
+        return clients.sgd(quadratic, per_client(start), **options).as_subclass(Tensor)
+
+    for lam in (0.0, 0.5, 1 / 0.2):
+        fixed = (curvature * own + lam * w) / (curvature + lam)
+        close(after(7, lam), fixed + (1 - 0.2 * (curvature + lam)) ** 7 * (start - fixed))
+    apart = [(after(200, lam) - w).norm(dim=1) for lam in (0.0, 0.5, 2.0)]
+    assert (apart[0] > apart[1]).all() and (apart[1] > apart[2]).all()
+
+
+@pytest.mark.slow
+def test_squared_gradients_fall_with_the_number_of_rounds_at_the_theorems_step_sizes():
+    lam, means = 1.0, {}
+    for rounds in (25, 400):
+        step = 1 / math.sqrt(rounds)  # of a loss that is about 1-smooth, with one local step
+        method = PerAda(lam=lam, steps=2, batch_size=POOLED, lr=1e-3 * step, schedule="constant")
+        fed = Federation(method=method, training=replace(ONE_STEP, lr=step / (1 + lam)))
+        found = []
+        w = v = fed.model.init(fed.seed)
+        for _ in range(rounds):
+            common = torch.stack([gradient(fed, w, c) for c in range(4)]).mean(0)
+            found.append((common.square().sum(), (gradient(fed, v, 1) + lam * (v - w)).square().sum()))
+            fed.play(None)
+            w, v = fed.server["theta"].clone(), kept(fed)[1]
+        means[rounds] = torch.tensor(found).mean(0)
+    assert (means[400] <= means[25] / 2).all(), means
+
+
+# What is trained and sent
+
+
+def test_a_step_moves_every_tensor_of_the_adapters_and_the_head():
+    fed = adapting(PerAda(steps=0))
+    start = fed.model.unflatten(fed.model.init(fed.seed))
+    after = fed.model.unflatten(fed.play(None)["theta"])
+    assert after.keys() == {"adapter.norm.weight", "adapter.norm.bias", "adapter.conv.weight", "adapter.conv.bias"} | {
+        "adapter.norm.running_mean",
+        "adapter.norm.running_var",
+        "head.weight",
+        "head.bias",
+    }
+    assert all(bool((after[name] != start[name]).any()) for name in after)
+
+
+def test_what_is_frozen_stays_as_it_is_and_what_is_trained_is_sent_once_each_way():
+    fed = adapting(PerAda(steps=3, batch_size=4))
+    before = {name: tensor.clone() for name, tensor in fed.model.module.state_dict().items()}
+    fed.play(*ROUNDS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fed.model.module.state_dict().items())
+    assert {name.partition(".")[0] for name in fed.model.segments} == {"adapter", "head"}
+    for number, cohort in enumerate(ROUNDS):
+        assert sent_per_client(fed.ledger, number) == {(d, "theta"): fed.model.size for d in ("down", "up")}
+        sent = {(e.direction, e.clients) for e in fed.ledger.entries if e.round == number}
+        assert sum(clients for direction, clients in sent if direction == "up") in (2, len(cohort))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "trained", "parameters", "statistics"),
+    [
+        ("bias", ADAPTED, 1_409_290, 7_680),
+        ("no bias", ADAPTED, 1_405_450, 7_680),
+        ("no bias", f"{ADAPTED}, bn1.*, *.bn1.*, *.bn2.*", 1_413_258, 7_680 + 7_808),
+    ],
+    ids=["strict_bias", "strict", "bn_tuned"],
+)
+def test_an_adapter_set_of_a_resnet_is_what_the_paper_counts_and_the_statistics_of_its_batch_norm(
+    adapters, trained, parameters, statistics
+):
+    resnet = partial(MODELS.get("resnet18"), (3, 32, 32), 10, adapters=adapters)
+    model = FlatModel(resnet, trained=trained)
+    assert (model.num_parameters, model.num_buffers) == (parameters, statistics)
+
+
+def test_a_network_of_which_all_is_trained_is_told():
+    fed = adapting(PerAda())
+    fed.method.check(fed.model)
+    with pytest.warns(UserWarning, match=r"all 183 parameters of this one are trained and sent: set model\.trained"):
+        fed.method.check(FlatModel(small_mlp))
+
+
+# Distillation
+
+
+@both
+def test_the_uniform_average_is_trained_on_the_softmax_of_the_mean_logits_of_those_who_took_part(executor):
+    drawn, lr = [0, 1, 3], 0.02
+    options = {"training": FP64, "executor": executor, "group_size": 2}
+    fed = Federation(AdaptedConv, method=PerAda(steps=7, batch_size=4, lr=lr), **options)
+    theta = fed.play(drawn)["theta"]
+    start = fed.model.init(fed.seed)
+    clients = fed.clients(drawn)
+    models = clients.sgd(clients.loss, start).as_subclass(Tensor)
+    teachers = [as_module(AdaptedConv, one).eval() for one in models]
+    student = as_module(AdaptedConv, models.mean(0)).eval()
+    statistics = models.mean(0)[fed.model.num_parameters :]
+    adam = torch.optim.Adam(student.parameters(), lr=lr)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 7)
+    for batch in fed.pools.pool("auxiliary", 0).batches(4, steps=7):
+        with torch.no_grad():
+            p = torch.stack([teacher(batch.x) for teacher in teachers]).mean(0).softmax(1)
+        adam.zero_grad()
+        (p * (p.log() - student(batch.x).log_softmax(1))).sum(1).mean().backward()
+        adam.step()
+        cosine.step()
+    close(theta, as_vector(student), 1e-6)
+    assert torch.equal(fed.model.buffers(theta), statistics)  # the pool leaves no trace in them
+
+
+def test_a_head_on_fixed_features_says_what_the_mean_of_heads_says_so_there_is_nothing_to_distil():
+    once = {"steps": 1, "batch_size": POOLED}
+    head, adapters = adapting(PerAda(**once), trained="output layer"), adapting(PerAda(**once))
+    for fed in (head, adapters):
+        fed.play(None)
+    assert abs(distillation_loss(head)) < 1e-12 and distillation_loss(adapters) > 1e-8
+
+
+def test_a_single_teacher_teaches_nothing_new_on_whatever_views_of_the_pool_both_see():
+    still = {"steps": 6, "batch_size": 4, "lr": 1e-12}
+    views = adapting(PerAda(augment=True, **still), augmentation=[Crop(padding=1), Flip()])
+    views.play([2])
+    assert abs(distillation_loss(views)) < 1e-12
+    views.play([0, 2])
+    assert distillation_loss(views) > 1e-8
+    alike = Federation(method=PerAda(**still), training=replace(FP64, lr=1e-300))  # all end where they begin
+    alike.play(None)
+    assert abs(distillation_loss(alike)) < 1e-12
+
+
+def test_the_server_distils_in_the_first_rounds_only_if_asked_to():
+    fed = adapting(PerAda(steps=2, batch_size=4, distill_rounds=2))
+    fed.round = 1
+    fed.play(None, None, None)
+    assert ["distillation_loss" in cohort.logged.values for cohort in fed.cohorts] == [True, True, False]

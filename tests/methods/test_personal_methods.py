@@ -1,0 +1,185 @@
+"""Methods with a personal model beside the global one follow their papers' steps, and become each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import raypfl
+from raypfl.methods import APFL, MTL, FedAvg, FedAvgFT, Local, PartialPersonalization, PFedMe
+from tests.support.federation import (
+    FP32,
+    FP64,
+    ONE_STEP,
+    Federation,
+    NormalisedConv,
+    both,
+    close,
+    dropping_mlp,
+    gradient,
+    kept,
+    played,
+    sent_per_client,
+    small_mlp,
+)
+from tests.support.runs import experiment
+
+WEIGHTS = np.array([7, 4, 11, 7]) / 29
+
+any_net = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv, dropping_mlp])
+
+
+def personal_models(fed: Federation) -> Tensor:
+    state = {name: kept(fed, name) for name in fed.state_of(0)}
+    return fed.method.personal_model(fed.clients(round=fed.round, **state), fed.server).as_subclass(Tensor)
+
+
+@both
+@any_net
+@pytest.mark.parametrize(
+    "training", [FP32, replace(FP32, momentum=0.9, nesterov=True, weight_decay=0.01, clip_norm=0.5)]
+)
+def test_walking_through_the_mini_batches_is_sgd_to_the_bit(training, factory, executor):
+    fed = Federation(factory, executor=executor, training=training)
+    clients, other = fed.clients(), fed.clients()
+    theta = clients.initial.repeat(4, 1)
+    active = []
+    for batch in clients.minibatches():
+        theta = batch.step(clients.loss, theta)
+        active.append(batch.active[:, 0].tolist())
+    trained = other.sgd(other.loss, other.initial)
+    assert torch.equal(theta.as_subclass(Tensor), trained.as_subclass(Tensor))
+    torch.testing.assert_close(clients.losses, other.losses)
+    assert np.array(active).sum(0).tolist() == [4, 2, 6, 4]
+
+
+@both
+@any_net
+def test_apfl_that_is_all_personal_is_training_alone_to_the_bit(factory, executor):
+    alone = played(Local(), factory=factory, executor=executor)
+    apfl = played(APFL(alpha=1.0, adaptive=False), factory=factory, executor=executor)
+    assert torch.equal(kept(apfl), kept(alone)) and torch.equal(personal_models(apfl), kept(alone))
+
+
+@both
+@any_net
+def test_apfls_global_model_is_fedavgs_to_the_bit(factory, executor):
+    fedavg = played(FedAvg(), factory=factory, executor=executor)
+    apfl = played(APFL(), factory=factory, executor=executor)
+    assert torch.equal(apfl.server["theta"], fedavg.server["theta"])
+    assert sent_per_client(apfl.ledger, 1) == sent_per_client(fedavg.ledger, 1)
+
+
+@both
+def test_apfl_that_is_not_personal_predicts_as_fedavgs_local_models(executor):
+    local = played(PartialPersonalization(personal="", body="last"), executor=executor)
+    apfl = played(APFL(alpha=0.0, adaptive=False), executor=executor)
+    assert torch.equal(personal_models(apfl), kept(local, "shared"))
+    assert torch.equal(kept(apfl), apfl.model.init(3).expand(4, -1))
+
+
+@both
+def test_two_rounds_of_apfl_by_hand(executor):
+    lr, alpha_lr, alphas = 0.1, 0.4, [0.3] * 4
+    method = APFL(alpha=0.3, alpha_lr=alpha_lr)
+    fed = played(method, None, None, executor=executor, training=ONE_STEP)
+    w = fed.model.init(fed.seed)
+    v = [w] * 4
+    for _ in range(2):
+        locals_ = []
+        for c in range(4):
+            g = gradient(fed, alphas[c] * v[c] + (1 - alphas[c]) * w, c)
+            alphas[c] = min(1.0, max(0.0, alphas[c] - alpha_lr * float((v[c] - w) @ g)))
+            g = gradient(fed, alphas[c] * v[c] + (1 - alphas[c]) * w, c)
+            v[c] = v[c] - lr * alphas[c] * g
+            locals_.append(w - lr * gradient(fed, w, c))
+        w = sum(weight * local for weight, local in zip(WEIGHTS, locals_, strict=True))
+    assert len({round(alpha, 6) for alpha in alphas}) == 4  # each client went its own way
+    close(kept(fed, "alpha"), torch.tensor(alphas, dtype=torch.float64))
+    close(kept(fed), torch.stack(v))
+    close(fed.server["theta"], w)
+    mixed = torch.stack([a * p + (1 - a) * q for a, p, q in zip(alphas, v, locals_, strict=True)])
+    close(personal_models(fed), mixed)
+
+
+def test_apfls_share_stays_between_zero_and_one():
+    assert kept(played(APFL(alpha_lr=1e6)), "alpha").tolist() == [1.0] * 4
+
+
+@both
+def test_two_mini_batches_of_pfedme_by_hand(executor):
+    lam, lr, inner = 0.7, 0.1, 0.05
+    method = PFedMe(lam=lam, inner_steps=3, inner_lr=inner)
+    fed = played(method, None, executor=executor, training=replace(FP64, steps=2))
+    start = fed.model.init(fed.seed)
+    mean, models = torch.zeros_like(start), []
+    for c in range(4):
+        w = v = start
+        for x, y in fed.visits(c):
+            for _ in range(3):
+                v = v - inner * (gradient(fed, v, c, (x, y)) + lam * (v - w))
+            w = w - lr * lam * (w - v)
+        mean, models = mean + WEIGHTS[c] * w, [*models, v]
+    close(fed.server["theta"], mean)
+    close(personal_models(fed), torch.stack(models))
+
+
+@both
+@any_net
+def test_pfedme_without_inner_steps_or_pull_leaves_the_global_model(factory, executor):
+    for method in (PFedMe(inner_steps=0), PFedMe(lam=0.0)):
+        fed = played(method, factory=factory, executor=executor, training=replace(FP64, lr=0.01))
+        close(fed.server["theta"], fed.model.init(fed.seed))
+
+
+@both
+def test_pfedme_that_goes_all_the_way_to_one_inner_step_is_fedavg(executor):
+    training = replace(FP64, epochs=2)
+    a, b = (
+        played(m, executor=executor, training=training, factory=NormalisedConv)
+        for m in (FedAvg(), PFedMe(lam=10.0, inner_steps=1))
+    )
+    close(a.server["theta"], b.server["theta"])
+
+
+def test_pfedmes_beta_is_the_servers_learning_rate():
+    start = Federation(training=FP64).model.init(3)
+    whole, half = (played(PFedMe(server_lr=lr), None, training=FP64).server["theta"] for lr in (1.0, 0.5))
+    close(half, (start + whole) / 2)
+
+
+@both
+@any_net
+def test_mtl_without_pull_is_training_alone_to_the_bit(factory, executor):
+    alone, mtl = (played(m, factory=factory, executor=executor) for m in (Local(), MTL(lam=0.0)))
+    assert torch.equal(kept(mtl), kept(alone)) and torch.equal(personal_models(mtl), kept(alone))
+    assert mtl.method.global_model(mtl.server) is None
+
+
+@both
+def test_two_rounds_of_mtl_by_hand(executor):
+    lam, lr = 0.7, 0.1
+    for weighting, weights in (("uniform", np.full(4, 0.25)), ("samples", WEIGHTS)):
+        fed = played(MTL(lam=lam, weighting=weighting), None, None, executor=executor, training=ONE_STEP)
+        mean = fed.model.init(fed.seed)
+        v = [mean] * 4
+        for _ in range(2):
+            v = [p - lr * (gradient(fed, p, c) + lam * (p - mean)) for c, p in enumerate(v)]
+            mean = sum(weight * p for weight, p in zip(weights, v, strict=True))
+        close(kept(fed), torch.stack(v))
+        close(fed.server["mean"], mean)
+
+
+def test_fine_tuning_for_no_epoch_is_fedavg():
+    fed = played(FedAvgFT(finetune_epochs=0))
+    models = fed.method.personal_model(fed.clients(round=4), fed.server)
+    assert torch.equal(models.as_subclass(Tensor), fed.server["theta"].expand(4, -1))
+
+
+def test_a_personal_step_that_diverges_is_told_with_its_client(tmp_path):
+    with pytest.raises(raypfl.RaypflError, match=r"Training diverged on client \d+ in round 1"):
+        raypfl.run(experiment(tmp_path, method="pfedme", method__inner_lr=1e6, rounds=1))

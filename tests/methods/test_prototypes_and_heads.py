@@ -1,0 +1,197 @@
+"""FedProto and FedROD keep to their papers, and become methods that are simpler."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raypfl.methods import FedAvg, FedProto, FedROD, Local
+from tests.support.federation import (
+    CLASSES,
+    FP64,
+    ONE_STEP,
+    ROUNDS,
+    Federation,
+    any_net,
+    as_module,
+    both,
+    kept,
+    played,
+    sent_per_client,
+    small_mlp,
+)
+
+
+def latent(net: torch.nn.Module, x: Tensor) -> Tensor:
+    """What goes into the last layer of small_mlp."""
+    return net[2](net[1](net[0](x)))
+
+
+@both
+@any_net
+def test_fedproto_without_pull_is_training_alone_to_the_bit(factory, executor):
+    alone, proto = (played(m, factory=factory, executor=executor) for m in (Local(), FedProto(lam=0.0)))
+    assert torch.equal(kept(proto, "model"), kept(alone, "personal"))
+    pulled = played(FedProto(lam=1.0), factory=factory, executor=executor)
+    assert not torch.equal(kept(pulled, "model"), kept(alone, "personal"))
+    assert not proto.warnings
+
+
+@both
+@pytest.mark.parametrize("paper", [False, True])
+def test_two_rounds_of_fedproto_by_hand(executor, paper):
+    lam, lr = 0.7, 0.1
+    options = {"distance": "sum", "weighting": "samples", "prediction": "prototypes"} if paper else {}
+    fed = played(FedProto(lam=lam, **options), None, None, executor=executor, training=ONE_STEP)
+    nets = [as_module(small_mlp, fed.model.init(fed.seed)) for _ in range(4)]
+    means = torch.zeros(CLASSES, 5, dtype=torch.float64)
+    for _ in range(2):
+        sums, owners = torch.zeros_like(means), torch.zeros(CLASSES, 1, dtype=torch.float64)
+        for client, net in enumerate(nets):
+            x, y = fed.samples(client)
+            z = latent(net, x)
+            loss = F.cross_entropy(net[3](z), y)
+            pulls = [(z[y == c].mean(0) - means[c]).square().sum() for c in y.unique() if means[c].any()]
+            loss = loss + lam * sum(pulls) / (1 if paper else max(len(pulls), 1))
+            net.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.sub_(lr * p.grad)
+                z = latent(net, x)
+                for c in y.unique():
+                    weight = (y == c).sum() if paper else 1
+                    sums[c] += weight * z[y == c].mean(0)
+                    owners[c] += weight
+        means = sums / owners
+    torch.testing.assert_close(fed.server["means"], means, rtol=1e-10, atol=1e-10)
+    expected = torch.stack([torch.cat([p.detach().reshape(-1) for p in net.parameters()]) for net in nets])
+    torch.testing.assert_close(kept(fed, "model"), expected, rtol=1e-10, atol=1e-10)
+    if paper:
+        x, _ = fed.samples(2)
+        predicted = fed.method.personal_model(fed.clients([2]), fed.server)
+        outputs = predicted.function(x, own=fed.clients([2]).other(expected[2]), means=means)
+        assert outputs.argmax(1).equal(torch.cdist(latent(nets[2], x), means).argmin(1))
+
+
+def test_a_class_that_nobody_brings_keeps_the_mean_that_it_had():
+    fed = Federation(method=FedProto(), training=FP64)
+    fed.labels = np.array([c % 2 for c in range(len(fed.labels))])
+    fed.labels[fed.split[2]] = 2
+    fed.play([2])
+    before = fed.server["means"].clone()
+    fed.play([0, 1])
+    after = fed.server["means"]
+    assert torch.equal(after[2], before[2]) and before[2].any() and not before[:2].any() and after[:2].any()
+
+
+def test_fedproto_sends_a_row_for_each_class_and_no_model():
+    fed = Federation(method=FedProto(), group_size=2)
+    fed.labels[fed.split[1]], fed.labels[fed.split[2]] = 0, np.arange(11) % 2
+    fed.play([1, 2])
+    sent = [(e.direction, e.name, e.clients, e.numbers) for e in fed.ledger.entries]
+    assert sent == [("down", "means", 2, 15), ("up", "means", 1, 10), ("up", "means", 1, 5)]
+    assert fed.method.global_model(fed.server) is None
+    never = FedProto().personal_model(fed.clients([3]), fed.server)
+    assert never.shape == (1, fed.model.size)
+
+
+@both
+@any_net
+@pytest.mark.parametrize("head", ["linear", "hypernetwork"])
+def test_fedrods_global_model_is_fedavgs_where_clients_have_all_classes_alike(head, factory, executor):
+    plain, rod = (
+        Federation(factory, sizes=(6, 3, 12, 6), method=m, executor=executor, training=FP64, group_size=2)
+        for m in (FedAvg(), FedROD(head=head))
+    )
+    for fed in (plain, rod):
+        for where in fed.split:
+            fed.labels[where] = np.arange(len(where)) % CLASSES
+        fed.play(*ROUNDS)
+    generic = ~rod.model.mask("*.personal.*")
+    torch.testing.assert_close(rod.server["theta"][generic], plain.server["theta"], rtol=1e-10, atol=1e-10)
+    assert not rod.server["theta"][rod.model.mask("*.prior" if head == "hypernetwork" else "*.personal.*")].any()
+    x, _ = rod.samples(0)
+    with torch.no_grad(), rod.model.mode(train=False), plain.model.mode(train=False):
+        torch.testing.assert_close(rod.model(rod.server["theta"], x), plain.model(plain.server["theta"], x))
+
+
+@both
+def test_a_round_of_fedrod_by_hand(executor):
+    lr = 0.1
+    fed = played(FedROD(personal_epochs=2), None, executor=executor, training=ONE_STEP)
+    bodies = []
+    for client in range(4):
+        x, y = fed.samples(client)
+        start = fed.model.unflatten(fed.model.init(fed.seed))
+        net = small_mlp().double()
+        names = {"1.weight": "1.weight", "1.bias": "1.bias", "3.weight": "3.generic.weight", "3.bias": "3.generic.bias"}
+        net.load_state_dict({mine: start[theirs] for mine, theirs in names.items()})
+        prior = torch.bincount(y, minlength=CLASSES).double().clamp_min(1e-30).log()
+        F.cross_entropy(net(x) + prior, y).backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(lr * p.grad)
+            z, generic = latent(net, x), net(x)
+        bodies.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+        head = torch.nn.Linear(5, CLASSES).double()
+        torch.nn.init.zeros_(head.weight), torch.nn.init.zeros_(head.bias)
+        for _ in range(2):
+            head.zero_grad()
+            F.cross_entropy(generic + head(z), y).backward()
+            with torch.no_grad():
+                for p in head.parameters():
+                    p.sub_(lr * p.grad)
+        mine = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
+        torch.testing.assert_close(mine["3.personal.weight"], head.weight.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(mine["3.personal.bias"], head.bias.detach(), rtol=1e-10, atol=1e-10)
+    generic = ~fed.model.mask("*.personal.*")
+    mean = torch.from_numpy(np.average(torch.stack(bodies), axis=0, weights=fed.sizes))
+    torch.testing.assert_close(fed.server["theta"][generic], mean, rtol=1e-10, atol=1e-10)
+
+
+def test_a_client_without_a_class_trains_together_with_others_under_fedrod():
+    fed = Federation(method=FedROD(), training=FP64, group_size=2)
+    fed.labels[fed.split[2]] = 1
+    fed.play(*ROUNDS)
+    assert torch.isfinite(fed.server["theta"]).all() and not fed.warnings
+
+
+def test_fedrods_personal_head_goes_on_from_round_to_round_and_is_never_sent():
+    fed = played(FedROD(), [0, 1])
+    personal = fed.model.mask("*.personal.*")
+    first = fed.state_of(0)["model"][personal.numpy()]
+    fed.play([0], [2])
+    assert (fed.state_of(0)["model"][personal.numpy()] != first).any() and first.any()
+    assert not fed.server["theta"][personal].any()
+    sent = int((~personal).sum())
+    assert sent_per_client(fed.ledger, 1) == {("down", "shared"): sent, ("up", "shared"): sent}
+
+
+@both
+def test_a_round_of_fedrods_hypernetwork_by_hand(executor):
+    lr, hidden = 0.1, 4
+    fed = played(FedROD(head="hypernetwork", hidden=hidden), None, executor=executor, training=ONE_STEP)
+    start, generated = fed.model.unflatten(fed.model.init(fed.seed)), []
+    for client in range(4):
+        x, y = fed.samples(client)
+        mine = fed.model.unflatten(torch.from_numpy(fed.state_of(client)["model"]))
+        shares = torch.bincount(y, minlength=CLASSES).double() / len(y)
+        assert torch.equal(mine["3.personal.prior"], shares)
+        z = (x.flatten(1) @ mine["1.weight"].T + mine["1.bias"]).tanh()
+        generic = z @ mine["3.generic.weight"].T + mine["3.generic.bias"]
+        names = [f"3.personal.generator.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
+        w1, b1, w2, b2 = parameters = [start[n].clone().requires_grad_() for n in names]
+        head = (w2 @ (w1 @ shares + b1).relu() + b2).reshape(CLASSES, 5)
+        slopes = torch.autograd.grad(F.cross_entropy(generic + z @ head.T, y), parameters)
+        after = [(p - lr * g).detach() for p, g in zip(parameters, slopes, strict=True)]
+        for name, expected in zip(names, after, strict=True):
+            torch.testing.assert_close(mine[name], expected, rtol=1e-10, atol=1e-10)
+        generated.append(torch.cat([p.reshape(-1) for p in after]))
+    mean = torch.from_numpy(np.average(torch.stack(generated), axis=0, weights=fed.sizes))
+    theta = fed.server["theta"][fed.model.mask("*.generator.*")]
+    torch.testing.assert_close(theta, mean, rtol=1e-10, atol=1e-10)
+    assert set(sent_per_client(fed.ledger, 0).values()) == {fed.model.size - CLASSES}

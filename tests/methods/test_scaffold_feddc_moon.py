@@ -1,0 +1,172 @@
+"""SCAFFOLD, FedDC and MOON by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from raypfl.common.errors import ConfigError
+from raypfl.learning.optimizers import Adam
+from raypfl.methods import ExtraImages, FedAvg, FedDC, FedProx, Moon, Scaffold
+from tests.support.federation import (
+    CLASSES,
+    FP64,
+    NormalisedConv,
+    any_net,
+    as_module,
+    as_vector,
+    both,
+    close,
+    gradient,
+    kept,
+    played,
+    sent_per_client,
+)
+
+DRAWN = [[0, 1, 2, 3], [1, 2, 3], [0, 3]]
+TWO_STEPS = replace(FP64, steps=2)
+
+
+def stepped(fed, theta, client, round, pull):
+    """A client after its steps down gradient plus ``pull(w)``, and the mean of those sums."""
+    size, lr, w, met = fed.model.num_parameters, 0.1, theta.clone(), []
+    for samples in fed.visits(client, round)[:2]:
+        met.append(gradient(fed, w, client, samples) + pull(w))
+        net = as_module(fed.factory, w).train()
+        net(samples[0])  # moves the statistics
+        w = torch.cat([w[:size] - lr * met[-1], as_vector(net)[size:]])
+    return w, torch.stack(met).mean(0)
+
+
+@both
+@any_net
+@pytest.mark.parametrize("global_lr", [None, 0.5])
+def test_three_rounds_of_scaffold_by_hand(factory, executor, global_lr):
+    method = Scaffold(server_lr=global_lr)
+    fed = played(method, *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
+    theta, size = fed.model.init(fed.seed), fed.model.num_parameters
+    own, c = torch.zeros(4, size, dtype=theta.dtype), torch.zeros(size, dtype=theta.dtype)
+    for round, ids in enumerate(DRAWN):
+        new, rows = own.clone(), []
+        for k in ids:
+            w, met = stepped(fed, theta, k, round, lambda w: c - own[k])  # noqa: B023
+            new[k] = own[k] - c + met
+            rows.append(w)
+        mean = torch.stack(rows).mean(0)
+        theta = torch.cat([theta[:size] + (global_lr or 1.0) * (mean - theta)[:size], mean[size:]])
+        c, own = c + (new - own).sum(0) / 4, new
+    close(fed.server["theta"], theta, 1e-9)
+    close(kept(fed, "c"), own, 1e-9)
+    close(fed.server["c"], own.mean(0), 1e-9)
+
+
+@both
+@any_net
+def test_three_rounds_of_feddc_by_hand(factory, executor):
+    alpha = 0.3
+    fed = played(FedDC(alpha=alpha), *DRAWN, factory=factory, executor=executor, training=TWO_STEPS)
+    theta, size = fed.model.init(fed.seed), fed.model.num_parameters
+    drift, own = torch.zeros(2, 4, size, dtype=theta.dtype)
+    g = torch.zeros(size, dtype=theta.dtype)
+    for round, ids in enumerate(DRAWN):
+        new, rows = own.clone(), []
+        for k in ids:
+            w, met = stepped(fed, theta, k, round, lambda w: alpha * ((w - theta)[:size] + drift[k]) + g - own[k])  # noqa: B023
+            new[k] = own[k] - g + met
+            rows.append(w)
+        for k, w in zip(ids, rows, strict=True):
+            drift[k] += (w - theta)[:size]
+        g, own = g + (new - own).sum(0) / 4, new
+        mean = torch.stack(rows).mean(0)
+        theta = torch.cat([mean[:size] + drift.mean(0), mean[size:]])
+    close(fed.server["theta"], theta, 1e-9)
+    close(kept(fed, "drift"), drift, 1e-9)
+    close(kept(fed, "gradient"), own, 1e-9)
+
+
+@both
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_control_variates_are_weighted_means_of_gradients_whatever_the_momentum(nesterov, steps, executor):
+    training = replace(FP64, momentum=0.5, nesterov=nesterov, steps=steps, lr=1e-7)  # gradients stay what they are
+    fed = played(Scaffold(), None, executor=executor, training=replace(training, batch_size=100))
+    start = fed.model.init(fed.seed)
+    close(kept(fed, "c"), torch.stack([gradient(fed, start, k) for k in range(4)]), 1e-5)
+
+
+def test_control_variates_need_sgd():
+    with pytest.raises(ConfigError, match=r"needs training\.optimizer=sgd, but it is Adam"):
+        played(Scaffold(), None, training=replace(FP64, optimizer=Adam()))
+
+
+@both
+@any_net
+def test_two_rounds_of_moon_by_hand(factory, executor):
+    mu, tau, training = 2.0, 0.5, replace(FP64, batch_size=100)
+    fed = played(Moon(mu=mu, temperature=tau), None, None, factory=factory, executor=executor, training=training)
+    theta, last = fed.model.init(fed.seed), None
+    for round in range(2):
+        rows = []
+        for k in range(4):
+            net, others = as_module(factory, theta), [as_module(factory, theta)]
+            others.append(as_module(factory, theta if last is None else last[k]))
+            (x, y), seen = fed.visits(k, round)[0], []
+            head = list(net.modules())[-1]
+            for one in (net, *others):
+                head = next(m for m in reversed(list(one.modules())) if isinstance(m, torch.nn.Linear))
+                head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # noqa: B023
+            net.train()
+            loss = F.cross_entropy(net(x), y)
+            with torch.no_grad():
+                for one in others:
+                    one.eval()(x)
+            near, far = (F.cosine_similarity(seen[0], z) / tau for z in seen[1:])
+            contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
+            for p, slope in zip(
+                net.parameters(), torch.autograd.grad(loss + mu * contrast, list(net.parameters())), strict=True
+            ):
+                p.data -= 0.1 * slope
+            rows.append(as_vector(net))
+        last = torch.stack(rows)
+        weights = torch.tensor(fed.sizes, dtype=theta.dtype)
+        theta = weights @ last / weights.sum()
+    close(fed.server["theta"], theta, 1e-9)
+
+
+@both
+@any_net
+def test_moon_without_contrast_is_fedavg(factory, executor):
+    a, b = (played(m, factory=factory, executor=executor, training=FP64).server for m in (FedAvg(), Moon(mu=0.0)))
+    close(a["theta"], b["theta"], 1e-9)
+
+
+@both
+def test_extra_images_are_fedprox_on_the_union(executor):
+    options = {"window": 2, "per_class": 2, "outer_steps": 2, "inner_steps": 3, "image_lr": 10.0}
+    training = replace(FP64, batch_size=100)
+    method = ExtraImages(mu=0.2, **options)
+    fed = played(method, None, None, None, executor=executor, training=training)
+    prox = played(FedProx(mu=0.2), None, None, None, executor=executor, training=training)
+    close(fed.server["theta"], prox.server["theta"], 1e-9)  # the window was not full
+    start, rows = fed.server["theta"], []
+    fed.play(None)
+    for k, images in enumerate(kept(fed, "images")):
+        x, y = fed.samples(k)
+        net = as_module(fed.factory, start)
+        labels = method.labels(CLASSES, x.device)
+        F.cross_entropy(net(torch.cat([x, images])), torch.cat([y, labels])).backward()
+        rows.append(start - 0.1 * torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+    weights = torch.tensor(fed.sizes, dtype=start.dtype)
+    close(fed.server["theta"], weights @ torch.stack(rows) / weights.sum(), 1e-8)
+
+
+def test_control_variates_double_the_messages():
+    for method, messages in ((Scaffold(), 2), (FedDC(), 2), (Moon(), 1)):
+        fed = played(method, factory=NormalisedConv)
+        sent = sent_per_client(fed.ledger, 1)
+        for way in ("down", "up"):
+            numbers = sum(count for (direction, _), count in sent.items() if direction == way)
+            assert numbers == 108 + (messages - 1) * 102

@@ -1,0 +1,180 @@
+"""Matched images: the unrolled gradient, what matching does to its loss, and how it survives a bad step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raypfl.methods.global_model.trajectory import Path, Step, match
+from raypfl.models import MODELS, FlatModel
+from tests.support.federation import close
+
+LABELS = torch.arange(3).repeat_interleave(2)
+STEPS = [Step(0.0, 0.0)] * 4
+
+
+def tiny() -> nn.Module:
+    """A smooth ConvNet of two blocks, so that finite differences meet no kinks."""
+    net = MODELS.get("convnet")(input_shape=(3, 8, 8), num_classes=3, depth=2, width=4)
+    net.features = nn.Sequential(*(nn.Softplus() if isinstance(layer, nn.ReLU) else layer for layer in net.features))
+    return net
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), nn.Linear(10, 3))
+
+
+MODEL = FlatModel(tiny, dtype=torch.float64)
+
+
+def drawn(count: int = 2, model: FlatModel = MODEL, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images ``[K, n, ...]``, step sizes, and where K trajectories begin and end."""
+    g = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, len(LABELS), 3, 8, 8, generator=g, dtype=model.dtype)
+    rate = 0.05 + 0.01 * torch.arange(count, dtype=model.dtype)
+    start = torch.stack([model.init(k) for k in range(count)])
+    return images, rate, start, start + 0.05 * torch.randn(start.shape, generator=g, dtype=model.dtype)
+
+
+def path(steps: int = 3, model: FlatModel = MODEL, checkpointing: bool = False) -> Path:
+    return Path(model, LABELS, steps, checkpointing)
+
+
+def by_hand(model: FlatModel, images: Tensor, rate: Tensor, start: Tensor, steps: int, cut: bool = False) -> Tensor:
+    """Plain descent of one model, with its graph; `cut` drops what later slopes owe to earlier images."""
+    w, moved = start, torch.zeros_like(start)
+    for _ in range(steps):
+        at = (start - moved.detach() if cut else w).requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(model(at, images), LABELS), at, create_graph=True)
+        moved = moved + rate * slope
+        w = start - moved
+    return w
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_path_is_plain_gradient_descent_on_all_images(count):
+    images, rate, start, _ = drawn(count)
+    expected = torch.stack([by_hand(MODEL, *one, steps=3).detach() for one in zip(images, rate, start, strict=True)])
+    close(path()(start, images, rate), expected, 1e-12)
+    close(path(0)(start, images, rate), start)
+
+
+def test_the_loss_is_one_where_nothing_moves_and_zero_at_the_end_and_has_no_scale():
+    images, rate, start, end = drawn()
+    assert path(0).distance(images, rate, start, end).tolist() == [1.0, 1.0]
+    assert path().distance(images, 0 * rate, start, end).tolist() == [1.0, 1.0]
+    reached = path()(start, images, rate)
+    assert path().distance(images, rate, start, reached).tolist() == [0.0, 0.0]
+    zero = torch.zeros_like(start)
+    once, twice = (path(0).distance(images, rate, c * start, c * end) for c in (1, 2))
+    close(once, twice)
+    assert path().distance(images, rate, start, start).isfinite().all() and not zero.any()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_unrolled_gradient_is_that_of_finite_differences(count, checkpointing):
+    images, rate, start, end = drawn(count)
+    images.requires_grad_()
+    rate.requires_grad_()
+    unrolled = path(checkpointing=checkpointing)
+
+    def loss(images: Tensor, rate: Tensor) -> Tensor:
+        return unrolled.distance(images, rate, start, end, unrolled=True)
+
+    gx, gr = torch.autograd.grad(loss(images, rate).sum(), (images, rate))
+    way = torch.randn(images.shape, generator=torch.Generator().manual_seed(1), dtype=images.dtype)
+    eps = 1e-5
+    slope = (loss(images + eps * way, rate) - loss(images - eps * way, rate)).detach() / (2 * eps)
+    close((gx * way).flatten(1).sum(1), slope, 1e-6)
+    slope = (loss(images, rate + eps) - loss(images, rate - eps)).detach() / (2 * eps)
+    close(gr, slope, 1e-6)
+    assert gr.abs().min() > 0
+
+
+def test_the_gradient_is_not_the_first_order_shortcut():
+    (images,), (rate,), (start,), (end,) = drawn(1)
+    images.requires_grad_()
+    whole, cut = (
+        torch.autograd.grad((by_hand(MODEL, images, rate, start, 5, cut) - end).square().sum(), images)[0]
+        for cut in (False, True)
+    )
+    loss = path(5).distance(images[None], rate[None], start[None], end[None], unrolled=True)
+    ours = torch.autograd.grad(loss.sum(), images)[0] * (end - start).square().sum()
+    close(ours, whole, 1e-9)
+    assert (ours - cut).norm() > 1e-2 * ours.norm()
+
+
+def test_checkpointed_and_plain_unrolls_have_the_same_bits():
+    images, rate, start, end = drawn(2)
+    found = []
+    for checkpointing in (False, True):
+        x = images.clone().requires_grad_()
+        loss = path(4, checkpointing=checkpointing).distance(x, rate, start, end, unrolled=True)
+        found.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_one_step_on_a_linear_model_is_its_closed_form():
+    model = FlatModel(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 3, bias=False)), dtype=torch.float64)
+    images, rate, start, _ = drawn(1, model)
+    x, w = images[0].flatten(1), start.reshape(3, 192)
+    slope = ((x @ w.T).softmax(1) - F.one_hot(LABELS, 3)).T @ x / len(x)
+    close(path(1, model)(start, images, rate), (w - rate * slope).reshape(1, -1), 1e-12)
+
+
+@pytest.mark.parametrize(("factory", "lr"), [(tiny, 1000.0), (dense, 10.0)])
+def test_matching_finds_a_path_that_hidden_images_made(factory, lr):
+    model = FlatModel(factory, dtype=torch.float64)
+    hidden, rate, start, _ = drawn(2, model, seed=5)
+    images, _, _, _ = drawn(2, model, seed=6)
+    ends = path(10, model)(start, hidden, rate)
+    before = [tensor.clone() for tensor in (images, rate, start, ends)]
+    found = match(path(10, model), images, rate, start, ends, [Step(lr, 1e-5)] * 20)
+    assert (found.last < 0.5 * found.first).all() and (found.step_size != rate).all()
+    assert found.images.shape == images.shape and found.ok.all()
+    assert all(torch.equal(a, b) for a, b in zip(before, (images, rate, start, ends), strict=True))
+    reached = path(10, model).distance(found.images, found.step_size, start, ends)
+    close(reached, found.last, 1e-12)
+
+
+def test_a_trajectory_that_goes_nowhere_changes_nothing():
+    images, rate, start, end = drawn(2)
+    end[1] = start[1]
+    found = match(path(), images, rate, start, end, [Step(100.0, 1e-3)] * 3)
+    assert torch.equal(found.images[1], images[1]) and found.step_size[1] == rate[1]
+    assert not torch.equal(found.images[0], images[0]) and found.ok.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_after_a_loss_that_is_not_finite_the_last_finite_set_is_kept(alone):
+    model = FlatModel(dense)
+    images, rate, start, end = drawn(2, model)
+    rate[0] = 1e30  # its first loss is not finite
+    rows = slice(0, 1) if alone else slice(None)
+    found = match(path(4, model), *(t[rows] for t in (images, rate, start, end)), [Step(1.0, 0.0)] * 3)
+    assert torch.equal(found.images[0], images[0]) and not found.ok[0]
+    wild = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [Step(1e12, 0.0)] * 6)
+    assert wild.ok.all() and wild.last.isfinite().all() and wild.images.isfinite().all()
+    if not alone:
+        mine = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [Step(1.0, 0.0)] * 3)
+        close(found.images[1:], mine.images, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes", "depth", "count"),
+    [
+        ((1, 28, 28), 10, 3, 317_706),
+        ((3, 32, 32), 10, 3, 320_010),
+        ((3, 32, 32), 100, 3, 504_420),
+        ((3, 64, 64), 200, 4, 857_160),
+        ((3, 64, 64), 200, 3, 1_938_120),
+        ((3, 32, 32), 10, 4, 452_490),
+    ],
+)
+def test_the_convnet_has_the_papers_parameters_and_no_statistics(shape, classes, depth, count):
+    model = FlatModel(lambda: MODELS.get("convnet")(input_shape=shape, num_classes=classes, depth=depth))
+    assert (model.num_parameters, model.num_buffers) == (count, 0)
+    assert model(model.init(0), torch.zeros(2, *shape)).shape == (2, classes)

@@ -1,0 +1,110 @@
+"""What methods train and send of a ResNet-18 is what PerAda's Table 1 prints, in millions (docs/methods.md)."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypfl.learning.executor import Executor
+from raypfl.learning.settings import TrainingSettings
+from raypfl.methods import METHODS, Method, PartialPersonalization
+from raypfl.models import MODELS
+from tests.support.federation import Federation, sent_per_client
+
+ONE_STEP = TrainingSettings(steps=1, batch_size=4)
+
+
+class Strides(Executor):
+    """Trains without computing anything: the n-th time, whatever may move moves by n, so that no two models agree."""
+
+    strides = 0
+
+    def sgd(self, loss, start, samples, visits, update, keys, extras, correction=None, observe=None):
+        self.strides += 1
+        trained = start.clone()
+        trained[:, : self.model.num_parameters] += self.strides * (1 if update.trained is None else update.trained)
+        return trained, start.new_zeros(len(start))
+
+    def grad(self, loss, at, batches, keys, extras, update=None):
+        self.strides += 1
+        slope = torch.full_like(at[:, : self.model.num_parameters], self.strides)
+        return slope, at.new_zeros(len(at)), self.model.buffers(at)
+
+
+@cache
+def drawn(adapters: str) -> nn.Module:
+    return MODELS.get("resnet18")(input_shape=(3, 32, 32), num_classes=10, adapters=adapters)
+
+
+def federation(method: Method, adapters: str = "none") -> Federation:
+    """Its clients take one stride, of whatever they train."""
+    factory = partial(copy.deepcopy, drawn(adapters))  # drawing it anew takes ten times as long
+    fed = Federation(factory, training=ONE_STEP, method=method)
+    fed.context.executor = Strides(fed.model)
+    return fed
+
+
+def trained_by_client_0(fed: Federation) -> int:
+    """Parameters that moved in what the client keeps and in what it sent, the same model in both counted once."""
+    start, models = fed.context.initial, []
+    own = fed.method.parts(fed.model).personal if isinstance(fed.method, PartialPersonalization) else slice(None)
+    for kept in fed.state_of(0).values():
+        if kept.size > 1:
+            models.append(start.clone())
+            models[-1][own] = torch.from_numpy(kept)
+    models += [value for value in fed.server.values() if isinstance(value, Tensor) and value.shape == start.shape]
+    moved = [fed.model.parameters(model - start) for model in models]
+    distinct = [m for i, m in enumerate(moved) if not any(torch.allclose(m, other, atol=1e-4) for other in moved[:i])]
+    return sum(int((m.abs() > 1e-4).sum()) for m in distinct)
+
+
+def millions(count: int) -> tuple[str, str, str]:
+    """A count as it may be printed: rounded, truncated, or with another digit if it is small."""
+    return f"{count / 1e6:.2f}", f"{count // 10_000 / 100:.2f}", f"{count / 1e6:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "adapters", "trained", "sent"),
+    [
+        ("local", {}, "none", "11.18", "0.00"),
+        ("mtl", {}, "none", "11.18", "11.18"),
+        ("fedavg-ft", {}, "none", "11.18", "11.18"),
+        ("pfedme", {}, "none", "22.36", "11.18"),
+        ("apfl", {"adaptive": False}, "none", "22.36", "11.18"),
+        ("ditto", {}, "none", "22.36", "11.18"),
+        ("fedbn", {}, "none", "11.18", "11.17"),
+        ("fedalt", {"personal": "*conv1.weight"}, "none", "11.18", "6.45"),
+        ("fedsim", {"personal": "*conv1.weight"}, "none", "11.18", "6.45"),
+        ("lg-fedavg", {}, "none", "11.18", "0.005"),
+        ("fedrep", {"personal_epochs": None}, "none", "11.18", "11.17"),
+        ("fedalt", {}, "none", "11.18", "11.17"),
+        ("fedsim", {}, "none", "11.18", "11.17"),
+        ("fedalt", {"personal": "adapters"}, "bias", "12.59", "11.18"),
+        ("fedsim", {"personal": "adapters"}, "bias", "12.59", "11.18"),
+    ],
+)
+def test_parameters_trained_and_sent_are_the_published_counts(name, options, adapters, trained, sent):
+    method = METHODS.get(name)(**options)
+    fed = federation(method, adapters)
+    fed.play([0])
+    model = fed.model
+    shared = torch.ones(model.size, dtype=torch.bool)
+    if isinstance(method, PartialPersonalization):
+        shared = method.parts(model).shared
+    counted = {d: n for (d, _), n in sent_per_client(fed.ledger, 0).items()} or {"down": 0, "up": 0}
+    statistics = int(model.buffers(shared).sum()) if name != "local" else 0  # the table counts parameters alone
+    assert counted["up"] == counted["down"]
+    assert trained in millions(trained_by_client_0(fed)) and sent in millions(counted["up"] - statistics)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("lg-fedavg", 5_130), ("fedrep", 11_176_512), ("fedbn", 11_172_042), ("fedbabu", 11_176_512)]
+)
+def test_the_shared_parameters_of_a_preset_are(name, count):
+    method = METHODS.get(name)()
+    model = federation(method).model
+    assert int(model.parameters(method.parts(model).shared).sum()) == count

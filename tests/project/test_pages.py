@@ -1,0 +1,311 @@
+"""Every code block of the documentation runs or, where that needs a cluster or files, is what its program accepts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import raypfl
+from raypfl.cli.app import app
+from raypfl.experiment import experiments
+from raypfl.experiment.recipes import RECIPES, settings_of
+from raypfl.integrations.tuning import sweep
+from raypfl.studies import cells, description
+from raypfl.trained.membership import membership
+from tests.support.federation import Federation
+from tests.support.pages import ALL, ROOT, SAVED, Block, blocks, shell_lines, write_files
+from tests.support.tracking import with_database
+
+NOT_CODE = {"text", "toml"}  # tests/common/test_plugins.py installs what the only block of TOML describes
+NOT_RUN = {
+    "aws": "needs an account",
+    "export": "changes the shell",
+    "kubectl": "needs a Kubernetes cluster; tests/cluster/test_launchers.py checks its files",
+    "mlflow": "serves until it is stopped",
+    "pip": "changes the environment; tests/project/test_packaging.py checks the extras",
+    "podman": "builds an image of gigabytes; tests/cluster/test_launchers.py checks its file",
+    "python": "as pip",
+    "source": "changes the shell",
+    "umask": "changes the shell",
+}
+"""Programs whose lines are not run, and why."""
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> Iterator[Path]:
+    """A reader's folder, to work in."""
+    folder = tmp_path_factory.mktemp("reader")
+    write_files(folder)
+    with_database(folder / "runs", mlflow_database)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+            patch.delenv(name)
+        yield folder
+    for name in SAVED:
+        sys.modules.pop(Path(name).stem, None)  # other tests have modules of these names
+
+
+# Python
+
+
+def quick(experiment: Any, **options: Any) -> raypfl.Result:
+    """`raypfl.run`, in this process and for two rounds at most."""
+    rounds = min(2, experiment.rounds)
+    return original(experiment.override(["engine.backend=inline", f"rounds={rounds}"]), **options)
+
+
+original = raypfl.run
+
+
+def run_of(method: str, **changes: Any) -> raypfl.Result:
+    return quick(raypfl.Experiment(method=method, **changes))
+
+
+def fednh() -> dict[str, Any]:
+    kept = {"checkpoint": {"every": 1, "keep": 2}, "tracking": {"latent": True}}
+    return {"result": run_of("fednh", rounds=2, cohort={"fraction": 0.5}, **kept)}
+
+
+def new_client() -> dict[str, Any]:
+    result = run_of("fedavg-ft", rounds=1)
+    x, y = np.zeros((8, 1, 8, 8), np.uint8), np.arange(8) % 2
+    network = raypfl.trained_models(result.run_dir).global_model().network
+    return {"result": result, "x": x, "y": y, "network": network, "token": "secret"}
+
+
+def pefll() -> dict[str, Any]:
+    (one, *_) = experiments(settings_of("pefll-digits"), ["methods=[pefll]", "seeds=1", "rounds=1"])
+    quick(one, run_dir="runs/pefll-digits-.../pefll-s0")
+    return {}
+
+
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "docs/fednh.md": fednh,
+    "docs/fedptr.md": lambda: {
+        "result": run_of("fedavg", rounds=1, data={"pools": {"unused": 0.9}}, partition={"clients": 5})
+    },
+    "docs/new_clients.md": new_client,
+    "docs/pefll.md": pefll,
+}
+"""What the reader of a page has before its first block."""
+
+
+class Served:
+    """A service in place of the page's: it has the model that the page has made in Python before."""
+
+    about: ClassVar[dict[str, Any]] = {"class_names": list("0123456789")}
+
+    def __init__(self, address: str, token: str):
+        assert token == "secret"
+
+    def personalize(self, x: np.ndarray, y: np.ndarray, file: str) -> Any:
+        return raypfl.load_model(file)
+
+
+def predicted(url: str, json: dict[str, Any], headers: dict[str, str]) -> SimpleNamespace:
+    """What it predicts."""
+    assert url.endswith("/predict") and headers["Authorization"] == "Bearer secret"
+    return SimpleNamespace(ok=True, json=lambda: {"predictions": ["3"] * len(json["inputs"])})
+
+
+@pytest.fixture(scope="module")
+def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
+    """Run a page's Python once, from top to bottom: the names that it leaves, and what it prints."""
+
+    @functools.cache
+    def run(page: str) -> SimpleNamespace:
+        module = ModuleType(re.sub(r"\W", "_", page))
+        printed = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            sys.modules[module.__name__] = module
+            patch.setattr(raypfl, "run", quick, raising=False)
+            patch.setattr("requests.post", predicted)
+            patch.setattr("raypfl.trained.remote.RemoteRun", Served)
+            patch.setattr("raypfl.trained.membership.membership", functools.partial(membership, epochs=1))
+            vars(module).update(GIVEN.get(page, dict)())
+            for code in blocks(page, "python"):
+                exec(compile(code, page, "exec"), vars(module))
+        return SimpleNamespace(names=vars(module), printed=printed.getvalue())
+
+    return run
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in ALL if block.language == "python"))
+def test_the_python_of_a_page_runs_from_top_to_bottom(ran, page: str):
+    import mlflow
+
+    try:
+        assert ran(page)
+    finally:
+        mlflow.set_tracking_uri(None)  # a page sets it for the whole process
+
+
+def test_the_readmes_python_prints_what_it_says(ran):
+    printed = ran("README.md").printed
+    assert "local  personal" in printed and "torch.Size([9610])" in printed
+
+
+def test_the_guide_to_tracking_finds_its_runs_and_models(ran):
+    printed = ran("docs/tracking.md").printed
+    assert printed.count("torch.Size([5, 10])") == 3 and "tags.seed" in printed
+
+
+def test_the_clients_of_the_last_round_are_told_from_the_others_as_the_page_on_fednh_says(ran):
+    names = ran("docs/fednh.md").names
+    result, active = names["result"], names["active"]
+    last = [row for row in result.evaluations.to_pylist() if row["round"] == 2 and row["model"] == "personal"]
+    cohort = result.rounds["cohort"].to_pylist()[-1]
+    expected = [row["accuracy"] for row in last if row["client"] in cohort and row["protocol"] == "local"]
+    assert active.filter(pc.field("protocol") == "local")["accuracy"].to_pylist() == expected
+    assert 0 < len(expected) < len({row["client"] for row in last})
+
+
+def test_the_scale_of_fednh_is_read_as_the_page_says(ran):
+    names = ran("docs/fednh.md").names
+    (scale,) = names["scale"].values()
+    assert scale == names["result"].global_model()[-1].item()
+    assert [round for round, _ in names["by_round"]] == [1, 2] and names["by_round"][-1][1] == scale
+    assert 0 < abs(scale - 30) < 5  # it was trained
+
+
+def test_a_model_for_a_new_client_is_in_its_file_as_the_page_says(ran):
+    names = ran("docs/new_clients.md").names
+    with torch.no_grad():
+        assert torch.allclose(names["logits"], names["made"].model(torch.from_numpy(names["x"])))
+
+
+def test_the_rules_of_the_guide_to_optimizers_train(ran):
+    rules = ran("docs/optimizers.md").names
+    clients = Federation().clients()
+    begun = clients.evaluate(clients.initial, "train")["loss"].sum()
+    for rule in (rules["Lion"](), rules["Private"](norm=0.5, noise=0.01)):
+        trained = clients.sgd(clients.loss, clients.initial, optimizer=rule, lr=0.02, epochs=5)
+        assert clients.evaluate(trained, "train")["loss"].sum() < begun
+
+
+# Descriptions
+
+
+def alternatives(block: Block) -> list[str]:
+    """A block's descriptions: all of it or, where a key is on several lines, each line."""
+    keys = re.findall(r"^(\w+):", block.code, re.MULTILINE)
+    return [block.code] if len(keys) == len(set(keys)) else block.code.splitlines()
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.language == "yaml"], ids=lambda block: block.name)
+def test_a_description_on_a_page_is_accepted(reader: Path, block: Block):
+    for text in alternatives(block):
+        described = yaml.safe_load(text)
+        if {"extends", "metrics"} & described.keys():
+            (reader / "shown.yaml").write_text(text)
+            assert cells.plan(description.load("shown.yaml")[0])
+        elif "search" in described:
+            whole = yaml.safe_load(blocks(block.page, "yaml")[0])
+            assert sweep.load({**whole, "name": "shown", **described}).first()
+        else:
+            assert experiments(described)
+
+
+def test_every_block_is_in_a_language_that_is_checked():
+    assert {block.language for block in ALL} == {"", "python", "yaml", *NOT_CODE}
+
+
+# The shell
+
+
+@pytest.fixture(scope="module")
+def accepted(reader: Path) -> Iterator[Callable[[list[str]], bool]]:
+    """Whether `raypfl` takes these words; of what it would then do, descriptions are read and nothing is run."""
+
+    def tuned(source: str, changes: list[str], *others: Any) -> None:
+        sweep.load(source, changes).first()
+
+    def studied(source: str, only: list[str], changes: list[str], *others: Any) -> None:
+        cells.plan(cells.select(description.load(source)[0], only), changes)
+
+    def explained(source: str, changes: list[str], *others: Any) -> None:
+        assert source == "RUN" or (source in RECIPES and experiments(settings_of(source), changes))
+
+    def nothing(*words: Any, **options: Any) -> Any:
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raypfl.cli.tune.carry_out", tuned)
+        patch.setattr("raypfl.cli.study.run_study", studied)
+        patch.setattr("raypfl.cli.ntk.ntk", explained)
+        for name in (
+            "run.run_experiments",
+            "run.resume_folder",
+            "run.continue_as_new",
+            "pretrain.carry_out",
+            "jobs.submit",
+        ):
+            patch.setattr(f"raypfl.cli.{name}", nothing)
+        for name in ("commands.personalize.personalize", "commands.personalize.serve", "tracking.listener.track"):
+            patch.setattr(f"raypfl.{name}", nothing)
+        for name in ("data.load_federated", "data.summarised", "results.client_data.draw", "results.client_data.show"):
+            patch.setattr(f"raypfl.{name}", nothing)
+        patch.setattr("raypfl.results.report.found", lambda runs: ([], []))
+        patch.setattr("raypfl.results.report.write", nothing)
+        yield lambda words: not_refused(CliRunner().invoke(app, words, catch_exceptions=False))
+
+
+def not_refused(done: Any) -> bool:
+    assert done.exit_code == 0, done.output
+    return True
+
+
+@pytest.mark.parametrize("words", shell_lines(), ids=" ".join)
+def test_a_command_on_a_page_is_accepted_by_its_program(accepted, words: list[str]):
+    program, rest = words[0].lstrip("("), words[1:]
+    if program == "raypfl":
+        assert accepted(rest)
+    elif program == "make":
+        targets = re.search(r"^\.PHONY: (.*)$", Path("Makefile").read_text(), re.MULTILINE)[1].split()
+        assert {word for word in rest if "=" not in word} <= set(targets)
+    elif program == "ray":
+        assert taken_by_ray(rest)
+        assert all(accepted(word.split()[1:]) for word in rest if word.startswith("raypfl "))
+    elif program == "sbatch":
+        assert accepted(rest[rest.index("cluster/slurm.sh") + 1 :])
+    elif program == "bash":
+        assert (ROOT / rest[0]).is_file()
+    else:
+        assert program in NOT_RUN
+
+
+def taken_by_ray(words: list[str]) -> bool:
+    from ray.scripts.scripts import cli
+
+    name, *rest = words
+    return bool(cli.commands[name].make_context(name, rest, resilient_parsing=True))
+
+
+def test_every_file_of_the_repository_that_a_command_names_is_there():
+    words = " ".join(word for words in shell_lines() for word in words)
+    named = set(re.findall(r"(?<!\S)(?:cluster|tune_configs|\.ci)/[\w./-]+", words))
+    assert len(named) > 5 and not [name for name in named if not (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in ALL if not block.language))
+def test_the_shell_can_read_all_commands_of_a_page(page: str):
+    done = subprocess.run(["bash", "-n"], input="".join(blocks(page, "")), text=True, capture_output=True)
+    assert not done.returncode, done.stderr

@@ -1,0 +1,93 @@
+"""What is read from disk runs no code."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import raypfl
+from raypfl.common.errors import RaypflError
+from raypfl.runs.result import Result
+from tests.support.runs import experiment
+
+ROOT = Path(raypfl.__file__).parent
+DANGEROUS = {"pickle", "cloudpickle", "torch", "np", "numpy", "joblib", "dill", "yaml", "marshal", "shelve"}
+MESSAGES = {
+    "engine/backends/client_actor.py",
+    "engine/backends/server_actor.py",
+    "engine/backends/shipment.py",
+    "federation/backend.py",
+    "runs/gpu_share.py",
+    "studies/running.py",
+    "integrations/tuning/log.py",
+    "integrations/tuning/search.py",
+}
+"""Files that unpickle, with `loads`, what another process of the same run has sent over Ray, or Tune has kept of it."""
+FILES = {
+    "experiment/yaml_text.py": "Loader=_Loader",
+    "data/datasets/readers/npy.py": "allow_pickle=False",
+    "models/weights.py": "weights_only=True",
+    "trained/samples.py": "allow_pickle=False",
+}
+"""Files that read formats which could hold code, and what keeps that from being run."""
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickles_are_read_from_the_runs_own_processes_alone():
+    unexpected = []
+    for file in sorted(ROOT.rglob("*.py")):
+        name = file.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner = ast.unparse(node.func.value).removeprefix("ray.")
+            if owner not in DANGEROUS or node.func.attr not in ("load", "loads", "open", "Unpickler", "unsafe_load"):
+                continue
+            safe = FILES.get(name, "")
+            if not (safe and safe in ast.unparse(node)) and not (name in MESSAGES and node.func.attr == "loads"):
+                unexpected.append(f"{name}: {ast.unparse(node)}")
+    assert not unexpected
+
+
+def test_no_file_of_a_runs_folder_is_unpickled(tmp_path: Path):
+    marker = tmp_path / "marker"
+    with contextlib.suppress(pickle.PickleError):
+        pickle.loads(pickle.dumps(Hostile(marker)))
+    assert marker.exists()  # so this would show
+    marker.rmdir()
+    done = raypfl.run(experiment(tmp_path, rounds=2), run_dir=tmp_path / "run")
+    files = [file.relative_to(done.run_dir) for file in done.run_dir.rglob("*") if file.is_file()]
+    assert len(files) > 6
+    for name in files:
+        copy = tmp_path / "copy"
+        shutil.copytree(done.run_dir, copy)
+        (copy / name).write_bytes(pickle.dumps(Hostile(marker)))
+        for look in (lambda: Result.load(copy).server_state(), lambda: raypfl.resume(copy, overrides=["rounds=3"])):  # noqa: B023
+            with contextlib.suppress(Exception):
+                look()
+        assert not marker.exists(), name
+        shutil.rmtree(copy)
+
+
+def test_weights_are_read_without_running_code(tmp_path: Path):
+    file = tmp_path / "weights.pt"
+    torch.save({"weight": Hostile(tmp_path / "marker")}, file)
+    with pytest.raises(RaypflError):
+        raypfl.run(experiment(tmp_path, model__weights=file))
+    assert not (tmp_path / "marker").exists()

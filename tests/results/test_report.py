@@ -1,0 +1,451 @@
+"""The report: a page of its own, whose numbers are those of the runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from xml.etree import ElementTree
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from typer.testing import CliRunner
+
+import raypfl
+from raypfl.cli.app import app
+from raypfl.common.errors import ConfigError
+from raypfl.results import numbers
+from raypfl.results.compared import COLOURS, group_runs
+from raypfl.results.report import found, tables, write
+from raypfl.results.report.figures import curves
+from raypfl.results.report.page import shades
+from tests.support.runs import experiment
+
+SMALL = {"rounds": 3, "partition__clients": 8, "evaluation__every": 1, "engine__executor": "vectorised"}
+SMALL |= {"evaluation__protocols": "[local,global,val]", "data__val_fraction": 0.2}
+LARGEST = 1_000_000  # bytes of a page on three methods from three seeds with a thousand clients each
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[raypfl.Result]:
+    folder = tmp_path_factory.mktemp("report")
+    methods = [("fedavg", 0), ("fedavg", 1), ("ditto", 0), ("ditto", 1), ("local", 0), ("local", 1)]
+    return [raypfl.run(experiment(folder, **SMALL, method=method, seed=seed)) for method, seed in methods]
+
+
+@pytest.fixture(scope="module")
+def source(results, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of all of them, with a note."""
+    return write(results, tmp_path_factory.mktemp("page") / "report.html", ["a <b> & c"]).read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def whole(source) -> ElementTree.Element:
+    """The page's root: that it parses as XML holds it to well-formedness."""
+    return ElementTree.fromstring(source)
+
+
+def page(results: list[raypfl.Result], tmp_path: Path) -> ElementTree.Element:
+    return ElementTree.fromstring(write(results, tmp_path / "report.html").read_text("utf-8"))
+
+
+def text(element: ElementTree.Element) -> str:
+    return " ".join(" ".join(element.itertext()).split())
+
+
+def section(root: ElementTree.Element, name: str) -> ElementTree.Element:
+    (found_one,) = [one for one in root.iter("section") if one.get("aria-labelledby") == name]
+    return found_one
+
+
+def rows(table: ElementTree.Element) -> list[list[str]]:
+    """Cells of a table, row by row, without blanks."""
+    return [["".join("".join(cell.itertext()).split()) for cell in row] for row in table.iter("tr")]
+
+
+def accuracy(result: raypfl.Result, protocol: str, model: str) -> np.ndarray:
+    """Of the last round, straight from the run's table."""
+    t = result.evaluations.to_pydict()
+    keys = zip(t["round"], t["protocol"], t["model"], t["accuracy"], strict=True)
+    return np.array([100 * a for r, p, m, a in keys if (r, p, m) == (result.round, protocol, model)])
+
+
+def test_the_results_are_those_of_the_runs_tables_over_seeds(results, whole):
+    table = next(section(whole, "results").iter("table"))
+    printed = rows(table)
+    of = {"fedavg": results[:2], "ditto": results[2:4], "local": results[4:]}
+    assert printed[0][:5] == ["method", "personal", "global", "std", "worstdecile"]
+    for line in printed[2:5]:
+        own = [accuracy(one, "local", "personal") for one in of[line[0]]]
+        shared = [accuracy(one, "local", "global") for one in of[line[0]]]
+        used = own if own[0].size else shared
+        for cell, seeds in ((line[1], own), (line[2], shared)):
+            means = [values.mean() for values in seeds if values.size]
+            assert cell == (f"{fmean(means):.1f}±{stdev(means):.1f}" if means else "–")
+        spreads = [values.std() for values in used]
+        assert line[3] == f"{fmean(spreads):.1f}±{stdev(spreads):.1f}"
+    assert [line[0] for line in printed[2:5]] == list(of)
+
+
+def test_the_best_of_a_column_is_bold_and_equals_all_are(results):
+    headings, blocks = tables.results(group_runs(results))
+    for j, heading in enumerate(headings):
+        column = [cells[j] for _, _, cells in blocks[0][3] if cells[j].mean != "–"]
+        wanted = (min if heading in ("std", "ECE") else max)(float(cell.mean) for cell in column)
+        assert [cell.best for cell in column] == [float(cell.mean) == wanted for cell in column]
+
+
+def test_runs_on_other_data_partitions_or_models_are_compared_in_parts_of_their_own(results, tmp_path):
+    skewed = [replace(one, experiment=one.experiment.override(["partition.alpha=1"])) for one in results[:4]]
+    skewed = [shifted(one, {"global": 99, "personal": 98}) for one in skewed]
+    root = page([*results[:4], *skewed], tmp_path)
+    links = [link.get("href") for link in root.iter("a")]
+    assert links == ["#part-1", "#part-2"] and "dirichlet(alpha=1.0)" in text(section(root, "data-2"))
+    for part, headline in ((1, "The personal models of ditto are best"), (2, "The global model of fedavg is best")):
+        printed = rows(next(section(root, f"results-{part}").iter("table")))
+        assert [line[0] for line in printed[2:4]] == ["fedavg", "ditto"]
+        assert headline in text(root.find("body/header/ol")[part - 1])
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+
+
+def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_their_default(results):
+    ditto = replace(results[2], experiment=results[2].experiment.override(["method.lam=2"]))
+    for run, expected in ((results[2], []), (ditto, ["method.lam"])):
+        differing, shared = tables.differences(group_runs([results[4], run]))
+        assert [key for key, _ in differing] == expected
+        assert ("method.lam" in dict(shared)) == (not expected)
+
+
+def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are_best(results, tmp_path):
+    for personal in (97, 90):
+        runs = [shifted(results[0], {"global": 95}), shifted(results[2], {"personal": personal, "global": 94})]
+        _, blocks = tables.results(group_runs(runs))
+        fedavg, ditto = (cells[:2] for _, _, cells in blocks[0][3])
+        assert ditto[0].best == (personal == 97) and fedavg[1].best
+
+
+def test_the_round_that_validation_chose_has_rows_of_its_own(whole):
+    told = text(section(whole, "results"))
+    assert "On each client’s own test data, in the round that validation data chose" in told
+    assert told.index("validation data chose") < told.index("On each client’s own validation data")
+
+
+def test_a_curve_is_the_seeds_mean_and_its_band_spans_them(results):
+    (fedavg, *_) = group_runs(results)
+    curve = numbers.metric_curve(fedavg, "local", "global")
+    ends = [accuracy(one, "local", "global").mean() for one in results[:2]]
+    assert curve.x.tolist() == [1, 2, 3]
+    np.testing.assert_allclose([curve.mean[-1], curve.low[-1], curve.high[-1]], [np.mean(ends), min(ends), max(ends)])
+    sent = numbers.metric_curve(fedavg, "local", "global", "megabytes").x
+    np.testing.assert_allclose(sent[-1], fmean(sum(one.megabytes) for one in results[:2]))
+    assert numbers.metric_curve(fedavg, "local", "personal") is None
+
+
+def test_every_client_is_paired_with_itself(results):
+    both = numbers.clients_with_both(group_runs(results)[1], "local")
+    own, shared = (np.concatenate([accuracy(one, "local", m) for one in results[2:4]]) for m in ("personal", "global"))
+    np.testing.assert_array_equal(both, np.stack([shared, own], axis=1))
+
+
+def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):
+    fedavg, _, local = group_runs(results)
+    sent = numbers.messages(fedavg)
+    assert [(message.direction, message.name) for message in sent] == [("down", "theta"), ("up", "theta")]
+    assert sum(message.megabytes for message in sent) == pytest.approx(fmean(sum(one.megabytes) for one in results[:2]))
+    assert sent[0].times == 3 * 6 and sent[0].bytes == 4 * sent[0].numbers[0]
+    assert numbers.messages(local) == []
+    assert "local: sends nothing" in text(section(whole, "ledger"))
+
+
+def test_what_differs_between_runs_is_listed_and_nothing_else(results):
+    fedavg = results[0]
+    other = replace(fedavg, experiment=fedavg.experiment.override(["training.lr=0.5", "seed=7", "partition.alpha=1"]))
+    differing, shared = tables.differences(group_runs([fedavg, other]))
+    names = ["fedavg partition.alpha=0.3 training.lr=0.1", "fedavg partition.alpha=1.0 training.lr=0.5"]
+    assert differing == [
+        ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
+        ("training.lr", [("0.1", [names[0]]), ("0.5", [names[1]])]),
+    ]
+    assert ("training.batch_size", "10") in shared and not {"training.lr", "seed"} & {key for key, _ in shared}
+
+
+def shifted(result: raypfl.Result, points: dict[str, float]) -> raypfl.Result:
+    """The run as if each client's accuracy were the same, in %, by model."""
+    columns = result.evaluations.to_pydict()
+    columns["accuracy"] = [points[model] / 100 for model in columns["model"]]
+    return replace(result, evaluations=pa.table(columns))
+
+
+def test_the_headline_says_whose_models_it_compares_and_how_they_spread(results, tmp_path):
+    def lead(*levels: dict[str, float], of: list[raypfl.Result] = results[:4]) -> str:
+        runs = [shifted(one, level) for one, level in zip(of, levels, strict=True)]
+        (found_one,) = [one for one in page(runs, tmp_path).iter("p") if one.get("class") == "lead"]
+        return text(found_one)
+
+    close = lead({"global": 94}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 97, "global": 95})
+    assert close == (
+        "The personal models of ditto are best on each client’s own test data: 96.5 ± 0.7 %, 1.5 points above the "
+        "global model of fedavg, ahead in 2 of 2 seeds (95% interval +1.0 to +2.0). The global model of ditto has "
+        "95.0 ± 0.0 %."
+    )
+    levels = {"global": 90}, {"global": 96}, {"personal": 96, "global": 95}, {"personal": 94, "global": 95}
+    wide = lead(*levels)
+    assert "2.0 points above the global model of fedavg, but the 95% interval of the difference includes 0" in wide
+    elsewhere = [{"data": "another partition"}] * 2 + [{}] * 2
+    apart = [replace(one, metadata=one.metadata | data) for one, data in zip(results[:4], elsewhere, strict=True)]
+    unpaired = lead(*levels, of=apart)
+    assert "2.0 points above the global model of fedavg, which is within the spread over seeds (± 4.2)." in unpaired
+    won = lead({"global": 97}, {"global": 97}, {"personal": 90, "global": 95}, {"personal": 90, "global": 95})
+    assert won.startswith("The global model of fedavg is best")
+    assert "7.0 points above the personal models of ditto, ahead in 2 of 2 seeds" in won
+
+
+def test_runs_with_other_settings_are_no_seeds_of_one_method(results):
+    fedavg = results[0]
+    moved = replace(results[1], experiment=results[1].experiment.override(["checkpoint.every=3", "output=elsewhere"]))
+    other = replace(fedavg, experiment=fedavg.experiment.override(["partition.alpha=1"]))
+    assert [len(one.results) for one in group_runs([fedavg, moved, other])] == [2, 1]
+
+
+def test_the_page_needs_nothing_beside_it(whole, source):
+    links = [v for e in whole.iter() for k, v in e.attrib.items() if k in ("src", "href", "srcset", "data")]
+    assert links and all(link.startswith(("#", "data:")) for link in links)
+    assert not re.search(r"https?:|//\w+\.|@import|<script|<link", source)
+
+
+def test_ids_are_unique_and_what_is_referred_to_is_there(whole, source):
+    ids = [element.get("id") for element in whole.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"(?:url\(|href=\"|labelledby=\")#?([\w-]+)", source)) <= set(ids)
+
+
+def test_whoever_cannot_see_the_pictures_is_told_what_they_show(whole):
+    pictures = [element for element in whole.iter() if element.tag == "svg"]
+    assert len(pictures) >= 8
+    assert all(one.get("role") == "img" and len(one.get("aria-label", "")) > 40 for one in pictures)
+
+
+def test_tables_have_headers_of_columns_and_rows(whole):
+    for table in whole.iter("table"):
+        assert all(cell.get("scope") == "col" for cell in table.find("thead").iter("th"))
+        body = [row for part in table.findall("tbody") for row in part]
+        assert all(row[0].tag == "th" and row[0].get("scope") in ("row", "rowgroup") for row in body)
+
+
+def test_colours_are_the_methods_own_and_every_colour_is_the_style_sheets(source):
+    drawn = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
+    drawn = re.sub(r"data:image/png[^\"]*", "", drawn)
+    assert not re.findall(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b(?=[;\"\s])", re.sub(r"(?:href=\"|url\()#\w+", "", drawn))
+    assert set(re.findall(r"var\(--m(\d)\)", drawn)) == {"0", "1", "2"}
+
+
+def contrast(a: str, b: str) -> float:
+    """Of two colours ``#rrggbb``, from 1 to 21 (WCAG 2.2)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("index", range(len(COLOURS)))
+def test_colours_stand_out_on_light_and_on_dark_backgrounds(index):
+    light, dark = shades(index)
+    assert contrast(light, "#ffffff") >= 3 and contrast(dark, "#14171c") >= 3
+
+
+def test_a_run_that_was_not_tested_client_by_client_makes_a_page(results, tmp_path):
+    one = replace(results[0], evaluations=results[0].evaluations.filter(pc.field("protocol") == "global"))
+    root = page([one], tmp_path)
+    assert "No protocol tested clients one by one" in text(section(root, "clients"))
+    assert "on all clients’ test data together" in text(root.find("body/header"))
+
+
+def test_one_run_makes_a_page(results, tmp_path):
+    told = text(page(results[:1], tmp_path))
+    assert "There is one run, so nothing differs." in told
+    assert "No method has both personal models and a global one" in told
+    assert "±" not in told and "Other seeds" not in told
+
+
+def test_only_models_that_there_are_have_a_line_in_the_key(results, whole, tmp_path):
+    learning, effort = (section(page(results[:1], tmp_path), name) for name in ("learning", "effort"))
+    assert "by round. global model." in text(learning) and "own test data. global model." in text(effort)
+    assert "personal models, global model" in text(section(whole, "learning"))
+
+
+def test_a_single_evaluation_is_in_the_middle_of_whole_rounds(results):
+    last = results[0].evaluations.filter(pc.field("round") == results[0].round)
+    drawing = curves(group_runs([replace(results[0], evaluations=last)]), "local", "round")
+    words = [text(one) for one in ElementTree.fromstring(drawing.svg).iter() if one.tag.endswith("text")]
+    assert words[: words.index("round")] == [str(results[0].round + step) for step in (-1, 0, 1)]
+
+
+def test_runs_that_sent_nothing_make_a_page(results, tmp_path):
+    told = text(page(results[4:], tmp_path))
+    assert "Nothing was sent: clients trained alone." in told
+
+
+def test_seeds_of_different_lengths_are_compared_where_all_were_and_the_reader_is_told(results, tmp_path):
+    short = replace(
+        results[1],
+        status="stopped",
+        round=2,
+        rounds=results[1].rounds.slice(0, 2),
+        evaluations=results[1].evaluations.filter(pc.field("round") <= 2),
+    )
+    told = text(page([results[0], short], tmp_path))
+    assert "fedavg, seed 1, stopped after round 2." in told
+    assert "The seeds of fedavg ended after 2 and 3 rounds" in told
+    assert numbers.metric_curve(group_runs([results[0], short])[0], "local", "global").x.tolist() == [1, 2]
+
+
+def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
+    first, second = (
+        replace(one, evaluations=one.evaluations.filter(pc.field("round") == number))
+        for one, number in zip(results[:2], (1, 2), strict=True)
+    )
+    drawing = curves(group_runs([first, second, *results[2:]]), "local", "round")
+    assert drawing.caption == "Not drawn: fedavg, whose seeds were never evaluated in the same round."
+
+
+def test_data_that_is_gone_is_said_and_the_rest_is_shown(results, tmp_path):
+    gone = ["data={name: cifar10, root: nowhere}"]
+    lost = [replace(one, experiment=one.experiment.override(gone)) for one in results[:1]]
+    told = text(section(page(lost, tmp_path), "data"))
+    assert "There is no picture of this partition." in told and "nowhere" in told
+    changed = [replace(results[0], metadata=results[0].metadata | {"data": "0" * 64})]
+    assert "The data has changed since the run." in text(section(page(changed, tmp_path), "data"))
+
+
+def thousand(result: raypfl.Result, seed: int) -> raypfl.Result:
+    """The run as if it had had a thousand clients and fifty evaluations."""
+    draws = np.random.default_rng(seed)
+    models = [m for m in ("personal", "global") if accuracy(result, "local", m).size]
+    keys = [(r, m) for r in range(1, 51) for m in models]
+    count = 1000 * len(keys)
+    columns = {
+        "round": pa.array(np.repeat([r for r, _ in keys], 1000), pa.int32()),
+        "client": pa.array(np.tile(np.arange(1000), len(keys)), pa.int32()),
+        "protocol": ["local"] * count,
+        "model": np.repeat([m for _, m in keys], 1000),
+        "samples": np.full(count, 997),
+        "accuracy": draws.integers(400, 998, count) / 997,
+        "loss": np.ones(count),
+    }
+    number = np.arange(1, 51)
+    spent = dict.fromkeys(("bytes_up", "bytes_down"), number)
+    rounds = pa.table({"round": number, "loss": 1 / number, "seconds": 0.1 * number, **spent})
+    return replace(result, round=50, rounds=rounds, evaluations=pa.table(columns), best_round=None)
+
+
+def test_a_page_on_a_thousand_clients_stays_small(results, tmp_path):
+    seeds = [(one, seed) for one in results[::2] for seed in range(3)]
+    many = [
+        thousand(replace(one, experiment=one.experiment.replace(seed=seed)), 10 * i + seed)
+        for i, (one, seed) in enumerate(seeds)
+    ]
+    assert write(many, tmp_path / "report.html").stat().st_size < LARGEST
+
+
+def test_a_method_of_many_is_told_from_one_of_the_same_colour(results, tmp_path):
+    one = results[2]
+    many = [replace(one, experiment=one.experiment.override([f"method.lam={i}"])) for i in range(len(COLOURS) + 2)]
+    first = next(section(page(many, tmp_path), "learning").iter("svg"))
+    marked = {g.get("class") for g in first.iter("g") if g.get("class") and list(g.iter("use"))}
+    assert marked == {f"of-{len(COLOURS)}", f"of-{len(COLOURS) + 1}"}
+
+
+def test_notes_are_escaped(whole):
+    assert "a <b> & c" in text(whole)
+
+
+def raypfl_report(*words: str | Path):
+    return CliRunner().invoke(app, ["report", *map(str, words)])
+
+
+def test_the_command_finds_the_runs_of_a_folder_and_prints_the_pages_path(results, tmp_path):
+    out = tmp_path / "page.html"
+    told = raypfl_report(results[0].run_dir.parent, "--out", out)
+    assert told.exit_code == 0 and told.stdout == f"Report: {out}\n"
+    assert len(rows(next(section(ElementTree.parse(out).getroot(), "runs").iter("table")))) == 1 + len(results)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "raypfl report needs a run's folder or several, such as: raypfl report runs/digits-*"),
+        (["nowhere"], "There is no folder nowhere."),
+        (["."], ". is no run's folder, and there is none in it: a run's folder has an experiment.yaml."),
+        (["picture.png"], "There is no run in picture.png, only files."),
+        (["cut-off"], "cut-off has no finished run; `raypfl resume cut-off` finishes an interrupted one."),
+    ],
+)
+def test_a_report_without_a_run_is_a_sentence(words, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if words != ["."]:
+        Path("picture.png").touch()
+        Path("cut-off").mkdir()
+        Path("cut-off", "experiment.yaml").write_text("seed: 0\n")
+    told = raypfl_report(*words)
+    assert told.exit_code == 2 and sentence in told.stderr and "Traceback" not in told.output
+    assert not Path("report.html").exists()
+
+
+def test_a_page_for_a_folder_that_does_not_exist_is_a_sentence(results, tmp_path):
+    with pytest.raises(ConfigError, match="there is no folder"):
+        write(results, tmp_path / "nowhere" / "report.html")
+
+
+def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_listed(results, tmp_path):
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(results[0].run_dir, tmp_path / name))
+
+    (tmp_path / "mlartifacts").mkdir()
+    (copied("bad-json") / "summary.json").write_text("{")
+    (copied("bad-table") / "evaluations.parquet").write_bytes(b"PAR1")
+    (copied("no-key") / "summary.json").write_text("{}")
+    described = copied("no-class") / "experiment.yaml"
+    described.write_text(described.read_text().replace("name: fedavg", "name: not_there:Mine"))
+    comparison = tmp_path / "comparison"
+    shutil.copytree(results[2].run_dir, comparison / "ditto-s0")
+    (comparison / "comparison.yaml").write_text("runs: [")
+    kept, notes = found(sorted(tmp_path.iterdir()))
+    assert [one.run_dir.name for one in kept] == ["ditto-s0"]
+    for name, why in (
+        ("mlartifacts", "there is none in it"),
+        ("bad-json", "is damaged"),
+        ("bad-table", "is missing or damaged"),
+        ("no-key", "is damaged"),
+        ("no-class", "'not_there:Mine' cannot be imported"),
+    ):
+        (note,) = [note for note in notes if str(tmp_path / name) in note]
+        assert why in note
+
+
+def test_files_are_passed_over_and_a_run_that_repeats_another_is_left_out(results, tmp_path):
+    (tmp_path / "compared.png").touch()
+    again = raypfl.run(results[0].experiment.replace(output=str(tmp_path)))
+    kept, notes = found([results[0].run_dir, again.run_dir, tmp_path / "compared.png", results[2].run_dir])
+    assert [one.run_dir for one in kept] == [again.run_dir, results[2].run_dir]
+    assert notes == [f"{results[0].run_dir} is left out: {again.run_dir} is also fedavg from seed 0."]
+
+
+def test_a_run_keeps_what_it_found_out_as_it_began(results):
+    metadata = raypfl.Result.load(results[0].run_dir).metadata
+    assert metadata["num_clients"] == 8 and metadata["device"] == "cpu"
+    assert metadata["versions"]["raypfl"] == raypfl.__version__
+
+
+def test_a_report_in_a_format_that_there_is_not_is_refused(results, tmp_path):
+    with pytest.raises(ConfigError, match=r"let .*table.pdf end in .html, .tex or .csv"):
+        write(results, tmp_path / "table.pdf")
+    assert not (tmp_path / "table.pdf").exists()

@@ -1,0 +1,170 @@
+"""Choosing an executor and a layout, by a rule or by timing."""
+
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import raypfl
+from raypfl.common.errors import ConfigError
+from raypfl.data import load_federated
+from raypfl.engine.events import RunStarted
+from raypfl.runs import autotune
+from raypfl.runs.autotune import Candidate, choose, rule
+from tests.support.runs import experiment
+
+TOGETHER, ONE_BY_ONE, CHANNELS_LAST = (
+    Candidate("vectorised", False),
+    Candidate("sequential", False),
+    Candidate("sequential", True),
+)
+CHOICE = ("executor", "channels_last", "why")
+
+
+class Dense(nn.Linear):
+    """One layer."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(math.prod(input_shape), num_classes)
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+
+class Slow(Dense):
+    """Takes its time, once a call."""
+
+    def forward(self, x):
+        time.sleep(0.005)
+        return super().forward(x)
+
+
+class SlowTogether(Dense):
+    """Takes its time for several clients at once."""
+
+    def forward(self, x):
+        time.sleep(0.1 * torch._C._functorch.is_batchedtensor(x))
+        return super().forward(x)
+
+
+class Peeking(Dense):
+    """Looks at a number, which cannot be done for several clients at once."""
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if self.bias.sum().item() > 0 else 1.0)
+
+
+class OneLayout(Peeking):
+    """Works for one client at a time, on images channels last alone."""
+
+    def forward(self, x):
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            raise ValueError("rows")
+        return super().forward(x)
+
+
+class NoLayout(Dense):
+    """Always fails."""
+
+    def forward(self, x):
+        raise ValueError("nothing works")
+
+
+def chosen(tmp_path, network=Dense, **changes):
+    changes = {"engine__group_size": 6} | changes
+    described = experiment(tmp_path, **changes).replace(model=f"{__name__}:{network.__name__}")
+    data = load_federated(described.data, described.partition, seed=described.seed)
+    return choose(described, data, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "work", "group", "executor"),
+    [
+        (9_610, 96_100, 20, "vectorised"),
+        (9_610, 96_100, 3, "vectorised"),
+        (9_610, 96_100, 2, "sequential"),
+        (9_610, 9_840_640, 50, "sequential"),
+        (407_050, 407_050, 50, "sequential"),
+    ],
+)
+def test_small_networks_train_together_and_large_ones_or_large_steps_do_not(parameters, work, group, executor):
+    assert rule(parameters, work, group)[0] == executor
+
+
+def test_convolutions_train_one_by_one_channels_last_once_their_steps_are_large(tmp_path):
+    def by_rule(size):
+        described = experiment(tmp_path, model="cnn", engine__group_size=6, training__batch_size=size)
+        data = load_federated(described.data, described.partition, seed=0)
+        return choose(described, data, torch.device("cpu"))[0]
+
+    assert (by_rule(2), by_rule(100)) == (TOGETHER, CHANNELS_LAST)
+
+
+def test_a_step_has_no_more_samples_than_the_largest_client(tmp_path):
+    best, why = chosen(tmp_path, training__batch_size=10**9)
+    assert best == TOGETHER and int(why.split(", ")[1].split()[0].replace(",", "")) < 2000 * 650
+
+
+def test_only_what_the_settings_leave_open_is_chosen(tmp_path):
+    assert chosen(tmp_path, engine__executor="sequential") == (ONE_BY_ONE, "")
+    assert chosen(tmp_path, training__channels_last="true")[0] == Candidate("vectorised", True)
+    assert chosen(tmp_path, Peeking, training__channels_last="true")[0] == CHANNELS_LAST
+
+
+def test_candidates_in_which_the_network_fails_are_left_out_with_the_reason(tmp_path):
+    best, why = chosen(tmp_path, Peeking)
+    assert best == ONE_BY_ONE and why.startswith("vectorised does not work with this network: ")
+    best, why = chosen(tmp_path, OneLayout, data__name="tests.models.test_layouts:coloured")
+    assert best == CHANNELS_LAST and "; sequential does not work with this network: ValueError: rows" in why
+
+
+@pytest.mark.parametrize("executor", ["auto", "fastest", "sequential"])
+def test_a_network_that_always_fails_raises_its_own_error(tmp_path, executor):
+    with pytest.raises(ValueError, match="nothing works"):
+        chosen(tmp_path, NoLayout, engine__executor=executor)
+
+
+def test_the_fastest_candidate_is_chosen_on_request(tmp_path):
+    best, why = chosen(tmp_path, Slow, engine__executor="fastest")
+    assert best == TOGETHER and why.count("ms a client's step") == 3
+    assert chosen(tmp_path, SlowTogether, engine__executor="fastest")[0] != TOGETHER
+    best, why = chosen(tmp_path, Peeking, engine__executor="fastest")
+    assert best != TOGETHER and "; vectorised does not work" in why
+
+
+def test_timing_that_would_take_too_long_leaves_the_choice_to_the_rule(tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "LIMIT", 0.0)
+    best, why = chosen(tmp_path, SlowTogether, engine__executor="fastest")
+    assert best == TOGETHER and why.startswith("timing would take more than 0 s; a small network")
+
+
+@pytest.mark.parametrize(
+    ("changes", "group"),
+    [
+        ({"engine__group_size": 1}, 1),
+        ({"engine__group_size": 4}, 3),  # a cohort of 6 in two equal groups
+        ({"engine__group_size": "null"}, 6),
+        ({"engine__group_size": "null", "cohort__size": 10, "data__unseen_fraction": 0.25}, 9),
+    ],
+)
+def test_the_rule_takes_the_largest_group_that_the_run_has(tmp_path, monkeypatch, changes, group):
+    groups = []
+    monkeypatch.setattr(autotune, "rule", lambda *of: groups.append(of[-1]) or ("sequential", ""))
+    chosen(tmp_path, **changes)
+    assert groups == [group]
+
+
+def test_a_run_says_what_was_chosen_and_a_resume_keeps_it(tmp_path):
+    events = []
+    done = raypfl.run(experiment(tmp_path, rounds=1, engine__executor="fastest"), listeners=[events.append])
+    metadata = next(e.metadata for e in events if isinstance(e, RunStarted))
+    assert metadata["channels_last"] == done.experiment.training.channels_last
+    assert metadata["executor"] == done.experiment.engine.executor != "fastest"
+    assert "ms a client's step" in metadata["why"]
+    longer = raypfl.resume(done.run_dir, overrides=["rounds=2"])
+    assert {name: longer.metadata[name] for name in CHOICE} == {name: metadata[name] for name in CHOICE}
+    other = {"vectorised": "sequential", "sequential": "vectorised"}[metadata["executor"]]
+    with pytest.raises(ConfigError, match=r"engine.executor is .* decides its result"):
+        raypfl.resume(done.run_dir, overrides=["rounds=3", f"engine.executor={other}"])

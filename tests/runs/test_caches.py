@@ -1,0 +1,113 @@
+"""What a cache gives is what would be made without it, whatever ran before."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from contextlib import nullcontext
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from raypfl.common.errors import MethodError
+from raypfl.data import IID, load_federated
+from raypfl.data.datasets.base import DataConfig, RawData
+from raypfl.experiment import Experiment
+from raypfl.learning.unkeyed import refuse_unkeyed
+from raypfl.runs.pretraining import pretrain
+
+BODY = {"data.pools": "{body: 0.3}", "model.pretrain": "body", "model.pretrain_epochs": 1}
+
+CHANGES = [
+    *("data.augmentation=[flip]", "data.augmentation=[{name: crop, padding: 1}]", "training.precision=bf16"),
+    *("model.pretrain_lr=0.01", "model.hidden=[5]", "seed=1", "engine.threads_for_server=2", "partition.alpha=9"),
+    *("training.channels_last=true", "training.lr=0.5", "rounds=3", "evaluation.batch_size=7"),
+]
+"""Some of them decide the weights, and some do not."""
+
+
+def body_of(cache: Path, *changes: str) -> dict[str, torch.Tensor]:
+    words = [f"{key}={value}" for key, value in {**BODY, "data.cache": cache}.items()]
+    return load_file(pretrain(Experiment().override([*words, *changes]), lambda event: None).path)
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which the network was pretrained before, with all settings at their defaults."""
+    cache = tmp_path_factory.mktemp("used")
+    body_of(cache)
+    return cache
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_pretrained_network_does_not_depend_on_what_ran_before(used: Path, tmp_path: Path, change: str):
+    found, made = body_of(used, change), body_of(tmp_path, change)
+    assert found.keys() == made.keys() and all(torch.equal(found[name], made[name]) for name in made)
+
+
+def test_a_network_of_ones_own_is_pretrained_again_when_its_code_changes(tmp_path: Path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = """
+        from torch import nn
+
+        class MyNet(nn.Sequential):
+            def __init__(self, input_shape, num_classes):
+                super().__init__(nn.Flatten(), nn.Linear(64, 4), nn.ACTIVATION(), nn.Linear(4, num_classes))
+    """
+    bodies = []
+    for activation in ("ReLU", "Tanh"):
+        (tmp_path / "net_of_mine.py").write_text(dedent(code).replace("ACTIVATION", activation))
+        sys.modules.pop("net_of_mine", None)
+        network = "model={name: 'net_of_mine:MyNet', pretrain: body, pretrain_epochs: 1}"
+        bodies.append(body_of(tmp_path / "cache", network))
+    assert not torch.equal(bodies[0]["1.weight"], bodies[1]["1.weight"])
+
+
+def test_a_module_that_imports_random_later_is_looked_at_again(monkeypatch):
+    """As a notebook's, in which a method ran before."""
+    notebook = types.ModuleType("notebook_of_mine")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    exec("class Mine:\n    def round(self):\n        return random.random()", notebook.__dict__)
+    function = notebook.Mine().round
+    for known in (False, True):
+        if known:
+            exec("import random", notebook.__dict__)
+        refused = pytest.raises(MethodError, match="Python's global random stream") if known else nullcontext()
+        with refused, refuse_unkeyed(function, torch.device("cpu"), "a generator"):
+            random.random()
+
+
+def by_share(config: DataConfig) -> RawData:
+    """A reader that looks at a setting which is not its own."""
+    inputs = np.full((40, 2), getattr(config, "test_fraction", 0.0), dtype=np.float32)
+    return RawData(inputs, np.arange(40) % 2, ["a", "b"])
+
+
+def test_prepared_samples_do_not_depend_on_what_ran_before(tmp_path: Path):
+    def first(cache: str, share: float) -> float:
+        data = Experiment(data={"name": f"{__name__}:by_share", "test_fraction": share}).data
+        return float(load_federated(data, IID(clients=2), seed=0, cache=tmp_path / cache).inputs[0, 0])
+
+    first("used", 0.25)
+    assert first("used", 0.5) == first("new", 0.5)
+
+
+def test_a_folder_of_images_is_read_again_from_the_folder_above(tmp_path: Path):
+    for label in ("cat", "dog"):
+        folder = tmp_path / "top" / "pets" / label
+        folder.mkdir(parents=True)
+        for i in range(4):
+            Image.fromarray(np.full((4, 4, 3), i, dtype=np.uint8)).save(folder / f"{i}.png")
+
+    def classes(root: str, cache: str) -> list[str]:
+        data = Experiment(data={"name": "image_folder", "root": str(tmp_path / root), "size": 4}).data
+        return load_federated(data, IID(clients=2), seed=0, cache=tmp_path / cache).class_names
+
+    assert classes("top/pets", "used") == ["cat", "dog"]
+    assert classes("top", "used") == classes("top", "new")

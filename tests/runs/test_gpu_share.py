@@ -1,0 +1,227 @@
+"""`ray.gpus_per_actor=auto`: what is measured, and how many actors share a GPU by it. No GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import raypfl
+from raypfl.common.errors import ConfigError, RaypflError
+from raypfl.data import load_federated
+from raypfl.engine import setup
+from raypfl.engine.backends.actor_pools import share_of
+from raypfl.engine.backends.cluster import for_client
+from raypfl.engine.backends.shipment import Shipment
+from raypfl.engine.events import Progress
+from raypfl.experiment.settings import RaySettings
+from raypfl.methods import Ditto
+from raypfl.runs import driver, gpu_share
+from raypfl.runs.gpu_share import Card, actors_on, bytes_needed, line, with_numbers
+from raypfl.studies.worker import run_cell
+from tests.support.pretend_gpu import pretend_gpu
+from tests.support.runs import experiment
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+def test_a_line_through_two_groups_gives_the_memory_of_any_other():
+    assert line([1, 8], [110, 180]) == (100, 10)
+    assert line([1], [110]) == (110, 0)
+    assert line([1, 8], [120, 110]) == (120, 0)  # what the first step alone needs is not taken off larger groups
+
+
+def test_as_many_actors_share_a_gpu_as_need_nine_tenths_of_its_memory():
+    assert actors_on(Card(100, 10), data=0, data_share=0.25, most=99) == 9
+    assert actors_on(Card(100, 10), data=0, data_share=0.25, most=4) == 4
+    assert actors_on(Card(100, 95), data=0, data_share=0.25, most=99) == 1
+    # Each of six has its copy of the data, 24 bytes together; from the seventh on nobody has, and nine fit again.
+    assert actors_on(Card(100, 10), data=4, data_share=0.25, most=6) == 6
+    assert actors_on(Card(100, 10), data=4, data_share=0.25, most=99) == 9
+    assert actors_on(Card(100, 10), data=4, data_share=0.5, most=8) == 6
+
+
+@given(st.integers(1, 500))
+def test_the_share_that_ray_is_asked_for_lets_that_many_actors_on_a_gpu(actors: int):
+    share = share_of(actors)
+    assert share * actors <= 1 and round(share * 10_000) == pytest.approx(share * 10_000)
+    assert share > 1 / (actors + 1) or actors > 99
+
+
+GROUPS: list[int] = []
+
+
+class Recording(Ditto):
+    """Notes how many clients are trained, and get a model to be tested, at a time."""
+
+    def train(self, clients, theta):
+        GROUPS.append(len(clients))
+        return super().train(clients, theta)
+
+    def personal_model(self, clients, server):
+        GROUPS.append(100 * len(clients))
+        return super().personal_model(clients, server)
+
+
+class Counting:
+    """Stands for a GPU's memory: a training needs 10 bytes a client and 100, an evaluation 50 a client."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[int]] = []
+
+    def peak(self, work: Callable[[], object]) -> float:
+        GROUPS.clear()
+        work()
+        self.groups.append(list(GROUPS))
+        (group,) = GROUPS
+        return group // 100 * 50 if group >= 100 else 100 + 10 * group
+
+    def context(self) -> float:
+        return 7
+
+
+def needed(tmp_path: Path, memory: Counting, **changes) -> float:
+    changes = {"engine__executor": "vectorised", "cohort__size": 10, "partition__clients": 40} | changes
+    given = experiment(tmp_path, method=f"{__name__}:Recording", **changes)
+    return bytes_needed(given, load_federated(given.data, given.partition, seed=0), CPU, memory)
+
+
+def test_a_step_and_an_evaluation_of_one_client_and_of_eight_tell_what_the_runs_own_groups_need(tmp_path: Path):
+    memory = Counting()
+    assert needed(tmp_path, memory, engine__group_size=10) == 7 + 50 * 10  # the evaluation needs more
+    assert memory.groups == [[1], [8], [100], [800]]
+    assert needed(tmp_path, memory, engine__group_size=3) == 7 + 50 * 3
+    assert memory.groups[4:] == [[1], [3], [100], [300]]
+    assert needed(tmp_path, memory, engine__group_size=1) == 7 + 110
+    assert memory.groups[8:] == [[1], [100]]
+    assert needed(tmp_path, memory, engine__group_size=10, privacy__secure_aggregation=True) == 7 + 50 * 10
+
+
+@pytest.mark.parametrize("method", ["pfedme", "apfl", "fednh", "feddf", "creff", "partial", "fedavg-ft"])
+def test_methods_with_networks_and_exchanges_of_their_own_can_be_measured(tmp_path: Path, method: str):
+    given = experiment(tmp_path, method=method, engine__executor="vectorised")
+    peaks: list[float] = []
+
+    class Any(Counting):
+        def peak(self, work):
+            work()
+            peaks.append(1.0)
+            return 1.0
+
+    data = load_federated(given.data, given.partition, seed=0)
+    assert bytes_needed(given, data, CPU, Any()) == 8 and len(peaks) == 4
+
+
+class TooLarge(Ditto):
+    """Needs more memory than there is."""
+
+    def train(self, clients, theta):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.")
+
+
+def test_a_gpu_that_is_too_small_for_what_is_tried_gets_one_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_share, "CudaMemory", lambda device: Counting())
+    given = experiment(tmp_path, method=f"{__name__}:TooLarge")
+    data = load_federated(given.data, given.partition, seed=0)
+    with pretend_gpu():
+        assert gpu_share._probe(SimpleNamespace(opened=lambda: (given, data))) == Card(2**36, 2**36)
+
+
+# --- on a cluster -----------------------------------------------------------------------------------------------------
+
+
+def cluster(*nodes: dict[str, float]) -> SimpleNamespace:
+    """Stands for Ray, whose tasks run here."""
+    tasks = {"remote": lambda **options: lambda task: SimpleNamespace(remote=task), "get": lambda result: result}
+    alive = [{"Alive": True, "Resources": one} for one in nodes]
+    return SimpleNamespace(nodes=lambda: alive, exceptions=ray.exceptions, **tasks)
+
+
+@pytest.fixture
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shipment, "of", lambda *of: None)
+
+
+@pytest.mark.usefixtures("_no_cluster")
+def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_share, "_probe", lambda pickled: Card(80 * GIB, 8.9 * GIB))
+    given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__group_size=1, engine__backend="ray")
+    data = load_federated(given.data, given.partition, seed=0)
+    said: list[str] = []
+
+    def share(cpus: float, gpus: float, **changes) -> float:
+        asked = given.override([f"{name.replace('__', '.')}={value}" for name, value in changes.items()])
+        ray = cluster({"CPU": 64.0}, {"CPU": cpus, "GPU": gpus})
+        return with_numbers(ray, asked, data, lambda event: said.append(event.text)).ray.gpus_per_actor
+
+    assert share(64, 2, cohort__size=12) == share_of(8)  # in 72 GiB
+    assert said[-1] == "8 client actors a GPU: each needs 8.90 of 80 GiB"
+    assert share(6, 2, cohort__size=12) == share_of(3)
+    assert share(6, 2, cohort__size=12, ray__cpus_per_actor=0.5) == share_of(6)
+    assert share(1, 2, cohort__size=12) == 1.0
+    assert share(64, 2, cohort__size=5) == share_of(5)
+    assert with_numbers(cluster(), given.override(["ray.gpus_per_actor=0.3"]), data, print).ray.gpus_per_actor == 0.3
+
+
+@pytest.mark.usefixtures("_no_cluster")
+def test_a_step_that_fails_while_it_is_measured_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(pickled: bytes) -> None:
+        raise ray.exceptions.RayTaskError("f", "trace", ValueError("no such layer."))
+
+    monkeypatch.setattr(gpu_share, "_probe", fail)
+    given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__backend="ray")
+    data = load_federated(given.data, given.partition, seed=0)
+    with pytest.raises(RaypflError, match=r"could not be measured .*no such layer\. Give a number instead"):
+        with_numbers(cluster({"CPU": 1.0, "GPU": 1.0}), given, data, lambda event: None)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_auto_on_a_cluster_without_a_gpu_is_refused_in_a_sentence(tmp_path: Path):
+    events: list[object] = []
+    with pytest.raises(ConfigError, match=r"ray\.gpus_per_actor is auto, but the cluster has no GPU; leave it out"):
+        raypfl.run(experiment(tmp_path, engine__backend="ray", ray__gpus_per_actor="auto"), listeners=[events.append])
+    assert Progress("measuring how many client actors share a GPU") not in events
+
+
+@pytest.mark.parametrize("setting", ["ray.gpus_per_actor=1", "ray.gpus_per_actor=auto", "ray.gpus_for_server=0.5"])
+def test_a_run_in_this_process_that_asks_for_a_gpu_is_refused_where_there_is_none(tmp_path: Path, setting: str):
+    asks = experiment(tmp_path).override([setting])
+    name, asked = setting.split("=")
+    for refuse in (raypfl.run, lambda asks: driver.check([asks])):
+        with pytest.raises(ConfigError, match=rf"^{name} is '?{asked}.* finds no GPU .* Set {name}=0"):
+            refuse(asks)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_cell_of_a_study_whose_gpu_pytorch_does_not_find_fails_with_the_same_sentence(tmp_path: Path):
+    outcome = run_cell(experiment(tmp_path, ray__gpus_per_actor=1), tmp_path / "cell", [])
+    assert outcome.status == "failed" and "finds no GPU" in outcome.error
+
+
+def test_what_runs_beside_others_needs_a_number():
+    with pytest.raises(ConfigError, match="one run at a time; a sweep's trials and a study's cells each"):
+        for_client(RaySettings(gpus_per_actor="auto"))
+
+
+@pytest.mark.parametrize("value", ["automatic", -0.5, ".inf"])
+def test_a_share_is_a_number_or_auto(tmp_path: Path, value: object):
+    with pytest.raises(ConfigError, match=r"ray\.gpus_per_actor"):
+        experiment(tmp_path, ray__gpus_per_actor=value)
+
+
+def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_same_bits(tmp_path: Path):
+    given = experiment(tmp_path)
+    data = load_federated(given.data, given.partition, seed=0)
+    with pretend_gpu():
+        setup.make_model(given, data, CPU)
+        assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
+        setup.make_model(given, data, torch.device("cuda"))
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.allow_tf32

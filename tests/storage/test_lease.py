@@ -1,0 +1,161 @@
+"""One attempt at a time writes to a run, wherever the others are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pyarrow.fs as pafs
+import pytest
+
+import raypfl
+from raypfl.common.errors import CheckpointError, RaypflError
+from raypfl.engine.events import RoundFinished
+from raypfl.storage import checkpoint, lease
+from tests.support.runs import experiment, same_tables
+
+
+class Once:
+    """A listener that does something when round 3 is done, and keeps what came of it."""
+
+    def __init__(self, act) -> None:
+        self.act = act
+        self.came: list = []
+
+    def __call__(self, event) -> None:
+        if isinstance(event, RoundFinished) and event.round == 3:
+            self.came.append(self.act())
+
+
+def files(folder: Path) -> dict[str, float]:
+    return {str(file): file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
+
+
+def elsewhere(**changes) -> lease._Holder:
+    return replace(lease._Holder.me("another"), host="node7", machine="node7", process=4711, **changes)
+
+
+def take(folder: Path, holder: lease._Holder) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "lease.json").write_text(json.dumps(asdict(holder)))
+
+
+def test_a_second_attempt_at_a_run_is_told_who_runs_it_and_the_first_is_not_disturbed(tmp_path: Path):
+    def again():
+        with pytest.raises(CheckpointError, match=r"already running as process \d+ on \S+ since \d{4}-.*stop it there"):
+            raypfl.resume(tmp_path / "run")
+
+    second = Once(again)
+    whole = raypfl.run(experiment(tmp_path))
+    first = raypfl.run(experiment(tmp_path), listeners=[second], run_dir=tmp_path / "run")
+    assert len(second.came) == 1
+    assert first.weights_hash == whole.weights_hash and same_tables(first, whole)
+    assert not (tmp_path / "run" / "checkpoints" / "lease.json").exists()
+
+
+def test_an_attempt_that_was_taken_for_dead_writes_nothing_more(tmp_path: Path):
+    def taken_over():
+        take(tmp_path / "run" / "checkpoints", elsewhere())
+        return files(tmp_path / "run")
+
+    other = Once(taken_over)
+    with pytest.raises(RaypflError, match="process 4711 on node7 has taken it over") as caught:
+        raypfl.run(experiment(tmp_path), listeners=[other], run_dir=tmp_path / "run")
+    assert len(str(caught.value).splitlines()) == 1
+    assert files(tmp_path / "run") == other.came[0]
+
+
+def test_a_run_that_has_ended_elsewhere_is_not_written_to_either(tmp_path: Path):
+    gone = Once(lambda: (tmp_path / "run" / "checkpoints" / "lease.json").unlink())
+    with pytest.raises(RaypflError, match="another process has taken it over"):
+        raypfl.run(experiment(tmp_path), listeners=[gone], run_dir=tmp_path / "run")
+
+
+@pytest.fixture(params=["a folder", "an object store"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Where a process of another machine holds the lease."""
+    if request.param == "an object store":
+        store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
+        monkeypatch.setattr(lease, "resolve", lambda location: (store, "run"))
+    take(tmp_path / "run", elsewhere())
+    return str(tmp_path / "run")
+
+
+def test_who_is_silent_elsewhere_is_taken_for_dead_and_then_refused(place, monkeypatch):
+    monkeypatch.setattr(lease, "PATIENCE", 0.01)
+    monkeypatch.setattr(lease, "_LOOK", 0.001)
+    told: list[str] = []
+    with lease.held(place, "mine", told.append):
+        lease.refuse_unless_held(place, "mine")
+        with pytest.raises(CheckpointError, match="taken it over"):
+            lease.refuse_unless_held(place, "another")
+    assert len(told) == 1 and "process 4711 on node7" in told[0]
+
+
+def test_who_gives_signs_of_life_elsewhere_is_left_alone(place, monkeypatch, tmp_path):
+    monkeypatch.setattr(lease.time, "sleep", lambda seconds: take(tmp_path / "run", elsewhere(beat=1)))
+    with (
+        pytest.raises(CheckpointError, match="already running as process 4711 on node7"),
+        lease.held(place, "mine", lambda text: None),
+    ):
+        pytest.fail("two attempts at a time")
+    lease.refuse_unless_held(place, "another")
+
+
+def test_a_location_that_is_slow_to_write_to_is_no_sign_of_death_and_changes_no_bit(tmp_path, monkeypatch):
+    for name, seconds in {"BEAT": 0.02, "PATIENCE": 0.5, "_LOOK": 0.01}.items():
+        monkeypatch.setattr(lease, name, seconds)
+    monkeypatch.setattr(lease._Holder, "lives", None)  # as seen from another machine
+    save, met = checkpoint.save, []
+
+    def slowly(location: str, *given):
+        def look():
+            with pytest.raises(CheckpointError, match="already running"), lease.held(location, "another", print):
+                pytest.fail("two attempts at a time")
+            met.append(location)
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        watcher.join()  # as long as the write takes
+        return save(location, *given)
+
+    whole = raypfl.run(experiment(tmp_path))
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    assert raypfl.run(experiment(tmp_path)).weights_hash == whole.weights_hash
+    assert len(met) == 3
+
+
+def test_signs_of_life_are_given_until_the_lease_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "BEAT", 0.001)
+    location = tmp_path / "run"
+    with lease.held(str(location), "mine", pytest.fail):
+        while json.loads((location / "lease.json").read_text())["beat"] < 3:
+            pass
+        while any(thread.name == "raypfl-lease" for thread in threading.enumerate()):  # a beat may be on its way
+            take(location, elsewhere())
+            time.sleep(0.01)
+    assert json.loads((location / "lease.json").read_text()) == asdict(elsewhere())
+
+
+def test_a_process_of_this_machine_that_is_gone_is_known_by_more_than_its_number():
+    me = lease._Holder.me("mine")
+    parent = replace(me, process=lease.os.getppid(), born=lease._born(lease.os.getppid()))
+    assert me.lives is False  # this process does not hold that
+    assert parent.lives is True
+    assert replace(parent, born="1").lives is False
+    assert elsewhere().lives is None
+
+
+def test_a_process_that_has_ended_holds_nothing_though_nobody_has_waited_for_it(tmp_path: Path):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    held = replace(lease._Holder.me("mine"), process=child.pid, born=lease._born(child.pid))
+    take(tmp_path, held)
+    assert held.lives is True
+    lease.wait_until_free(str(tmp_path), seconds=60)
+    assert held.lives is False and child.returncode is None
+    child.wait()

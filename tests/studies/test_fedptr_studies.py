@@ -1,0 +1,136 @@
+"""The studies of FedPTR's tables hold the paper's protocol and its numbers, to the digit."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from raypfl.engine.setup import make_model
+from raypfl.experiment import experiments
+from raypfl.experiment.recipes import settings_of
+from raypfl.studies.cells import Cell, plan, select
+from raypfl.studies.description import Study, load
+from raypfl.studies.entries import entries
+
+# Of the entries that the paper prints: how many, and their sum; and the runs of a study.
+PRINTED = {
+    1: (126, 7374.53, 378),
+    2: (28, 1505.36, 84),
+    3: (8, 473.57, 24),
+    4: (8, 446.12, 24),
+    5: (6, 396.27, 18),
+    6: (16, 923.12, 48),
+    7: (5, 330.71, 15),
+    8: (5, 342.13, 15),
+    9: (7, 185.84, 21),
+    12: (12, 728.14, 36),
+}
+ROUNDS = {"fashion_mnist": 200, "cifar10": 400, "cifar100": 1000, "tiny_imagenet": 1000}
+PER_CLASS = {"fashion_mnist": 10, "cifar10": 10, "cifar100": 2, "tiny_imagenet": 1}
+
+
+@cache
+def study_of(table: int) -> Study:
+    return load(f"fedptr-table{table}")[0]
+
+
+@cache
+def cells_of(table: int) -> list[Cell]:
+    return plan(study_of(table))
+
+
+@pytest.mark.parametrize("table", list(PRINTED))
+def test_published_numbers_are_those_that_are_printed_and_every_one_is_run(table):
+    study = study_of(table)
+    places = product(study.methods, study.down or [""], study.across or [""], study.metrics)
+    quoted = [one for place in places if (one := study.quoted(*place)) is not None]
+    assert (len(quoted), round(sum(one.value for one in quoted), 2), len(cells_of(table))) == PRINTED[table]
+    assert len(cells_of(table)) == study.seeds * len(quoted) and f"Table {table} " in study.published.source
+
+
+@pytest.mark.parametrize("table", list(PRINTED))
+def test_every_run_has_the_papers_training_and_reports_the_last_five_rounds(table):
+    for cell in cells_of(table):
+        one, name = cell.experiment, cell.experiment.data.name
+        training = (one.training.lr, one.training.momentum, one.training.batch_size, one.training.epochs)
+        assert (*training, one.rounds) == (0.01, 0.5, 500, 1, ROUNDS[name])
+        assert one.evaluation.every == 1 and study_of(table).metrics["accuracy"].last == 5
+        assert (one.partition.clients, one.cohort.fraction) in (
+            {(40, 0.25)} if table == 2 else {(10, f) for f in (1, 0.5, 0.3)}
+        )
+        if hasattr(one.method, "outer_steps") and table not in (3, 6, 7, 8):
+            m = one.method
+            assert (m.outer_steps, m.inner_steps, m.every, m.window) == (20, 10, 1, 3)
+            assert m.per_class == PER_CLASS[name]
+        if hasattr(one.method, "project_steps"):
+            assert (one.method.project_steps, one.method.project_lr, one.method.lam) == (5, 0.01, 0.05)
+
+
+def test_the_claims_of_the_text_hold_in_table_1():
+    def printed(method: str, column: str) -> float:
+        return study_of(1).quoted(method, "100 %", column, "accuracy").value
+
+    hard, easy = "CIFAR-10 a=0.01", "CIFAR-10 a=0.04"
+    gains = {method: round(printed("FedPTR", hard) - printed(method, hard), 2) for method in ("FedDyn", "SCAFFOLD")}
+    assert gains == {"FedDyn": 6.75, "SCAFFOLD": 12.46}
+    drops = {method: round(printed(method, easy) - printed(method, hard), 2) for method in ("FedDC", "FedPTR-S")}
+    assert drops == {"FedDC": 16.38, "FedPTR-S": 4.91}
+
+
+def test_sizes_steps_and_frequencies_are_those_of_the_headings():
+    images = [cell.experiment.method.per_class for cell in cells_of(3) if cell.experiment.seed == 0]
+    assert images == [1, 5, 10, 15, 20, 1, 2, 3]
+    assert [c.experiment.method.per_class for c in cells_of(8) if c.experiment.seed == 0] == [1, 5, 10, 15, 20]
+    steps = {cell.method: cell.experiment.method.outer_steps for cell in cells_of(6)}
+    assert steps == {"H=5": 5, "H=10": 10, "H=20": 20, "H=30": 30}
+    turns = {cell.method: cell.experiment.method.every for cell in cells_of(7)}
+    assert turns == {"every 1": 1, "every 4": 4, "every 10": 10, "every 40": 40, "one-shot": 0}
+
+
+def test_ablations_share_the_runs_of_table_1():
+    folders = {table: {cell.folder for cell in cells_of(table)} for table in PRINTED}
+    shared = {table: len(folders[1] & folders[table]) for table in (3, 4, 5, 6, 7, 8, 12)}
+    assert shared == {3: 6, 4: 12, 5: 9, 6: 12, 7: 3, 8: 3, 12: 27}
+
+
+def test_networks_have_the_papers_parameters():
+    shapes = {"fashion_mnist": ((1, 28, 28), 10), "cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}
+    shapes["tiny_imagenet"] = ((3, 64, 64), 200)
+    counts = {}
+    for table in (1, 9):
+        for cell in plan(select(study_of(table), ["fedavg"])):
+
+            class Shape:
+                input_shape, num_classes = shapes[cell.experiment.data.name]
+                kind = "classes"
+
+            model = make_model(cell.experiment, Shape, torch.device("cpu"))
+            counts[cell.experiment.data.name] = model.num_parameters
+    assert counts == {"fashion_mnist": 317_706, "cifar10": 320_010, "cifar100": 504_420, "tiny_imagenet": 857_160}
+
+
+def test_the_table_has_the_mean_of_the_last_five_rounds():
+    study, cells = study_of(7), cells_of(7)
+
+    def summary(round: int) -> list[dict]:
+        return [{"protocol": "global", "model": "global", "accuracy": accuracy[round]}]
+
+    accuracy = {round: round**2 / 100 for round in range(1, 9)}
+    table = pa.table({"round": list(accuracy)})
+    result = SimpleNamespace(evaluations=table, experiment=cells[0].experiment, summary=summary)
+    found = {one.method: one for one in entries(study, study, cells, {0: result})}
+    assert found["every 1"].values == pytest.approx([np.mean([16, 25, 36, 49, 64])])
+    assert found["every 1"].missing == 2 and found["every 4"].values == ()
+
+
+def test_the_recipe_has_both_variants_and_both_controls():
+    methods = [one.to_dict()["method"] for one in experiments(settings_of("fedptr-digits"))]
+    names = {method["name"] for method in methods}
+    assert {"fedptr", "fedptr-s", "fedavg", "fedprox", "scaffold", "feddyn", "feddc", "moon", "extra-images"} == names
+    assert [method["guess"] for method in methods if method["name"] == "fedptr-s"] == ["matching", "line"]

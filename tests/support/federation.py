@@ -1,0 +1,341 @@
+"""A small federation in memory, and plain torch code to hold the engine to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raypfl.clients.clients import Clients
+from raypfl.clients.context import Context
+from raypfl.clients.group import ClientGroup
+from raypfl.clients.worker import Worker
+from raypfl.common import rng
+from raypfl.engine.backends.inline import Inline
+from raypfl.engine.events import Event
+from raypfl.evaluation import Measures
+from raypfl.federation.backend import Backend
+from raypfl.federation.cohort import Cohort
+from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.ledger import Entry, Ledger
+from raypfl.federation.method import Method
+from raypfl.federation.schedule import even
+from raypfl.federation.server_training import ServerContext
+from raypfl.federation.settings import FailureSettings
+from raypfl.federation.task import Task
+from raypfl.learning.augmentation import Augmentation, augmented
+from raypfl.learning.batches import Samples, order
+from raypfl.learning.executor import Executor, Precision
+from raypfl.learning.objectives import fitting, kind_of
+from raypfl.learning.pool import Pools
+from raypfl.learning.privacy import PrivacySettings
+from raypfl.learning.settings import TrainingSettings
+from raypfl.learning.vectorised import Vectorised
+from raypfl.models import FlatModel
+from raypfl.storage.states import StateTable, merged
+
+torch.set_num_threads(1)
+
+FP64 = TrainingSettings(precision="fp64", batch_size=4, lr=0.1)
+FP32 = TrainingSettings(batch_size=4, lr=0.1, epochs=2, momentum=0.5)
+ONE_STEP = replace(FP64, batch_size=100)
+NO_RETRIES = FailureSettings(retries=0)
+
+ROUNDS = ([0, 1, 3], [2, 3], [0, 2], [1, 3])
+EXECUTORS = ["vectorised", "sequential"]
+both = pytest.mark.parametrize("executor", EXECUTORS)
+CLASSES = 3
+SHAPE = (2, 4, 4)
+POOLED = 9
+MEAN = np.array([3.0, 5.0])
+STD = np.array([2.0, 4.0])
+
+
+def small_mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+class NormalisedConv(nn.Module):
+    """A convolution, batch norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).relu().flatten(1))
+
+
+def without_bias() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Tanh(), nn.Linear(5, CLASSES, bias=False))
+
+
+def dropping_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(32, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.Dropout(0.4), nn.Linear(8, CLASSES)
+    )
+
+
+any_net = pytest.mark.parametrize("factory", [small_mlp, NormalisedConv])
+
+
+@dataclass(eq=False)
+class Federation:
+    """Clients with random samples, their network, and a server that runs a method's rounds in this process.
+
+    Attributes
+    ----------
+    sizes : training samples of each client.
+    group_size : clients a group; None: all in one.
+    """
+
+    factory: Callable[[], nn.Module] = small_mlp
+    sizes: Sequence[int] = (7, 4, 11, 7)
+    executor: str = "vectorised"
+    training: TrainingSettings = FP64
+    seed: int = 3
+    group_size: int | None = None
+    loss_limit: float = 1e6
+    failures: FailureSettings = NO_RETRIES
+    augmentation: Sequence[Augmentation] = ()
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
+    method: Method | None = None
+    backend: Callable[[Worker], Backend] = Inline
+    warnings: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draws = np.random.default_rng(self.seed)
+        count = sum(self.sizes)
+        self.inputs = draws.integers(0, 17, (count + POOLED, *SHAPE), dtype=np.uint8)
+        self.labels = draws.integers(0, CLASSES, count + POOLED)
+        shuffled = draws.permutation(count)
+        self.split = np.split(shuffled, np.cumsum(self.sizes)[:-1])
+        self.states = StateTable()
+        self.ledger = Ledger()
+        self.round = 0
+        self.server: dict[str, Any] = {}
+        self.cohorts: list[Cohort] = []
+
+    @cached_property
+    def model(self) -> FlatModel:
+        dtype = torch.float64 if self.training.precision == "fp64" else torch.float32
+        method = self.method or Method()
+        return FlatModel(lambda: method.network(self.factory()), seed=11, dtype=dtype)
+
+    @cached_property
+    def task(self) -> Task:
+        sizes = np.array(self.sizes)
+        task = Task(self.model, self.seed, 10, len(sizes), CLASSES, SHAPE, sizes, pools={"auxiliary": POOLED})
+        task.networks.update(self.method.networks(task) if self.method else {})  # type: ignore[attr-defined]
+        return task
+
+    @cached_property
+    def all_samples(self) -> Samples:
+        gain, offset = (torch.from_numpy(v).to(self.model.dtype).reshape(-1, 1, 1) for v in (1 / STD, -MEAN / STD))
+        return Samples(self.inputs, self.labels, gain, offset, self.augmentation)
+
+    @cached_property
+    def pools(self) -> Pools:
+        """One, ``auxiliary``: the nine samples that no client has."""
+        where = np.arange(len(self.labels) - POOLED, len(self.labels))
+        return Pools(self.all_samples, {"auxiliary": where}, seed=self.seed)
+
+    @cached_property
+    def context(self) -> Context:
+        precision = Precision(self.training.precision == "bf16", bool(self.training.channels_last))
+        return Context(
+            model=self.model,
+            executor={"vectorised": Vectorised, "sequential": Executor}[self.executor](self.model, precision),
+            samples=self.all_samples,
+            split=lambda client, name: self.split[client] if name == "train" else np.zeros(0, dtype=np.int64),
+            num_clients=len(self.sizes),
+            num_classes=CLASSES,
+            training=self.training,
+            seed=self.seed,
+            measures=Measures(fitting(kind_of(self.labels)), targets=CLASSES),
+            networks=self.task.networks,
+            pools=self.pools,
+            loss_limit=self.loss_limit,
+            privacy=self.privacy,
+        )
+
+    @cached_property
+    def runner(self) -> GroupRunner:
+        return GroupRunner(
+            task=self.task,
+            backend=self.backend(Worker(self.context, self.method or Method())),
+            states=self.states,
+            ledger=self.ledger,
+            failures=self.failures,
+            context=ServerContext(self.pools, Precision(), self.events.append),
+            costs=np.array(self.sizes, dtype=float),
+            cut_for=lambda cohort: (even(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
+            warn=self.warnings.append,
+            privacy=self.privacy,
+        )
+
+    def clients(self, ids: Iterable[int] | None = None, round: int = 0, **state: Any) -> Clients:
+        """A group; ``states[k]``, or the rows ``state[k]``, are what its k-th client remembers."""
+        return Clients(self.group(ids, round, **state))
+
+    def group(
+        self,
+        ids: Iterable[int] | None = None,
+        round: int = 0,
+        states: Sequence[Mapping[str, np.ndarray]] | None = None,
+        **state: Tensor,
+    ) -> ClientGroup:
+        """The same, as the engine sees it."""
+        ids = tuple(range(len(self.sizes)) if ids is None else ids)
+        rows = [{n: v[k].numpy() for n, v in state.items()} for k in range(len(ids))] if states is None else states
+        return ClientGroup(self.context, ids, round, self.training.lr, list(rows))
+
+    def cohort(self, ids: Iterable[int] | None = None, dropped: tuple[int, ...] = ()) -> Cohort:
+        ids = tuple(range(len(self.sizes)) if ids is None else ids)
+        return Cohort(self.runner, ids, dropped, self.round, self.training.lr)
+
+    def play(self, *cohorts: Iterable[int] | None) -> dict[str, Any]:
+        """Run the method for a round with each of these cohorts (None: everybody); returns the server's state."""
+        assert self.method is not None
+        if not self.server:
+            self.server = self.method.start(self.task)
+        for ids in cohorts:
+            self.cohorts.append(self.cohort(ids))
+            self.method.round(self.server, self.cohorts[-1])
+            self.states.commit()
+            self.round += 1
+        return self.server
+
+    def state_of(self, client: int) -> dict[str, np.ndarray]:
+        """What a client remembers; empty if nothing."""
+        return merged(ref.stack.of(ref.slot) for ref in self.states.refs(client))
+
+    def samples(self, client: int, index: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """A client's samples, normalised by NumPy in float64."""
+        where = self.split[client] if index is None else self.split[client][index]
+        x = (self.inputs[where].astype(np.float64) - MEAN.reshape(-1, 1, 1)) / STD.reshape(-1, 1, 1)
+        return torch.from_numpy(x).to(self.model.dtype), torch.from_numpy(self.labels[where])
+
+    def visits(self, client: int, round: int = 0, stream: str = "") -> list[tuple[Tensor, Tensor]]:
+        """The batches of a client's training, one by one."""
+        t = self.training
+        keys = rng.keys(self.seed, "batches" + stream, round, [client])
+        visits = order(keys, np.array([self.sizes[client]]), t.batch_size, t.epochs, t.steps)
+        pairs = zip(visits.index[0], visits.counts[0], strict=True)
+        batches = [self.samples(client, index[:count]) for index, count in pairs]
+        if not self.augmentation:
+            return batches
+        keys = rng.keys(self.seed, "augmentation" + stream, round, [client])
+        draws = torch.from_numpy(visits.drawn(keys, sum(one.draws for one in self.augmentation)).draws[0])
+        black = torch.from_numpy(-MEAN / STD).to(self.model.dtype).reshape(-1, 1, 1)
+        return [
+            (augmented(x, self.augmentation, u[: len(x)], black), y) for (x, y), u in zip(batches, draws, strict=True)
+        ]
+
+
+def sent_per_client(ledger: Ledger, round: int) -> dict[tuple[str, str], float]:
+    """Numbers that a client sent or received in training in a round, by direction and name: the mean over those."""
+    sent: dict[tuple[str, str], dict[int, list[Entry]]] = {}
+    for e in ledger.entries:
+        if (e.round, e.phase) == (round, "training"):
+            sent.setdefault((e.direction, e.name), {}).setdefault(e.exchange, []).append(e)
+    return {
+        message: sum(sum(e.clients * e.numbers for e in es) / sum(e.clients for e in es) for es in exchanges.values())
+        for message, exchanges in sent.items()
+    }
+
+
+def as_module(factory: Callable[[], nn.Module], theta: Tensor) -> nn.Module:
+    """The network at a model vector, filled in by torch's own means."""
+    net = factory().to(theta.dtype)
+    moving = [p for p in net.parameters() if p.requires_grad]
+    moving += [b for b in net.buffers() if b.is_floating_point()]
+    with torch.no_grad():
+        for tensor, part in zip(moving, theta.split([t.numel() for t in moving]), strict=True):
+            tensor.copy_(part.reshape(tensor.shape))
+    return net
+
+
+def as_vector(net: nn.Module) -> Tensor:
+    """The model vector of a network."""
+    moving = [p for p in net.parameters() if p.requires_grad] + [b for b in net.buffers() if b.is_floating_point()]
+    return torch.cat([t.detach().reshape(-1) for t in moving])
+
+
+def torch_sgd(
+    net: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    lr: float,
+    clip_norm: float | None = None,
+    trained: str = "",
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    penalty: Callable[[Tensor], Tensor] = lambda p: torch.zeros(()),
+    **options: Any,
+) -> list[float]:
+    """The loop that everybody writes: trains `net` in place; returns the losses."""
+    moved = [p for name, p in net.named_parameters() if name.startswith(trained)]
+    optimizer = kind(moved, lr=lr, **options)
+    losses = []
+    net.train()
+    for x, y in batches:
+        loss = F.cross_entropy(net(x), y) + penalty(nn.utils.parameters_to_vector(net.parameters()))
+        optimizer.zero_grad()
+        loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(moved, clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual.as_subclass(Tensor), expected, rtol=tolerance, atol=tolerance)
+
+
+def played(method: Method, *rounds: Iterable[int] | None, **options: Any) -> Federation:
+    """A federation after rounds of a method: with these cohorts, or with four of two or three clients."""
+    fed = Federation(method=method, **{"group_size": 2, "training": FP32, **options})
+    fed.play(*(rounds or ROUNDS))
+    return fed
+
+
+def kept(fed: Federation, name: str = "personal") -> Tensor:
+    """What each client has in its state under a name, ``[clients, ...]``."""
+    return torch.from_numpy(np.stack([fed.state_of(c)[name] for c in range(len(fed.sizes))]))
+
+
+def gradient(fed: Federation, theta: Tensor, client: int, samples: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Of a client's mean loss over all its samples, or over these, by torch alone."""
+    net = as_module(fed.factory, theta).train()
+    x, y = samples or fed.samples(client)
+    F.cross_entropy(net(x), y).backward()
+    return torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+
+
+def starts_of(fed: Federation) -> Tensor:
+    """A different model for each client, statistics in order."""
+    return torch.stack([fed.model.init(100 + k) for k in range(len(fed.sizes))])
+
+
+def bare_loop(fed: Federation, starts: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """Each client trained by torch's own optimizer: models ``[K, P+B]`` and mean losses ``[K]``."""
+    t = fed.training
+    options = {"lr": t.lr, "clip_norm": t.clip_norm} | options
+    options |= {"momentum": t.momentum, "nesterov": t.nesterov, "weight_decay": t.weight_decay}
+    rows, losses = [], []
+    for k, start in enumerate(starts):
+        net = as_module(fed.factory, start)
+        losses.append(float(np.mean(torch_sgd(net, fed.visits(k), **options))))
+        rows.append(as_vector(net))
+    return torch.stack(rows), torch.tensor(losses, dtype=starts.dtype)

@@ -1,0 +1,77 @@
+"""Code blocks of the documentation, and the files that a reader has who follows it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "cluster").glob("*.md")),
+]
+FENCED = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block: its page (from the root of the repository), its language, and its text."""
+
+    page: str
+    language: str
+    code: str
+
+    @property
+    def name(self) -> str:
+        """Its page and first line."""
+        return f"{self.page}: {self.code.partition(chr(10))[0]}"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """A page's code blocks in a language; without a language, those for a shell."""
+    return [code for found, code in FENCED.findall((ROOT / page).read_text()) if found == language]
+
+
+ALL = [
+    Block(str(page.relative_to(ROOT)), language, code)
+    for page in PAGES
+    for language, code in FENCED.findall(page.read_text())
+]
+
+SAVED = {
+    "authors.py": ("docs/fednh.md", "class AuthorsDitto"),
+    "my_analyses.py": ("docs/analyses.md", "class Drift"),
+    "my_clients.py": ("docs/data.md", "class Sensors"),
+    "my_experiment.yaml": ("README.md", "rounds: 20"),
+    "my_metrics.py": ("docs/evaluation.md", "class Within"),
+    "my_methods.py": ("docs/write_a_method.md", "class PartlyPersonal"),
+    "my_networks.py": ("docs/own_network.md", "class SmallCNN"),
+    "my_recipe.yaml": ("docs/flntk.md", "analyses:"),
+    "my_rules.py": ("docs/optimizers.md", "class Lion"),
+    "my_study.yaml": ("docs/studies.md", "published:"),
+    "mine.yaml": ("README.md", "rounds: 20"),
+    "perada-cifar10.yaml": ("docs/records.md", "perada-cifar10.yaml"),
+    "release.yaml": ("docs/fednh.md", "extends:"),
+    "runs/digits-ditto/best.yaml": ("README.md", "rounds: 20"),
+}
+"""Files that pages tell their reader to write, or that a command writes: the page, and what the block contains."""
+
+
+def write_files(folder: Path) -> None:
+    """Write a reader's files into a folder, as in a clone of the repository."""
+    for name, (page, inside) in SAVED.items():
+        (found,) = [one.code for one in ALL if one.page == page and one.language and inside in one.code]
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(found)
+    for name in ("Makefile", "cluster", "tune_configs"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def shell_lines() -> list[list[str]]:
+    """The words of each command in blocks that name no language."""
+    lines = [line for block in ALL if not block.language for line in block.code.replace("\\\n", " ").splitlines()]
+    return [list(words) for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines) if words]

@@ -1,0 +1,54 @@
+"""A small experiment that many tests run, and what they do with its results."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import raypfl
+from raypfl.engine.events import RoundFinished
+
+NEEDED = {name: {"data__pools": "{auxiliary: 0.3}"} for name in ("feddf", "perada")}
+"""What a method must be given."""
+
+ON_RAY = {"engine__backend": "ray", "ray__actors": 2, "ray__cpus_per_actor": 0.5}
+"""Changes of `experiment` for two client actors, which a session keeps for the next test of the same process."""
+
+
+def experiment(tmp_path: Path, **changes) -> raypfl.Experiment:
+    changes = NEEDED.get(str(changes.get("method")), {}) | changes
+    base = raypfl.Experiment(
+        rounds=6,
+        method="ditto",
+        partition={"name": "dirichlet", "clients": 12, "alpha": 0.3},
+        cohort={"size": 6},
+        model={"name": "mlp", "hidden": [16]},
+        evaluation={"every": 3},
+        checkpoint={"every": 2},
+        engine={"backend": "inline", "group_size": 2},
+        tracking={"mlflow": False},
+        output=str(tmp_path / "runs"),
+    )
+    return base.override([f"{k.replace('__', '.')}={v}" for k, v in changes.items()])
+
+
+def same_tables(a: raypfl.Result, b: raypfl.Result) -> bool:
+    deterministic = [name for name in a.rounds.column_names if name != "seconds"]
+    return (
+        a.evaluations.equals(b.evaluations)
+        and a.ledger.equals(b.ledger)
+        and a.rounds.select(deterministic).equals(b.rounds.select(deterministic))
+    )
+
+
+class Interrupt:
+    """A listener that sends this process a signal when a round is done."""
+
+    def __init__(self, round: int, number: int = signal.SIGINT):
+        self.round = round
+        self.number = number
+
+    def __call__(self, event) -> None:
+        if isinstance(event, RoundFinished) and event.round == self.round:
+            os.kill(os.getpid(), self.number)

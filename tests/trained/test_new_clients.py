@@ -1,0 +1,171 @@
+"""A model for a client that was not in the run is what the run's evaluation would give it, and can be kept."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import raypfl
+from raypfl.common.errors import CheckpointError, ConfigError, DataError, RaypflError
+from raypfl.data import FederatedData
+from raypfl.methods import METHODS
+from raypfl.runs.result import newest
+from raypfl.trained.models import TrainedModels
+from tests.support.runs import experiment
+
+WITH_A_WAY = [n for n in METHODS if METHODS.get(n)().has("unseen_model") or METHODS.get(n)().has("personalize")]
+
+
+@cache
+def trained(folder: Path, method: str) -> TrainedModels:
+    """A short run. A client has one mini-batch, of all its samples, so draws change rounding only."""
+    described = experiment(
+        folder,
+        method=method,
+        rounds=2,
+        data__unseen_fraction=0.25,
+        evaluation__protocols="[unseen]",
+        evaluation__every=0,
+        training__batch_size=512,
+    )
+    if method == "pefll":
+        described = described.override(["method.batch=null"])
+    return TrainedModels.of_snapshot(*newest(raypfl.run(described).run_dir))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def samples(models: TrainedModels, client: int) -> tuple[np.ndarray, np.ndarray]:
+    data = models.outline.data
+    assert isinstance(data, FederatedData)
+    return data.take(data.indices(client))
+
+
+def test_every_method_that_the_page_names_has_a_way():
+    assert {"pefll", "pfedhn", "knn-per", "fedavg-ft", "fedrep", "per-fedavg", "perada"} <= set(WITH_A_WAY)
+
+
+@pytest.mark.parametrize("method", [name for name in WITH_A_WAY if name != "pfedhn"])  # which draws a random start
+def test_a_new_client_gets_the_model_that_an_unseen_client_with_its_samples_gets(method: str, folder: Path):
+    models = trained(folder, method)
+    client = int(models.outline.unseen[-1])
+    x, y = samples(models, client)
+    made, images = models.personalize(x, y, held_out=0), torch.from_numpy(x)
+    assert (made.samples, made.held_out, made.metrics) == (len(y), 0, {}) and made.seconds > 0
+    torch.testing.assert_close(made.model(images), models.personal_model(client)(images), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["pefll", "fedrep", "knn-per"])
+def test_the_model_depends_on_the_clients_own_samples_alone(method: str, folder: Path):
+    models = trained(folder, method)
+    clients = [samples(models, int(client)) for client in models.outline.unseen]
+    alone, together = (models.personalize(*clients[-1]), models.personalize_all(clients)[-1])
+    images = torch.from_numpy(clients[0][0])
+    torch.testing.assert_close(alone.model(images), together.model(images), rtol=1e-4, atol=1e-5)
+    assert alone.metrics == pytest.approx(together.metrics, abs=1e-4)
+
+
+def test_it_is_tested_on_samples_that_it_was_not_made_from(folder: Path):
+    models = trained(folder, "fedavg-ft")
+    x, y = samples(models, int(models.outline.unseen[0]))
+    x, y = x[y == y[0]][:8], y[y == y[0]][:8]  # of one class, so that a changed label changes no split
+    right = models.personalize(x, y, held_out=0.5)
+    assert (right.samples, right.held_out) == (4, 4) and {"accuracy", "loss"} <= right.metrics.keys()
+    unlike = [models.personalize(np.where(np.arange(8)[:, None, None, None] == k, 0, x), y, 0.5) for k in range(8)]
+    images = torch.from_numpy(x)
+    same = [torch.equal(one.model(images), right.model(images)) for one in unlike]
+    assert sorted(same) == [False] * 4 + [True] * 4
+    assert all((one.metrics == right.metrics) != kept for one, kept in zip(unlike, same, strict=True) if kept)
+    assert models.personalize(x[:1], y[:1]).metrics == {}  # nothing is left to hold out
+
+
+def test_a_hypernetwork_adapts_a_vector_for_a_new_client(folder: Path):
+    models = trained(folder, "pfedhn")
+    made = models.personalize(*samples(models, int(models.outline.unseen[0])))
+    assert made.metrics["accuracy"] >= 0
+
+
+def test_a_saved_model_is_read_by_raypfl_and_by_plain_torch(folder: Path, tmp_path: Path):
+    models = trained(folder, "pefll")
+    x, y = samples(models, int(models.outline.unseen[0]))
+    made = models.personalize(x, y)
+    file = made.save(tmp_path / "new" / "model.safetensors")
+    images = torch.from_numpy(x)
+    assert torch.equal(raypfl.load_model(file)(images), made.model(images))
+
+    with safetensors.safe_open(str(file), "pt") as opened:
+        about = opened.metadata()
+    outlined = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    assert "Linear(in_features=64, out_features=16, bias=True)" in about["outline"]
+    outlined.load_state_dict(load_file(file))
+    gain, offset = (torch.tensor(json.loads(about[name])) for name in ("gain", "offset"))
+    torch.testing.assert_close(outlined(images * gain + offset), made.model(images))
+    assert json.loads(about["facts"])["samples"] == made.samples
+
+
+def test_a_file_that_is_no_model_is_refused_in_a_sentence(folder: Path, tmp_path: Path):
+    with pytest.raises(CheckpointError, match="cannot be read as a personal model"):
+        raypfl.load_model(tmp_path / "nothing.safetensors")
+    (tmp_path / "damaged.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(CheckpointError, match="cannot be read as a personal model"):
+        raypfl.load_model(tmp_path / "damaged.safetensors")
+    tensors = {"0.weight": torch.zeros(2, 2)}
+    made = trained(folder, "pefll").personalize(IMAGES, CLASSES)
+    made.model.network.state_dict = lambda: tensors  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="are not those of a model of pefll"):
+        raypfl.load_model(made.save(tmp_path / "other.safetensors"))
+
+
+def test_a_model_that_is_more_than_a_network_is_read_too(folder: Path, tmp_path: Path):
+    models = trained(folder, "knn-per")
+    x, y = samples(models, int(models.outline.unseen[0]))
+    made, images = models.personalize(x, y), torch.from_numpy(x)
+    file = made.save(tmp_path / "memory.safetensors")
+    assert torch.equal(raypfl.load_model(file)(images), made.model(images))
+    assert load_file(file)["memory"].shape == (made.samples, 16)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+def test_methods_without_a_way_say_so(method: str, folder: Path):
+    models = trained(folder, method)
+    with pytest.raises(ConfigError, match="has no way to make a model for a new client"):
+        models.personalize(*samples(models, 0))
+
+
+IMAGES, CLASSES = np.full((4, 1, 8, 8), 3, dtype=np.uint8), np.array([0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "sentence"),
+    [
+        (
+            IMAGES[:, 0],
+            CLASSES,
+            r"x has the shape \[4, 8, 8\], but the run's inputs are \[n, 1, 8, 8\] with values from 0 to 16",
+        ),
+        (IMAGES, CLASSES[:3], r"x has 4 samples, but y has the shape \[3\]"),
+        (IMAGES[:0], CLASSES[:0], "x and y are empty"),
+        (IMAGES, np.array([0, 1, 2, 10]), "Sample 3 has label 10, but there are 10 classes"),
+        (IMAGES, CLASSES + 0.5, "y is float64, but the run's targets are classes"),
+        (IMAGES, np.eye(4, dtype=np.int64), "the run's targets are classes"),
+        (IMAGES.astype(str), CLASSES, "not numbers"),
+        (IMAGES * np.float32("nan"), CLASSES, "Sample 0 of x has an input that is not finite"),
+        (IMAGES.astype(np.int64) * 50, CLASSES, "x has values from 150 to 150, but the run's images have 0 to 16"),
+        (IMAGES / 16, CLASSES, "as if it had been divided; the run's images have 0 to 16"),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused_in_a_sentence(x: np.ndarray, y: np.ndarray, sentence: str, folder: Path):
+    with pytest.raises(RaypflError, match=sentence) as refused:
+        trained(folder, "pefll").personalize(x, y)
+    assert isinstance(refused.value, DataError)
