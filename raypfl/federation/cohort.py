@@ -18,7 +18,7 @@ from raypfl.common.messages import Broadcast, Scatter, numbers_charged
 from raypfl.common.user_code import where_defined
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.group_runner import GroupRunner
-from raypfl.federation.ledger import Entry, Phase
+from raypfl.federation.ledger import LedgerEntry, Phase
 from raypfl.federation.logged import Log, Logged
 from raypfl.federation.server_training import ServerTraining
 from raypfl.learning.privacy import Spending, server_noise
@@ -258,7 +258,7 @@ class Cohort(Log, ServerTraining):
         for numbers, count in sorted(clients.items(), reverse=True):
             if numbers and count:
                 sent = (direction, name, count, numbers, numbers * size)
-                self._runner.ledger.add(Entry(self.round, self._exchanges, *sent, self.phase))
+                self._runner.ledger.add(LedgerEntry(self.round, self._exchanges, *sent, self.phase))
 
 
 def _tensors_of(value: Any) -> Any:

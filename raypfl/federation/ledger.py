@@ -22,7 +22,7 @@ Phase = Literal["training", "prediction"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """A message of an exchange that a number of clients sent or received. There is an entry for each size of it.
 
     Attributes
@@ -60,7 +60,7 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LedgerEntry) -> None:
         self.rows.append(**vars(entry))
 
     def cut(self, length: int) -> None:
@@ -68,10 +68,10 @@ class Ledger:
         self.rows.cut(length)
 
     @property
-    def entries(self) -> list[Entry]:
-        return [Entry(*row) for row in self.rows.rows()]
+    def entries(self) -> list[LedgerEntry]:
+        return [LedgerEntry(*row) for row in self.rows.rows()]
 
     def total(self, direction: str, round: int) -> int:
         """Bytes of training in one direction (``up`` or ``down``) in a round, over all clients."""
-        entries = (Entry(*row) for row in self.rows.rows(*self.rows.span("round", round)))
+        entries = (LedgerEntry(*row) for row in self.rows.rows(*self.rows.span("round", round)))
         return sum(e.clients * e.bytes for e in entries if (e.phase, e.direction) == ("training", direction))

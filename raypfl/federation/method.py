@@ -19,7 +19,7 @@ from raypfl.models.predictor import Predictor
 
 METHODS = Registry("method")
 
-Server = dict[str, Any]
+ServerState = dict[str, Any]
 """A method's server state: tensors, numbers, strings, dicts and lists of them. Assign to it, never to the method."""
 
 ServerView = Mapping[str, Any]
@@ -70,21 +70,21 @@ class Method(Component):
         """Networks other than the clients' model; later they are in ``task.networks`` and ``clients.networks``."""
         return {}
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         """The server's state before the first round."""
         raise IncompleteError(f"{type(self).__name__} does not say how it starts: define start(self, task).")
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         """One round: change `server`, calling ``cohort.run(self.some_client_function, ...)``."""
         raise IncompleteError(
             f"{type(self).__name__} does not say what a round is: define round(self, server, cohort)."
         )
 
-    def global_model(self, server: Server) -> Tensor | None:
+    def global_model(self, server: ServerState) -> Tensor | None:
         """The server's model ``[P+B]``, or None if the method has none."""
         return None
 
-    def personalize(self, server: Server, cohort: Cohort) -> None:
+    def personalize(self, server: ServerState, cohort: Cohort) -> None:
         """Exchanges by which clients get their models, for methods in which the server takes part in that.
 
         Runs on the server in each evaluation, for all clients, in cohorts no larger than a round's. ``cohort.unseen``

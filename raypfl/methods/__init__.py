@@ -1,6 +1,6 @@
 """Federated methods, one a file."""
 
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, ServerState
 from raypfl.federation.task import Task
 from raypfl.methods.global_model.creff import CReFF
 from raypfl.methods.global_model.extra_images import ExtraImages
@@ -65,6 +65,6 @@ __all__ = [
     "PerAda",
     "PerFedAvg",
     "Scaffold",
-    "Server",
+    "ServerState",
     "Task",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
 from raypfl.models.networks import MODELS
-from raypfl.models.transformer import Block
+from raypfl.models.transformer import TransformerBlock
 
 
 class _Causal(nn.Module):
@@ -83,7 +83,7 @@ class CausalTransformer(nn.Module):
             raise ConfigError(f"model.width is {width}; it must be a multiple of model.heads, which is {heads}.")
         self.embedding = nn.Embedding(num_classes, width)
         self.positions = nn.Parameter(torch.empty(input_shape[0], width))
-        self.blocks = nn.Sequential(*(Block(width, heads, nn.Identity(), causal=True) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, nn.Identity(), causal=True) for _ in range(depth)))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.positions, std=0.02)

@@ -59,7 +59,7 @@ class Feedforward(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a feed-forward network, each after a layer norm and beside a shortcut, and the adapter."""
 
     def __init__(self, width: int, heads: int, adapter: nn.Module, causal: bool = False):
@@ -121,12 +121,13 @@ class ViTS16(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.empty(1, (size // patch) ** 2 + 1, width))
         self.patch_embed = PatchEmbedding(channels, width, patch)
-        self.blocks = nn.Sequential(
-            *(
-                Block(width, heads, nn.Identity() if adapters == "none" else BottleneckAdapter(width, adapter_size))
-                for _ in range(depth)
-            )
-        )
+
+        blocks = []
+        for _ in range(depth):
+            adapter = nn.Identity() if adapters == "none" else BottleneckAdapter(width, adapter_size)
+            blocks.append(TransformerBlock(width, heads, adapter))
+        self.blocks = nn.Sequential(*blocks)
+
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)

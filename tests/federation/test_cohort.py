@@ -16,7 +16,7 @@ from raypfl.common.errors import ClientError, EmptyCohort, MethodError
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter, Sum, per_client, unmarked
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.evaluator import EvaluationCohort
-from raypfl.federation.ledger import Entry
+from raypfl.federation.ledger import LedgerEntry
 from raypfl.federation.settings import FailureSettings
 from raypfl.methods import FedAvg, Method
 from raypfl.runs.driver import check
@@ -153,11 +153,11 @@ def test_every_message_is_counted_once_for_each_client_that_it_reaches_or_leaves
     expected = []
     for number, receivers in ((0, 4), (1, 3)):
         expected += [
-            Entry(0, number, "down", "theta", receivers, 20, 80),
-            Entry(0, number, "down", "mine", receivers, 6, 48),
-            Entry(0, number, "up", "mean", 3, 3, 12),
-            Entry(0, number, "up", "total", 3, 7, 56),
-            Entry(0, number, "up", "rows", 3, 4, 32),
+            LedgerEntry(0, number, "down", "theta", receivers, 20, 80),
+            LedgerEntry(0, number, "down", "mine", receivers, 6, 48),
+            LedgerEntry(0, number, "up", "mean", 3, 3, 12),
+            LedgerEntry(0, number, "up", "total", 3, 7, 56),
+            LedgerEntry(0, number, "up", "rows", 3, 4, 32),
         ]
     assert fed.ledger.entries == expected
     assert fed.ledger.total("down", round=0) == 7 * (80 + 48)
@@ -181,8 +181,8 @@ def test_what_clients_send_of_their_rows_is_counted_by_size():
     size = fed.ledger.entries[0].bytes // fed.ledger.entries[0].numbers
     # clients 0 and 3 send nothing, 1 and 4 two numbers, 2 four
     assert fed.ledger.entries == [
-        Entry(0, 0, "up", "rows", 1, 4, 4 * size),
-        Entry(0, 0, "up", "rows", 2, 2, 2 * size),
+        LedgerEntry(0, 0, "up", "rows", 1, 4, 4 * size),
+        LedgerEntry(0, 0, "up", "rows", 2, 2, 2 * size),
     ]
     assert sent_per_client(fed.ledger, 0) == {("up", "rows"): 8 / 3}
     assert fed.ledger.total("up", 0) == 8 * size
@@ -234,7 +234,7 @@ def test_nobody_is_charged_for_more_than_goes_down(charged):
 def test_what_is_only_sent_down_is_counted_too():
     fed = federation(lambda clients, theta: None)
     assert exchange(fed, theta=torch.zeros(4)) == {}
-    assert fed.ledger.entries == [Entry(0, 0, "down", "theta", 5, 4, 16)]
+    assert fed.ledger.entries == [LedgerEntry(0, 0, "down", "theta", 5, 4, 16)]
 
 
 def test_a_state_is_what_each_client_itself_was_left_with():

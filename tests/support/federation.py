@@ -24,7 +24,7 @@ from raypfl.evaluation import Measures
 from raypfl.federation.backend import Backend
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
-from raypfl.federation.ledger import Entry, Ledger
+from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.federation.method import Method
 from raypfl.federation.schedule import even
 from raypfl.federation.server_training import ServerContext
@@ -245,7 +245,7 @@ class Federation:
 
 def sent_per_client(ledger: Ledger, round: int) -> dict[tuple[str, str], float]:
     """Numbers that a client sent or received in training in a round, by direction and name: the mean over those."""
-    sent: dict[tuple[str, str], dict[int, list[Entry]]] = {}
+    sent: dict[tuple[str, str], dict[int, list[LedgerEntry]]] = {}
     for e in ledger.entries:
         if (e.round, e.phase) == (round, "training"):
             sent.setdefault((e.direction, e.name), {}).setdefault(e.exchange, []).append(e)

@@ -15,7 +15,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import Server
+from raypfl.federation.method import ServerState
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.methods.global_model.fedavg import FedAvg
@@ -59,7 +59,7 @@ class Auxiliary(FedAvg):
                 "gradient. Choose a network without them, such as convnet, or model.norm=group."
             )
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return {**super().start(task), "past": []}
 
     def labels(self, classes: int, device: torch.device) -> Tensor:
@@ -88,11 +88,11 @@ class Auxiliary(FedAvg):
         """Whether images are matched in a round, of which `turn` counts those before with a full window."""
         return (turn >= 0) & (turn % self.every == 0) if self.every else turn == 0
 
-    def moved_on(self, server: Server) -> None:
+    def moved_on(self, server: ServerState) -> None:
         """Remember the server's new model. A window is full with ``window + 1`` of them, without the initial one."""
         server["past"] = [*server["past"], server["theta"]][-self.window - 1 :]
 
-    def begun(self, server: Server) -> Tensor | None:
+    def begun(self, server: ServerState) -> Tensor | None:
         """Where the window of the server's models begins; None: it is not full."""
         return server["past"][0] if len(server["past"]) > self.window else None
 
@@ -140,7 +140,7 @@ class OwnImages(Auxiliary):
     initial: Literal["own", "noise"] = "own"
     history: Literal["observed", "global"] = "observed"
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         shown = min(cohort.ids, default=-1) if self.shows(cohort) else -1
         sent: dict[str, Any] = {"theta": server["theta"], "shown": shown}
         if self.history == "global" and (begun := self.begun(server)) is not None:

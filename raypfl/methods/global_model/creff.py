@@ -14,7 +14,7 @@ from raypfl.common.conditions import needs_some
 from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, Sum, Weighting
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server, ServerView
+from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
@@ -51,7 +51,7 @@ class CReFF(Method):
     head_lr: Annotated[float, POSITIVE, needs_some("head_steps")] = 0.01
     weighting: Weighting = "samples"
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         model, theta = task.model, task.model.init(task.seed)
         parts = [model.segment(theta, name) for name in model.names("output layer")]
         shape = (task.num_classes, self.features, parts[0].shape[1])
@@ -64,7 +64,7 @@ class CReFF(Method):
             "known": torch.zeros(task.num_classes, dtype=torch.bool, device=theta.device),
         }
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         reply = cohort.run(self.train, theta=server["theta"], head=server["head"])
         owners, size = reply["owners"], server["features"].shape[2]
         gradients = reply["gradients"] / owners.clamp_min(1)[:, None, None]
@@ -113,7 +113,7 @@ class CReFF(Method):
             text="training the head",
         )
 
-    def global_model(self, server: Server) -> Tensor:
+    def global_model(self, server: ServerState) -> Tensor:
         return server["global"]
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:

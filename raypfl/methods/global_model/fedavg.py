@@ -12,7 +12,7 @@ from raypfl.common.conditions import needs
 from raypfl.common.limits import BELOW_ONE, POSITIVE
 from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, ServerState
 from raypfl.federation.task import Task
 from raypfl.models.flat import FlatModel
 
@@ -37,14 +37,14 @@ class FedAvg(Method):
     server_beta2: Annotated[float, BELOW_ONE, needs("server_optimizer", "adam", "yogi")] = 0.99
     server_tau: Annotated[float, POSITIVE, needs("server_optimizer", "adam", "yogi")] = 1e-3
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return {"theta": task.model.init(task.seed), "moments": {}}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         reply = cohort.run(self.train, theta=server["theta"])
         self.step(server, reply["theta"], cohort.task.model)
 
-    def step(self, server: Server, mean: Tensor, model: FlatModel) -> None:
+    def step(self, server: ServerState, mean: Tensor, model: FlatModel) -> None:
         """Move the server's model toward the clients' mean. Batch-norm statistics become the mean's."""
         default = 0.1 if self.server_optimizer in ("adam", "yogi") else 1.0
         lr = default if self.server_lr is None else self.server_lr
@@ -75,5 +75,5 @@ class FedAvg(Method):
         trained = clients.sgd(clients.loss, theta)
         return {"theta": Mean(trained, weight=clients.weights(self.weighting))}
 
-    def global_model(self, server: Server) -> Tensor:
+    def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]

@@ -11,7 +11,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Sum
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, ServerState
 from raypfl.federation.task import Task
 from raypfl.methods.local_training import mean_gradient, proximal
 
@@ -31,12 +31,12 @@ class FedDC(Method):
 
     alpha: Annotated[float, FROM_ZERO] = 0.1
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         theta = task.model.init(task.seed)
         zeros = torch.zeros_like(task.model.parameters(theta))
         return {"theta": theta, "h": zeros, "g": zeros.clone()}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         model, clients = cohort.task.model, cohort.task.num_trained
         reply = cohort.run(self.train, theta=server["theta"], g=server["g"])
         share = float(cohort.present.sum()) / clients
@@ -53,5 +53,5 @@ class FedDC(Method):
         clients.state["gradient"] = own - g + mean_gradient(clients, theta, trained)
         return {"theta": Mean(trained), "moved": Sum(clients.state["gradient"] - own)}
 
-    def global_model(self, server: Server) -> Tensor:
+    def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]

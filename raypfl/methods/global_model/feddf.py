@@ -12,7 +12,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import COUNT, FROM_ZERO, POSITIVE, SHARE
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerState
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Adam
 from raypfl.learning.pool import Pool, PoolBatches
@@ -59,7 +59,7 @@ class FedDF(FedAvg):
     def needed_pools(self) -> tuple[str, ...]:
         return (self.pool,) if self.distils(round=1) else ()
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         model, reply = cohort.task.model, cohort.run(self.train, theta=server["theta"])
         self.step(server, reply["theta"], model)
         if not self.distils(cohort.round):

@@ -11,7 +11,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import POSITIVE
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server
+from raypfl.federation.method import METHODS, Method, ServerState
 from raypfl.federation.task import Task
 from raypfl.methods.local_training import proximal
 
@@ -32,11 +32,11 @@ class FedDyn(Method):
 
     alpha: Annotated[float, POSITIVE] = 0.1
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         theta = task.model.init(task.seed)
         return {"theta": theta, "h": torch.zeros_like(task.model.parameters(theta))}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         model = cohort.task.model
         mean = cohort.run(self.train, theta=server["theta"])["theta"]
         share = float(cohort.present.sum()) / cohort.task.num_trained
@@ -50,5 +50,5 @@ class FedDyn(Method):
         clients.state["linear"] = linear - self.alpha * model.parameters(trained - theta)
         return {"theta": Mean(trained)}
 
-    def global_model(self, server: Server) -> Tensor:
+    def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]

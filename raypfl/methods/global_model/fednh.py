@@ -14,7 +14,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import CHANCE, POSITIVE
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server, ServerView
+from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.models.flat import FlatModel
@@ -67,13 +67,13 @@ class FedNH(Method):
         _, layer = output_layer(network)
         return with_output_layer(network, PrototypeHead(layer.weight, self.scale, self.train_scale, self.normalise))
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         theta = task.model.init(task.seed)
         prototypes = task.model.segment(theta, _weight(task.model))
         prototypes.copy_(self._first(prototypes, task.seed))
         return {"theta": theta}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         model = cohort.task.model
         head, body = model.mask(_weight(model)), self._averaged(model)
         old = model.segment(server["theta"], _weight(model))
@@ -115,7 +115,7 @@ class FedNH(Method):
             reply["weights"] = Sum(weights, charged=owned if self.missing == "samples" else False)
         return reply
 
-    def global_model(self, server: Server) -> Tensor:
+    def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:

@@ -15,7 +15,7 @@ from raypfl.common.conditions import needs
 from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, Sum, per_client, unmarked
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.global_model.auxiliary import Auxiliary, OwnImages, traced
@@ -111,13 +111,13 @@ class FedPTRServer(Projecting):
 
     pictures: int = 20
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         state, draws = super().start(task), torch.Generator().manual_seed(rng.key(task.seed, "auxiliary images"))
         shape = (task.num_classes * self.per_class, *task.input_shape)
         images = torch.randn(shape, generator=draws, dtype=task.model.dtype).to(task.model.device)
         return {**state, "images": images, "step_size": images.new_tensor(self.step_size), "turn": 0}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         aim = self.aim(server, cohort)
         reply = cohort.run(self.train, theta=server["theta"], **({} if aim is None else {"anchor": aim}))
         self.step(server, reply["theta"], cohort.task.model)
@@ -125,7 +125,7 @@ class FedPTRServer(Projecting):
         if self.shows(cohort):
             self.log_images(cohort, server["images"])
 
-    def aim(self, server: Server, cohort: Cohort) -> Tensor | None:
+    def aim(self, server: ServerState, cohort: Cohort) -> Tensor | None:
         """The projected model ``[P]``, if the window is full and it is finite."""
         if (begun := self.begun(server)) is None:
             return None

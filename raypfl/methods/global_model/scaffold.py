@@ -8,7 +8,7 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.common.messages import Mean, Sum, Weighting
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
 from raypfl.methods.global_model.fedavg import FedAvg
 from raypfl.methods.local_training import mean_gradient
@@ -24,11 +24,11 @@ class Scaffold(FedAvg):
 
     weighting: Weighting = "uniform"
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         state = super().start(task)
         return {**state, "c": torch.zeros_like(task.model.parameters(state["theta"]))}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         reply = cohort.run(self.controlled, theta=server["theta"], c=server["c"])
         self.step(server, reply["theta"], cohort.task.model)
         server["c"] = server["c"] + reply["moved"] / cohort.task.num_trained

@@ -12,7 +12,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Sum
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server, ServerView
+from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
@@ -47,11 +47,11 @@ class FedProto(Method):
     weighting: Literal["uniform", "samples"] = "uniform"
     prediction: Literal["head", "prototypes"] = "head"
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         weight = task.model.segments[task.model.names("output layer")[0]]
         return {"means": torch.zeros(weight.shape, dtype=task.model.dtype, device=task.model.device)}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         reply = cohort.run(self.train, means=server["means"])
         weight = reply["weight"][:, None]
         server["means"] = torch.where(weight > 0, reply["means"] / weight.clamp_min(1), server["means"])

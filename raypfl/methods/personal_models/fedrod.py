@@ -11,7 +11,7 @@ from raypfl.common.conditions import needs
 from raypfl.common.limits import COUNT, FROM_ZERO
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server, ServerView
+from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
@@ -49,10 +49,10 @@ class FedROD(Method):
         personal = zero_head(generic) if self.head == "linear" else GeneratedHead(*size, self.hidden)
         return with_output_layer(network, TwoHeads(generic, personal))
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return {"theta": task.model.init(task.seed)}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         shared = ~cohort.task.model.mask(self._kept)
         reply = cohort.run(self.train, shared=server["theta"][shared])
         server["theta"] = server["theta"].masked_scatter(shared, reply["shared"])
@@ -72,7 +72,7 @@ class FedROD(Method):
         clients.state["model"] = trained
         return {"shared": Mean(trained[:, ~kept], clients.weights(self.weighting))}
 
-    def global_model(self, server: Server) -> Tensor:
+    def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:

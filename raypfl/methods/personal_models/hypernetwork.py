@@ -15,7 +15,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.limits import BELOW_ONE, COUNT, FROM_ZERO, POSITIVE
 from raypfl.common.messages import Each, Scatter
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import Method, Server, ServerView
+from raypfl.federation.method import Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import SGD, AdamW, LocalOptimizer, Update
@@ -83,10 +83,10 @@ class HypernetworkMethod(Method):
         """l, of this experiment."""
         return self.length or max(task.num_clients // 4, 1)
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return {"hyper": initial(task, "hyper"), "moments": {}}
 
-    def send_and_train(self, server: Server, cohort: Cohort, v: Tensor, stream: str = "") -> tuple[Tensor, Tensor]:
+    def send_and_train(self, server: ServerState, cohort: Cohort, v: Tensor, stream: str = "") -> tuple[Tensor, Tensor]:
         """One exchange: models from the clients' vectors ``v[C, l]`` go down, how far training moved them comes up.
 
         Returns
@@ -109,7 +109,7 @@ class HypernetworkMethod(Method):
         trained = clients.sgd(clients.loss, theta, penalty=regularizer if self.lam_theta else None, stream=stream)
         return {"step": Each(trained - theta)}
 
-    def move(self, server: Server, pulled: dict[str, Tensor], lr: float) -> None:
+    def move(self, server: ServerState, pulled: dict[str, Tensor], lr: float) -> None:
         """Move what the server trains, by name, along the means over the cohort; `lr` is the clients' rate, beta."""
         lam = {"hyper": self.lam_h}
         rate = LEARNING_RATES[self.server_optimizer] if self.server_lr is None else self.server_lr
@@ -133,7 +133,7 @@ class HypernetworkMethod(Method):
         # Adam would divide the decay by the size of the clients' steps, which are far smaller, and so follow it alone.
         return AdamW()
 
-    def send(self, server: Server, cohort: Cohort, v: Tensor) -> None:
+    def send(self, server: ServerState, cohort: Cohort, v: Tensor) -> None:
         """One exchange: the cohort gets its models from its vectors ``v[C, l]``, for evaluation."""
         with torch.no_grad():
             theta = cohort.task.networks["hyper"](server["hyper"], v)

@@ -10,7 +10,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import COUNT
 from raypfl.common.messages import Mean
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server, ServerView
+from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 
 
@@ -26,10 +26,10 @@ class Local(Method):
 
     unseen_epochs: Annotated[int | None, COUNT] = None
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return {}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         cohort.run(self.train)
 
     def train(self, clients: Clients) -> dict[str, Mean]:

@@ -10,7 +10,7 @@ from raypfl.clients.clients import Clients
 from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Weighting
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server, ServerView
+from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.local_training import proximal
 
@@ -32,10 +32,10 @@ class MTL(Method):
     lam: Annotated[float, FROM_ZERO] = 0.1
     weighting: Weighting = "uniform"
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return {"mean": task.model.init(task.seed)}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         server["mean"] = cohort.run(self.train, mean=server["mean"])["personal"]
 
     def train(self, clients: Clients, mean: Tensor) -> dict[str, Mean]:

@@ -14,7 +14,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.common.messages import Mean, Weighting, per_client, unmarked
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Method, Server, ServerView
+from raypfl.federation.method import METHODS, Method, ServerState, ServerView
 from raypfl.federation.task import Task
 from raypfl.methods.local_training import finetuned
 from raypfl.models.flat import FlatModel
@@ -91,10 +91,10 @@ class PartialPersonalization(Method):
     def check(self, model: FlatModel) -> None:
         self.parts(model)
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return {"theta": task.model.init(task.seed)}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         shared = self.parts(cohort.task.model).shared
         if not bool(shared.any()):
             cohort.run(self.train)
@@ -116,7 +116,7 @@ class PartialPersonalization(Method):
             return {}
         return {"shared": Mean(theta[:, parts.shared], clients.weights(self.weighting))}
 
-    def global_model(self, server: Server) -> Tensor:
+    def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:

@@ -12,7 +12,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.limits import COUNT
 from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
 from raypfl.learning.loss import Loss
 from raypfl.learning.objectives import Classification, Objective
@@ -58,10 +58,10 @@ class PeFLL(HypernetworkMethod):
         embed = network(task, "embed", lambda: EmbeddingNetwork(self.embedding, shape, classes, length))
         return super().networks(task) | {"embed": embed}
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return super().start(task) | {"embed": initial(task, "embed")}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         v = cohort.run(self.describe, embed=server["embed"])["v"]
         pulled, steps = self.send_and_train(server, cohort, self._inputs(server, cohort, v))
         if self.standardise:
@@ -70,11 +70,11 @@ class PeFLL(HypernetworkMethod):
         reply = cohort.run(self.pull_back, embed=known, step=Scatter(steps))
         self.move(server, {"hyper": pulled, "embed": reply["embed"]}, cohort.lr)
 
-    def personalize(self, server: Server, cohort: Cohort) -> None:
+    def personalize(self, server: ServerState, cohort: Cohort) -> None:
         v = cohort.run(self.describe, embed=server["embed"])["v"]
         self.send(server, cohort, self._inputs(server, cohort, v))
 
-    def _inputs(self, server: Server, cohort: Cohort, v: Tensor) -> Tensor:
+    def _inputs(self, server: ServerState, cohort: Cohort, v: Tensor) -> Tensor:
         """What the hypernetwork gets for descriptors ``v[C, l]``."""
         if not self.standardise:
             return v

@@ -11,7 +11,7 @@ from raypfl.common import rng
 from raypfl.common.conditions import needs_some
 from raypfl.common.limits import FROM_ZERO, POSITIVE
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.method import METHODS, Server
+from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
 from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod
 
@@ -34,17 +34,17 @@ class PFedHN(HypernetworkMethod):
     adapt_rounds: Annotated[int, FROM_ZERO] = 20
     adapt_lr: Annotated[float, POSITIVE, needs_some("adapt_rounds")] = 0.01
 
-    def start(self, task: Task) -> Server:
+    def start(self, task: Task) -> ServerState:
         return super().start(task) | {"embeddings": self._random(task)}
 
-    def round(self, server: Server, cohort: Cohort) -> None:
+    def round(self, server: ServerState, cohort: Cohort) -> None:
         own = list(cohort.ids)
         pulled, steps = self.send_and_train(server, cohort, server["embeddings"][own])
         moved = torch.zeros_like(server["embeddings"])
         moved[own] = steps / int(cohort.present.sum())
         self.move(server, {"hyper": pulled, "embeddings": moved}, cohort.lr)
 
-    def personalize(self, server: Server, cohort: Cohort) -> None:
+    def personalize(self, server: ServerState, cohort: Cohort) -> None:
         own = list(cohort.ids)
         v: Tensor = server["embeddings"][own]
         if cohort.unseen:
