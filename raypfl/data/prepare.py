@@ -18,9 +18,11 @@ import numpy as np
 from raypfl.common import files
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.common.user_code import source_digest
-from raypfl.data.arrays import Arrays, alone, writing
-from raypfl.data.datasets import pools
-from raypfl.data.datasets.base import DATASETS, SPLITS, DataConfig, DataSource, RawData
+from raypfl.data.arrow_file import Arrays, cache_lock, explain_write_errors
+from raypfl.data.datasets.pools import PoolSamples, pool_sources, read_pool
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.settings import SPLITS, DataConfig
+from raypfl.data.datasets.source import DATASETS, DataSource
 from raypfl.data.partitions import PARTITIONS, Partition, Traits
 from raypfl.data.splits import NOBODY, allocate
 from raypfl.learning.objectives import kind_of
@@ -46,11 +48,11 @@ def samples_key(data: DataConfig, cache: Path) -> str:
     """
     for source in (data, *data.sources().values()):
         if source.download:
-            with writing(cache):
+            with explain_write_errors(cache):
                 cache.mkdir(parents=True, exist_ok=True)
-            with alone(cache / "downloads"):
+            with cache_lock(cache / "downloads"):
                 source.reader.download()
-    others = [(name, source.split, *_identity(source, cache)) for name, source in pools.sources(data).items()]
+    others = [(name, source.split, *_identity(source, cache)) for name, source in pool_sources(data).items()]
     return _key(_FORMAT, data.rare, *_identity(data, cache), *others)
 
 
@@ -72,7 +74,7 @@ def holdings_key(samples: str, data: DataConfig, partition: Partition, seed: int
     )
 
 
-def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def prepare_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """All samples of a data set and, after them, those of its pools from other data sets.
 
     Returns
@@ -81,7 +83,7 @@ def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any],
     ``group`` and ``category`` (combinations of several labels); and facts about them.
     """
     raw = data.read()
-    others = [pools.read(name, source, raw) for name, source in pools.sources(data).items()]
+    others = [read_pool(name, source, raw) for name, source in pool_sources(data).items()]
     labels = [raw.labels, *(pool.labels for pool in others)]
     counts = [len(part) for part in labels]
     test_mask = np.zeros(counts[0]) if raw.test_mask is None else raw.test_mask
@@ -112,7 +114,7 @@ def prepared_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any],
     return columns, about
 
 
-def prepared_holdings(
+def prepare_holdings(
     samples: Arrays, data: DataConfig, partition: Partition, seed: int
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Who holds which sample: columns ``client``, ``split`` and ``sample``, and facts about them."""
@@ -153,7 +155,7 @@ def prepared_holdings(
 
 def _own_moments(data: DataConfig) -> list[str]:
     """The pools that are normalised by their own mean and deviation."""
-    return [name for name, source in pools.sources(data).items() if source.normalise == "own"]
+    return [name for name, source in pool_sources(data).items() if source.normalise == "own"]
 
 
 def _padded(column: np.ndarray, counts: list[int], padding: int, dtype: Any) -> np.ndarray:
@@ -170,7 +172,7 @@ def _categories(labels: np.ndarray, rare: int) -> np.ndarray:
     return merged[combination]
 
 
-def _all_inputs(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndarray:
+def _all_inputs(raw: RawData, others: list[PoolSamples], folder: Path) -> np.ndarray:
     """All inputs in one array; those of pools get the shape of the data set's own.
 
     Images that are grey throughout get one channel, however they were encoded: WebP has no grey images.
@@ -190,13 +192,13 @@ def _all_inputs(raw: RawData, others: list[pools.Pool], folder: Path) -> np.ndar
 def _spooled(blocks: Iterable[np.ndarray], folder: Path) -> np.ndarray:
     """The blocks in one array, mapped from a temporary file, so that memory holds one block at a time."""
     first, count = np.zeros((0, 1), np.uint8), 0
-    with writing(folder):
+    with explain_write_errors(folder):
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed once it is mapped
     with file:
         for block in blocks:
             first = first if count else block[:0]
             _check(block, first, count)
-            with writing(folder):
+            with explain_write_errors(folder):
                 np.ascontiguousarray(block).tofile(file)
             count += len(block)
         file.flush()
@@ -285,7 +287,7 @@ def _content(paths: list[Path], source: DataSource, cache: Path) -> str:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         content.update(f"{os.path.relpath(path.absolute(), root)} {digest}\n".encode())
-    with writing(known):
+    with explain_write_errors(known):
         known.parent.mkdir(parents=True, exist_ok=True)
         files.write(known, content.hexdigest())
     return content.hexdigest()

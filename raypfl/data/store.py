@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean, known_pool
-from raypfl.data.addresses import on_this_machine
-from raypfl.data.arrays import Arrays, Unreadable, cached, opened
-from raypfl.data.datasets.base import SPLITS, DataConfig
+from raypfl.data.arrow_file import Arrays, Unreadable, open_arrays, open_or_build
 from raypfl.data.datasets.population import DescribedData, is_described
+from raypfl.data.datasets.settings import SPLITS, DataConfig
 from raypfl.data.partitions import Partition
-from raypfl.data.prepare import holdings_key, prepared_holdings, prepared_samples, samples_key
+from raypfl.data.prepare import holdings_key, prepare_holdings, prepare_samples, samples_key
+from raypfl.data.shared_storage import copy_to_this_machine
 from raypfl.learning.objectives import kind_of
 
 
@@ -29,7 +29,7 @@ class FederatedData:
     """Samples, and the clients that hold them: a read-only view of memory-mapped files.
 
     Its pickle has a few hundred bytes. Unpickling opens the same files without reading samples; on a machine that does
-    not have them, it raises :class:`NotHere`.
+    not have them, it raises :class:`PreparedDataMissing`.
 
     Attributes
     ----------
@@ -159,7 +159,7 @@ class _Origin(NamedTuple):
     cache: Path
 
 
-class NotHere(DataError):
+class PreparedDataMissing(DataError):
     """Federated data were unpickled on a machine that does not have their files.
 
     Attributes
@@ -197,12 +197,12 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
     if is_described(data):
         return DescribedData(data)
     everything = cache_folder(data, cache)
-    data = on_this_machine(data, everything)
+    data = copy_to_this_machine(data, everything)
     name = f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{samples_key(data, everything)}"
     files = [f"{name}/samples.arrow"]
-    samples = cached(everything / files[0], lambda: prepared_samples(data, everything / name))
+    samples = open_or_build(everything / files[0], lambda: prepare_samples(data, everything / name))
     files.append(f"{name}/partitions/{holdings_key(samples.digest, data, partition, seed)}.arrow")
-    holdings = cached(everything / files[1], lambda: prepared_holdings(samples, data, partition, seed))
+    holdings = open_or_build(everything / files[1], lambda: prepare_holdings(samples, data, partition, seed))
     opened_data = _joined(samples, holdings, _Origin(data, (files[0], files[1]), everything))
     if data.test_fraction and not opened_data.sizes("test").any():
         warnings.warn(
@@ -231,11 +231,11 @@ def _reopened(origin: _Origin, fingerprint: str) -> FederatedData:
     caches = origin.cache, cache_folder(origin.data)
     for cache in dict.fromkeys(caches):
         with suppress(Unreadable):
-            samples, holdings = (opened(cache / file, check=False) for file in origin.files)
+            samples, holdings = (open_arrays(cache / file, check=False) for file in origin.files)
             found = _joined(samples, holdings, origin)
             if found.fingerprint == fingerprint:
                 return found
-    raise NotHere([(origin.cache / file, caches[-1] / file) for file in origin.files])
+    raise PreparedDataMissing([(origin.cache / file, caches[-1] / file) for file in origin.files])
 
 
 def _joined(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData:

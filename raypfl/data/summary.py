@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypfl.common.errors import ConfigError
-from raypfl.data.datasets.base import SPLITS
 from raypfl.data.datasets.population import DescribedData
+from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.store import ClientData, FederatedData
 
 _RANGES = 10

@@ -12,7 +12,7 @@ import numpy as np
 from raypfl.clients.context import Context
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.data.datasets import RawData
-from raypfl.data.datasets.base import SPLITS
+from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.partitions import Traits
 from raypfl.data.splits import hold_out
 from raypfl.learning.batches import Samples

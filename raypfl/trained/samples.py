@@ -11,7 +11,7 @@ import numpy as np
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import FederatedData
 from raypfl.data.datasets import DataSource, RawData
-from raypfl.data.datasets.pools import UNLABELLED, read
+from raypfl.data.datasets.pools import UNLABELLED, read_pool
 from raypfl.trained.models import TrainedModels
 
 
@@ -68,7 +68,7 @@ def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray
         feature_names=data.feature_names,
         indicators=data.indicators,
     )
-    pool = read(str(folder), source, own)
+    pool = read_pool(str(folder), source, own)
     targets = pool.labels.reshape(len(pool.labels), -1)
     unknown = np.isnan(targets) if data.kind == "numbers" else targets == UNLABELLED
     if unknown.all(axis=1).any():

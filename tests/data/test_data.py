@@ -21,11 +21,11 @@ from sklearn.datasets import load_digits
 
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import IID, Dirichlet, FederatedData, Traits, load_federated
-from raypfl.data.arrays import received
+from raypfl.data.arrow_file import receive_arrays
 from raypfl.data.datasets import DataConfig, RawData
-from raypfl.data.datasets.base import SPLITS
+from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.splits import allocate
-from raypfl.data.store import NotHere
+from raypfl.data.store import PreparedDataMissing
 
 SMALL = IID(clients=2)
 
@@ -335,10 +335,10 @@ def test_unpickling_finds_the_files_in_either_cache_or_says_where_they_belong(tm
     data = opened("parquet")
     pickled = pickle.dumps(data)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    with pytest.raises(NotHere, match="does not have the prepared data") as missing:
+    with pytest.raises(PreparedDataMissing, match="does not have the prepared data") as missing:
         pickle.loads(pickled)
     for there, here in missing.value.files:
-        received(here, [(tmp_path / "elsewhere" / there.relative_to(tmp_path / "cache")).read_bytes()])
+        receive_arrays(here, [(tmp_path / "elsewhere" / there.relative_to(tmp_path / "cache")).read_bytes()])
     assert pickle.loads(pickled).fingerprint == data.fingerprint
     monkeypatch.setenv("RAYPFL_CACHE", str(tmp_path / "elsewhere"))
     assert np.array_equal(pickle.loads(pickled).labels, [0, 1, 0, 1])
@@ -351,7 +351,7 @@ def test_a_file_that_arrives_damaged_is_refused(tmp_path, opened):
     content = bytearray(sent.read_bytes())
     content[len(content) // 2] ^= 1
     with pytest.raises(DataError, match="did not arrive as it was sent"):
-        received(tmp_path / "here/samples.arrow", [bytes(content)])
+        receive_arrays(tmp_path / "here/samples.arrow", [bytes(content)])
     assert not list((tmp_path / "here").iterdir())
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data import IID, ByColumn, ClassesPerClient, Dirichlet, Traits, load_federated
 from raypfl.data.datasets import DataConfig, RawData
-from raypfl.data.datasets.base import SPLITS
+from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.splits import allocate
 from raypfl.experiment import Experiment
 from tests.support import datasets

@@ -55,7 +55,7 @@ def test_what_a_process_keeps_is_bounded_and_asked_for_once(tmp_path, monkeypatc
     for client in (0, 1, 0, 1, 2):
         data.take(data.indices(client))
     assert Described.asked == [(0, "train"), (1, "train"), (2, "train")]
-    monkeypatch.setattr("raypfl.data.datasets.population.KEPT", 2000)
+    monkeypatch.setattr("raypfl.data.datasets.population.CACHE_BYTES", 2000)
     for client in range(10):
         data.take(data.indices(client))
     assert 0 < sum(x.nbytes + y.nbytes for x, y in data._kept.values()) <= 2000

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from raypfl.common.errors import MethodError
 from raypfl.data import IID, load_federated
-from raypfl.data.datasets.base import DataConfig, RawData
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.settings import DataConfig
 from raypfl.experiment import Experiment
 from raypfl.learning.unkeyed import refuse_unkeyed
 from raypfl.runs.pretraining import pretrain

@@ -1,7 +1,7 @@
 """Data sets: what they are, and how their files are read."""
 
-from raypfl.data.datasets.base import DATASETS, DataConfig, DataSource, RawData, Reader
 from raypfl.data.datasets.population import DescribedData, Population
+from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers import (  # noqa: F401 - readers register themselves
     arrays,
     cifar,
@@ -17,5 +17,7 @@ from raypfl.data.datasets.readers import (  # noqa: F401 - readers register them
     spiral,
     text,
 )
+from raypfl.data.datasets.settings import DataConfig
+from raypfl.data.datasets.source import DATASETS, DataSource, Reader
 
 __all__ = ["DATASETS", "DataConfig", "DataSource", "DescribedData", "Population", "RawData", "Reader"]

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from raypfl.common.errors import DataError
-from raypfl.data.datasets.base import Reader, require_size
+from raypfl.data.datasets.source import Reader, require_size
 
 # Images in memory at a time, and their bytes. One thread decodes them: for small images, several threads are slower,
 # since they wait for each other at every call into Python.

@@ -10,13 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.datasets.base import DataConfig, DataSource, RawData
 from raypfl.data.datasets.images import resized
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.settings import DataConfig
+from raypfl.data.datasets.source import DataSource
 
 UNLABELLED = -1
 
 
-class Pool(NamedTuple):
+class PoolSamples(NamedTuple):
     """Samples of another data set.
 
     Attributes
@@ -45,7 +47,7 @@ class Pool(NamedTuple):
                 yield resized(_channels(kept, shape[0]), *shape[1:])
 
 
-def sources(data: DataConfig) -> dict[str, DataSource]:
+def pool_sources(data: DataConfig) -> dict[str, DataSource]:
     """The pools that come from other data sets: a name with a star stands for one pool for each file.
 
     Raises
@@ -70,7 +72,7 @@ def _for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
     }
 
 
-def read(name: str, source: DataSource, own: RawData) -> Pool:
+def read_pool(name: str, source: DataSource, own: RawData) -> PoolSamples:
     """The samples of the pool `name`. If its data set has a published test split, these are its training samples or,
     if the name begins with ``ood/``, its test samples.
 
@@ -98,7 +100,7 @@ def read(name: str, source: DataSource, own: RawData) -> Pool:
     if labels is None:
         nothing = np.nan if own.kind == "numbers" else UNLABELLED
         labels = np.full((int(chosen.sum()), *own.labels.shape[1:]), nothing, dtype=own.labels.dtype)
-    return Pool(name, raw, chosen, labels)
+    return PoolSamples(name, raw, chosen, labels)
 
 
 def _with_features_of(raw: RawData, own: RawData, name: str) -> RawData:

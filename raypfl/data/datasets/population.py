@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.data.datasets.base import DATASETS, SPLITS, DataConfig, RawData, as_array
+from raypfl.data.datasets.raw_data import RawData, as_array
+from raypfl.data.datasets.settings import SPLITS, DataConfig
+from raypfl.data.datasets.source import DATASETS
 from raypfl.learning.objectives import kind_of
 
-KEPT = 64 << 20
+CACHE_BYTES = 64 << 20
 """Bytes of samples that a process keeps, of the clients that it read last."""
 
 _STORED = {"classes": np.int64, "labels": np.int8, "numbers": np.float32, "tokens": np.int64}
@@ -149,7 +151,7 @@ class DescribedData:
             held = self._fetched(client, split)
             self._bytes += held[0].nbytes + held[1].nbytes
         self._kept[client, split] = held
-        while self._bytes > KEPT and len(self._kept) > 1:
+        while self._bytes > CACHE_BYTES and len(self._kept) > 1:
             _, (inputs, labels) = self._kept.popitem(last=False)
             self._bytes -= inputs.nbytes + labels.nbytes
         return held

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.datasets.base import Reader
+from raypfl.data.datasets.source import Reader
 
 
 @dataclass(frozen=True)
-class Published(Reader):
+class PublishedReader(Reader):
     """A data set as its authors publish it.
 
     Attributes

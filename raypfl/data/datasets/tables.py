@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.data.datasets.base import RawData
 from raypfl.data.datasets.images import ImageReader
 from raypfl.data.datasets.labels import class_count
+from raypfl.data.datasets.raw_data import RawData
 
 TEST_WORDS = {"test", "valid", "val", "validation"}
 """Words in the name of a table whose rows are the published test split."""
@@ -68,7 +68,7 @@ def refuse_other_encodings(path: Path, shown: str) -> None:
         ) from error
 
 
-class Table(ABC):
+class ImageTable(ABC):
     """One file with a row for each sample.
 
     Attributes
@@ -112,7 +112,7 @@ class Table(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableReader(ImageReader):
+class ImageTableReader(ImageReader):
     """Reads images from tables in the folder ``data.root``.
 
     Attributes
@@ -129,7 +129,7 @@ class TableReader(ImageReader):
     files: str = "*"
 
     @abstractmethod
-    def tables(self) -> Sequence[Table]:
+    def tables(self) -> Sequence[ImageTable]:
         """The tables, opened."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ class TableReader(ImageReader):
         )
 
 
-def numbered(tables: Sequence[Table], labels: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
+def numbered(tables: Sequence[ImageTable], labels: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
     """Labels that are numbers of classes, as ``int64``, and these numbers as names."""
     count = class_count([(table.shown, part) for table, part in zip(tables, labels, strict=True)])
     return [part.astype(np.int64) for part in labels], [str(label) for label in range(count)]

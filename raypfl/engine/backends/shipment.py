@@ -45,21 +45,21 @@ class Shipment:
         ------
         DataError : if the files cannot be fetched or written.
         """
-        from raypfl.data.arrays import alone, received, writing
-        from raypfl.data.store import NotHere
+        from raypfl.data.arrow_file import cache_lock, explain_write_errors, receive_arrays
+        from raypfl.data.store import PreparedDataMissing
 
         try:
             return ray.cloudpickle.loads(self.content)
-        except NotHere as missing:
+        except PreparedDataMissing as missing:
             (_, first), *_ = missing.files
-            with writing(first):
+            with explain_write_errors(first):
                 first.parent.mkdir(parents=True, exist_ok=True)
-            with alone(first):
+            with cache_lock(first):
                 try:
                     return ray.cloudpickle.loads(self.content)
-                except NotHere:
+                except PreparedDataMissing:
                     for there, here in missing.files:
-                        received(here, self._chunks(there))
+                        receive_arrays(here, self._chunks(there))
         return ray.cloudpickle.loads(self.content)
 
     def _chunks(self, path: Path) -> Iterator[bytes]:

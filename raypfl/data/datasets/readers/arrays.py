@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.datasets.base import DATASETS, RawData, Reader
 from raypfl.data.datasets.labels import checked_labels, class_count
+from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.npy import opened
+from raypfl.data.datasets.source import DATASETS, Reader
 
 
 @DATASETS.register("arrays")

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from raypfl.common.errors import DataError
-from raypfl.data.datasets.base import DATASETS, RawData
 from raypfl.data.datasets.labels import checked_labels
-from raypfl.data.datasets.published import Published
+from raypfl.data.datasets.published import PublishedReader
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.source import DATASETS
 
 # The only classes that a batch may contain; anything else in a pickle could run code.
 _ALLOWED = {
@@ -25,7 +26,7 @@ _ALLOWED = {
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
-class _Cifar(Published):
+class _Cifar(PublishedReader):
     home = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 

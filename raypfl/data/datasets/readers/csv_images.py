@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 
 from raypfl.common.errors import DataError
-from raypfl.data.datasets.base import DATASETS
-from raypfl.data.datasets.tables import TEST_WORDS, Table, TableReader, numbered, read_csv
+from raypfl.data.datasets.source import DATASETS
+from raypfl.data.datasets.tables import TEST_WORDS, ImageTable, ImageTableReader, numbered, read_csv
 
 
 @DATASETS.register("csv")
 @dataclass(frozen=True, kw_only=True)
-class Csv(TableReader):
+class Csv(ImageTableReader):
     """Images listed in the CSV files of a folder (data.root): their paths in one column, labels in another.
 
     One label column holds classes, as numbers from 0 or as text. Several hold 0, 1, nothing (which is 0), or -1 for
@@ -73,7 +73,7 @@ class CheXpert(Csv):
     files: str = "train.csv"
 
 
-class _CsvFile(Table):
+class _CsvFile(ImageTable):
     """One CSV file."""
 
     def __init__(self, path: Path, root: Path, test_words: set[str]):

@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.data.datasets.base import DATASETS, RawData, Reader, under
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.source import DATASETS, Reader, files_under
 from raypfl.data.datasets.tables import TEST_WORDS, is_test, read_csv
 
 MANY = 100
@@ -72,7 +73,7 @@ class FeatureTable(Reader):
 
     def paths(self) -> list[Path]:
         root = self.config.folder("the tables, as CSV or Parquet files")
-        tables = [path for path in under(root) if path.suffix in (".csv", ".parquet") and path.match(self.files)]
+        tables = [path for path in files_under(root) if path.suffix in (".csv", ".parquet") and path.match(self.files)]
         if not tables:
             raise DataError(f"There is no {self.files} with the ending .csv or .parquet in {root}; see data.files.")
         return tables

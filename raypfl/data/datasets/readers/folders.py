@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
-from raypfl.data.datasets.base import DATASETS, RawData, under
 from raypfl.data.datasets.images import ImageReader
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.source import DATASETS, files_under
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
 _LEVELS = ("class", "group", "split")
@@ -37,7 +38,7 @@ class _FolderReader(ImageReader):
         return self.config.folder("a tree of images")
 
     def paths(self) -> list[Path]:
-        return [path for path in under(self.root()) if path.suffix.lower() in _SUFFIXES]
+        return [path for path in files_under(self.root()) if path.suffix.lower() in _SUFFIXES]
 
     def raw(self, listed: list[_Listed], classes: list[str], names: list[str], split: bool, grouped: bool) -> RawData:
         """The listed images, training images first; `split`, `grouped`: whether there are such columns."""

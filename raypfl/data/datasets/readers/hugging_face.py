@@ -9,8 +9,8 @@ from typing import Any
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.common.packages import not_installed
-from raypfl.data.datasets.base import DATASETS
 from raypfl.data.datasets.readers.parquet import Parquet
+from raypfl.data.datasets.source import DATASETS
 
 
 @DATASETS.register("hf:NAME")

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from raypfl.common.errors import DataError
-from raypfl.data.datasets.base import DATASETS, RawData
 from raypfl.data.datasets.labels import checked_labels, require_equal_lengths
-from raypfl.data.datasets.published import Published
+from raypfl.data.datasets.published import PublishedReader
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.source import DATASETS
 
 _DIGITS, _UPPER, _LOWER = list(string.digits), list(string.ascii_uppercase), list(string.ascii_lowercase)
 # EMNIST's merged variants do not tell the other lower-case letters from their capitals (Cohen et al. 2017).
@@ -29,7 +30,7 @@ _EMNIST_CLASSES = {
 }
 
 
-class _Idx(Published):
+class _Idx(PublishedReader):
     """Four files: training images and labels, test images and labels."""
 
     classes: ClassVar[list[str]] = _DIGITS

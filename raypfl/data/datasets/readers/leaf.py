@@ -13,8 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from raypfl.common.errors import DataError
-from raypfl.data.datasets.base import DATASETS, RawData, Reader, require_size, under
+from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.text import sequences
+from raypfl.data.datasets.source import DATASETS, Reader, files_under, require_size
 
 _SIDE = 28
 _LETTERS = "\n !\"&'(),-.0123456789:;>?" + string.ascii_uppercase + "[]" + string.ascii_lowercase + "}"
@@ -30,7 +31,7 @@ class _User(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf(Reader):
+class LeafReader(Reader):
     """The ``.json`` files of one of LEAF's data sets, in ``data.root``.
 
     That is ``data/all_data``, or ``data`` with ``train`` and ``test``, of which the latter is the published test split.
@@ -47,7 +48,7 @@ class Leaf(Reader):
 
     def paths(self) -> list[Path]:
         root = self._root()
-        found = [path for path in under(root) if path.suffix == ".json" and _is_data(path, root)]
+        found = [path for path in files_under(root) if path.suffix == ".json" and _is_data(path, root)]
         if not found:
             raise DataError(
                 f"There is no .json file in {root}, which data.root names. LEAF's preprocess.sh for "
@@ -90,7 +91,7 @@ class Leaf(Reader):
 
 @DATASETS.register("femnist")
 @dataclass(frozen=True, kw_only=True)
-class FEMNIST(Leaf):
+class FEMNIST(LeafReader):
     """Handwritten digits and letters, 28x28 grey, by writer; data.root has the ``.json`` files that LEAF writes."""
 
     title: ClassVar[str] = "FEMNIST"
@@ -105,7 +106,7 @@ class FEMNIST(Leaf):
 
 @DATASETS.register("shakespeare")
 @dataclass(frozen=True, kw_only=True)
-class Shakespeare(Leaf):
+class Shakespeare(LeafReader):
     """Shakespeare's plays by role, for the next character; data.root has the ``.json`` files that LEAF writes.
 
     LEAF's files have a window for every character. Windows that follow each other are put together again, and the text

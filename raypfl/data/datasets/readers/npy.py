@@ -12,9 +12,10 @@ from typing import Literal, Self
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.datasets.base import DATASETS, RawData, Reader
 from raypfl.data.datasets.labels import checked_labels, class_count, require_equal_lengths
+from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.cifar import CIFAR10_CLASSES
+from raypfl.data.datasets.source import DATASETS, Reader
 
 _BLOCK = 12 << 20  # bytes of images in memory at a time
 _SEVERITIES = 5

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypfl.common.errors import DataError
-from raypfl.data.datasets.base import DATASETS
 from raypfl.data.datasets.labels import checked_labels
-from raypfl.data.datasets.tables import Table, TableReader, numbered
+from raypfl.data.datasets.source import DATASETS
+from raypfl.data.datasets.tables import ImageTable, ImageTableReader, numbered
 
 _ROWS = 256  # read at a time
 # Without a buffer, Arrow reads all images of a row group at once, and a file may have only one.
@@ -24,7 +24,7 @@ _BUFFER = 1 << 20
 
 @DATASETS.register("parquet")
 @dataclass(frozen=True, kw_only=True)
-class Parquet(TableReader):
+class Parquet(ImageTableReader):
     """A folder of Parquet files (data.root) and its subfolders, with an image and a label column.
 
     The image column holds encoded images in any format that Pillow reads, as binary values or as structs with a field
@@ -54,7 +54,7 @@ class Parquet(TableReader):
         return [checked_labels(part, len(names), table.shown) for table, part in parts], names
 
 
-class _ParquetFile(Table):
+class _ParquetFile(ImageTable):
     """One Parquet file; its images are read row by row."""
 
     def __init__(self, path: Path, root: Path, test_words: set[str]):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from raypfl.data.datasets.base import DATASETS, DataSource, RawData
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.source import DATASETS, DataSource
 
 # scikit-learn is slow to import, and needed once, to build the cache: hence the imports in functions.
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from raypfl.data.datasets.base import DATASETS, RawData, Reader
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.source import DATASETS, Reader
 
 ARMS = 6
 NOISE = 0.15

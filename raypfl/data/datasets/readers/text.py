@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from raypfl.common.errors import DataError
-from raypfl.data.datasets.base import DATASETS, RawData, Reader, require_size, under
+from raypfl.data.datasets.raw_data import RawData
+from raypfl.data.datasets.source import DATASETS, Reader, files_under, require_size
 
 _NONE = -1
 
@@ -34,7 +35,7 @@ class Text(Reader):
         require_size(self.size)
 
     def paths(self) -> list[Path]:
-        found = [path for path in under(self._root()) if path.match(self.files)]
+        found = [path for path in files_under(self._root()) if path.match(self.files)]
         if not found:
             raise DataError(f"There is no {self.files} in {self.config.root}; each writer needs a text file.")
         return found

@@ -36,7 +36,7 @@ class Arrays(NamedTuple):
     digest: str
 
 
-def cached(path: Path, build: Callable[[], tuple[Mapping[str, np.ndarray], dict[str, Any]]]) -> Arrays:
+def open_or_build(path: Path, build: Callable[[], tuple[Mapping[str, np.ndarray], dict[str, Any]]]) -> Arrays:
     """Open the Arrow file at `path`; build it first if it is missing or, with a warning, if it is damaged.
 
     If several processes need it built, one builds it and the others wait.
@@ -47,49 +47,49 @@ def cached(path: Path, build: Callable[[], tuple[Mapping[str, np.ndarray], dict[
     """
     if path.exists():
         try:
-            return opened(path, check=True)
+            return open_arrays(path, check=True)
         except Unreadable as error:
             warnings.warn(f"The cache file {path} is damaged and is built again: {error}", stacklevel=3)
-    with writing(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with alone(path):
+    with cache_lock(path):
         with suppress(Unreadable):
-            return opened(path, check=True)
+            return open_arrays(path, check=True)
         columns, about = build()
-        with writing(path):
+        with explain_write_errors(path):
             _write(path, columns, about)
-    return opened(path, check=False)
+    return open_arrays(path, check=False)
 
 
-def received(path: Path, chunks: Iterable[bytes]) -> None:
+def receive_arrays(path: Path, chunks: Iterable[bytes]) -> None:
     """Write the Arrow file that another machine sends.
 
     Raises
     ------
     DataError : if it cannot be written, or is not what was sent.
     """
-    with writing(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.draft(path) as unfinished:
             with unfinished.open("wb") as file:
                 file.writelines(chunks)
             try:
-                opened(unfinished, check=True)
+                open_arrays(unfinished, check=True)
             except Unreadable as error:
                 raise DataError(f"{path} did not arrive as it was sent: {error}. Try again.") from error
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def cache_lock(path: Path) -> Iterator[None]:
     """Be the only process that works on `path` in a cache, as `files.alone`."""
     with ExitStack() as stack:
-        with writing(path):
+        with explain_write_errors(path):
             stack.enter_context(files.alone(path))
         yield
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Raise a DataError with advice if the cache at `path` cannot be written."""
     try:
         yield
@@ -100,7 +100,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def opened(path: Path, check: bool) -> Arrays:
+def open_arrays(path: Path, check: bool) -> Arrays:
     """The arrays in `path`, as read-only views of the memory-mapped file.
 
     Parameters

@@ -13,13 +13,14 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.arrays import alone, writing
-from raypfl.data.datasets.base import DataConfig, DataSource
+from raypfl.data.arrow_file import cache_lock, explain_write_errors
+from raypfl.data.datasets.settings import DataConfig
+from raypfl.data.datasets.source import DataSource
 
 S = TypeVar("S", bound=DataSource)
 
 
-def on_this_machine(data: DataConfig, cache: Path) -> DataConfig:
+def copy_to_this_machine(data: DataConfig, cache: Path) -> DataConfig:
     """The data set with all its files on this machine: those at an address such as ``s3://bucket/folder`` are copied.
 
     A copy is made again when the name, the size or the time of change of any file differs.
@@ -45,9 +46,9 @@ def _copied(source: S, cache: Path) -> S:
         files, root = pafs.FileSystem.from_uri(source.root)
         found = files.get_file_info(pafs.FileSelector(root, recursive=True))
         folder = cache / "copies" / _key(source.root, found)
-        with writing(folder):
+        with explain_write_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(folder):
+        with cache_lock(folder):
             if not folder.exists():
                 _copy(files, root, folder)
     except (pa.ArrowException, OSError) as error:

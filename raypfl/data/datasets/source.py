@@ -1,0 +1,219 @@
+"""A data set by name, and what a reader is: the class or function that reads it."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from raypfl.common.component import undefined
+from raypfl.common.conditions import Condition
+from raypfl.common.errors import ConfigError, DataError
+from raypfl.common.registry import Registry
+from raypfl.data.datasets.raw_data import RawData
+
+DATASETS = Registry("data set")
+
+
+def _is_divided(name: str) -> bool:
+    """Whether a data set is divided over the clients, and not a population that describes them."""
+    return not getattr(DATASETS.get(name), "describes_clients", False)
+
+
+def _reads_files(name: str) -> bool:
+    """Whether a data set is read from files, so that ``data.root`` has an effect.
+
+    A function cannot declare this, so its bytecode tells: one that never uses its first argument, the description of
+    the data, cannot know `root`.
+    """
+    entry = DATASETS.get(name)
+    if not isinstance(entry, FunctionType):
+        return getattr(entry, "from_files", True)
+    config = entry.__code__.co_varnames[0]
+    return any(config in str(instruction.argrepr) for instruction in dis.get_instructions(entry))
+
+
+DIVIDED = Condition("name", _is_divided, "leave {this} out, since a Population decides who holds what")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """A data set by name, with the folder of its files and the options of its reader.
+
+    Attributes
+    ----------
+    name : a registered data set, or ``module:attribute`` of your own: a function or a `Reader` that gets this object,
+        or a :class:`raypfl.data.datasets.Population`.
+    options : the options that only this reader has; in YAML they stand next to `name`. Options that equal the default
+        are dropped.
+    root : folder of the data set's files, for readers that need one; or its address in shared storage, any that
+        ``pyarrow.fs`` knows (``s3://...``, ``gs://...``), from which the whole folder is copied into `cache` once.
+    download : whether a reader may download a published data set into `root`, if it can.
+    split : use of a published test split. ``auto``: it is divided over the clients class by class, in proportion to
+        their training samples; ``merged``: it joins the training samples first, and each client holds out
+        `test_fraction` of its own.
+    normalise : whose mean and deviation normalise the mini-batches of a pool from another data set: those of the
+        ``clients``' data, or the pool's ``own``. Evaluation always normalises as for the clients' data.
+
+    Raises
+    ------
+    ConfigError : if there is no such data set, or an option is unknown or out of range.
+    """
+
+    name: str = "digits"
+    options: dict[str, Any] = field(default_factory=dict)
+    root: Annotated[str | None, Condition("name", _reads_files, "leave {this} out")] = None
+    download: bool = False
+    split: Annotated[Literal["auto", "merged"], DIVIDED] = "auto"
+    normalise: Literal["clients", "own"] = "clients"
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+
+        entry = DATASETS.get(self.name)
+        try:
+            signature = inspect.signature(entry)
+            signature.bind(self, **self.options)
+        except (TypeError, ValueError) as error:
+            takes_config = "" if self.options else " It is called with the description of the data (a DataConfig)."
+            raise ConfigError(
+                f"The data set {self.name!r} cannot be read with these options: {error}.{takes_config}"
+            ) from error
+
+        missing = undefined(entry)
+        if missing:
+            raise ConfigError(f"The data set {self.name!r} is not complete: define {missing}.")
+
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        options = {
+            name: value for name, value in self.options.items() if name not in defaults or value != defaults[name]
+        }
+        object.__setattr__(self, "options", options)
+
+        # A reader checks its options when it is created.
+        if _is_reader(entry):
+            entry(self, **options)
+
+    @property
+    def reader(self) -> Reader:
+        """What reads this data set.
+
+        It gets only the settings that identify prepared samples, name, options and root, and `download`; all others
+        have their defaults.
+        """
+        entry = DATASETS.get(self.name)
+        source = type(self)(name=self.name, options=self.options, root=self.root, download=self.download)
+        return entry(source, **self.options) if _is_reader(entry) else _FunctionReader(source)
+
+    def read(self) -> RawData:
+        """Read the whole data set.
+
+        Raises
+        ------
+        DataError : if a file is missing, damaged or not as expected, or if the reader returns something else.
+        """
+        raw = self.reader.read()
+        if not isinstance(raw, RawData):
+            raise DataError(f"The reader {self.name!r} returns {type(raw).__name__}; it must return RawData.")
+        return raw
+
+    def folder(self, content: str) -> Path:
+        """The folder `root`; `content` says in messages what it should hold.
+
+        Raises
+        ------
+        ConfigError : if there is no such folder.
+        """
+        if self.root is None:
+            raise ConfigError(f"data.root is missing: name the folder that holds {content}.")
+        root = Path(self.root).expanduser()
+        if root.is_file():
+            raise ConfigError(f"data.root is {self.root!r}, which is a file; name the folder that it is in.")
+        if not root.is_dir():
+            raise ConfigError(f"data.root is {self.root!r}, but there is no such folder; it should hold {content}.")
+        return root
+
+
+@dataclass(frozen=True)
+class Reader(ABC):
+    """Reads one kind of data set.
+
+    A subclass declares its own options as dataclass fields. Prepared data are kept until a file in `paths` changes.
+
+    Attributes
+    ----------
+    config : the description of the data set.
+    from_files : whether it reads files, so that ``data.root`` has an effect.
+    """
+
+    from_files: ClassVar[bool] = True
+
+    config: DataSource
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+
+    @abstractmethod
+    def read(self) -> RawData:
+        """Read the whole data set. Raises as `DataSource.read` does."""
+
+    def paths(self) -> list[Path]:
+        """The files that the data set consists of: by default, all files under ``data.root``."""
+        return files_under(Path(self.config.root).expanduser()) if self.config.root else []
+
+    def download(self) -> None:
+        """Download the files into ``data.root`` unless they are there.
+
+        Raises
+        ------
+        ConfigError : if there is no download of this data set; this is the default.
+        DataError : if the download fails.
+        """
+        raise ConfigError(
+            f"data.download is true, but raypfl cannot download {self.config.name!r}; get its files yourself and name "
+            f"their folder in data.root."
+        )
+
+
+class _FunctionReader(Reader):
+    """A function that returns `RawData`."""
+
+    def read(self) -> RawData:
+        return DATASETS.get(self.config.name)(self.config, **self.config.options)
+
+
+def _is_reader(entry: Any) -> bool:
+    return isinstance(entry, type) and issubclass(entry, Reader)
+
+
+def require_choices(options: Any) -> None:
+    """Raise a ConfigError if a field that is declared as a `Literal` has another value."""
+    for name, declared in get_type_hints(type(options)).items():
+        if get_origin(declared) is not Literal:
+            continue
+
+        choices = get_args(declared)
+        value = getattr(options, name)
+        if value not in choices:
+            raise ConfigError(f"data.{name} is {value!r}, but must be {' or '.join(map(repr, choices))}.")
+
+
+def require_size(size: int | None) -> None:
+    """Raise a ConfigError unless the option `size` is at least 1, or None."""
+    if size is not None and size < 1:
+        raise ConfigError(f"data.size is {size}, but must be at least 1.")
+
+
+def files_under(root: Path) -> list[Path]:
+    """All files in a folder and its subfolders, in order, without hidden ones."""
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        # os.walk descends into what is left in this list.
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(paths)
