@@ -15,9 +15,9 @@ from raypfl.clients.minibatches import MiniBatch, MiniBatches
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import PerClient, Weighting, inside_a_loss, per_client, unmarked
 from raypfl.evaluation.metric_sums import MetricSums
-from raypfl.learning.batches import num_steps, order
+from raypfl.learning.batches import epoch_order, num_steps
 from raypfl.learning.executor import Executor
-from raypfl.learning.loss import LocalLoss, Loss, Report
+from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer
 from raypfl.learning.pool import Pool
@@ -63,7 +63,7 @@ class Clients:
 
     def __new__(cls, group: ClientGroup) -> Clients:
         # No check where nothing is protected: it would cost time with every name that a method uses.
-        return object.__new__(ProtectedClients if group.context.privacy.of_samples else cls)
+        return object.__new__(ProtectedClients if group.context.privacy.protects_samples else cls)
 
     def __init__(self, group: ClientGroup):
         self._group = group
@@ -167,7 +167,7 @@ class Clients:
 
     def sgd(
         self,
-        loss: Loss,
+        loss: LossFunction,
         start: Tensor,
         *,
         epochs: int | None = None,
@@ -178,9 +178,9 @@ class Clients:
         train: str | Tensor | None = None,
         decay: str | Tensor | None = None,
         stream: str = "",
-        penalty: Loss | None = None,
+        penalty: LossFunction | None = None,
         correction: Tensor | None = None,
-        report: Report = "loss",
+        report: ReportedLoss = "loss",
         **extras: Any,
     ) -> PerClient:
         """Train each client from its start by gradient steps on its own training samples.
@@ -245,28 +245,28 @@ class Clients:
         yield from batches
         batches.report()
 
-    def grad(self, loss: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
+    def grad(self, loss: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """Gradient of each client's mean loss, ``[K, P]``, at ``at`` (``[P+B]`` or ``[K, P+B]``).
 
         `batches` is what :meth:`batches` gave; None: all training samples of each client.
         """
         group, local_loss = self._group, LocalLoss(self.model, loss)
-        keys, chosen, rows = group.draws(), batches or group.whole("train"), group.rows(at)
+        keys, chosen, rows = group.draws(), batches or group.full_batches("train"), group.rows(at)
         extras = group.extras(extras)
-        executor = group.executor_for(local_loss, rows[0], chosen[0].some, _unequal(chosen), extras, train=True)
+        executor = group.executor_for(local_loss, rows[0], chosen[0].subset, _unequal(chosen), extras, train=True)
         return per_client(group.run(executor, lambda e: e.grad(local_loss, rows, chosen, keys, extras)[0]))
 
-    def map(self, function: Loss, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
+    def map(self, function: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """``function(at[k], batch, **extras)`` of each client, stacked to ``[K, ...]``; networks in evaluation mode.
 
         `at` is any flat vector, for all clients or one per client, of any network. If the function returns a row for
         each sample, ``[b, ...]``, the result is ``[K, b, ...]`` for the largest b, padded with zeros.
         """
         group = self._group
-        keys, chosen, rows = group.draws(), batches or group.whole("train"), group.rows(at)
+        keys, chosen, rows = group.draws(), batches or group.full_batches("train"), group.rows(at)
         extras = group.extras(extras)
         with self._context.evaluating():
-            executor = group.executor_for(function, rows[0], chosen[0].some, _unequal(chosen), extras, train=False)
+            executor = group.executor_for(function, rows[0], chosen[0].subset, _unequal(chosen), extras, train=False)
             values = group.run(executor, lambda e: e.map(function, rows, chosen, keys, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
@@ -285,7 +285,7 @@ class Clients:
         return [per_client(column) for column in self._group.run(self._context.executor, computed)]
 
     def vjp(
-        self, function: Loss, at: Tensor, cotangent: Tensor, batches: list[Batch] | None = None, **extras: Any
+        self, function: LossFunction, at: Tensor, cotangent: Tensor, batches: list[Batch] | None = None, **extras: Any
     ) -> PerClient:
         """Pull ``cotangent[K, ...]`` back through what :meth:`map` computes: ``[K, Q]`` for ``at[Q]`` or ``[K, Q]``."""
         p = self._group.rows(at).detach().clone().requires_grad_()
@@ -296,7 +296,7 @@ class Clients:
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
         """A random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream."""
         samples = self._group.samples(split)
-        visits = order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
+        visits = epoch_order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
         positions = [torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]]) for k in range(len(self))]
         return [samples.client(k, p.to(self.device)) for k, p in enumerate(positions)]
 
@@ -323,7 +323,7 @@ class Clients:
             with torch.autocast(z.device.type, enabled=False):
                 return member.T @ z.to(self.model.dtype) / member.sum(0).clamp_min(1)[:, None]
 
-        return self.map(one, at, self._group.whole(split)), self.label_counts(split)
+        return self.map(one, at, self._group.full_batches(split)), self.label_counts(split)
 
     def logits(self, theta: Tensor, x: Tensor) -> PerClient:
         """Each client's model on the same inputs ``x[n, ...]``: ``[K, n, classes]``, without gradients."""
@@ -347,7 +347,7 @@ class Clients:
         """
         context, models = self._context, theta if isinstance(theta, Predictor) else self._group.rows(theta)
         metric_sums = MetricSums(context.measures)
-        sums = metric_sums.of(context.answers(models, self._group.split(split)), len(self))
+        sums = metric_sums.of(context.model_outputs(models, self._group.split(split)), len(self))
         rows = metric_sums.values(sums).to(self.device)
         columns = dict(zip(context.measures.columns, rows.unbind(1), strict=True))
         return {name: per_client(columns[name]) for name in ("samples", *context.measures.metrics)}

@@ -19,8 +19,8 @@ from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.learning.batches import Samples
 from raypfl.learning.executor import Executor
-from raypfl.learning.inference import Answers, Change, on_common, on_own
-from raypfl.learning.loss import Loss
+from raypfl.learning.inference import InputChange, ModelOutputs, outputs_on_own_samples, outputs_on_shared_samples
+from raypfl.learning.loss import LossFunction
 from raypfl.learning.objectives import Objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.pool import Pools
@@ -93,7 +93,7 @@ class Context:
         """``uint64[K]``, of these clients' draws for this purpose in this round."""
         return rng.keys(self.seed, purpose, round, clients)
 
-    def everyone(self, split: str) -> np.ndarray:
+    def union(self, split: str) -> np.ndarray:
         """The union of the splits of all clients that are trained, ``int64[N]``."""
         if split not in self._unions:
             trained = (client for client in range(self.num_clients) if client not in self.unseen)
@@ -108,9 +108,9 @@ class Context:
                 modes.enter_context(network.mode(train=False))
             yield
 
-    def answers(
-        self, models: Tensor | Predictor, where: np.ndarray | Sequence[np.ndarray], change: Change | None = None
-    ) -> Iterator[Answers]:
+    def model_outputs(
+        self, models: Tensor | Predictor, where: np.ndarray | Sequence[np.ndarray], change: InputChange | None = None
+    ) -> Iterator[ModelOutputs]:
         """The outputs of M models, ``[M, P+B]`` or a predictor's, on the samples of these numbers, batch by batch.
 
         Parameters
@@ -120,11 +120,11 @@ class Context:
         """
         models = models if isinstance(models, Predictor) else unmarked(models)
 
-        def begun(executor: Executor) -> tuple[Answers | None, Iterator[Answers]]:
+        def begun(executor: Executor) -> tuple[ModelOutputs | None, Iterator[ModelOutputs]]:
             if isinstance(where, np.ndarray):
-                parts = on_common(executor, self.samples, models, where, self.evaluation_batch, change)
+                parts = outputs_on_shared_samples(executor, self.samples, models, where, self.evaluation_batch, change)
             else:
-                parts = on_own(executor, self.samples, models, where, self.evaluation_batch)
+                parts = outputs_on_own_samples(executor, self.samples, models, where, self.evaluation_batch)
             return next(parts, None), parts
 
         with self.evaluating():
@@ -159,7 +159,7 @@ class Context:
         return result
 
     def executor_for_padding(
-        self, function: Loss, at: Tensor, some: Callable[[int], Batch], extras: Extras, train: bool
+        self, function: LossFunction, at: Tensor, some: Callable[[int], Batch], extras: Extras, train: bool
     ) -> Executor:
         """The executor, or one that pads no batches if `function` gives other results on padded ones.
 

@@ -15,12 +15,12 @@ from raypfl.clients.observation import Observer
 from raypfl.clients.state import ClientState
 from raypfl.common.errors import ClientError, MethodError, PrivacyError
 from raypfl.common.messages import PerClient, unmarked
-from raypfl.learning.batches import GroupSamples, Order, order, sampled_order, sampling_rates
+from raypfl.learning.batches import GroupSamples, SampleOrder, epoch_order, sampled_order, sampling_rates
 from raypfl.learning.executor import Executor
-from raypfl.learning.loss import LocalLoss, Loss
+from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import LocalOptimizer, SampleRule, Update
-from raypfl.learning.privacy import Branch, NoisySum
+from raypfl.learning.privacy import NoisySum, PrivateTraining
 from raypfl.learning.vectorised import Vectorised
 
 
@@ -37,7 +37,7 @@ class ClientGroup:
     observer : shows local steps to analyses; None: none is due.
     exchange : the client function, and what tells this exchange from others of the round.
     reads_test : whether clients' test samples may be read.
-    branches : the private trainings so far.
+    private_trainings : the private trainings so far.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ClientGroup:
         self.observer: Observer | None = None
         self.exchange = exchange
         self.reads_test = reads_test
-        self.branches: list[Branch] = []
+        self.private_trainings: list[PrivateTraining] = []
         self._samples: dict[str, GroupSamples] = {}
         self._shared: set[int] = set()
 
@@ -83,7 +83,7 @@ class ClientGroup:
         client = ClientGroup(
             self.context, (self.ids[k],), self.round, self.lr, states, read_only, self.exchange, self.reads_test
         )
-        client.branches = self.branches
+        client.private_trainings = self.private_trainings
         return client
 
     def received(self, tensors: Iterable[Tensor]) -> None:
@@ -93,7 +93,7 @@ class ClientGroup:
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
         """One client's objective on a batch, at parameters `p`."""
         outputs = self.model(p, batch.x)
-        if isinstance(outputs, Tensor) and (wrong := self.context.measures.misfit(outputs)):
+        if isinstance(outputs, Tensor) and (wrong := self.context.measures.output_mismatch(outputs)):
             raise MethodError(f"clients.loss does not take what the network gives: it {wrong}")
         return self.context.objective.loss(outputs, batch)
 
@@ -132,7 +132,7 @@ class ClientGroup:
             self._samples[split] = GroupSamples(self.context.samples, indices)
         return self._samples[split]
 
-    def whole(self, split: str) -> list[Batch]:
+    def full_batches(self, split: str) -> list[Batch]:
         """All samples of each client's split as one batch."""
         samples = self.samples(split)
         return [samples.client(k) for k in range(len(self))]
@@ -154,21 +154,21 @@ class ClientGroup:
 
     def training(
         self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str
-    ) -> tuple[Order, Tensor, Branch | None, SampleRule | None]:
+    ) -> tuple[SampleOrder, Tensor, PrivateTraining | None, SampleRule | None]:
         """The mini-batches of a local training, the keys ``int64[K]`` of its draws, and, if it is private, what it
         spends and how. Each private training of a round has batches and noise of its own."""
         privacy = self.context.privacy
-        if not privacy.of_samples:
+        if not privacy.protects_samples:
             return self.visits(epochs, steps, batch_size, stream), self.draws(stream), None, None
         function, exchange = self.exchange
-        number = 1 + sum(self.ids == other.ids for other in self.branches)
+        number = 1 + sum(self.ids == other.ids for other in self.private_trainings)
         stream = f"{stream} {exchange} {number}"
         samples, (size, epochs, steps) = self.samples("train"), self.pace(epochs, steps, batch_size)
         visits = self._augmented(
             sampled_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps), stream
         )
-        branch = Branch(f"{function} {number}", self.ids, sampling_rates(samples.sizes, size), visits.steps)
-        self.branches.append(branch)
+        branch = PrivateTraining(f"{function} {number}", self.ids, sampling_rates(samples.sizes, size), visits.steps)
+        self.private_trainings.append(branch)
         return visits, self.draws(stream), branch, NoisySum(privacy.clip, privacy.deviation, size)
 
     def refuse_moved_statistics(self, before: Tensor, after: Tensor) -> None:
@@ -180,7 +180,7 @@ class ClientGroup:
                 "what has them."
             )
 
-    def visits(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> Order:
+    def visits(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> SampleOrder:
         """The mini-batches of local training.
 
         Raises
@@ -189,7 +189,7 @@ class ClientGroup:
         """
         samples, (size, epochs, steps) = self.samples("train"), self.pace(epochs, steps, batch_size)
         size, smallest = min(size, samples.width), self.context.training.smallest_batch
-        visits = order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest)
+        visits = epoch_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest)
         lone = np.flatnonzero((visits.counts == 1).any(1))
         if len(lone) and self.model.normalises_vectors:
             raise ClientError(
@@ -201,7 +201,7 @@ class ClientGroup:
             )
         return self._augmented(visits, stream)
 
-    def _augmented(self, visits: Order, stream: str) -> Order:
+    def _augmented(self, visits: SampleOrder, stream: str) -> SampleOrder:
         if augmentation := self.context.samples.augmentation:
             return visits.drawn(self.keys("augmentation" + stream), sum(one.draws for one in augmentation))
         return visits
@@ -278,24 +278,24 @@ class ClientGroup:
                 )
         return dict(extras)
 
-    def trainer(self, loss: LocalLoss, rows: Tensor, visits: Order, extras: Mapping[str, Any]) -> Executor:
+    def trainer(self, loss: LocalLoss, rows: Tensor, visits: SampleOrder, extras: Mapping[str, Any]) -> Executor:
         """The executor that trains models ``rows[K, P+B]`` on these mini-batches."""
         loss.refuse_unknown(extras)
-        some = partial(self.samples("train").some, 0)
-        return self.executor_for(loss, rows[0], some, visits.unequal, extras, train=True)
+        some = partial(self.samples("train").subset, 0)
+        return self.executor_for(loss, rows[0], some, visits.sizes_differ, extras, train=True)
 
     def executor_for(
         self,
-        function: Loss,
+        function: LossFunction,
         at: Tensor,
         some: Callable[[int], Batch],
-        unequal: bool,
+        sizes_differ: bool,
         extras: Mapping[str, Any],
         train: bool,
     ) -> Executor:
-        """The group's executor, unless batches are `unequal` and `function` gives other results on padded ones."""
+        """The group's executor, unless batches are `sizes_differ` and `function` gives other results on padded ones."""
         weighs = self.context.objective.weighs and function in (self.loss, LocalLoss(self.model, self.loss))
-        if weighs or not unequal:
+        if weighs or not sizes_differ:
             return self.context.executor
         return self.context.executor_for_padding(function, at, some, extras, train)
 

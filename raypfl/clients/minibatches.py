@@ -14,16 +14,16 @@ from torch import Tensor
 from raypfl.clients.group import ClientGroup
 from raypfl.clients.observation import ObservedTraining
 from raypfl.common.messages import PerClient, per_client
-from raypfl.learning.batches import Order, StackedBatches, StepBatches
+from raypfl.learning.batches import SampleOrder, StackedBatches, StepBatches
 from raypfl.learning.executor import Executor
-from raypfl.learning.loss import LocalLoss, Loss, Report
+from raypfl.learning.loss import LocalLoss, LossFunction, ReportedLoss
 from raypfl.learning.optimizers import LocalOptimizer, Memory, SampleRule
-from raypfl.learning.privacy import Branch
+from raypfl.learning.privacy import PrivateTraining
 from raypfl.models.extras import of_clients
 
 
 @dataclass(eq=False)
-class Trained:
+class ModelInTraining:
     """One of the models that a method trains on its mini-batches.
 
     Attributes
@@ -45,13 +45,20 @@ class Trained:
 class MiniBatches:
     """All mini-batches of a group's local training."""
 
-    def __init__(self, group: ClientGroup, visits: Order, keys: Tensor, branch: Branch | None, rule: SampleRule | None):
+    def __init__(
+        self,
+        group: ClientGroup,
+        visits: SampleOrder,
+        keys: Tensor,
+        branch: PrivateTraining | None,
+        rule: SampleRule | None,
+    ):
         self.group = group
         self.visits = visits
         self.keys = keys
         self.branch = branch
         self.rule = rule
-        self._models: dict[str, Trained] = {}
+        self._models: dict[str, ModelInTraining] = {}
 
     def __iter__(self) -> Iterator[MiniBatch]:
         for s in range(self.visits.index.shape[1]):
@@ -62,14 +69,14 @@ class MiniBatches:
         """Gathers the batches of several clients at once."""
         return self.group.samples("train").stacked(np.arange(len(self.group)), self.visits)
 
-    def trained(self, of: str, loss: LocalLoss, rows: Tensor, lr: float, extras: Mapping[str, Any]) -> Trained:
+    def trained(self, of: str, loss: LocalLoss, rows: Tensor, lr: float, extras: Mapping[str, Any]) -> ModelInTraining:
         """The model `of`; its first step decides on the executor."""
         if of not in self._models:
             executor = self.group.trainer(loss, rows, self.visits, self.group.extras(extras))
             losses, steps = torch.zeros(2, len(rows), dtype=rows.dtype, device=rows.device)
             observer = self.group.observer
             observe = None if observer is None else observer.training(rows, self.visits, lr)
-            self._models[of] = Trained(executor, losses, steps, rows, observe=observe)
+            self._models[of] = ModelInTraining(executor, losses, steps, rows, observe=observe)
         return self._models[of]
 
     def report(self) -> None:
@@ -107,15 +114,15 @@ class MiniBatch:
 
     def step(
         self,
-        loss: Loss,
+        loss: LossFunction,
         theta: Tensor,
         *,
         of: str = "",
         lr: float | None = None,
         optimizer: LocalOptimizer | None = None,
-        penalty: Loss | None = None,
+        penalty: LossFunction | None = None,
         correction: Tensor | None = None,
-        report: Report = "loss",
+        report: ReportedLoss = "loss",
         **extras: Any,
     ) -> PerClient:
         """One step down a loss on this mini-batch, with the experiment's clipping and weight decay.

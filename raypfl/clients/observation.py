@@ -14,7 +14,7 @@ from raypfl.common import streams
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.common.user_code import where_defined, with_location
-from raypfl.learning.batches import GroupSamples, Order
+from raypfl.learning.batches import GroupSamples, SampleOrder
 from raypfl.learning.objectives import Objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.pool import Pool
@@ -80,7 +80,7 @@ class Observation(NamedTuple):
     arrays: Mapping[str, np.ndarray]
 
 
-class Observing(Protocol):
+class AnalysisHooks(Protocol):
     """The client side of an analysis."""
 
     def before_step(self, step: LocalStep) -> Mapping[str, Any] | None: ...
@@ -96,7 +96,7 @@ class Observer:
     analyses : by their numbers in the experiment.
     """
 
-    def __init__(self, context: Context, analyses: Mapping[int, Observing], ids: Sequence[int], round: int):
+    def __init__(self, context: Context, analyses: Mapping[int, AnalysisHooks], ids: Sequence[int], round: int):
         self._context = context
         self._analyses = analyses
         self._ids = ids
@@ -109,7 +109,7 @@ class Observer:
         """What each analysis keeps, in the order of clients and their steps."""
         return {number: [seen[key] for key in sorted(seen)] for number, seen in self._seen.items() if seen}
 
-    def training(self, start: Tensor, visits: Order, lr: float) -> ObservedTraining:
+    def training(self, start: Tensor, visits: SampleOrder, lr: float) -> ObservedTraining:
         """A training of the group from ``start[K, P+B]``."""
         number, self._trainings = self._trainings, self._trainings + 1
         return ObservedTraining(self, number, unmarked(start).detach(), visits, lr)
@@ -158,7 +158,7 @@ class ObservedTraining:
     observer: Observer
     number: int
     start: Tensor
-    visits: Order
+    visits: SampleOrder
     lr: float
 
     def __call__(self, k: int, s: int, theta: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from raypfl.clients.clients import Clients
 from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
-from raypfl.clients.observation import Observation, Observer, Observing
+from raypfl.clients.observation import AnalysisHooks, Observation, Observer
 from raypfl.common.errors import MethodError, PrivacyError
 from raypfl.common.messages import Each, Mean, Sum, numbers_charged, per_client, unmarked
 from raypfl.common.user_code import where_defined
@@ -28,7 +28,7 @@ Open = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
 
 
 @dataclass(frozen=True)
-class Sent:
+class SharedTensors:
     """The tensors that a call makes available to every group.
 
     Attributes
@@ -62,7 +62,7 @@ class Call:
     function: str | Callable[..., Mapping[str, Any]]
     round: int
     lr: float
-    sent: Sent = Sent()
+    sent: SharedTensors = SharedTensors()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     exchange: str = ""
     server: Mapping[str, Any] | None = None
@@ -147,7 +147,7 @@ class Reply:
 class Worker:
     """The clients' side of one process: runs client functions on groups. The same object inline and in a Ray actor."""
 
-    def __init__(self, context: Context, method: object, analyses: Sequence[Observing] = ()):
+    def __init__(self, context: Context, method: object, analyses: Sequence[AnalysisHooks] = ()):
         self.context = context
         self.method = method
         self.analyses = analyses
@@ -197,7 +197,7 @@ class Worker:
         stack, kept = clients.state.stack() if clients.state.changed else (None, None)
         logged = _logged(clients)
         observed = clients.observer.seen if clients.observer else {}
-        spent = [row for branch in clients.branches for row in branch.rows()]
+        spent = [row for branch in clients.private_trainings for row in branch.rows()]
         return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged, observed, spent), stack
 
     def _run(self, call: Call, clients: ClientGroup, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -216,7 +216,7 @@ class Worker:
                 f"{who} returned a {type(returned).__name__}; it must return a dict, such as "
                 '{"theta": Mean(trained)}.'
             )
-        if self.context.privacy.of_clients and isinstance(call.function, str):
+        if self.context.privacy.protects_clients and isinstance(call.function, str):
             returned = {name: self._clipped(who, name, value, arguments) for name, value in (returned or {}).items()}
         if call.masked:
             return {name: self._masked(call, who, name, value, ids) for name, value in (returned or {}).items()}
@@ -261,7 +261,7 @@ class Worker:
             )
         return replace(value, rows=clipped_updates(unmarked(value.rows), sent, self.context.privacy))
 
-    def _tensors(self, sent: Sent, names: list[str], opened: Open) -> dict[str, Tensor]:
+    def _tensors(self, sent: SharedTensors, names: list[str], opened: Open) -> dict[str, Tensor]:
         """The tensors of these names. What was opened for this call, or is kept for later ones, is not opened again."""
         self._objects = {n: tensors for n, tensors in self._objects.items() if n in sent.objects or n in sent.kept}
         places = {name: sent.where[name] for name in names}

@@ -15,7 +15,7 @@ from raypfl.common.messages import Each, Scatter, Sum
 from raypfl.common.user_code import where_defined
 from raypfl.engine.scoring import score
 from raypfl.engine.setup import groups_for
-from raypfl.evaluation import Measures, Selection, deciding, select, summarise, tabulate
+from raypfl.evaluation import Measures, Selection, select, summarise, tabulate, validation_aggregates
 from raypfl.evaluation.masking import Mask
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.cohort import Cohort
@@ -103,7 +103,7 @@ class Evaluator:
         columns = self._columns(state, round)
         self._last = round
         summary = summarise(self.measures, columns)
-        if (row := deciding(summary)) is not None:
+        if (row := validation_aggregates(summary)) is not None:
             self._validated[round] = row
         return columns, summary
 

@@ -13,8 +13,8 @@ from raypfl.clients.group import ClientGroup
 from raypfl.common.messages import Each, ReadOnlyChanged, Sum, unmarked
 from raypfl.evaluation.masking import Mask, masked, masked_name
 from raypfl.evaluation.metric_sums import MetricSums, RunningSums
-from raypfl.evaluation.protocols import OWN, WEIGHTED, Part, class_weights, parts
-from raypfl.learning.inference import Answers, Change
+from raypfl.evaluation.protocols import OWN, WEIGHTED, EvaluationSamples, class_weights, ood_test_sets
+from raypfl.learning.inference import InputChange, ModelOutputs
 from raypfl.models.predictor import Predictor
 
 PersonalModel = Callable[[Clients], Tensor | Predictor | None]
@@ -68,7 +68,7 @@ def _personal(
     rows: dict[str, Tensor] = {}
     for protocol in protocols:
         if protocol in OWN:
-            answers = group.context.answers(models, group.split(OWN[protocol]))
+            answers = group.context.model_outputs(models, group.split(OWN[protocol]))
             sums_by_name = _own_sums(group, plainly, answers, protocol, masks)
             rows |= {name: plainly.values(sums) for name, sums in sums_by_name.items()}
         elif protocol.startswith("ood/"):
@@ -82,7 +82,7 @@ def _everywhere(group: ClientGroup, models: Tensor | Predictor, protocols: Colle
     if "global" not in protocols and not weighted:
         return {}
     metric_sums = MetricSums(group.context.measures, by_class=bool(weighted))
-    sums = metric_sums.of(group.context.answers(models, group.context.everyone("test")), len(group))
+    sums = metric_sums.of(group.context.model_outputs(models, group.context.union("test")), len(group))
     rows = {"global": metric_sums.values(sums)} if "global" in protocols else {}
     for protocol in weighted:
         rows[protocol] = metric_sums.class_weighted(sums, class_weights(protocol, _classes(group)))
@@ -113,7 +113,7 @@ def _shared(
                 values |= {name: Each(plainly.values(masked_sums)) for name, masked_sums in sums_by_name.items()}
             if protocol == "local" and everywhere:
                 # The union of the clients' tests. An area under a curve is not the sum of its parts' areas.
-                union = [Part(group.context.everyone("test"))]
+                union = [EvaluationSamples(group.context.union("test"))]
                 values["global"] = Sum(_share(group, model, union, shares) if metric_sums.whole else sums)
     for protocol in protocols:
         if protocol.startswith("ood/"):
@@ -124,7 +124,7 @@ def _shared(
 
 
 def _own_sums(
-    group: ClientGroup, layout: MetricSums, answers: Iterable[Answers], protocol: str, masks: Sequence[Mask]
+    group: ClientGroup, layout: MetricSums, answers: Iterable[ModelOutputs], protocol: str, masks: Sequence[Mask]
 ) -> dict[str, Tensor]:
     """Metric sums ``[K, W]`` on the clients' own samples, unmasked in `layout` and by mask, from the same outputs.
 
@@ -149,28 +149,30 @@ def _own_sums(
     return sums
 
 
-def _share(group: ClientGroup, model: Tensor, whole: Iterable[Part], shares: list[tuple[int, int]]) -> Tensor:
+def _share(
+    group: ClientGroup, model: Tensor, whole: Iterable[EvaluationSamples], shares: list[tuple[int, int]]
+) -> Tensor:
     """Sums ``[K, W]`` of this group's shares of a common test; it stays whole if the sums of parts do not add up."""
     if MetricSums(group.context.measures).whole:
         mine = whole if any(i == 0 for i, _ in shares) else ()
     else:
-        mine = (part._replace(where=np.concatenate([_piece(part.where, *one) for one in shares])) for part in whole)
+        mine = (part._replace(indices=np.concatenate([_piece(part.indices, *one) for one in shares])) for part in whole)
     sums = _on(group, model, mine)
     return torch.cat([sums, sums.new_zeros(len(group) - 1, sums.shape[1])])
 
 
-def _on(group: ClientGroup, models: Tensor | Predictor, of: Iterable[Part], again: bool = False) -> Tensor:
+def _on(group: ClientGroup, models: Tensor | Predictor, of: Iterable[EvaluationSamples], again: bool = False) -> Tensor:
     """The metric sums of models on common samples; `again` if other models will be tested on the same."""
     metric_sums = MetricSums(group.context.measures)
     total = metric_sums.empty(len(models))
     for part in of:
         change = _change(group, part, again)
-        total = total + metric_sums.of(group.context.answers(models, part.where, change), len(models))
+        total = total + metric_sums.of(group.context.model_outputs(models, part.indices, change), len(models))
     return total
 
 
-def _parts(group: ClientGroup, protocol: str) -> Iterator[Part]:
-    return parts(protocol, group.context.everyone("test"), group.context.pools.where)
+def _parts(group: ClientGroup, protocol: str) -> Iterator[EvaluationSamples]:
+    return ood_test_sets(protocol, group.context.union("test"), group.context.pools.indices)
 
 
 def _piece(where: np.ndarray, i: int, n: int) -> np.ndarray:
@@ -178,17 +180,17 @@ def _piece(where: np.ndarray, i: int, n: int) -> np.ndarray:
     return where[len(where) * i // n : len(where) * (i + 1) // n]
 
 
-def _change(group: ClientGroup, part: Part, again: bool) -> Change | None:
+def _change(group: ClientGroup, part: EvaluationSamples, again: bool) -> InputChange | None:
     """What corrupts the images of a part; they are computed once in this process, if there is room for them."""
     context, corruption = group.context, part.corruption
     if corruption is None:
         return None
-    if again and corruption not in context.corrupted and len(part.where):
-        one, _ = context.samples.take(part.where[:1])
+    if again and corruption not in context.corrupted and len(part.indices):
+        one, _ = context.samples.take(part.indices[:1])
         taken = sum(images.numel() for images in context.corrupted.values())
-        if taken + len(part.where) * one.numel() <= context.room:
+        if taken + len(part.indices) * one.numel() <= context.room:
             blocks = np.array_split(
-                part.where, range(context.evaluation_batch, len(part.where), context.evaluation_batch)
+                part.indices, range(context.evaluation_batch, len(part.indices), context.evaluation_batch)
             )
             worse = [corruption(context.samples.take(b)[0], b, context.scale) for b in blocks]
             context.corrupted[corruption] = torch.cat(worse)
@@ -198,10 +200,10 @@ def _change(group: ClientGroup, part: Part, again: bool) -> Change | None:
     return lambda x, where, first: corruption(x, where, context.scale)
 
 
-def _answers_for_owners(group: ClientGroup, model: Tensor, where: list[np.ndarray]) -> Iterator[Answers]:
+def _answers_for_owners(group: ClientGroup, model: Tensor, where: list[np.ndarray]) -> Iterator[ModelOutputs]:
     """The outputs of one model ``[1, P+B]`` on each client's samples ``where[k]``, all in the same batches."""
     owners = torch.from_numpy(np.repeat(np.arange(len(where)), [len(mine) for mine in where]))
-    for part in group.context.answers(model, np.concatenate(where)):
+    for part in group.context.model_outputs(model, np.concatenate(where)):
         mine, owners = owners.split([part.outputs.shape[1], len(owners) - part.outputs.shape[1]])
         yield part._replace(models=slice(None), owners=mine.to(part.outputs.device))
 

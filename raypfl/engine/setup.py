@@ -28,7 +28,7 @@ from raypfl.federation.schedule import cohort_size, evaluation_group_sizes, even
 from raypfl.federation.server_training import ServerContext, ServerProgress
 from raypfl.federation.task import Task
 from raypfl.learning.augmentation import Augmentation
-from raypfl.learning.batches import GroupSamples, Samples, moved, room_on
+from raypfl.learning.batches import GroupSamples, Samples, device_data_budget, to_device
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.objectives import fitting
 from raypfl.learning.objectives.batch import Batch
@@ -159,7 +159,9 @@ def make_context(
     gpus : that this process has; None: as the settings say, and 0 as long as that is to be measured.
     """
     precision = precision_of(experiment)
-    room = room_on(task.model.device, experiment.ray.data_share, experiment.ray.gpus if gpus is None else gpus)
+    room = device_data_budget(
+        task.model.device, experiment.ray.data_share, experiment.ray.gpus if gpus is None else gpus
+    )
     samples = samples_for(data, task.model, experiment.data.augmentation, room)
     together = experiment.engine.executor == "vectorised"
     executor: Executor = Vectorised(task.model, precision) if together else Executor(task.model, precision)
@@ -299,7 +301,7 @@ class _Fetched(Samples):
     def take(self, where: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         with streams.forked(self.gain.device):  # a population may seed torch for what it makes
             x, y = self.data.take(where)
-        return moved(x, self.gain.device), moved(y, self.gain.device)
+        return to_device(x, self.gain.device), to_device(y, self.gain.device)
 
     def labels_of(self, where: np.ndarray) -> torch.Tensor:
         return self.take(where)[1]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
 from raypfl.evaluation.protocols import OWN
-from raypfl.learning.inference import Answers
+from raypfl.learning.inference import ModelOutputs
 from raypfl.learning.objectives import Objective
 
 Mask = Literal["zero", "exclude"]
@@ -49,7 +49,7 @@ def with_masks(protocols: Iterable[str], masks: Sequence[str]) -> list[str]:
     return names
 
 
-def masked(answers: Answers, known: Tensor, mask: Mask) -> Answers:
+def masked(answers: ModelOutputs, known: Tensor, mask: Mask) -> ModelOutputs:
     """The answers with 0 or minus infinity as the logit of each class that the model's client does not know.
 
     Parameters

@@ -49,7 +49,7 @@ class Measures:
         """Columns of the evaluations table with values of a model."""
         return tuple(dict.fromkeys(("samples", *self.objective.columns, *self.metrics)))
 
-    def misfit(self, outputs: Any) -> str:
+    def output_mismatch(self, outputs: Any) -> str:
         """What is wrong with a network that returns these outputs for a batch, as a sentence's end; empty: nothing."""
         if not isinstance(outputs, Tensor):
             return f"returns a {type(outputs).__name__}; in evaluation it must return a tensor [samples, ...]."

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypfl.common.errors import MethodError
 from raypfl.evaluation.measures import Measures
-from raypfl.learning.inference import Answers
+from raypfl.learning.inference import ModelOutputs
 from raypfl.learning.objectives import BinnedSums, Metric, OverAll, SampleMean, SampleSums, Scores
 from raypfl.learning.objectives.base import unrounded
 
@@ -69,7 +69,7 @@ class MetricSums:
         width = self._plain_width + self.by_class * (1 + len(self.means)) * self.measures.targets
         return torch.zeros(rows, width, dtype=torch.float64, device=device)
 
-    def of(self, answers: Iterable[Answers], rows: int) -> Tensor:
+    def of(self, answers: Iterable[ModelOutputs], rows: int) -> Tensor:
         """The sums ``float64[rows, W]`` over all answers, on the CPU: a row for each model, or owner of the samples."""
         running = RunningSums(self, rows)
         for part in answers:
@@ -98,7 +98,7 @@ class MetricSums:
         unknown = torch.full_like(known["samples"], torch.nan)
         return torch.stack([known.get(name, unknown) for name in self.measures.columns], dim=-1)
 
-    def add_part(self, sums: Tensor, part: Answers) -> None:
+    def add_part(self, sums: Tensor, part: ModelOutputs) -> None:
         """Add the terms of a batch's samples to all sums but those of metrics that need all outputs at once."""
         outputs = unrounded(part.outputs)
         y = part.y.expand(len(outputs), *part.y.shape[1:])
@@ -118,7 +118,7 @@ class MetricSums:
             for i, row in enumerate(rows[kept]):
                 _add_at(mine, part.owners, y + (self._plain_width + i * self.measures.targets), row)
 
-    def add_whole(self, sums: Tensor, parts: list[Answers]) -> None:
+    def add_whole(self, sums: Tensor, parts: list[ModelOutputs]) -> None:
         """Add the values of metrics that need all outputs at once; `parts` are all batches."""
         every = range(len(sums))
         for k in every:
@@ -143,9 +143,9 @@ class RunningSums:
         self.layout = layout
         self.rows = rows
         self._sums: Tensor | None = None
-        self._parts: list[Answers] = []
+        self._parts: list[ModelOutputs] = []
 
-    def add(self, part: Answers) -> None:
+    def add(self, part: ModelOutputs) -> None:
         """Add a batch."""
         if self._sums is None:
             self._sums = self.layout.empty(self.rows, part.outputs.device)
@@ -199,7 +199,7 @@ def _add_at(sums: Tensor, owners: Tensor | None, columns: Tensor, values: Tensor
         sums.index_put_((owners, columns[0]), values[0], accumulate=True)
 
 
-def _of(k: int, part: Answers) -> tuple[Tensor, Tensor]:
+def _of(k: int, part: ModelOutputs) -> tuple[Tensor, Tensor]:
     """Outputs and targets of row k, ``[n, ...]``."""
     row = 0 if part.owners is not None else k - part.models.start
     outputs, y = unrounded(part.outputs[row]), part.y.expand(len(part.outputs), *part.y.shape[1:])[row]

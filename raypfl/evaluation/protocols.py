@@ -30,10 +30,10 @@ _FIXED = (*OWN, "global", *WEIGHTED)
 _OOD, _CORRUPT = "ood/", "ood/corrupt/"
 
 
-class Part(NamedTuple):
+class EvaluationSamples(NamedTuple):
     """Samples ``int64[n]``, and the corruption of their inputs."""
 
-    where: np.ndarray
+    indices: np.ndarray
     corruption: Corruption | None = None
 
 
@@ -89,14 +89,14 @@ def pool_of(protocol: str, pools: Collection[str]) -> str:
     raise ConfigError(f"evaluation.protocols has {protocol!r}, but data has no pool called {asked!r}; {hint}")
 
 
-def parts(protocol: str, everyone: np.ndarray, pools: Mapping[str, np.ndarray]) -> Iterator[Part]:
+def ood_test_sets(protocol: str, everyone: np.ndarray, pools: Mapping[str, np.ndarray]) -> Iterator[EvaluationSamples]:
     """The samples of ``ood/...``: a pool, or `everyone`'s test samples in one severity or in all of them."""
     if not protocol.startswith(_CORRUPT):
-        yield Part(pools[pool_of(protocol, pools)])
+        yield EvaluationSamples(pools[pool_of(protocol, pools)])
         return
     name, _, severity = protocol.removeprefix(_CORRUPT).partition("/")
     for one in (int(severity),) if severity else SEVERITIES:
-        yield Part(everyone, Corruption(name, one))
+        yield EvaluationSamples(everyone, Corruption(name, one))
 
 
 def _unknown(name: str) -> str:

@@ -30,7 +30,7 @@ def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], setti
 
     Parameters
     ----------
-    validated : round -> its :func:`deciding` aggregates, ascending. A missing metric or NaN is never best.
+    validated : round -> its :func:`validation_aggregates` aggregates, ascending. A missing metric or NaN is never best.
     """
     metric = settings.metric or measures.primary.name
     lower = measures.lower_is_better(metric) if settings.mode == "auto" else settings.mode == "min"
@@ -43,7 +43,7 @@ def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], setti
     return Selection(best, sum(round > best for round in values))
 
 
-def deciding(summary: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def validation_aggregates(summary: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The aggregates on the clients' validation splits in a round's summary; None if there are none.
 
     They are those of the personal models if the method has any, else those of the global model.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from raypfl.clients.worker import Sent
+from raypfl.clients.worker import SharedTensors
 from raypfl.common.messages import unmarked
 from raypfl.federation.backend import Backend
 
@@ -41,7 +41,9 @@ class Broadcasts:
         self._known: dict[int, _Known] = {}  # by the tensor's id, as long as it lives
         self._numbers = count()
 
-    def sent(self, tensors: Mapping[str, Tensor], round: int, on_demand: Mapping[str, Tensor] | None = None) -> Sent:
+    def sent(
+        self, tensors: Mapping[str, Tensor], round: int, on_demand: Mapping[str, Tensor] | None = None
+    ) -> SharedTensors:
         """The tensors of a call in a round; those that are fetched `on_demand` are not part of the call itself."""
         where: dict[str, tuple[int, str]] = {}
         objects: dict[int, Any] = {}
@@ -61,7 +63,7 @@ class Broadcasts:
         self._known = {
             key: one for key, one in self._known.items() if one.round >= round - 1 and one.tensor() is not None
         }
-        return Sent(where, objects, frozenset(one.number for one in self._known.values()))
+        return SharedTensors(where, objects, frozenset(one.number for one in self._known.values()))
 
     def _sent(self, tensor: Tensor, array: np.ndarray, round: int) -> _Known:
         before = self._known.get(id(tensor))

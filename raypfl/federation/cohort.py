@@ -184,7 +184,7 @@ class Cohort(Log, ServerTraining):
     def _noisy(self, function: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """The means of clients' clipped updates with noise, if clients are protected."""
         privacy, clients = self._runner.privacy, int(self.present.sum())
-        if not privacy.of_clients:
+        if not privacy.protects_clients:
             return means
         where = (self.round, self._exchanges)
         for name, mean in means.items():

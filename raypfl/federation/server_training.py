@@ -16,8 +16,8 @@ from torch import Tensor
 from raypfl.common import rng
 from raypfl.common.errors import MethodError
 from raypfl.federation.task import Task
-from raypfl.learning.executor import AS_IT_IS, Executor, Precision
-from raypfl.learning.loss import LocalLoss, Loss
+from raypfl.learning.executor import DEFAULT_PRECISION, Executor, Precision
+from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import SGD, LocalOptimizer, Update
 from raypfl.learning.pool import Pool, Pools
@@ -83,7 +83,7 @@ class ServerTraining(ABC):
 
     def sgd(
         self,
-        loss: Loss,
+        loss: LossFunction,
         start: Tensor,
         batches: Iterable[Batch],
         *,
@@ -131,7 +131,7 @@ class ServerTraining(ABC):
         trained = None if moving is None else model.parameters(moving)
         update = Update(optimizer or SGD(), lr, weight_decay, clip_norm, trained)
         rate = _scheduled(schedule, lr, _length(batches))
-        executor = Executor(model, self.context.precision if model is self.task.model else AS_IT_IS)
+        executor = Executor(model, self.context.precision if model is self.task.model else DEFAULT_PRECISION)
         local_loss, key = LocalLoss(model, loss), self._key("central" + stream, theta.device)
         losses = executor.train_one(local_loss, theta, batches, update, rate, key, extras, mode == "train")
         total, done = theta.new_zeros(()), 0

@@ -15,14 +15,14 @@ from raypfl.common import rng
 from raypfl.learning.augmentation import Augmentation, augmented
 from raypfl.learning.objectives.batch import Batch, spread_over_labels
 
-READY = 2**21
+NORMALISE_ONCE_LIMIT = 2**21
 """Numbers that are normalised once for all batches; more would not fit into a CPU cache."""
 
 StackedBatches = Callable[..., Batch]
 """See :meth:`GroupSamples.stacked`."""
 
 
-def room_on(device: torch.device, share: float, gpus: float) -> float:
+def device_data_budget(device: torch.device, share: float, gpus: float) -> float:
     """Bytes of data that may stay on an actor's device; on the CPU data are memory-mapped, so there is no limit.
 
     Parameters
@@ -35,7 +35,7 @@ def room_on(device: torch.device, share: float, gpus: float) -> float:
     return torch.cuda.get_device_properties(device).total_memory * share * min(gpus, 1.0)
 
 
-def moved(rows: np.ndarray, device: torch.device) -> Tensor:
+def to_device(rows: np.ndarray, device: torch.device) -> Tensor:
     """Rows as a tensor on a device; copies to a GPU are asynchronous, from pinned memory."""
     tensor = torch.from_numpy(rows)
     if device.type == "cuda":
@@ -78,7 +78,7 @@ class Samples:
     def _rows(self, part: np.ndarray | Tensor, where: np.ndarray) -> Tensor:
         device = self.gain.device
         if isinstance(part, np.ndarray):
-            return moved(np.asarray(part[where]), device)
+            return to_device(np.asarray(part[where]), device)
         return part[torch.tensor(where, device=device)]  # a copy: the numbers may be in read-only memory
 
     @property
@@ -116,11 +116,11 @@ class GroupSamples:
             x, y = x[index], y[index]
         return Batch(self._source.normalise(x), y, torch.ones(len(y), dtype=self._source.gain.dtype, device=y.device))
 
-    def some(self, k: int, count: int) -> Batch:
+    def subset(self, k: int, count: int) -> Batch:
         """At most `count` of client k's samples, spread over its labels, the largest label included."""
         return self.client(k, spread_over_labels(self.y[self._rows(k)], count))
 
-    def step(self, k: int, visits: Order, s: int, ready: Batch | None = None) -> Batch:
+    def step(self, k: int, visits: SampleOrder, s: int, ready: Batch | None = None) -> Batch:
         """Client k's batch in step s, without padding; `ready` are all its samples, if already normalised."""
         count = visits.counts[k, s]
         index = torch.from_numpy(visits.index[k, s, :count]).to(self.y.device)
@@ -128,13 +128,13 @@ class GroupSamples:
         batch = self.client(k, index) if ready is None else Batch(ready.x[index], ready.y[index], ready.weight[:count])
         return self._source.augmented(batch, draws)
 
-    def steps(self, k: int, visits: Order) -> Callable[[int], Batch]:
+    def steps(self, k: int, visits: SampleOrder) -> Callable[[int], Batch]:
         """``batch(s)``: :meth:`step` of client k, with samples normalised only once where that is cheaper."""
-        few = visits.counts[k].sum() < self.sizes[k] or self.sizes[k] * self.x[0].numel() > READY
+        few = visits.counts[k].sum() < self.sizes[k] or self.sizes[k] * self.x[0].numel() > NORMALISE_ONCE_LIMIT
         ready = None if few else self.client(k)
         return lambda s: self.step(k, visits, s, ready)
 
-    def stacked(self, clients: np.ndarray, visits: Order) -> StackedBatches:
+    def stacked(self, clients: np.ndarray, visits: SampleOrder) -> StackedBatches:
         """``batch(which, s)``: the batches of some of `clients` in step s, padded and stacked, ``[k, b, ...]``.
 
         `which` is a slice of `clients`, or ``int64[k]`` positions in it on the device. ``batch(which, s, width)`` has
@@ -145,7 +145,7 @@ class GroupSamples:
         at = torch.from_numpy(self._starts[clients][:, None, None] + visits.index[clients]).to(device)
         weight = torch.from_numpy(real).to(self._source.gain)
         draws = None if visits.draws is None else torch.from_numpy(visits.draws[clients]).to(device)
-        if self._ready is None and self.x.numel() <= READY:
+        if self._ready is None and self.x.numel() <= NORMALISE_ONCE_LIMIT:
             self._ready = self._source.normalise(self.x)
 
         def batch(which: slice | Tensor, s: int, width: int | None = None) -> Batch:
@@ -185,7 +185,7 @@ Batches = list[Batch] | StepBatches
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """Which samples a group's clients visit, step by step.
 
     Attributes
@@ -202,11 +202,11 @@ class Order:
     draws: np.ndarray | None = None
 
     @property
-    def unequal(self) -> bool:
+    def sizes_differ(self) -> bool:
         """Whether batches differ in size, so that stacking them takes padding."""
         return bool(((self.counts > 0) & (self.counts != self.counts.max(initial=0))).any())
 
-    def drawn(self, keys: np.ndarray, each: int) -> Order:
+    def drawn(self, keys: np.ndarray, each: int) -> SampleOrder:
         """With `each` random numbers per visit; they depend on ``keys[k]``, ``uint64[K]``, the step and the place in
         the batch only."""
         _, steps, size = self.index.shape
@@ -222,14 +222,14 @@ def draws(keys: np.ndarray, size: int, each: int) -> np.ndarray:
         return rng.uniform(of_place[..., None] + np.arange(each, dtype=np.uint64))
 
 
-def order(
+def epoch_order(
     keys: np.ndarray,
     sizes: np.ndarray,
     batch_size: int,
     epochs: int = 1,
     steps: int | None = None,
     smallest: int = 1,
-) -> Order:
+) -> SampleOrder:
     """Batches of ``batch_size``, reshuffled every epoch; the last batch of an epoch may be smaller.
 
     Row k depends only on ``keys[k]`` and ``sizes[k]``, so a client's batches are the same in every group.
@@ -250,13 +250,13 @@ def order(
     begun = begins[:, None] + epoch * sizes[:, None]
     index = np.zeros(at.shape, dtype=np.int64)
     index[real] = shuffled[(begun[:, :, None] + at)[real]]
-    return Order(index, real.sum(2), totals)
+    return SampleOrder(index, real.sum(2), totals)
 
 
 def sampled_order(
     keys: np.ndarray, sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None
-) -> Order:
-    """As many batches as :func:`order` has; each takes each of a client's n samples with chance ``batch_size / n``.
+) -> SampleOrder:
+    """As many batches as :func:`epoch_order` gives; each takes each of n samples with chance ``batch_size / n``.
 
     A batch may be empty, or larger than `batch_size`. Row k depends only on ``keys[k]`` and ``sizes[k]``.
     """
@@ -274,7 +274,7 @@ def sampled_order(
     for k, chosen in enumerate(taken):
         step, sample = chosen.nonzero()
         index[k, step, np.arange(len(step)) - (np.cumsum(chosen.sum(1)) - chosen.sum(1))[step]] = sample
-    return Order(index, counts, totals)
+    return SampleOrder(index, counts, totals)
 
 
 def sampling_rates(sizes: np.ndarray, batch_size: int) -> np.ndarray:
@@ -285,7 +285,7 @@ def sampling_rates(sizes: np.ndarray, batch_size: int) -> np.ndarray:
 def num_steps(
     sizes: np.ndarray, batch_size: int, epochs: int = 1, steps: int | None = None, smallest: int = 1
 ) -> np.ndarray:
-    """``int64[K]``: how many batches :func:`order` gives each client."""
+    """``int64[K]``: how many batches :func:`epoch_order` gives each client."""
     rest = sizes % batch_size
     left_out = (rest > 0) & (rest < smallest) & (sizes > batch_size)
     per_epoch = -(-sizes // batch_size) - left_out

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from raypfl.learning.optimizers import Draws, Memory, Update
+from raypfl.learning.optimizers import Memory, StepDraws, Update
 from raypfl.models.flat import FlatModel
 
 ROOM = 2**24
@@ -90,7 +90,7 @@ def by_samples(
     at : ``[..., P]``. weight : ``[..., b]`` of the samples. keys : ``int64[...]``, of the step's draws.
     rows : ``rows(start, stop)`` gives gradients ``[..., n, P]`` and reported losses ``[..., n]`` of these samples.
     """
-    rule, count = update.of_samples, weight.sum(-1, keepdim=True)
+    rule, count = update.sample_rule, weight.sum(-1, keepdim=True)
     assert rule is not None
     total, reported = torch.zeros_like(at), torch.zeros_like(weight[..., 0])
     many, each = weight.shape[-1], max(1, ROOM // at.numel())
@@ -103,7 +103,7 @@ def by_samples(
             mine = weight[..., start : start + each]
             total += rule.reduce(gradients, mine)
             reported += (values * mine).sum(-1)
-        return rule.finish(total, count, Draws(keys, at)), reported / count.squeeze(-1).clamp_min(1)
+        return rule.finish(total, count, StepDraws(keys, at)), reported / count.squeeze(-1).clamp_min(1)
 
 
 def sample_keys(keys: Tensor, start: int, stop: int) -> Tensor:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from raypfl.common import streams
 from raypfl.common.messages import one_client_at_a_time
-from raypfl.learning.batches import Batches, GroupSamples, Order
+from raypfl.learning.batches import Batches, GroupSamples, SampleOrder
 from raypfl.learning.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
-from raypfl.learning.loss import LocalLoss, Loss
+from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
 from raypfl.models.extras import Extras, of_client, without_buffers
@@ -46,10 +46,10 @@ class Precision:
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
 
 
-Observe = Callable[[int, int, Tensor], None]
+StepCallback = Callable[[int, int, Tensor], None]
 """Called with a client's row, the number of a step, and the model vector ``[P+B]`` from which the step starts."""
 
-AS_IT_IS = Precision()
+DEFAULT_PRECISION = Precision()
 """No autocast, and images in the layout that they have."""
 
 
@@ -60,7 +60,7 @@ class Executor:
     another way; all agree up to floating-point rounding.
     """
 
-    def __init__(self, model: FlatModel, precision: Precision = AS_IT_IS):
+    def __init__(self, model: FlatModel, precision: Precision = DEFAULT_PRECISION):
         self.model = model
         self.precision = precision
 
@@ -70,12 +70,12 @@ class Executor:
         loss: LocalLoss,
         start: Tensor,
         samples: GroupSamples,
-        visits: Order,
+        visits: SampleOrder,
         update: Update,
         keys: Tensor,
         extras: Extras,
         correction: Tensor | None = None,
-        observe: Observe | None = None,
+        observe: StepCallback | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Train from ``start[K, P+B]``; returns ``(trained[K, P+B], mean reported loss[K])``.
 
@@ -90,7 +90,7 @@ class Executor:
                 descent = self._begun(bound, trained[k], still, update, keys[k], added)
                 mine = without_buffers(self.model, of_client(extras, k))
                 own, taken = samples.steps(k, visits), loss
-                if update.of_samples is not None:
+                if update.sample_rule is not None:
                     taken = loss.for_samples(descent.theta, mine)
                 for s in range(steps):
                     if observe is not None:
@@ -155,7 +155,7 @@ class Executor:
         self, loss: LocalLoss, bound: BoundModel, descent: Descent, batch: Batch, key: Tensor, extras: dict[str, Any]
     ) -> Tensor:
         """Take a step; returns what is reported."""
-        if descent.update.of_samples is not None:
+        if descent.update.sample_rule is not None:
             slope = partial(self._slope, loss, bound, extras)
             gradient, reported = self._by_samples(descent.update, descent.theta, batch, key, slope)
             self._add_pull(loss, descent.theta, extras, gradient)
@@ -219,7 +219,7 @@ class Executor:
                 p = self.model.parameters(at[k]).detach().requires_grad_()
                 call = FunctionalCall(self.model, self.model.buffers(at[k]))
                 mine = without_buffers(self.model, of_client(extras, k))
-                if update is None or update.of_samples is None:
+                if update is None or update.sample_rule is None:
                     gradient, reported = self._slope_at(loss, call, p, mine, self._batch(batch), keys[k])
                 else:
                     taken = loss.for_samples(p.detach(), mine)
@@ -237,7 +237,7 @@ class Executor:
         value, reported = self._value(loss, call, p, extras, batch, key)
         return torch.autograd.grad(value, p)[0], reported.detach()
 
-    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+    def map(self, function: LossFunction, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
         """``[K, ...]``: the function of each client's ``at[k]`` and batch; autograd goes through it.
 
         If it gives a row for each sample, clients with fewer samples than the largest are padded with rows of zeros.

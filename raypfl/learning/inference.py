@@ -14,7 +14,7 @@ from raypfl.learning.executor import Executor
 from raypfl.learning.vectorised import Vectorised
 from raypfl.models.predictor import Predictor
 
-Change = Callable[[Tensor, np.ndarray, int], Tensor]
+InputChange = Callable[[Tensor, np.ndarray, int], Tensor]
 """``change(x, where, first)``: the inputs ``uint8[n, C, H, W]`` to test on, of the samples ``where[n]``, which begin at
 position `first` of the test set."""
 
@@ -22,7 +22,7 @@ TOGETHER = 25
 """Models that get full batches in one forward pass; more models get smaller batches, which bounds memory."""
 
 
-class Answers(NamedTuple):
+class ModelOutputs(NamedTuple):
     """The outputs of some of a group's models on a batch.
 
     Attributes
@@ -41,9 +41,9 @@ class Answers(NamedTuple):
     owners: Tensor | None = None
 
 
-def on_own(
+def outputs_on_own_samples(
     executor: Executor, samples: Samples, models: Tensor | Predictor, where: Sequence[np.ndarray], size: int
-) -> Iterator[Answers]:
+) -> Iterator[ModelOutputs]:
     """Each of K models, ``[K, P+B]`` or a predictor's, on its samples ``where[k]``, at most `size` per forward pass."""
     if isinstance(executor, Vectorised) and len(models) > 1:
         yield from _together(executor, samples, models, where, size)
@@ -52,28 +52,28 @@ def on_own(
         for first in range(0, len(mine), size):
             x, y = samples.take(mine[first : first + size])
             outputs = executor.predict(models[k : k + 1], samples.normalise(x)[None], own=True)
-            yield Answers(slice(k, k + 1), outputs, y[None], None)
+            yield ModelOutputs(slice(k, k + 1), outputs, y[None], None)
 
 
-def on_common(
+def outputs_on_shared_samples(
     executor: Executor,
     samples: Samples,
     models: Tensor | Predictor,
     where: np.ndarray,
     size: int,
-    change: Change | None = None,
-) -> Iterator[Answers]:
+    change: InputChange | None = None,
+) -> Iterator[ModelOutputs]:
     """All of K models, ``[K, P+B]`` or a predictor's, on the samples ``where[n]``."""
     for first in range(0, len(where), size):
         part = where[first : first + size]
         x, y = samples.take(part)
         x = samples.normalise(x if change is None else change(x, part, first))
-        yield Answers(slice(0, len(models)), executor.predict(models, x, own=False), y[None], None)
+        yield ModelOutputs(slice(0, len(models)), executor.predict(models, x, own=False), y[None], None)
 
 
 def _together(
     executor: Executor, samples: Samples, models: Tensor | Predictor, where: Sequence[np.ndarray], size: int
-) -> Iterator[Answers]:
+) -> Iterator[ModelOutputs]:
     sizes = np.array([len(mine) for mine in where])
     size = min(size, max(1, TOGETHER * size // len(where)))
     index = np.zeros((len(where), int(sizes.max(initial=0))), dtype=np.int64)
@@ -87,4 +87,4 @@ def _together(
         weight = None
         if int(left.min()) < part.shape[1]:
             weight = torch.from_numpy(np.arange(part.shape[1]) < left).to(x)
-        yield Answers(slice(0, len(models)), executor.predict(models, x, own=True), y, weight)
+        yield ModelOutputs(slice(0, len(models)), executor.predict(models, x, own=True), y, weight)

@@ -15,8 +15,8 @@ from raypfl.common.errors import MethodError
 from raypfl.learning.objectives.batch import Batch
 from raypfl.models.flat import FlatModel
 
-Loss = Callable[..., Any]
-Report = Loss | Literal["loss"] | None
+LossFunction = Callable[..., Any]
+ReportedLoss = LossFunction | Literal["loss"] | None
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class LocalLoss:
     """
 
     model: FlatModel
-    loss: Loss
-    penalty: Loss | None = None
-    report: Report = "loss"
+    loss: LossFunction
+    penalty: LossFunction | None = None
+    report: ReportedLoss = "loss"
     apart: bool = False
 
     def __call__(self, p: Tensor, batch: Batch, **extras: Any) -> tuple[Tensor, Tensor]:
@@ -81,12 +81,12 @@ class LocalLoss:
             )
 
     @cached_property
-    def _names(self) -> dict[Loss, frozenset[str] | None]:
+    def _names(self) -> dict[LossFunction, frozenset[str] | None]:
         """The extras that each function takes, None for all; empty if there is only the loss, which gets all extras."""
         functions = [f for f in (self.loss, self.penalty, self.report) if callable(f)]
         return {f: _extras_of(f) for f in functions} if len(functions) > 1 else {}
 
-    def _for(self, function: Loss, extras: dict[str, Any]) -> dict[str, Any]:
+    def _for(self, function: LossFunction, extras: dict[str, Any]) -> dict[str, Any]:
         names = self._names.get(function)
         return extras if names is None else {name: extra for name, extra in extras.items() if name in names}
 
@@ -118,7 +118,7 @@ class _Nothing:
         raise _Looked
 
 
-def _extras_of(function: Loss) -> frozenset[str] | None:
+def _extras_of(function: LossFunction) -> frozenset[str] | None:
     """Names of the parameters after ``p`` and ``batch``; None if the function takes any."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):

@@ -22,12 +22,12 @@ class Pools:
     Attributes
     ----------
     samples : of which pools are a part.
-    where : name -> ``int64[M]``, the numbers of a pool's samples.
+    indices : name -> ``int64[M]``, the numbers of a pool's samples.
     apart : name -> the same samples, normalised by the pool's own mean and standard deviation.
     """
 
     samples: Samples
-    where: Mapping[str, np.ndarray] = field(default_factory=dict)
+    indices: Mapping[str, np.ndarray] = field(default_factory=dict)
     apart: Mapping[str, Samples] = field(default_factory=dict)
     seed: int = 0
 
@@ -38,8 +38,8 @@ class Pools:
         ------
         ConfigError : if there is no such pool.
         """
-        where = self.where[known_pool(name, self.where)]
-        return Pool(name, self.apart.get(name, self.samples), where, self.seed, round)
+        indices = self.indices[known_pool(name, self.indices)]
+        return Pool(name, self.apart.get(name, self.samples), indices, self.seed, round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +106,13 @@ class PoolBatches:
 
     Attributes
     ----------
-    where : ``int64[m]``, the samples that they are drawn from.
+    indices : ``int64[m]``, the samples that they are drawn from.
     keys : ``uint64[2]``, of the order of samples, and of augmentation.
     targets : ``[v, ...]``, in place of labels: a row for each input, in the order of :meth:`once`.
     """
 
     samples: Samples
-    where: np.ndarray
+    indices: np.ndarray
     size: int
     steps: int
     keys: np.ndarray
@@ -169,25 +169,25 @@ class PoolBatches:
         if not self.samples.augmentation:
             return len(self._visited())
         epochs, rest = divmod(self.steps, self._per_epoch)
-        return epochs * len(self.where) + min(rest * self.size, len(self.where))
+        return epochs * len(self.indices) + min(rest * self.size, len(self.indices))
 
     @property
     def _per_epoch(self) -> int:
-        return -(-len(self.where) // self.size)
+        return -(-len(self.indices) // self.size)
 
     def _visited(self) -> np.ndarray:
-        """Positions in `where` of the visited samples, ascending."""
+        """Positions in `indices` of the visited samples, ascending."""
         if self.steps >= self._per_epoch:
-            return np.arange(len(self.where))
+            return np.arange(len(self.indices))
         return np.sort(self._shuffled(0)[: self.steps * self.size])
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         with np.errstate(over="ignore"):
             key = rng.mix(self.keys[:1] + np.uint64(epoch))
-        return rng.permutations(key, len(self.where))[0]
+        return rng.permutations(key, len(self.indices))[0]
 
     def _batch(self, index: np.ndarray) -> Batch:
-        x, y = self.samples.take(self.where[index])
+        x, y = self.samples.take(self.indices[index])
         gain = self.samples.gain
         return Batch(self.samples.normalise(x), y, torch.ones(len(index), dtype=gain.dtype, device=gain.device))
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, vmap
 
 from raypfl.common import streams
-from raypfl.learning.batches import Batches, GroupSamples, Order, StepBatches
+from raypfl.learning.batches import Batches, GroupSamples, SampleOrder, StepBatches
 from raypfl.learning.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
-from raypfl.learning.executor import Executor, Observe, copied
-from raypfl.learning.loss import LocalLoss, Loss
+from raypfl.learning.executor import Executor, StepCallback, copied
+from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
 from raypfl.models.extras import Extras, of_client, of_clients, rows_of, with_rows, without_buffers
@@ -32,12 +32,12 @@ class Vectorised(Executor):
         loss: LocalLoss,
         start: Tensor,
         samples: GroupSamples,
-        visits: Order,
+        visits: SampleOrder,
         update: Update,
         keys: Tensor,
         extras: Extras,
         correction: Tensor | None = None,
-        observe: Observe | None = None,
+        observe: StepCallback | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Clients with most steps come first, so that those that still have some are always the first rows.
         rank = np.argsort(-visits.steps, kind="stable")
@@ -49,7 +49,7 @@ class Vectorised(Executor):
             correction = None if correction is None else correction[ranked]
         memory, losses = update.init(theta), torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
         mine = list(rows_of(extras).values())
-        if update.of_samples is not None:
+        if update.sample_rule is not None:
             loss = self._for_samples(loss, theta, extras)
         step, still = self._step_of_all(loss, extras), still_segments(self.model, update)
         descent: Descent | None = None
@@ -64,7 +64,7 @@ class Vectorised(Executor):
                     added, leaves = None if correction is None else correction[:k], self._leaves(theta[:k], still)
                     descent = Descent(self.model, update, theta[:k], leaves, own, added)
                 batch, active = batches(slice(k), s), [rows[:k] for rows in mine]
-                if update.of_samples is not None:
+                if update.sample_rule is not None:
                     whole, value = self._by_samples_of_all(step, update, descent.theta, keys[:k] + s, batch, active)
                     self._add_pulls(loss, descent.theta, extras, active, whole)
                     descent.step_whole(whole)
@@ -131,7 +131,7 @@ class Vectorised(Executor):
         mine = list(rows_of(extras).values())
         with self.model.mode(train=True), self._inside(None):
             batch = _padded(batches)
-            if update is not None and update.of_samples is not None:
+            if update is not None and update.sample_rule is not None:
                 loss = self._for_samples(loss, theta, extras)
                 step = self._step_of_all(loss, extras)
                 whole, value = self._by_samples_of_all(step, update, theta, keys, batch, mine)
@@ -143,7 +143,7 @@ class Vectorised(Executor):
         assemble(segments(self.model, gradient), grads, direct, into=gradient)
         return gradient, value, moved
 
-    def map(self, function: Loss, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
+    def map(self, function: LossFunction, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
         one, padded = vmap(lambda p, batch, mine: function(p, batch, **with_rows(extras, mine))), _padded(batches)
         with self.model.mode(train=False), self._inside(None):
             values = one(at, padded, rows_of(extras))
@@ -151,7 +151,7 @@ class Vectorised(Executor):
                 return values
         return values.masked_fill(padded.weight.reshape(*padded.weight.shape, *[1] * (values.dim() - 2)) == 0, 0)
 
-    def _gives_rows(self, function: Loss, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
+    def _gives_rows(self, function: LossFunction, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
         """Whether a function gives a row for each sample, tried on the client with fewest, if others have more."""
         sizes = [len(batch.y) for batch in batches]
         k = int(np.argmin(sizes))
@@ -165,7 +165,9 @@ class Vectorised(Executor):
                 return self.model(at[0], x[0] if own else x)[None]
             return vmap(self.model, in_dims=(0, 0 if own else None))(at, x)
 
-    def unfit_for_padding(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> str | None:
+    def unfit_for_padding(
+        self, function: LossFunction, at: Tensor, batch: Batch, extras: Extras, train: bool
+    ) -> str | None:
         """Why `function` would give other results on padded batches, or None; tried on samples of the first client.
 
         `at` is that client's model vector; a loss is tried in training mode. The answer is not remembered: it may
@@ -195,7 +197,7 @@ class Vectorised(Executor):
             "run them together."
         )
 
-    def _tried(self, function: Loss, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
+    def _tried(self, function: LossFunction, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
         mine = of_client(extras, 0)
         with self.model.mode(train), self._inside(None):
             if not train:

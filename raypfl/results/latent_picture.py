@@ -81,7 +81,7 @@ def latent_of(result: Result) -> Latent:
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
     task = make_task(experiment, data, torch.device("cpu"))
     context = make_context(experiment, data, task)
-    tested = context.everyone("test")
+    tested = context.union("test")
     x, y = context.samples.take(tested[np.linspace(0, len(tested) - 1, min(_SAMPLES, len(tested))).astype(int)])
     x = context.samples.normalise(x)
     states = [(0, experiment.method.start(task)), *result.server_states()]

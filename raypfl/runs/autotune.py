@@ -139,7 +139,11 @@ def refuse_lone_samples(experiment: Experiment, model: FlatModel, data: ClientDa
     """Raise a ConfigError if a client has a mini-batch of one sample, in which the network's batch norm fails."""
     training = experiment.training
     skips = experiment.failures.on_client_failure == "skip"
-    if skips or experiment.privacy.of_samples or not any(isinstance(m, _BatchNorm) for m in model.module.modules()):
+    if (
+        skips
+        or experiment.privacy.protects_samples
+        or not any(isinstance(m, _BatchNorm) for m in model.module.modules())
+    ):
         return
     clients = np.setdiff1d(np.arange(data.num_clients), data.unseen)
     sizes = data.sizes("train")[clients]
@@ -178,7 +182,7 @@ def _have_lone_samples(training: TrainingSettings, sizes: np.ndarray) -> np.ndar
 def refuse_outputs(experiment: Experiment, model: FlatModel, data: ClientData) -> None:
     """Raise a ConfigError if the method has a global model, and its outputs do not suit the objective."""
     outputs = _outputs(model, experiment.training, data, channels_last=False, train=False)
-    if wrong := make_measures(experiment, data).misfit(outputs):
+    if wrong := make_measures(experiment, data).output_mismatch(outputs):
         # Personal models may make predictions of other outputs, but every global model is judged by its own.
         method, task = experiment.method, make_task(experiment, data, model.device)
         if method.global_model(method.start(task)) is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raypfl.common import rng
 from raypfl.common.errors import CheckpointError, DataError
 from raypfl.engine.outline import DataOutline
-from raypfl.learning.batches import order
+from raypfl.learning.batches import epoch_order
 from raypfl.methods.personal_models.pefll import PeFLL
 from raypfl.models.hypernetworks import EmbeddingNetwork
 from raypfl.models.trained_model import TrainedModel
@@ -67,7 +67,7 @@ class Embedder:
         if self.batch is None:
             return np.arange(count)
         keys = rng.keys(self.seed, "batchdescriptor", self.round, [0])  # all new clients have the draws of client 0
-        visits = order(keys, np.array([count]), min(self.batch, count), steps=1)
+        visits = epoch_order(keys, np.array([count]), min(self.batch, count), steps=1)
         return visits.index[0, 0, : visits.counts[0, 0]]
 
 

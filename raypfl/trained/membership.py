@@ -67,7 +67,7 @@ def membership(result: Result, shadows: int = 0, epochs: int = 20) -> Membership
     task = make_task(experiment, data, torch.device("cpu"))
     context = make_context(experiment, data, task)
     draws = rng.generator(experiment.seed, "membership")
-    splits = [context.everyone(split) for split in ("train", "test")]
+    splits = [context.union(split) for split in ("train", "test")]
     count = min(map(len, splits))
     x, y = context.samples.take(np.concatenate([draws.permutation(split)[:count] for split in splits]))
     x, member = context.samples.normalise(x), torch.arange(2 * count) < count

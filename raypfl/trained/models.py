@@ -175,7 +175,7 @@ class TrainedModels:
                 held_out=len(context.split(client, "test")),
                 metrics=metrics[client],
                 seconds=seconds,
-                epsilon=epsilons.get(client, 0.0) if privacy.of_samples else None,
+                epsilon=epsilons.get(client, 0.0) if privacy.protects_samples else None,
                 origin=self.origin,
             )
             for client, network in enumerate(self._networks(made, len(samples)))
@@ -213,7 +213,7 @@ class TrainedModels:
                 states, spent = self._after_exchanges(context, clients, states, unseen)
             group = ClientGroup(context, tuple(clients), self.round, self._lr, states)
             made = getattr(method, maker(unseen))(Clients(group), self.server)
-        return made, [*spent, *(row for branch in group.branches for row in branch.rows())]
+        return made, [*spent, *(row for branch in group.private_trainings for row in branch.rows())]
 
     def _networks(self, made: Tensor | Predictor, count: int) -> list[TrainedModel]:
         if isinstance(made, Predictor):
@@ -273,7 +273,7 @@ def _tested(context: Context, made: Tensor | Predictor, clients: Sequence[int]) 
     """The metrics of each client's model on its test split, those that have a value."""
     models = made if isinstance(made, Predictor) else unmarked(made).expand(len(clients), -1)
     sums, measures = MetricSums(context.measures), context.measures
-    answers = context.answers(models, [context.split(client, "test") for client in clients])
+    answers = context.model_outputs(models, [context.split(client, "test") for client in clients])
     rows = sums.values(sums.of(answers, len(clients))).tolist()
     named = (dict(zip(measures.columns, row, strict=True)) for row in rows)
     return [{n: v for n, v in one.items() if n in measures.metrics and one["samples"] and v == v} for one in named]

@@ -18,7 +18,7 @@ from raypfl.engine.backends import client_actor
 from raypfl.engine.backends.cluster import client_actors, for_client, for_server, in_one_process
 from raypfl.engine.setup import device_for, samples_for
 from raypfl.experiment.settings import RaySettings
-from raypfl.learning.batches import room_on
+from raypfl.learning.batches import device_data_budget
 from tests.support.federation import Federation
 from tests.support.pretend_gpu import GPU, pretend_gpu
 from tests.support.runs import ON_RAY, experiment
@@ -142,9 +142,9 @@ def test_what_clients_send_arrives_on_the_servers_device():
 def test_actors_on_one_card_divide_the_share_of_it_that_data_may_take(monkeypatch):
     card = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    rooms = [room_on(torch.device("cuda"), 0.25, gpus) for gpus in (1, 0.1, 4)]
+    rooms = [device_data_budget(torch.device("cuda"), 0.25, gpus) for gpus in (1, 0.1, 4)]
     assert rooms == [20 * GIB, 2 * GIB, 20 * GIB]  # of four cards it computes on one
-    assert room_on(torch.device("cpu"), 0.25, 0) == math.inf
+    assert device_data_budget(torch.device("cpu"), 0.25, 0) == math.inf
 
 
 @pytest.mark.parametrize("room", [0.0, 10.0**9])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from raypfl.evaluation import Measures
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.evaluation.protocols import class_weights
-from raypfl.learning.inference import Answers
+from raypfl.learning.inference import ModelOutputs
 from raypfl.learning.objectives import Classification, MultiLabel
 from raypfl.learning.objectives.multi_label import LabelsLeftOut, MacroAUC
 
@@ -23,7 +23,7 @@ ONE_CLASS, LABELS = Classification(), MultiLabel()
 def answers(logits, y, **fields):
     """One batch of some models' answers."""
     logits, y = torch.as_tensor(logits), torch.as_tensor(y)
-    return [Answers(slice(0, len(logits)), logits, y, fields.pop("weight", None), **fields)]
+    return [ModelOutputs(slice(0, len(logits)), logits, y, fields.pop("weight", None), **fields)]
 
 
 def sums_of(answers, rows, classes=0, objective=ONE_CLASS):

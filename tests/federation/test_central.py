@@ -217,7 +217,7 @@ def trained_and_moved(fed, where: str) -> list[Tensor]:
     samples = replace(fed.all_samples, gain=gain, offset=offset)
     cohort = fed.cohort()
     cohort.task = replace(fed.task, model=model)
-    cohort.context = replace(cohort.context, pools=Pools(samples, fed.pools.where))
+    cohort.context = replace(cohort.context, pools=Pools(samples, fed.pools.indices))
     batches = cohort.pool("auxiliary").batches(4, steps=3, augment=True)
     batches = batches.with_targets(torch.zeros(POOLED, 3, dtype=torch.float64))  # as they came from the clients
     teacher = cohort.other(model.init(1))

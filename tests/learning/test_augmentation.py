@@ -15,7 +15,7 @@ from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.messages import unmarked
 from raypfl.data.datasets import DataConfig
 from raypfl.learning.augmentation import Crop, Cutout, Flip, augmented
-from raypfl.learning.batches import Samples, order
+from raypfl.learning.batches import Samples, epoch_order
 from tests.support.federated_images import Brighter, Smaller
 from tests.support.federation import EXECUTORS, Federation, NormalisedConv, bare_loop, close, small_mlp, starts_of
 from tests.support.runs import ON_RAY, Interrupt, experiment, same_tables
@@ -93,15 +93,17 @@ def test_augmentations_work_one_after_another_each_with_draws_of_its_own():
 # What is drawn
 
 
-def drawn(clients: int = 40, steps: int = 30, size: int = 25, each: int = 4, round: int = 0) -> np.ndarray:
+def random_draws(clients: int = 40, steps: int = 30, size: int = 25, each: int = 4, round: int = 0) -> np.ndarray:
     keys = rng.keys(5, "augmentation", round, range(clients))
-    visits = order(np.zeros(clients, dtype=np.uint64), np.full(clients, 60), size, steps=steps).drawn(keys, each)
+    visits = epoch_order(np.zeros(clients, dtype=np.uint64), np.full(clients, 60), size, steps=steps).with_draws(
+        keys, each
+    )
     assert visits.draws is not None and visits.draws.shape == (clients, steps, size, each)
     return visits.draws
 
 
 def test_all_windows_are_equally_likely_and_half_of_the_images_are_flipped():
-    u = torch.from_numpy(drawn()).flatten(0, 2)
+    u = torch.from_numpy(random_draws()).flatten(0, 2)
     count = len(u)
     at = torch.arange(81.0).reshape(1, 1, 9, 9).repeat(count, 1, 1, 1)
     zero = torch.zeros(1, 1, 1)
@@ -119,18 +121,18 @@ def test_all_windows_are_equally_likely_and_half_of_the_images_are_flipped():
 
 
 def test_clients_steps_places_and_rounds_draw_for_themselves():
-    u = drawn()
+    u = random_draws()
     count = u.size
-    for other in (np.roll(u, 1, 0), np.roll(u, 1, 1), np.roll(u, 1, 2), np.roll(u, 1, 3), drawn(round=1)):
+    for other in (np.roll(u, 1, 0), np.roll(u, 1, 1), np.roll(u, 1, 2), np.roll(u, 1, 3), random_draws(round=1)):
         assert abs(np.corrcoef(u.ravel(), other.ravel())[0, 1]) < 4 / count**0.5
 
 
 def test_draws_are_the_same_in_every_group_and_whatever_the_number_of_steps_and_places():
-    u = drawn()
+    u = random_draws()
     keys = rng.keys(5, "augmentation", 0, [7, 3])
-    visits = order(np.zeros(2, dtype=np.uint64), np.array([10, 10]), 5, steps=2).drawn(keys, 4)
+    visits = epoch_order(np.zeros(2, dtype=np.uint64), np.array([10, 10]), 5, steps=2).with_draws(keys, 4)
     assert np.array_equal(visits.draws, u[[7, 3], :2, :5])
-    assert np.array_equal(visits.drawn(keys, 6).draws[..., :4], visits.draws)
+    assert np.array_equal(visits.with_draws(keys, 6).draws[..., :4], visits.draws)
 
 
 # What is trained on

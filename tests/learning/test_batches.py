@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypfl.common import rng
 from raypfl.learning.augmentation import Crop, Cutout, Flip
-from raypfl.learning.batches import GroupSamples, Order, Samples, order
+from raypfl.learning.batches import GroupSamples, SampleOrder, Samples, epoch_order
 from raypfl.learning.objectives.batch import Batch
 from tests.support.federation import MEAN, STD, Federation
 
@@ -23,7 +23,7 @@ def keys_for(count: int, seed: int = 0) -> np.ndarray:
     return np.array([rng.key(seed, "batches", 0, client) for client in range(count)], dtype=np.uint64)
 
 
-def visited(visits: Order, k: int) -> list[list[int]]:
+def visited(visits: SampleOrder, k: int) -> list[list[int]]:
     """The real positions of a client's batches, and that real ones come first."""
     batches = [index[:count].tolist() for index, count in zip(visits.index[k], visits.counts[k], strict=True)]
     steps = int(visits.steps[k])
@@ -33,7 +33,7 @@ def visited(visits: Order, k: int) -> list[list[int]]:
 
 @given(sizes=SIZES, batch_size=st.integers(1, 12), epochs=st.integers(1, 4), seed=st.integers(0, 9))
 def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(sizes, batch_size, epochs, seed):
-    visits = order(keys_for(len(sizes), seed), np.array(sizes), batch_size, epochs)
+    visits = epoch_order(keys_for(len(sizes), seed), np.array(sizes), batch_size, epochs)
     for k, size in enumerate(sizes):
         batches = visited(visits, k)
         per_epoch = -(-size // batch_size)
@@ -47,8 +47,8 @@ def test_every_epoch_visits_each_sample_once_and_only_its_last_batch_is_partial(
 
 @given(sizes=SIZES, batch_size=st.integers(1, 12), smallest=st.integers(1, 12), steps=st.sampled_from([None, 7]))
 def test_a_last_batch_that_is_too_small_is_left_out_unless_it_is_the_only_one(sizes, batch_size, smallest, steps):
-    whole = order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs=12)
-    fewer = order(keys_for(len(sizes)), np.array(sizes), batch_size, 2, steps, smallest)
+    whole = epoch_order(keys_for(len(sizes)), np.array(sizes), batch_size, epochs=12)
+    fewer = epoch_order(keys_for(len(sizes)), np.array(sizes), batch_size, 2, steps, smallest)
     for k, size in enumerate(sizes):
         kept = [batch for batch in visited(whole, k) if len(batch) >= min(smallest, batch_size) or size <= batch_size]
         assert visited(fewer, k) == kept[: len(visited(fewer, k))]
@@ -65,8 +65,8 @@ def test_a_clients_batches_are_the_same_in_every_group(sizes, batch_size, work, 
     keys = keys_for(len(sizes))
     group = data.draw(st.permutations(range(len(sizes)))), data.draw(st.integers(1, len(sizes)))
     members = np.array(group[0][: group[1]])
-    together = order(keys, np.array(sizes), batch_size, **work)
-    apart = order(keys[members], np.array(sizes)[members], batch_size, **work)
+    together = epoch_order(keys, np.array(sizes), batch_size, **work)
+    apart = epoch_order(keys[members], np.array(sizes)[members], batch_size, **work)
     for k, client in enumerate(members):
         assert visited(apart, k) == visited(together, int(client))
 
@@ -88,7 +88,7 @@ def by_hand(key: np.uint64, size: int, batch_size: int, epochs: int) -> list[lis
 )
 def test_a_clients_order_is_its_epochs_one_after_the_other_each_shuffled_by_its_own_key(sizes, batch_size, work):
     keys = keys_for(len(sizes))
-    visits = order(keys, np.array(sizes), batch_size, **work)
+    visits = epoch_order(keys, np.array(sizes), batch_size, **work)
     for k, size in enumerate(sizes):
         whole = by_hand(keys[k], size, batch_size, work.get("epochs", 29))
         assert visited(visits, k) == (whole[: work["steps"]] if "steps" in work else whole)
@@ -97,14 +97,14 @@ def test_a_clients_order_is_its_epochs_one_after_the_other_each_shuffled_by_its_
 
 
 def test_an_order_is_the_one_that_it_always_was():
-    visits = order(keys_for(3), np.array([1, 6, 3]), 2, steps=4)
+    visits = epoch_order(keys_for(3), np.array([1, 6, 3]), 2, steps=4)
     assert visits.index.tolist() == [
         [[0, 0], [0, 0], [0, 0], [0, 0]],
         [[2, 0], [4, 1], [3, 5], [3, 0]],
         [[2, 0], [1, 0], [0, 2], [1, 0]],
     ]
     assert visits.counts.tolist() == [[1, 1, 1, 1], [2, 2, 2, 2], [2, 1, 2, 1]]
-    visits = order(keys_for(2), np.array([5, 3]), 2, epochs=2)
+    visits = epoch_order(keys_for(2), np.array([5, 3]), 2, epochs=2)
     assert visits.index.tolist() == [
         [[4, 0], [3, 1], [2, 0], [4, 1], [0, 3], [2, 0]],
         [[2, 0], [1, 0], [0, 1], [2, 0], [0, 0], [0, 0]],
@@ -116,7 +116,7 @@ def test_the_many_epochs_of_a_small_client_are_not_drawn_for_the_large_ones(size
     keys = keys_for(10)
     tracemalloc.start()
     try:
-        visits = order(keys, np.array(sizes), 8, steps=300)
+        visits = epoch_order(keys, np.array(sizes), 8, steps=300)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -125,7 +125,7 @@ def test_the_many_epochs_of_a_small_client_are_not_drawn_for_the_large_ones(size
 
 def test_every_sample_comes_first_about_as_often():
     keys = np.array([rng.key(1, "batches", round, 0) for round in range(4000)], dtype=np.uint64)
-    visits = order(keys, np.full(4000, 8), 8)
+    visits = epoch_order(keys, np.full(4000, 8), 8)
     for place in (0, 3, 7):
         seen = np.bincount(visits.index[:, 0, place], minlength=8)
         assert ((seen - 500.0) ** 2 / 500).sum() < 30  # chi-squared with 7 degrees of freedom: 1 in 10,000
@@ -164,7 +164,7 @@ def test_samples_are_a_clients_own_and_normalised(resident):
 def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augmentation):
     fed = Federation(sizes=(7, 4, 11), augmentation=augmentation)
     group = GroupSamples(fed.context.samples, fed.split)
-    visits = order(keys_for(3), np.array([7, 4, 11]), 4, epochs=2)
+    visits = epoch_order(keys_for(3), np.array([7, 4, 11]), 4, epochs=2)
     if augmentation:
         visits = visits.drawn(keys_for(3, seed=1), 7)
     chosen = np.array([2, 0, 1])
@@ -186,10 +186,10 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
 @pytest.mark.parametrize("augmentation", [(), (Flip(),)], ids=["as they are", "changed"])
 def test_batches_of_some_clients_are_gathered_at_once_and_no_wider_than_is_asked_for(augmentation, ready, monkeypatch):
     if not ready:
-        monkeypatch.setattr("raypfl.learning.batches.READY", 0)
+        monkeypatch.setattr("raypfl.learning.batches.NORMALISE_ONCE_LIMIT", 0)
     fed = Federation(sizes=(7, 3, 11), augmentation=augmentation)
     group = GroupSamples(fed.context.samples, fed.split)
-    visits = order(keys_for(3), np.array([7, 3, 11]), 4)
+    visits = epoch_order(keys_for(3), np.array([7, 3, 11]), 4)
     if augmentation:
         visits = visits.drawn(keys_for(3, seed=1), 1)
     batches = group.stacked(np.arange(3), visits)
@@ -206,16 +206,16 @@ def test_batches_of_some_clients_are_gathered_at_once_and_no_wider_than_is_asked
 def test_some_of_a_clients_samples_are_spread_over_its_labels_with_the_largest_among_them():
     y = torch.tensor([0, 2, 0, 1, 0, 0, 1, 0, 0, 0, 1])
     batch = Batch(torch.arange(11.0)[:, None], y, torch.ones(11))
-    assert batch.some(4).y.tolist() == [2, 1, 0, 0]
-    assert sorted(batch.some(11).x.flatten().tolist()) == batch.x.flatten().tolist()
-    assert [len(batch.some(count).y) for count in (1, 2, 5, 10, 99)] == [1, 2, 4, 6, 11]
-    assert len(Batch(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0)).some(4).y) == 0
+    assert batch.subset(4).y.tolist() == [2, 1, 0, 0]
+    assert sorted(batch.subset(11).x.flatten().tolist()) == batch.x.flatten().tolist()
+    assert [len(batch.subset(count).y) for count in (1, 2, 5, 10, 99)] == [1, 2, 4, 6, 11]
+    assert len(Batch(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0)).subset(4).y) == 0
     several = torch.zeros(9, 3, dtype=torch.int8)
     several[7, 1] = 1
-    assert Batch(batch.x[:9], several, torch.ones(9)).some(3).y[0].tolist() == [0, 1, 0]
+    assert Batch(batch.x[:9], several, torch.ones(9)).subset(3).y[0].tolist() == [0, 1, 0]
     fed = Federation(sizes=(7, 40))
     group, labels = GroupSamples(fed.context.samples, fed.split), fed.labels[fed.split[1]]
-    some, own = group.some(1, 10), group.client(1)
+    some, own = group.subset(1, 10), group.client(1)
     assert len(some.y) == 10 and some.y[0] == labels.max()
     assert all((own.x == x).flatten(1).all(1).any() for x in some.x)
 

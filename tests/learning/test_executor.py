@@ -78,7 +78,7 @@ def test_training_normalises_the_samples_that_it_visits_and_no_others(sizes, exe
     normalised = []
     normalise = Samples.normalise
     monkeypatch.setattr(Samples, "normalise", lambda self, x: normalised.append(x.numel()) or normalise(self, x))
-    monkeypatch.setattr("raypfl.learning.batches.READY", 0)
+    monkeypatch.setattr("raypfl.learning.batches.NORMALISE_ONCE_LIMIT", 0)
     fed = Federation(sizes=sizes, executor=executor, training=replace(FP64, steps=2))
     clients = fed.clients()
     visited = 3 * 2 * fed.training.batch_size * math.prod(SHAPE)
@@ -436,7 +436,7 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
     judged = clients.evaluate(per_client(models), split="train")
     samples, correct, loss = (judged[name] for name in ("samples", "accuracy", "loss"))
     everywhere = np.concatenate(fed.split)
-    union = MetricSums(fed.context.measures).of(fed.context.answers(models, everywhere), 4)
+    union = MetricSums(fed.context.measures).of(fed.context.model_outputs(models, everywhere), 4)
     union_correct, union_loss = union[:, 1], union[:, 2]
     logits = clients.logits(models, fed.samples(1)[0])
     assert samples.tolist() == list(fed.sizes)

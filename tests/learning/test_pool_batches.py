@@ -14,7 +14,7 @@ from raypfl.common.errors import ConfigError, MethodError
 from raypfl.data import IID, load_federated
 from raypfl.engine.setup import make_task, pools_of_server
 from raypfl.learning.augmentation import Crop, Flip
-from raypfl.learning.batches import Samples, order
+from raypfl.learning.batches import Samples, epoch_order
 from raypfl.learning.pool import Pool
 from tests.support import datasets
 from tests.support.federation import MEAN, POOLED, STD, Federation, close
@@ -67,7 +67,7 @@ def test_epochs_are_shuffled_as_a_clients_are():
     fed = Federation()
     batches = pool_of(fed).batches(4, steps=5, stream="s")
     keys = np.array([rng.key(fed.seed, "pool batches/auxiliary/s", 1)], dtype=np.uint64)
-    expected = order(keys, np.array([POOLED]), 4, steps=5)
+    expected = epoch_order(keys, np.array([POOLED]), 4, steps=5)
     visits = [expected.index[0, s, : expected.counts[0, s]].tolist() for s in range(5)]
     assert [places(fed, batch) for batch in batches] == visits
     assert len(batches) == 5 and sorted([*visits[0], *visits[1], *visits[2]]) == list(range(POOLED))

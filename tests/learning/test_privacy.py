@@ -17,7 +17,7 @@ from raypfl import Experiment, Mean, Result, resume, run
 from raypfl.clients.clients import WITH_NOISE, WITHOUT_CONTENTS
 from raypfl.common.errors import ConfigError, PrivacyError
 from raypfl.common.messages import per_client, unmarked
-from raypfl.learning.batches import order, sampled_order
+from raypfl.learning.batches import epoch_order, sampled_order
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.privacy import NoisySum, PrivacySettings
@@ -99,7 +99,7 @@ def test_without_noise_and_without_a_limit_it_is_ordinary_sgd_on_the_same_batche
     fed = Federation(executor=executor, sizes=(8, 4, 12, 8))
     clients = fed.clients()
     group, keys = clients._group, clients._group.keys("batches")
-    visits, rows = order(keys, np.array(fed.sizes), 4, 3), group.models(clients.initial)
+    visits, rows = epoch_order(keys, np.array(fed.sizes), 4, 3), group.models(clients.initial)
     local = LocalLoss(fed.model, clients.loss)
     trained = [
         fed.context.executor.sgd(

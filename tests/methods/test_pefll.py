@@ -62,7 +62,11 @@ def objective(fed: Federation, theta: Tensor, client: int) -> Tensor:
 
 def descriptors(fed: Federation, embed: torch.nn.Module, ids: list[int]) -> Tensor:
     group = fed.clients(ids, fed.round)
-    batches = group._group.whole("train") if fed.method.batch is None else group.batches(fed.method.batch, "descriptor")
+    batches = (
+        group._group.full_batches("train")
+        if fed.method.batch is None
+        else group.batches(fed.method.batch, "descriptor")
+    )
     return torch.stack([embed((batch.x, batch.y)).mean(0) for batch in batches])
 
 

@@ -31,7 +31,7 @@ from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
 from raypfl.learning.augmentation import Augmentation, augmented
-from raypfl.learning.batches import Samples, order
+from raypfl.learning.batches import Samples, epoch_order
 from raypfl.learning.executor import Executor, Precision
 from raypfl.learning.objectives import fitting, kind_of
 from raypfl.learning.pool import Pools
@@ -230,7 +230,7 @@ class Federation:
         """The batches of a client's training, one by one."""
         t = self.training
         keys = rng.keys(self.seed, "batches" + stream, round, [client])
-        visits = order(keys, np.array([self.sizes[client]]), t.batch_size, t.epochs, t.steps)
+        visits = epoch_order(keys, np.array([self.sizes[client]]), t.batch_size, t.epochs, t.steps)
         pairs = zip(visits.index[0], visits.counts[0], strict=True)
         batches = [self.samples(client, index[:count]) for index, count in pairs]
         if not self.augmentation:

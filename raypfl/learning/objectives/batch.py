@@ -27,7 +27,7 @@ class Batch(NamedTuple):
         weight = self.weight.reshape(-1, *[1] * (values.dim() - 1))
         return (values * weight).sum(0) / self.weight.sum().clamp_min(1)
 
-    def some(self, count: int) -> Batch:
+    def subset(self, count: int) -> Batch:
         """At most `count` samples, spread over the labels; the largest label is among them."""
         index = spread_over_labels(self.y, count)
         return Batch(self.x[index], self.y[index], self.weight[index])

@@ -1,7 +1,7 @@
 """Local optimizers: update rules on flat vectors, one in each file."""
 
 from raypfl.learning.optimizers.adam import Adam, AdamW
-from raypfl.learning.optimizers.base import OPTIMIZERS, Draws, LocalOptimizer, Memory, SampleRule, Update
+from raypfl.learning.optimizers.base import OPTIMIZERS, LocalOptimizer, Memory, SampleRule, StepDraws, Update
 from raypfl.learning.optimizers.sgd import SGD
 
-__all__ = ["OPTIMIZERS", "SGD", "Adam", "AdamW", "Draws", "LocalOptimizer", "Memory", "SampleRule", "Update"]
+__all__ = ["OPTIMIZERS", "SGD", "Adam", "AdamW", "LocalOptimizer", "Memory", "SampleRule", "StepDraws", "Update"]

@@ -19,7 +19,7 @@ Memory = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Draws:
+class StepDraws:
     """Random numbers for an optimizer's step. They depend on the client and the step only.
 
     Attributes
@@ -79,7 +79,7 @@ class LocalOptimizer(Component):
         """
         return (gradients * weight[..., None]).sum(-2)
 
-    def finish(self, total: Tensor, count: Tensor, draws: Draws) -> Tensor:
+    def finish(self, total: Tensor, count: Tensor, draws: StepDraws) -> Tensor:
         """A batch's gradient ``[..., P]`` from the `total` of `reduce` over ``count[..., 1]`` samples."""
         return total / count.clamp_min(1)
 
@@ -94,7 +94,7 @@ class SampleRule(Protocol):
     def reduce(self, gradients: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`LocalOptimizer.reduce`."""
 
-    def finish(self, total: Tensor, count: Tensor, draws: Draws) -> Tensor:
+    def finish(self, total: Tensor, count: Tensor, draws: StepDraws) -> Tensor:
         """See :meth:`LocalOptimizer.finish`."""
 
 
@@ -122,7 +122,7 @@ class Update:
     rule: SampleRule | None = None
 
     @property
-    def of_samples(self) -> SampleRule | None:
+    def sample_rule(self) -> SampleRule | None:
         """What makes a batch's gradient of per-sample gradients; None: they are not needed."""
         return self.rule or (self.optimizer if self.optimizer.per_sample else None)
 
@@ -130,7 +130,7 @@ class Update:
     def plain(self) -> bool:
         """Whether a step is exactly ``theta - lr * grad``."""
         alone = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
-        return alone and self.optimizer.plain and self.of_samples is None
+        return alone and self.optimizer.plain and self.sample_rule is None
 
     def init(self, theta: Tensor) -> Memory:
         """The optimizer's state before the first step of ``theta[..., P]``."""

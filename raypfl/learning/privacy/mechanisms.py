@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common import rng
-from raypfl.learning.optimizers import Draws
+from raypfl.learning.optimizers import StepDraws
 from raypfl.learning.privacy.settings import PrivacySettings
 
 
@@ -31,7 +31,7 @@ class NoisySum:
         """The sum ``[..., P]`` of clipped ``gradients[..., n, P]``; samples of weight 0 are padding."""
         return (clipped(gradients, self.clip) * weight[..., None]).sum(-2)
 
-    def finish(self, total: Tensor, count: Tensor, draws: Draws) -> Tensor:
+    def finish(self, total: Tensor, count: Tensor, draws: StepDraws) -> Tensor:
         """A batch's gradient ``[..., P]``."""
         return (total + self.deviation * draws.normal() if self.deviation else total) / self.expected
 

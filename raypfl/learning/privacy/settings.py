@@ -30,12 +30,12 @@ class PrivacySettings:
     secure_aggregation: bool = False
 
     @property
-    def of_samples(self) -> bool:
+    def protects_samples(self) -> bool:
         """Whether local training is DP-SGD."""
         return self.noise is not None and self.unit == "sample"
 
     @property
-    def of_clients(self) -> bool:
+    def protects_clients(self) -> bool:
         """Whether clients' updates are clipped, and noise is added on the server."""
         return self.noise is not None and self.unit == "client"
 

@@ -40,7 +40,7 @@ class Spending(NamedTuple):
 
 
 @dataclass
-class Branch:
+class PrivateTraining:
     """The noisy steps of a group's clients in one training.
 
     Attributes

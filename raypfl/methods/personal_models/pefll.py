@@ -14,7 +14,7 @@ from raypfl.common.messages import Broadcast, Each, Mean, PerClient, Scatter
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
-from raypfl.learning.loss import Loss
+from raypfl.learning.loss import LossFunction
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod, initial, network
@@ -98,5 +98,5 @@ class PeFLL(HypernetworkMethod):
         """The samples that clients are described by, the same in all exchanges of a round."""
         return None if self.batch is None else clients.batches(self.batch, "descriptor")
 
-    def _descriptor(self, clients: Clients) -> Loss:
+    def _descriptor(self, clients: Clients) -> LossFunction:
         return lambda embed, batch: batch.mean(clients.networks["embed"](embed, (batch.x, batch.y)))
