@@ -15,22 +15,23 @@ class EvaluationSettings:
 
     Attributes
     ----------
-    every : rounds between evaluations of all clients; the last round is always evaluated. 0: only the last round.
+    every : number of rounds between evaluations of all clients; 0: only the last round, which is always evaluated.
     at_start : whether to evaluate before the first round too, as round 0.
-    last : results are means over this number of evaluated rounds, the last ones, where curves still swing at the end.
-    protocols : ``local`` (each client's own test split), ``global`` (the union of all clients' test splits), ``pm_v``
-        and ``pm_l`` (the union, with the client's class weights), ``unseen`` (clients that are never trained),
-        ``ood/POOL``, ``ood/corrupt/NAME[/SEVERITY]``, ``val`` (each client's own validation split).
-    masks : whether results on clients' own samples are also shown with masked outputs, in which the logits of classes
-        that a client's training data lack are 0 (``zero``) or minus infinity (``exclude``). Rows ``local/zero`` and so
-        on then follow the unmasked ones.
-    batch_size : samples of each model in a forward pass.
+    last : number of evaluated rounds, counted from the end, over which results are averaged; for curves that still
+        swing at the end.
+    protocols : test samples for each client's model: ``local`` (the client's own test split), ``global`` (all clients'
+        test splits), ``pm_v`` and ``pm_l`` (all test splits, with the client's class weights), ``unseen`` (clients that
+        are never trained), ``ood/POOL``, ``ood/corrupt/NAME[/SEVERITY]``, ``val`` (the client's own validation split).
+    masks : masks of the outputs for additional results on clients' own samples: the logits of classes that are not in a
+        client's training data become 0 (``zero``) or minus infinity (``exclude``). These results follow the unmasked
+        ones, in rows such as ``local/zero``.
+    batch_size : number of samples of each model in a forward pass.
     metrics : additional metrics: registered names, or ``module:attribute`` of your own
         ``raypfl.learning.objectives.Metric``.
-    metric : what chooses the best round, on ``val`` only: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the
-        objective's primary metric, for personal models if the method has any; None: the primary metric.
-    mode : whether a higher (``max``) or a lower (``min``) value is better; ``auto``: as the metric says.
-    patience : the run stops after this number of evaluations in a row without a better one; None: it does all rounds.
+    metric : score on ``val`` that chooses the best round: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the
+        objective's primary metric; of the personal models if the method has any. None: the primary metric.
+    mode : whether higher (``max``) or lower (``min``) values of `metric` are better; ``auto``: as the metric declares.
+    patience : number of evaluations in a row without a better one after which the run stops; None: it does all rounds.
     """
 
     every: int = 5

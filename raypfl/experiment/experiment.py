@@ -148,14 +148,15 @@ class Experiment(BaseModel):
 
     Attributes
     ----------
-    name : of the run's folder.
-    seed : of every random draw: partition, first weights, cohorts, batches.
-    rounds : how many there are.
-    partition : which client holds which samples.
-    objective : what is learned: loss and metrics; None: what the data's targets say.
+    name : name of the run's folder.
+    seed : seed of every random draw: partition, initial weights, cohorts, batches.
+    rounds : number of rounds.
+    partition : division of the samples over the clients.
+    objective : loss and metrics; None: chosen by the type of the data's targets.
     method : the federated method.
-    analyses : studies of the training, which change nothing in it; a list of names, or of options with a name.
-    output : folder in which every run gets its own.
+    analyses : analyses that observe the training without changing it; a list of names, or of mappings with `name` and
+        options.
+    output : folder that holds the runs' folders.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""All settings of an experiment, each with its type, its default and what the docstring of its section says."""
+"""The reference of all settings: type, default and description of each, from the docstrings of the sections."""
 
 from __future__ import annotations
 
@@ -16,95 +16,119 @@ _HEAD = """\
 
 <!-- Written by `python -m raypfl.experiment.reference > docs/settings.md`, from the docstrings of the sections. -->
 
-A file has them by section, the command line by dotted name, as in `raypfl run training.lr=0.05`. `raypfl list settings`
-prints this page. A `name` may also be options with one, as in `method: {name: ditto, lam: 1}`. `data`, `partition`,
-`model`, `objective`, `method`, `training.optimizer` and `data.augmentation` have options of their own, which
-`raypfl list methods` and the like print.
+Files group settings by section; commands use dotted names, as in `raypfl run training.lr=0.05`. `raypfl list settings`
+prints this page.
+
+For `data`, `partition`, `model`, `objective`, `method`, `training.optimizer` and the entries of `data.augmentation`, a
+mapping with `name` and options may stand in place of a name, as in `method: {name: ditto, lam: 1}`. `raypfl list
+methods` and the like print the options.
 
 A setting that would have no effect is refused where it is set, such as `privacy.clip` without `privacy.noise`, or an
-option that the code of a method never reads. What a change leaves without effect gets its default again:
+option that the code of a method never reads. A setting that loses its effect by a change returns to its default:
 `training.steps=20` drops a recipe's `training.epochs`."""
 
+_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "mapping", NoneType: "null"}
 
-def _documented(kind: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each attribute but `options`."""
-    texts: dict[str, str] = {}
-    for one in reversed(kind.__mro__):
-        attributes = inspect.cleandoc(vars(one).get("__doc__") or "").partition("Attributes\n----------\n")[2]
-        for line in re.sub(r"\n\s+", " ", attributes.partition("\n\n")[0]).splitlines():
+
+def _documented(section: type) -> dict[str, str]:
+    """Return what the docstrings of a class and its bases say about each attribute, as Markdown."""
+    descriptions: dict[str, str] = {}
+    for documented_class in reversed(section.__mro__):
+        docstring = inspect.cleandoc(vars(documented_class).get("__doc__") or "")
+        attributes = docstring.partition("Attributes\n----------\n")[2].partition("\n\n")[0]
+        one_line_each = re.sub(r"\n\s+", " ", attributes)
+
+        for line in one_line_each.splitlines():
             names, _, text = line.partition(" : ")
-            text = text.replace("``", "`").replace(":class:", "").replace("None:", "null:")  # as in YAML and Markdown
-            texts |= dict.fromkeys(names.split(", "), text)
-    return {name: text for name, text in texts.items() if name != "options"}
+            # Docstrings are reStructuredText and Python; readers of settings know Markdown and YAML.
+            text = text.replace("``", "`").replace(":class:", "").replace("None:", "null:")
+            text = text[:1].upper() + text[1:]
+            descriptions |= dict.fromkeys(names.split(", "), text)
+
+    # The options of a component are no setting of their own: they stand next to its name.
+    descriptions.pop("options", None)
+    return descriptions
 
 
-_TYPES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "mapping", NoneType: "null"}
-
-
-def _said(hint: Any) -> str:
-    """A type as a reader of YAML knows it; ``name`` for components, which are given by a name, or options with one."""
-    origin, inside = get_origin(hint), get_args(hint)
+def _type_name(hint: Any) -> str:
+    """Name a type as YAML's readers know it; ``name`` stands for components."""
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin is Annotated:
-        return _said(inside[0])
+        return _type_name(arguments[0])
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in inside)
+        return " or ".join(f"`{value}`" for value in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(_said, inside)))
+        return " or ".join(dict.fromkeys(map(_type_name, arguments)))
     if origin is tuple:
         return "list"
-    return _TYPES.get(origin or hint, "name")
+    return _TYPE_NAMES.get(origin or hint, "name")
 
 
 class Settings:
-    """Settings by their dotted names, in order."""
+    """All settings by their dotted names, in the order of the page."""
 
     def __init__(self) -> None:
         self._defaults = Experiment().to_dict()
-        self._texts = _documented(Experiment)
+        self._descriptions = _documented(Experiment)
         self._hints = get_type_hints(Experiment)
+
         for section in ("data", "model", *Experiment.model_fields):
-            kind = Experiment.model_fields[section].annotation
-            if section not in self._texts and isinstance(kind, type):
-                self._texts |= {f"{section}.{name}": text for name, text in _documented(kind).items()}
-                self._hints |= {f"{section}.{name}": hint for name, hint in get_type_hints(kind).items()}
+            section_class = Experiment.model_fields[section].annotation
+            if section in self._descriptions or not isinstance(section_class, type):
+                continue
+            for name, text in _documented(section_class).items():
+                self._descriptions[f"{section}.{name}"] = text
+            for name, hint in get_type_hints(section_class).items():
+                self._hints[f"{section}.{name}"] = hint
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._texts)
+        return iter(self._descriptions)
 
     def summary(self, name: str) -> str:
-        """What a setting is."""
-        return self._texts[name]
+        """Return a setting's description."""
+        return self._descriptions[name]
 
     def type(self, name: str) -> str:
-        """What values it takes."""
-        return _said(self._hints[name])
+        """Return the name of a setting's type, such as ``integer or null``."""
+        return _type_name(self._hints[name])
 
     def default(self, name: str) -> str:
-        """Its default, as YAML; of a component, its name."""
+        """Return a setting's default as YAML; for a component, its name."""
         value = self._defaults
         for key in name.split("."):
             value = value[key]
-        return json.dumps(value["name"] if isinstance(value, dict) and "name" in value else value)
+        if isinstance(value, dict) and "name" in value:
+            value = value["name"]
+        return json.dumps(value)
 
 
 SETTINGS = Settings()
 
 
 def markdown() -> str:
-    """The page of all settings."""
+    """Return the page of all settings, one table per section."""
     lines = [_HEAD]
-    section = None
+    current_section = None
+
     for name in SETTINGS:
-        if section != (section := name.rpartition(".")[0]):
-            kind = Experiment.model_fields[section].annotation if section else None
-            about = (inspect.getdoc(kind) or "").partition("\n")[0] if kind else "Settings outside of any section."
-            lines += [
-                f"\n## {section or 'The experiment'}\n",
-                about,
-                "\n| setting | type | default | |\n|---|---|---|---|",
-            ]
+        section = name.rpartition(".")[0]
+        if section != current_section:
+            lines += _section_head(section)
+            current_section = section
         lines.append(f"| `{name}` | {SETTINGS.type(name)} | `{SETTINGS.default(name)}` | {SETTINGS.summary(name)} |")
+
     return "\n".join(lines) + "\n"
+
+
+def _section_head(section: str) -> list[str]:
+    """Return the lines above a section's rows; an empty name stands for the experiment itself."""
+    title = section or "The experiment"
+    summary = "Settings outside of any section."
+    if section:
+        docstring = inspect.getdoc(Experiment.model_fields[section].annotation) or ""
+        summary = docstring.partition("\n")[0].replace("``", "`")
+    return [f"\n## {title}\n", summary, "\n| setting | type | default | description |\n|---|---|---|---|"]
 
 
 if __name__ == "__main__":

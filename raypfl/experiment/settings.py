@@ -10,7 +10,7 @@ from raypfl.common.conditions import needs, unless
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """Which network the clients train.
+    """The network that clients train.
 
     Attributes
     ----------
@@ -18,17 +18,17 @@ class ModelSettings:
         class or function.
     weights : initial weights: a file (safetensors, or a state dict from ``torch.save``), or the name of torchvision's
         (``IMAGENET1K_V1``) or timm's pretrained weights (``augreg_in21k``); None: random.
-    lora : rank of low-rank adapters in all dense layers but the output layer; 0: none. With them, clients train only
-        ``adapters, output layer``, unless `frozen` or `trained` say otherwise.
-    frozen : the parts that no client trains: names, modules, globs or roles (``input layer``), separated by commas.
-        They are never sent, and exist once per process; batch norm in them uses its stored statistics.
+    lora : rank of the low-rank adapters in all dense layers except the output layer; 0: no adapters. With adapters,
+        clients train only ``adapters, output layer``, unless `frozen` or `trained` is set.
+    frozen : parts that no client trains: names, modules, globs or roles (``input layer``), separated by commas. They
+        are never sent and exist once per process; batch norm in them uses its stored statistics.
     trained : the only parts that clients train (``adapters, output layer``); all others are frozen. None: all parts.
-    pretrain : pool with labels, on which the network is trained before the first round, but for adapters and the output
-        layer; see docs/perada.md. It is done once for all runs in which everything that it reads is the same (network,
-        data, augmentation, seed), unless `weights` are given, and its result is then in `weights`. None: no such
-        training.
-    pretrain_epochs, pretrain_lr : passes over that pool by Adam, and its learning rate, which decays to 0.
-    options : keyword arguments of the model; in YAML they are given next to the name.
+    pretrain : pool of labelled samples on which the network, without adapters and output layer, is trained before the
+        first round; see docs/perada.md. Runs with the same network, data, augmentation and seed share the result,
+        which is recorded in `weights`. If `weights` is set, no pretraining takes place. None: no pretraining.
+    pretrain_epochs : number of passes over that pool, with Adam.
+    pretrain_lr : Adam's learning rate in pretraining, which decays to 0.
+    options : keyword arguments of the model; in YAML they stand next to `name`.
     """
 
     name: str = "mlp"
@@ -48,18 +48,18 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorPool:
-    """Client actors of one kind: how many, and what each reserves.
+    """Client actors of one kind: their number, and what each reserves.
 
     Attributes
     ----------
-    actors : number of client actors; None: as many as the cluster has room for and the cohort has groups, which grows
-        when nodes join.
-    max_actors : with an autoscaler, in place of `actors`: most client actors. They are asked for at once, but for no
-        more than the cohort has groups; those without room begin when nodes have joined.
-    cpus_per_actor : what each client actor reserves.
-    gpus_per_actor : GPUs that each client actor reserves; 0.25 lets four of them share one, each with a quarter of its
-        memory. ``auto``: as small a share as one group's memory allows, which is measured before the run.
-    accelerator : type of GPU, as Ray names it (``A100``), that client actors must have; None: any.
+    actors : number of client actors; None: one per group of the cohort, as far as the cluster has room. More start when
+        nodes join.
+    max_actors : largest number of client actors on a cluster with an autoscaler, in place of `actors`. They are
+        requested at once, but no more than the cohort has groups; those without room start when nodes have joined.
+    cpus_per_actor : number of CPUs that each client actor reserves.
+    gpus_per_actor : number of GPUs that each client actor reserves; with 0.25, four share a GPU, each with a quarter of
+        its memory. ``auto``: the smallest share whose memory suffices for a group, as measured before the run.
+    accelerator : type of GPU that client actors need, by Ray's name (``A100``); None: any.
     """
 
     actors: Annotated[int | None, needs("engine.backend", "ray")] = None
@@ -71,20 +71,21 @@ class ActorPool:
 
 @dataclass(frozen=True, kw_only=True)
 class RaySettings(ActorPool):
-    """The cluster, and the resources that a run takes of it.
+    """The Ray cluster, and the resources that a run reserves on it.
 
     Attributes
     ----------
-    pools : client actors of several kinds, each with `actors`, `max_actors`, `cpus_per_actor`, `gpus_per_actor` and
-        `accelerator` of its own: ``[{gpus_per_actor: 0.25, accelerator: A100}, {cpus_per_actor: 2, actors: 3}]``. The
-        first ones get room first. Empty: one kind, by the settings of the same names.
+    pools : client actors of several kinds, each with its own `actors`, `max_actors`, `cpus_per_actor`, `gpus_per_actor`
+        and `accelerator`: ``[{gpus_per_actor: 0.25, accelerator: A100}, {cpus_per_actor: 2, actors: 3}]``. Earlier
+        kinds are placed first. Empty: one kind, described by the settings with these names.
     mixed_devices : whether client actors may compute on devices of several types. Rounding then depends on which group
-        met which device, so runs are not repeatable to the bit.
+        runs on which device, so runs are not repeatable to the bit.
     address : address of a running cluster (``auto``, ``host:port``); None: ``$RAY_ADDRESS`` or, if that is not set, a
-        local cluster that is started and stopped with the run.
-    cpus_for_server, gpus_for_server : what the server reserves. It computes on a GPU if it reserves any share of one.
-        To add up what clients send it needs neither; a method that trains on the server may be much faster with them.
-    data_share : share of a GPU's memory that the data may take, for all actors on it together; each gets a part by its
+        local cluster that starts and stops with the run.
+    cpus_for_server : number of CPUs that the server reserves. Adding up what clients send needs none; a method that
+        trains on the server may be much faster with some.
+    gpus_for_server : number of GPUs that the server reserves; it computes on a GPU if this is above 0.
+    data_share : share of a GPU's memory for the data, over all actors on it; each gets a part in proportion to its
         `gpus_per_actor`. Larger data stay in the machine's memory, and each group's samples are copied.
     dashboard : whether to start Ray's dashboard with a local cluster.
     """
@@ -119,9 +120,10 @@ class CheckpointSettings:
 
     Attributes
     ----------
-    every : rounds between checkpoints; 0: only when the run stops or ends.
-    keep : newest checkpoints kept.
-    location : a folder, or any URI that ``pyarrow.fs`` knows (``s3://...``, ``gs://...``); None: in the run's folder.
+    every : number of rounds between checkpoints; 0: only when the run stops or ends.
+    keep : number of checkpoints kept, the newest ones.
+    location : folder of the checkpoints, or any URI that ``pyarrow.fs`` knows (``s3://...``, ``gs://...``); None: in
+        the run's folder.
     """
 
     every: int = 10
@@ -131,19 +133,19 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings:
-    """MLflow, to which the command line tracks every run; in Python, with ``listeners=[raypfl.MLflowListener()]``.
+    """Tracking by MLflow, as commands do for every run; in Python, use ``listeners=[raypfl.MLflowListener()]``.
 
     Attributes
     ----------
-    mlflow : whether to track runs.
+    mlflow : whether to track runs in MLflow.
     uri : tracking URI; None: ``$MLFLOW_TRACKING_URI`` or, if that is not set, a SQLite database in the output folder.
     experiment : name of the MLflow experiment.
     system_metrics : whether MLflow measures the driver's machine: processors, memory, disk, network and, with
         ``nvidia-ml-py``, GPUs; every ten seconds, or at ``$MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL``.
     models_mb : largest size in megabytes at which the final models are saved in MLflow: the global model, and one file
-        for all personal ones. 0: no models.
-    latent : whether the command line also draws the latent space: test samples and prototypes before the first round,
-        and after each round of which a checkpoint was kept; and PeFLL's descriptors of all clients.
+        for all personal models. 0: no models.
+    latent : whether commands also draw the latent space: test samples and prototypes before the first round, and after
+        each round whose checkpoint was kept; and PeFLL's descriptors of all clients.
     """
 
     mlflow: bool = True

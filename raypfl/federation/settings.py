@@ -10,15 +10,15 @@ from raypfl.common.conditions import needs, unless
 
 @dataclass(frozen=True, kw_only=True)
 class CohortSettings:
-    """Who takes part in a round.
+    """Which clients take part in a round.
 
     Attributes
     ----------
-    size : clients drawn a round, uniformly without replacement; None: `fraction` of all.
-    fraction : share of the clients drawn a round, if `size` is None, rounded up.
-    dropout : chance that a drawn client receives the round's first message and then vanishes.
-    availability : None, or ``{"low": p, "high": q}``: every client has a fixed chance in [p, q] to be reachable in a
-        round.
+    size : number of clients drawn per round, uniformly without replacement; None: `fraction` of all clients.
+    fraction : share of the clients drawn per round, rounded up; used unless `size` is set.
+    dropout : probability that a drawn client receives the round's first message and then disappears.
+    availability : ``{"low": p, "high": q}``: each client has a fixed probability between p and q of being reachable in
+        a round; None: all clients are always reachable.
     """
 
     size: int | None = None
@@ -29,18 +29,19 @@ class CohortSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How the work is executed. Group size and executor may change the last bits of a result; the rest does not.
+    """How the work is executed. Group size and executor may change the last bits of a result; other settings do not.
 
     Attributes
     ----------
-    backend : ``ray``, or ``inline`` (this process, no Ray: for a breakpoint, or a machine with torch alone).
-    executor : ``vectorised`` (a group's clients at once, by vmap), ``sequential`` (one by one), ``auto`` (one of the
-        two, by a rule on network, batch and group), or ``fastest`` (whichever is faster in a few timed steps as the run
-        starts, so that bits may differ between runs). The run's ``metadata.json`` says which it was, and why.
-    group_size : clients a group; None: from the cohort and the model. With 1, each client of a cohort has an actor of
-        its own where there is room, for cross-silo studies.
-    threads : torch threads per client actor, and inline.
-    threads_for_server : torch threads of what the server computes itself; None: as many.
+    backend : ``ray``, or ``inline`` for a single process without Ray (to debug, or where only torch is installed).
+    executor : how a group's clients train: ``vectorised`` (all at once, by vmap), ``sequential`` (one by one), ``auto``
+        (one of the two, by a rule on network, batch and group), or ``fastest`` (the faster one in a few steps timed at
+        the start, so results may differ between runs in their last bits). The run's ``metadata.json`` records the
+        choice and its reason.
+    group_size : number of clients per group; None: chosen from the cohort and the model. With 1, each client of a
+        cohort has its own actor if there is room, as in cross-silo studies.
+    threads : number of torch threads per client actor, or of the process with ``backend: inline``.
+    threads_for_server : number of torch threads for computations on the server; None: same as `threads`.
     """
 
     backend: Literal["ray", "inline"] = "ray"
@@ -52,18 +53,20 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSettings:
-    """What happens when a client's own work fails.
+    """What happens when a client fails.
 
     Attributes
     ----------
-    on_client_failure : ``raise`` stops the run with a sentence; ``skip`` continues without the client and counts it.
-    retries : further tries of a group after an error, before its failing clients are singled out by one try of each
-        alone. A mistake in the method's code, such as a TypeError or KeyError, gets none: it would fail again.
-    deaths : how often in a row the process of a group may die, while no group finishes anywhere, before its clients are
-        singled out in the same way. Deaths are counted apart from errors, since preemption and other programs that
-        fill the memory also kill processes.
-    min_success_fraction : share of a cohort that must succeed, else the run stops even under ``skip``.
-    loss_limit : a training loss above it, or one that is not finite, counts as a failure of that client.
+    on_client_failure : ``raise`` stops the run with an error message; ``skip`` continues without the client and counts
+        the failure.
+    retries : number of times that a group is retried after an error, before each of its clients is tried once alone to
+        find those that fail. Mistakes in the method's code, such as a TypeError or KeyError, are not retried, since
+        they would recur.
+    deaths : number of times in a row that a group's process may die while no group finishes anywhere, before each of
+        its clients is tried alone. Deaths are counted apart from errors, since preemption and other programs that fill
+        the memory also kill processes.
+    min_success_fraction : smallest share of a cohort that must succeed; below it the run stops even with ``skip``.
+    loss_limit : largest training loss; a client fails if its loss is larger or not finite.
     """
 
     on_client_failure: Literal["raise", "skip"] = "raise"

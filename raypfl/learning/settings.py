@@ -17,23 +17,28 @@ class TrainingSettings:
 
     Attributes
     ----------
-    epochs, steps : passes over the client's data, or SGD steps if `steps` is given (batches continue over epochs).
-    batch_size : samples per step; the last batch of an epoch may be smaller.
-    smallest_batch : a last batch of fewer samples is left out, unless it is the client's only one. Batch norm needs 2
-        where it normalises vectors or single pixels.
-    optimizer : ``sgd``, another registered one, or your own: ``adam``, ``{name: adamw, beta2: 0.99}``,
-        ``module:Name``. Its memory (momentum, moments) starts at zero in every round.
-    momentum, nesterov : of SGD, as in ``torch.optim.SGD``.
-    lr, weight_decay : of any optimizer, as ``torch.optim`` has them.
-    clip_norm : norm to which each client's gradients are clipped; None: no clipping.
-    schedule : learning rate over rounds: ``constant``; ``exponential`` (times `decay` a round); ``cosine`` (toward 0
-        after the last round); ``step`` (times `gamma` after each round in `milestones`).
-    decay, milestones, gamma : parameters of the schedules ``exponential`` and ``step``.
-    warmup_rounds : rounds over which the rate rises linearly to its scheduled value.
-    precision : ``fp32`` (on GPUs too: without TF32), ``bf16`` (autocast; weights stay fp32) or ``fp64``.
-    channels_last : memory format of image batches where clients train one by one. The network must support it
-        (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: channels last for two-dimensional
-        convolutions if that works, or as timed by ``engine.executor=fastest``.
+    epochs : number of passes over the client's data.
+    steps : number of SGD steps, in place of `epochs`; batches continue from one epoch into the next. None: `epochs`.
+    batch_size : number of samples per step; the last batch of an epoch may be smaller.
+    smallest_batch : smallest number of samples in an epoch's last batch; a smaller one is left out, unless it is the
+        client's only batch. Batch norm needs 2 where it normalises vectors or single pixels.
+    optimizer : ``sgd``, another registered optimizer, or your own: ``adam``, ``{name: adamw, beta2: 0.99}``,
+        ``module:Name``. Its state (momentum, moments) starts at zero in every round.
+    momentum : momentum of SGD, as in ``torch.optim.SGD``.
+    nesterov : whether SGD uses Nesterov momentum, as in ``torch.optim.SGD``.
+    lr : learning rate of the optimizer, as in ``torch.optim``.
+    weight_decay : weight decay of the optimizer, as in ``torch.optim``.
+    clip_norm : largest norm of a client's gradient, which is scaled down to it; None: no clipping.
+    schedule : schedule of the learning rate over rounds: ``constant``; ``exponential`` (times `decay` per round);
+        ``cosine`` (toward 0 after the last round); ``step`` (times `gamma` after each round in `milestones`).
+    decay : factor of the learning rate per round, with the schedule ``exponential``.
+    milestones : rounds after which the learning rate is multiplied by `gamma`, with the schedule ``step``.
+    gamma : factor of the learning rate at each milestone, with the schedule ``step``.
+    warmup_rounds : number of rounds in which the learning rate rises linearly to its scheduled value.
+    precision : ``fp32`` (without TF32, also on GPUs), ``bf16`` (autocast; weights stay fp32) or ``fp64``.
+    channels_last : whether image batches have the channels-last memory format where clients train one by one. The
+        network must support it (``x.flatten(1)``, not ``x.view(len(x), -1)``). None: chosen for two-dimensional
+        convolutions if it works, or by the timing of ``engine.executor=fastest``.
     """
 
     epochs: Annotated[int, unless("steps")] = 1

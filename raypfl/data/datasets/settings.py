@@ -19,16 +19,16 @@ class DataConfig(DataSource):
 
     Attributes
     ----------
-    rare : number of samples below which combinations of labels, for samples with several labels each, count as one
-        combination when a partition allocates samples.
-    pools : samples that belong to no client, by name: the share of the training samples that goes there, or another
-        data set. Methods may ask for ``auxiliary``; pools called ``ood/...`` are test data.
-    test_fraction : share of each client's samples that is held out for test, unless there is a published test split.
-    val_fraction : share of each client's samples that is held out for validation.
+    rare : smallest number of samples with the same combination of labels, for samples with several labels each; rarer
+        combinations count as one when a partition divides the samples.
+    pools : samples that belong to no client, by name: a share of the training samples, or another data set. Methods may
+        need a pool called ``auxiliary``; pools called ``ood/...`` are test data.
+    test_fraction : share of each client's samples held out for testing; a published test split replaces it.
+    val_fraction : share of each client's samples held out for validation.
     unseen_fraction : share of the clients that are never trained.
     cache : folder of the prepared data; None: ``$RAYPFL_CACHE``, or else ``~/.cache/raypfl``.
-    augmentation : random changes of training images, in this order. In YAML: a list whose items are names, or mappings
-        with `name` and options.
+    augmentation : random transformations of training images, in order. In YAML: a list of names, or of mappings with
+        `name` and options.
 
     Raises
     ------

@@ -47,17 +47,15 @@ class DataSource:
 
     Attributes
     ----------
-    name : a registered data set, or ``module:attribute`` of your own: a function or a `Reader` that gets this object,
-        or a :class:`raypfl.data.datasets.Population`.
-    options : the options that only this reader has; in YAML they stand next to `name`. Options that equal the default
-        are dropped.
+    name : a registered data set, or ``module:attribute`` of your own: a function or a `Reader`, called with this
+        object, or a :class:`raypfl.data.datasets.Population`.
+    options : options of the reader; in YAML they stand next to `name`. Options that equal the default are dropped.
     root : folder of the data set's files, for readers that need one; or its address in shared storage, any that
         ``pyarrow.fs`` knows (``s3://...``, ``gs://...``), from which the whole folder is copied into `cache` once.
     download : whether a reader may download a published data set into `root`, if it can.
-    split : use of a published test split. ``auto``: it is divided over the clients class by class, in proportion to
-        their training samples; ``merged``: it joins the training samples first, and each client holds out
-        `test_fraction` of its own.
-    normalise : whose mean and deviation normalise the mini-batches of a pool from another data set: those of the
+    split : use of a published test split: ``auto`` divides it over the clients class by class, in proportion to their
+        training samples; ``merged`` adds it to the training samples first, and each client holds out `test_fraction`.
+    normalise : mean and deviation that normalise the mini-batches of a pool from another data set: those of the
         ``clients``' data, or the pool's ``own``. Evaluation always normalises as for the clients' data.
 
     Raises

@@ -14,13 +14,14 @@ class PrivacySettings:
 
     Attributes
     ----------
-    noise : noise multiplier: the standard deviation of the noise is this times `clip`. 0 clips only; None: no privacy.
-    clip : largest norm of what one unit adds to a sum.
-    delta : of the epsilons that the run reports.
-    unit : what is protected: one ``sample`` of a client, by DP-SGD in local training; or all that a ``client`` sends,
-        by clipping its update and adding noise to the sum on the server.
-    secure_aggregation : whether clients send fixed-point numbers under masks that cancel in the sum over the cohort,
-        so that the server sees sums only. Methods that need more than sums are refused.
+    noise : noise multiplier: the noise has a standard deviation of `noise` times `clip`. 0: clipping only; None: no
+        privacy.
+    clip : largest norm of one unit's contribution to a sum.
+    delta : delta of the (epsilon, delta) guarantee that the run reports.
+    unit : unit of protection: ``sample`` (one sample of a client, by DP-SGD in local training) or ``client`` (all that
+        a client sends, by clipping its update and adding noise to the sum on the server).
+    secure_aggregation : whether clients mask the fixed-point numbers that they send. The masks cancel in the sum over
+        the cohort, so the server sees sums only. Methods that need more than sums are refused.
     """
 
     noise: float | None = None
