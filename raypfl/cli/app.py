@@ -98,7 +98,7 @@ Address = Annotated[
         metavar="URL", help="The cluster's dashboard, http://HEAD:8265; by default $RAY_ADDRESS.", show_default=False
     ),
 ]
-Job = Annotated[str, typer.Argument(metavar="ID", help="The job, as raypfl jobs lists it.", show_default=False)]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job, as raypfl jobs lists it.", show_default=False)]
 Baseline = Annotated[
     str | None,
     typer.Option(
@@ -323,7 +323,7 @@ def jobs(address: Address = None, as_json: Annotated[bool, typer.Option("--json"
 
 @app.command()
 def logs(
-    job: Job, address: Address = None, follow: Annotated[bool, typer.Option(help="Until the job ends.")] = False
+    job: JobId, address: Address = None, follow: Annotated[bool, typer.Option(help="Until the job ends.")] = False
 ) -> None:
     """Print a job's log. With --follow, the exit code is the job's."""
     from raypfl.cli import jobs as command
@@ -332,7 +332,7 @@ def logs(
 
 
 @app.command()
-def stop(job: Job, address: Address = None) -> None:
+def stop(job: JobId, address: Address = None) -> None:
     """Stop a job. Its finished rounds are saved, and submitted again with the same folder it continues."""
     from raypfl.cli import jobs as command
 

@@ -17,7 +17,7 @@ from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.engine.events import Listener
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import last_of_each
-from raypfl.experiment.identity import moved
+from raypfl.experiment.identity import harmless_changes
 from raypfl.integrations.tracking.connection import how_to_look
 from raypfl.integrations.tracking.entries import comparison_metrics, comparison_of, scores_of
 from raypfl.integrations.tracking.listener import MLflowListener
@@ -146,7 +146,7 @@ def _begun(folder: Path, planned: Sequence[Experiment]) -> _Work | None:
     asked = with_checkpoints_apart(planned, folder) if comparison else planned
     for one, inside in zip(asked, folders, strict=True):
         refuse_another(inside, one, description(inside))
-    changes = moved(planned[0], description(folders[0]))
+    changes = harmless_changes(planned[0], description(folders[0]))
     return _work(folder, comparison, changes)
 
 

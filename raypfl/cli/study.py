@@ -24,13 +24,13 @@ from raypfl.results.display.console import RunLine, view, warner
 from raypfl.results.display.outcome import nearby
 from raypfl.runs.result import Result, is_finished
 from raypfl.studies import layout
-from raypfl.studies.cells import Cell, plan, select, stated
+from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
 from raypfl.studies.deviations import deviations
-from raypfl.studies.entries import Entry, as_rows, cell_table, entries, entry_table
+from raypfl.studies.entries import TableEntry, cell_table, entry_rows, entry_table, table_entries
 from raypfl.studies.picture import draw
 from raypfl.studies.running import run
-from raypfl.studies.worker import FAILED, FINISHED, STOPPED, Outcome
+from raypfl.studies.worker import FAILED, FINISHED, STOPPED, CellOutcome
 
 FILES = ("table.md", "table.tex", "table.csv", "table.parquet", "cells.parquet", "table.png")
 
@@ -54,7 +54,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     study = select(study, only)
     cells = plan(study, assignments)
     published = _published(reference, assignments)
-    study = study.model_copy(update={"choices": stated(study, cells)})
+    study = study.model_copy(update={"choices": choices_with_values(study, cells)})
     _refuse_missing_data([cell for cell in cells if not is_finished(cell.folder)])
     folder = Path(cells[0].experiment.output).absolute() / study.name
     words = ["raypfl", "study", source, *assignments, *(["--only", ",".join(only)] if only else [])]
@@ -65,7 +65,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
         outcomes = _run(cells, tracked, progress, quiet)
         results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
         if results:
-            measured = entries(study, reference, cells, results)
+            measured = table_entries(study, reference, cells, results)
             departures = deviations(reference, study, cells, published, results)
             page = layout.markdown(study, reference.published, measured, departures)
             _write(folder, study.name, page, measured, cell_table(cells, results))
@@ -74,14 +74,14 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
             for name in FILES:
                 tracked.attach(folder / name)
             if as_json:
-                table = {"entries": as_rows(measured), "deviations": departures}
+                table = {"entries": entry_rows(measured), "deviations": departures}
                 print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
             else:
                 _show(study, reference, measured, departures, folder)
         _raise_for(outcomes, cells, to_continue)
 
 
-def _published(reference: Study, assignments: Sequence[str]) -> list[Cell]:
+def _published(reference: Study, assignments: Sequence[str]) -> list[StudyCell]:
     """The cells as the study's file has them; with the assignments if it has none without them, as for a data set
     whose folder is named on the command line."""
     try:
@@ -90,13 +90,13 @@ def _published(reference: Study, assignments: Sequence[str]) -> list[Cell]:
         return plan(reference, assignments)
 
 
-def _refuse_missing_data(cells: Sequence[Cell]) -> None:
+def _refuse_missing_data(cells: Sequence[StudyCell]) -> None:
     """Raise a ConfigError, with a sentence for each data set that cannot be read, before any cell runs."""
-    readers: dict[str, list[Cell]] = {}
+    readers: dict[str, list[StudyCell]] = {}
     for cell in cells:
         readers.setdefault(str(cell.experiment.data), []).append(cell)
 
-    problems: dict[str, list[Cell]] = {}
+    problems: dict[str, list[StudyCell]] = {}
     for those in readers.values():
         experiment = those[0].experiment
         try:
@@ -110,12 +110,12 @@ def _refuse_missing_data(cells: Sequence[Cell]) -> None:
         raise ConfigError("\n".join([*lines, hint]))
 
 
-def _counted(some: Sequence[Cell], cells: Sequence[Cell]) -> str:
+def _counted(some: Sequence[StudyCell], cells: Sequence[StudyCell]) -> str:
     blocks = ", ".join(dict.fromkeys(cell.down for cell in some if cell.down))
     return f"{len(some)} of {len(cells)} cells" + (f" ({blocks})" if blocks else "")
 
 
-def _run(cells: Sequence[Cell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[Outcome]:
+def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[CellOutcome]:
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lines = [RunLine(cell.label, cell.experiment.rounds, colour(methods.index(cell.method))) for cell in cells]
     for line, cell in zip(lines, cells, strict=True):
@@ -132,10 +132,10 @@ def _run(cells: Sequence[Cell], tracked: MLflowListener, progress: Console, quie
 
             return run(cells, listen)
     except KeyboardInterrupt:  # between two cells, or a second one
-        return [Outcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
+        return [CellOutcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
 
 
-def _write(folder: Path, name: str, page: str, measured: Sequence[Entry], cells: pa.Table) -> None:
+def _write(folder: Path, name: str, page: str, measured: Sequence[TableEntry], cells: pa.Table) -> None:
     """Write the tables and the figure."""
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "table.md", page)
@@ -147,7 +147,9 @@ def _write(folder: Path, name: str, page: str, measured: Sequence[Entry], cells:
     draw(measured, name, folder / "table.png")
 
 
-def _show(study: Study, reference: Study, measured: Sequence[Entry], departures: Sequence[str], folder: Path) -> None:
+def _show(
+    study: Study, reference: Study, measured: Sequence[TableEntry], departures: Sequence[str], folder: Path
+) -> None:
     console = Console()
     layout.show(console, study, reference.published, measured, departures)
     console.print()
@@ -155,7 +157,7 @@ def _show(study: Study, reference: Study, measured: Sequence[Entry], departures:
         console.print(Text(str(nearby(folder / name))), soft_wrap=True)
 
 
-def _raise_for(outcomes: Sequence[Outcome], cells: Sequence[Cell], to_continue: str) -> None:
+def _raise_for(outcomes: Sequence[CellOutcome], cells: Sequence[StudyCell], to_continue: str) -> None:
     failed = [f"{cell.label}: {one.error}" for cell, one in zip(cells, outcomes, strict=True) if one.status == FAILED]
     finished = sum(one.status == FINISHED for one in outcomes)
     summary = f"{finished} of {len(outcomes)} cells are finished. {to_continue}"

@@ -12,7 +12,7 @@ from raypfl.experiment.assignments import parse_assignments
 from raypfl.experiment.components import unknown_option
 from raypfl.experiment.effects import assign_all, require_effect
 from raypfl.experiment.experiment import Experiment
-from raypfl.experiment.validation import listed
+from raypfl.experiment.validation import one_message
 from raypfl.experiment.yaml_text import read
 
 _PER_METHOD = ("training", "model", "cohort", "rounds")
@@ -84,7 +84,7 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
             "{training.lr: 0.05}."
         )
     values = base.replace(method={key: value for key, value in method.items() if key != "settings"}).to_dict()
-    changes = paths_of(settings)
+    changes = setting_paths(settings)
     for path, _ in changes:
         if path[0] not in _PER_METHOD:
             raise ConfigError(
@@ -98,7 +98,7 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
         raise ConfigError(f"With the settings of method {name!r}: {error}") from None
 
 
-def paths_of(settings: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
+def setting_paths(settings: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
     """Paths and values of settings that are nested or have dotted keys, shorter paths first.
 
     A section is taken key by key or, if it has a name, as a whole.
@@ -137,7 +137,7 @@ def _with_options(compared: list[Experiment], options: list[tuple[list[str], Any
         used |= {name for name in method if ("method", name) not in refusals}
         changed.append(experiment.replace(**values))
     if sentences := [sentence for name, sentence in idle.items() if name not in used]:
-        raise ConfigError(listed(sentences, "The experiment"))
+        raise ConfigError(one_message(sentences, "The experiment"))
     return changed
 
 

@@ -16,8 +16,8 @@ from raypfl.common.component import undefined
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.data import PARTITIONS, Partition
-from raypfl.experiment.hints import elsewhere
-from raypfl.experiment.validation import Mistakes, booleans, sentences
+from raypfl.experiment.hints import suggestion
+from raypfl.experiment.validation import Mistakes, boolean_mistakes, validation_mistakes
 from raypfl.learning.augmentation import AUGMENTATIONS, Augmentation
 from raypfl.learning.objectives import METRICS, OBJECTIVES, Metric, Objective
 from raypfl.learning.optimizers import OPTIMIZERS, LocalOptimizer
@@ -56,12 +56,12 @@ def build(base: type, value: Any, where: str = "") -> Any:
     registry = _REGISTRIES[base]
     where = where or registry.kind
     if isinstance(value, type) and issubclass(value, base):
-        return call(value, value.__name__, {}, where)
+        return instantiate(value, value.__name__, {}, where)
     name, options = name_and_options(value, where, _DEFAULTS.get(base))
     entry = look_up(registry, name)
     if not (isinstance(entry, type) and issubclass(entry, base)):
         raise ValueError(f"{where} is {name!r}, which is not a subclass of {base.__name__}.")
-    return call(entry, name, options, where)
+    return instantiate(entry, name, options, where)
 
 
 def describe(value: Any) -> dict[str, Any] | None:
@@ -97,7 +97,7 @@ def look_up(registry: Registry, name: str) -> Callable[..., Any]:
         raise ValueError(str(error)) from None
 
 
-def call(entry: Callable[..., Any], name: str, options: dict[str, Any], where: str) -> Any:
+def instantiate(entry: Callable[..., Any], name: str, options: dict[str, Any], where: str) -> Any:
     """What `entry` returns for `options`, which are checked first; raises as `build` does."""
     options = checked_options(entry, name, options, where)
     if missing := undefined(entry):
@@ -139,14 +139,16 @@ def checked_options(
     lines = [
         line
         for key, value in given.items()
-        for line in booleans(model.model_fields[key].annotation, value, f"{where}.{key}")
+        for line in boolean_mistakes(model.model_fields[key].annotation, value, f"{where}.{key}")
     ]
     if lines:
         raise Mistakes(lines)
     try:
         valid = model(**options)
     except ValidationError as error:
-        lines = sentences(error, lambda path: unknown_option(str(path[-1]), name, known, entry, where=where), (where,))
+        lines = validation_mistakes(
+            error, lambda path: unknown_option(str(path[-1]), name, known, entry, where=where), (where,)
+        )
         raise Mistakes(lines) from None
     return {key: getattr(valid, key) for key in options}
 
@@ -177,7 +179,7 @@ def unknown_option(
             kind = f"{type(value).__name__} = {value!r}"
             has = f"{entry.__name__} has {option}, but without a type"
             return f"is no option yet: {has}; write `{option}: {kind}` in the class."
-    if hint := elsewhere(option, where):
+    if hint := suggestion(option, where):
         return f"is not an option of {name}; {hint}"
     return f"is not an option of {name}" + (f"; {did_you_mean(option, known)}" if known else ", which has none.")
 

@@ -22,15 +22,15 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.registry import Registry
 from raypfl.data import Partition
 from raypfl.experiment.assignments import assign
-from raypfl.experiment.reads import never_read
 from raypfl.experiment.sections import COMPONENTS, SECTIONS
-from raypfl.experiment.validation import listed
+from raypfl.experiment.unread_options import unread_options
+from raypfl.experiment.validation import one_message
 from raypfl.methods import Method
 
-Path = tuple[str, ...]
+SettingPath = tuple[str, ...]
 
 
-class Idle(NamedTuple):
+class IdleSetting(NamedTuple):
     """A setting without effect.
 
     Attributes
@@ -40,19 +40,19 @@ class Idle(NamedTuple):
     sentence : says so, and how to mend it.
     """
 
-    path: Path
+    path: SettingPath
     is_default: bool
-    depends_on: Path
+    depends_on: SettingPath
     sentence: str
 
 
-def refused(values: Mapping[str, Any], given: Collection[Path] = ()) -> dict[Path, str]:
+def refused_settings(values: Mapping[str, Any], given: Collection[SettingPath] = ()) -> dict[SettingPath, str]:
     """A sentence for each idle setting that is refused, by its path.
 
     Parameters
     ----------
     values : a description in plain values, as YAML has it.
-    given : the paths that were set on purpose, see :func:`given_in`.
+    given : the paths that were set on purpose, see :func:`paths_set_in`.
     """
     sentences = {}
     for setting in _idle(values):
@@ -62,9 +62,9 @@ def refused(values: Mapping[str, Any], given: Collection[Path] = ()) -> dict[Pat
     return sentences
 
 
-def given_in(values: Mapping[str, Any]) -> set[Path]:
+def paths_set_in(values: Mapping[str, Any]) -> set[SettingPath]:
     """The paths that a description sets in plain values."""
-    paths: set[Path] = set()
+    paths: set[SettingPath] = set()
     for section, inside in values.items():
         if isinstance(inside, Mapping):
             paths |= {(section, str(key)) for key in inside}
@@ -73,7 +73,7 @@ def given_in(values: Mapping[str, Any]) -> set[Path]:
     return paths
 
 
-def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], Any]]) -> dict[Path, str]:
+def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], Any]]) -> dict[SettingPath, str]:
     """Assign to a description, in place, and drop the inherited settings to which that leaves no effect.
 
     Returns
@@ -86,16 +86,16 @@ def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], An
         assign(values, path, value)
     given = {tuple(path) for path, _ in pairs}
     drop_idle(values, given | idle_before)
-    return {path: sentence for path, sentence in refused(values, given).items() if _is_in(path, given)}
+    return {path: sentence for path, sentence in refused_settings(values, given).items() if _is_in(path, given)}
 
 
-def require_effect(sentences: Mapping[Path, str]) -> None:
+def require_effect(sentences: Mapping[SettingPath, str]) -> None:
     """Raise a ConfigError with these sentences, if there are some."""
     if sentences:
-        raise ConfigError(listed(list(sentences.values()), "The experiment"))
+        raise ConfigError(one_message(list(sentences.values()), "The experiment"))
 
 
-def drop_idle(values: dict[str, Any], given: Collection[Path] = ()) -> None:
+def drop_idle(values: dict[str, Any], given: Collection[SettingPath] = ()) -> None:
     """Drop the idle settings of a description, in place, except those that were `given` on purpose."""
     for setting in list(_idle(values)):
         if not _is_in(setting.path, given):
@@ -106,12 +106,12 @@ def drop_idle(values: dict[str, Any], given: Collection[Path] = ()) -> None:
             del inside[setting.path[-1]]
 
 
-def _is_in(path: Path, given: Collection[Path]) -> bool:
+def _is_in(path: SettingPath, given: Collection[SettingPath]) -> bool:
     """Whether a path, or a section that it is in, was given."""
     return any(path[: depth + 1] in given for depth in range(len(path)))
 
 
-def _idle(values: Mapping[str, Any]) -> Iterator[Idle]:
+def _idle(values: Mapping[str, Any]) -> Iterator[IdleSetting]:
     for section, kind in SECTIONS.items():
         yield from _idle_in((section,), kind, values)
     for path, (registry, default) in COMPONENTS.items():
@@ -124,7 +124,7 @@ def _idle(values: Mapping[str, Any]) -> Iterator[Idle]:
                 yield from _undivided(path, entry, values)
 
 
-def _idle_in(section: Path, kind: type, values: Mapping[str, Any]) -> Iterator[Idle]:
+def _idle_in(section: SettingPath, kind: type, values: Mapping[str, Any]) -> Iterator[IdleSetting]:
     """The idle ones of the settings that a class declares."""
     inside = _at(values, section)
     if not isinstance(inside, Mapping):
@@ -138,21 +138,21 @@ def _idle_in(section: Path, kind: type, values: Mapping[str, Any]) -> Iterator[I
             value = _value_at(values, other, kind)
             if not _holds(condition, value):
                 path = (*section, name)
-                yield Idle(path, is_default, other, _sentence(path, inside[name], other, value, condition))
+                yield IdleSetting(path, is_default, other, _sentence(path, inside[name], other, value, condition))
                 break
 
 
-def _unread(section: Path, method: Any, values: Mapping[str, Any]) -> Iterator[Idle]:
+def _unread(section: SettingPath, method: Any, values: Mapping[str, Any]) -> Iterator[IdleSetting]:
     inside = _at(values, section)
     if not isinstance(inside, Mapping):
         return
     changed = [name for name in inside if _plain(inside[name]) != _plain(_default(method, name, inside[name]))]
-    for name in changed and never_read(method).intersection(changed):
+    for name in changed and unread_options(method).intersection(changed):
         said = f"method.{name} is {_said(inside[name])}, which nothing that {method.__name__} does in a run reads"
-        yield Idle((*section, name), False, (), f"{said}; read self.{name}, or leave it out.")
+        yield IdleSetting((*section, name), False, (), f"{said}; read self.{name}, or leave it out.")
 
 
-def _undivided(section: Path, partition: type[Partition], values: Mapping[str, Any]) -> Iterator[Idle]:
+def _undivided(section: SettingPath, partition: type[Partition], values: Mapping[str, Any]) -> Iterator[IdleSetting]:
     """All of a partition, if the data are a population."""
     data = _at(values, ("data",))
     population = _entry(*COMPONENTS["data",], data)
@@ -165,17 +165,17 @@ def _undivided(section: Path, partition: type[Partition], values: Mapping[str, A
         default = COMPONENTS[section][1] if name == "name" else _default(partition, name, value)
         path = (*section, name)
         sentence = _sentence(path, value, other, data["name"], condition)
-        yield Idle(path, _plain(value) == _plain(default), other, sentence)
+        yield IdleSetting(path, _plain(value) == _plain(default), other, sentence)
 
 
-def _sentence(path: Path, value: Any, other: Path, others: Any, condition: Condition) -> str:
+def _sentence(path: SettingPath, value: Any, other: SettingPath, others: Any, condition: Condition) -> str:
     name = ".".join(path)
     governor = ".".join(other)
     mend = condition.mend.replace("{other}", governor).replace("{this}", name)
     return f"{name} is {_said(value)}, which has no effect while {governor} is {_said(others)}; {mend}."
 
 
-def _governor(section: Path, condition: Condition) -> Path:
+def _governor(section: SettingPath, condition: Condition) -> SettingPath:
     if "." in condition.setting:
         return tuple(condition.setting.split("."))
     return (*section, condition.setting)
@@ -188,7 +188,7 @@ def _holds(condition: Condition, value: Any) -> bool:
         return True
 
 
-def _value_at(values: Mapping[str, Any], path: Path, kind: type) -> Any:
+def _value_at(values: Mapping[str, Any], path: SettingPath, kind: type) -> Any:
     """A setting, or its default in the class `kind` of its section."""
     inside = _at(values, path[:-1])
     if isinstance(inside, Mapping) and path[-1] in inside:
@@ -198,7 +198,7 @@ def _value_at(values: Mapping[str, Any], path: Path, kind: type) -> Any:
     return _default(SECTIONS.get(path[0], kind), path[-1])
 
 
-def _at(values: Mapping[str, Any], path: Path) -> Any:
+def _at(values: Mapping[str, Any], path: SettingPath) -> Any:
     """What is at a path; an empty mapping where there is nothing, and for a name alone."""
     inside: Any = values
     for key in path:

@@ -39,8 +39,8 @@ from raypfl.experiment.components import (
     name_and_options,
     options_of,
 )
-from raypfl.experiment.effects import assign_all, drop_idle, given_in, refused, require_effect
-from raypfl.experiment.hints import elsewhere
+from raypfl.experiment.effects import assign_all, drop_idle, paths_set_in, refused_settings, require_effect
+from raypfl.experiment.hints import suggestion
 from raypfl.experiment.limits import (
     cohort_mistakes,
     evaluation_mistakes,
@@ -50,7 +50,7 @@ from raypfl.experiment.limits import (
     training_mistakes,
 )
 from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
-from raypfl.experiment.validation import Mistakes, booleans, listed, sentences
+from raypfl.experiment.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read, write
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import Classification, Metric, Objective
@@ -237,10 +237,10 @@ class Experiment(BaseModel):
             with framed():
                 experiment = validate(values)
         except ValidationError as error:
-            raise ConfigError(listed(sentences(error, _unknown), "The experiment")) from None
-        given = given_in(values) if isinstance(values, dict) else ()
-        if lines := [*experiment._contradictions(), *refused(experiment.to_dict(), given).values()]:
-            raise ConfigError(listed(lines, "The experiment"))
+            raise ConfigError(one_message(validation_mistakes(error, _unknown), "The experiment")) from None
+        given = paths_set_in(values) if isinstance(values, dict) else ()
+        if lines := [*experiment._contradictions(), *refused_settings(experiment.to_dict(), given).values()]:
+            raise ConfigError(one_message(lines, "The experiment"))
         return experiment
 
     @field_validator("ray", mode="before")
@@ -258,7 +258,7 @@ class Experiment(BaseModel):
     def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
         given = vars(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-        if lines := booleans(cls.model_fields[name].annotation, given, name):
+        if lines := boolean_mistakes(cls.model_fields[name].annotation, given, name):
             raise Mistakes(lines)
         return value
 
@@ -283,9 +283,9 @@ class Experiment(BaseModel):
 def _unknown(path: tuple[int | str, ...]) -> str:
     *sections, key = [str(part) for part in path]
     if sections:
-        hint = elsewhere(key, sections[0]) or did_you_mean(key, _keys(sections[0]))
+        hint = suggestion(key, sections[0]) or did_you_mean(key, _keys(sections[0]))
         return f"is not a setting of {sections[0]}; {hint}"
-    hint = elsewhere(key) or did_you_mean(key, Experiment.model_fields)
+    hint = suggestion(key) or did_you_mean(key, Experiment.model_fields)
     return f"is not a setting of an experiment; {hint}"
 
 

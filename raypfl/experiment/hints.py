@@ -55,7 +55,7 @@ _NAMED = 5
 """Components that a hint names at most."""
 
 
-def elsewhere(key: str, section: str = "") -> str:
+def suggestion(key: str, section: str = "") -> str:
     """``"did you mean 'training.lr'?"`` for a key that a section lacks; empty if nothing else has it.
 
     Settings come first, then other components of the section (``"mlp has it."``), then components of other sections.

@@ -14,7 +14,7 @@ _STAYS = ("name", "output", "checkpoint.location")
 """Where a run is: no change of it continues the run."""
 
 
-def deciding(experiment: Experiment) -> dict[str, Any]:
+def deciding_settings(experiment: Experiment) -> dict[str, Any]:
     """Everything in a description that may change its result."""
     values = {key: value for key, value in experiment.to_dict().items() if key not in _NO_EFFECT}
     data = {key: value for key, value in values["data"].items() if key not in ("cache", "download")}
@@ -26,7 +26,7 @@ def deciding(experiment: Experiment) -> dict[str, Any]:
 
 def differences(asked: Experiment, begun: Experiment) -> list[str]:
     """The settings of a begun run by which its result is not the one asked for; what was left open may be settled."""
-    wanted, there = flatten(deciding(asked)), flatten(deciding(begun))
+    wanted, there = flatten(deciding_settings(asked)), flatten(deciding_settings(begun))
     settled = []
     if asked.objective is None:
         settled.append("objective")
@@ -43,10 +43,10 @@ def differences(asked: Experiment, begun: Experiment) -> list[str]:
     ]
 
 
-def moved(asked: Experiment, begun: Experiment) -> list[str]:
+def harmless_changes(asked: Experiment, begun: Experiment) -> list[str]:
     """Assignments with which a started run continues as requested now, with the same result."""
     wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
-    kept = {*flatten(deciding(asked)), *_STAYS}
+    kept = {*flatten(deciding_settings(asked)), *_STAYS}
     return [
         f"{key}={json.dumps(value)}" for key, value in wanted.items() if value != there.get(key) and key not in kept
     ]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 
-Path = tuple[int | str, ...]
+KeyPath = tuple[int | str, ...]
 
 _EXPECTED = {
     "int": "a whole number",
@@ -34,7 +34,7 @@ class Mistakes(ValueError):
         self.lines = list(lines)
 
 
-def sentences(error: ValidationError, unknown: Callable[[Path], str], prefix: Path = ()) -> list[str]:
+def validation_mistakes(error: ValidationError, unknown: Callable[[KeyPath], str], prefix: KeyPath = ()) -> list[str]:
     """One sentence for each mistake.
 
     Parameters
@@ -45,14 +45,14 @@ def sentences(error: ValidationError, unknown: Callable[[Path], str], prefix: Pa
     return [line for detail in error.errors() for line in _sentence(detail, unknown, prefix)]
 
 
-def listed(lines: list[str], subject: str) -> str:
+def one_message(lines: list[str], subject: str) -> str:
     """A single sentence unchanged, several as a list; a traceback is below its sentence."""
     if len(lines) == 1:
         return lines[0]
     return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *(indent(line, "    ").lstrip() for line in lines)])
 
 
-def booleans(hint: Any, value: Any, where: str) -> list[str]:
+def boolean_mistakes(hint: Any, value: Any, where: str) -> list[str]:
     """A sentence for each true or false in place of a number, for which pydantic would take 1 or 0.
 
     Parameters
@@ -72,7 +72,7 @@ def booleans(hint: Any, value: Any, where: str) -> list[str]:
             inside += [(arguments[1], inner, f"{where}.{key}") for key, inner in value.items()]
         elif arguments and get_origin(kind) is not dict and isinstance(value, list | tuple):
             inside += [(arguments[0], inner, f"{where}[{i}]") for i, inner in enumerate(value)]
-    return [line for part in inside for line in booleans(*part)]
+    return [line for part in inside for line in boolean_mistakes(*part)]
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _sentence(detail: Any, unknown: Callable[[Path], str], prefix: Path) -> list[str]:
+def _sentence(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) -> list[str]:
     kind, path = detail["type"], (*prefix, *detail["loc"])
     # ("training", "milestones", 0) is training.milestones[0].
     dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

@@ -12,7 +12,7 @@ from raypfl.data.datasets.population import is_described
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
-from raypfl.experiment.identity import deciding, is_in
+from raypfl.experiment.identity import deciding_settings, is_in
 from raypfl.experiment.settings import ModelSettings
 from raypfl.results.units import Unit
 from raypfl.runs.result import Result
@@ -219,7 +219,7 @@ def _deciding(experiment: Experiment) -> dict[str, Any]:
         apart.append("model.weights")  # a file that follows from the other settings
     if is_described(experiment.data):
         apart.append("partition")
-    found = flatten(deciding(experiment))
+    found = flatten(deciding_settings(experiment))
     return {key: value for key, value in found.items() if not any(is_in(key, one) for one in apart)}
 
 

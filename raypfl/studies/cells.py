@@ -14,17 +14,17 @@ from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, flatten, parse_assignments
-from raypfl.experiment.effects import drop_idle, given_in
-from raypfl.experiment.identity import deciding
+from raypfl.experiment.effects import drop_idle, paths_set_in
+from raypfl.experiment.identity import deciding_settings
 from raypfl.experiment.limits import aggregates
-from raypfl.studies.description import Setting, Study, is_source, merged, plain_label
+from raypfl.studies.description import Study, Variation, is_source, merged, plain_label
 
 _STATED = re.compile(r"\{([^{}]+) ([\w.]+)\}")
 """In a choice: the value of a setting in a method's cells."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """One run of a study.
 
     Attributes
@@ -58,7 +58,7 @@ class Cell:
 
 def identity(experiment: Experiment) -> str:
     """Twelve hexadecimal digits, a hash of everything in a description that may change its result."""
-    text = json.dumps(deciding(experiment), sort_keys=True, default=str)
+    text = json.dumps(deciding_settings(experiment), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -87,7 +87,7 @@ def select(study: Study, only: Iterable[str]) -> Study:
     return study.model_copy(update=chosen)
 
 
-def plan(study: Study, assignments: Sequence[str] = ()) -> list[Cell]:
+def plan(study: Study, assignments: Sequence[str] = ()) -> list[StudyCell]:
     """The cells to run, all methods and settings of one seed before the next seed.
 
     Parameters
@@ -114,7 +114,7 @@ def plan(study: Study, assignments: Sequence[str] = ()) -> list[Cell]:
     return sorted(cells, key=lambda cell: cell.experiment.seed)
 
 
-def stated(study: Study, cells: Sequence[Cell]) -> list[str]:
+def choices_with_values(study: Study, cells: Sequence[StudyCell]) -> list[str]:
     """The study's choices with the values that its cells have; without those on methods that are not run.
 
     Raises
@@ -168,15 +168,15 @@ def _relocated(data: Any, datasets: Mapping[str, Any]) -> Any:
     return merged(described, place if isinstance(place, Mapping) else {"root": place})
 
 
-def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> list[Cell]:
+def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> list[StudyCell]:
     """The cells of all methods and seeds in one setting."""
     values: dict[str, Any] = {"name": study.name, "seeds": study.seeds, **study.experiment}
     described = dict(study.methods)
-    settings = study.down.get(down, Setting()), study.across.get(across, Setting())
+    settings = study.down.get(down, Variation()), study.across.get(across, Variation())
     for setting in settings:
         values = merged(values, setting.experiment)
         if setting.experiment:  # what the study gives all settings may have no effect in this one
-            drop_idle(values, given_in(setting.experiment))
+            drop_idle(values, paths_set_in(setting.experiment))
         described |= {
             label: merged(described[label], change) for label, change in setting.methods.items() if label in described
         }
@@ -184,10 +184,10 @@ def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> 
         values = values | {"data": _relocated(values["data"], study.datasets)}
     planned = experiments(values | {"methods": list(described.values())}, assignments)
     seeds = len(planned) // len(described)
-    return [Cell([*described][i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
+    return [StudyCell([*described][i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
 
 
-def _require_metrics(study: Study, cell: Cell) -> None:
+def _require_metrics(study: Study, cell: StudyCell) -> None:
     experiment = cell.experiment
     protocols, masks = experiment.evaluation.protocols, experiment.evaluation.masks
     known = aggregates(experiment.objective, experiment.evaluation.metrics)

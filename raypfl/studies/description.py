@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.experiment.validation import Mistakes, booleans, listed, sentences
+from raypfl.experiment.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read
 from raypfl.studies import STUDIES
 
@@ -21,26 +21,26 @@ _DASHES = {"–", "—", "-"}
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*±\s*(\d+(?:\.\d+)?))?")
 
 
-class Quoted(NamedTuple):
+class PublishedNumber(NamedTuple):
     """A published number in percent, and the number after its ±."""
 
     value: float
     spread: float | None = None
 
 
-class _Part(BaseModel):
+class _StudyPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @field_validator("*", mode="before")
     @classmethod
     def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
-        if lines := booleans(cls.model_fields[name].annotation, value, name):
+        if lines := boolean_mistakes(cls.model_fields[name].annotation, value, name):
             raise Mistakes(lines)
         return value
 
 
-class Metric(_Part):
+class MetricColumn(_StudyPart):
     """A column of the table.
 
     Attributes
@@ -60,14 +60,14 @@ class Metric(_Part):
     down: list[str] | None = None
 
 
-class Setting(_Part):
+class Variation(_StudyPart):
     """What a block or a group of columns changes: parts of the experiment, and options of methods by their labels."""
 
     experiment: dict[str, Any] = Field(default_factory=dict)
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
-class Published(_Part):
+class PublishedTable(_StudyPart):
     """Numbers of the paper.
 
     Attributes
@@ -83,7 +83,7 @@ class Published(_Part):
     rows: dict[str, Any]
 
 
-class Study(_Part):
+class Study(_StudyPart):
     """A grid of methods, settings and seeds.
 
     Attributes
@@ -103,13 +103,13 @@ class Study(_Part):
     name: str
     experiment: dict[str, Any] = Field(default_factory=dict)
     methods: dict[str, Any]
-    down: dict[str, Setting] = Field(default_factory=dict)
-    across: dict[str, Setting] = Field(default_factory=dict)
-    metrics: dict[str, Metric]
+    down: dict[str, Variation] = Field(default_factory=dict)
+    across: dict[str, Variation] = Field(default_factory=dict)
+    metrics: dict[str, MetricColumn]
     datasets: dict[str, Any] = Field(default_factory=dict)
     seeds: int = Field(default=1, ge=1)
     choices: list[str] = Field(default_factory=list)
-    published: Published | None = None
+    published: PublishedTable | None = None
 
     @property
     def columns(self) -> list[tuple[str, str]]:
@@ -129,7 +129,7 @@ class Study(_Part):
         rows = self.published.rows if self.published else {}
         return rows if self.down else {"": rows}
 
-    def quoted(self, method: str, down: str, across: str, metric: str) -> Quoted | None:
+    def quoted(self, method: str, down: str, across: str, metric: str) -> PublishedNumber | None:
         """The published number there, if there is one."""
         rows = self.published_blocks.get(down, {})
         if method not in rows or (across, metric) not in self.columns:
@@ -203,15 +203,20 @@ def _checked(source: str, values: dict[str, Any]) -> Study:
     try:
         study = Study(**values)
     except ValidationError as error:
-        raise ConfigError(listed(sentences(error, _unknown), f"The study {source}")) from None
+        raise ConfigError(one_message(validation_mistakes(error, _unknown), f"The study {source}")) from None
     if lines := [*_label_mistakes(study), *_option_mistakes(study), *_published_mistakes(study)]:
-        raise ConfigError(listed(lines, f"The study {source}"))
+        raise ConfigError(one_message(lines, f"The study {source}"))
     return study
 
 
 def _unknown(path: tuple[int | str, ...]) -> str:
     key = str(path[-1])
-    parts: dict[str, type[BaseModel]] = {"metrics": Metric, "down": Setting, "across": Setting, "published": Published}
+    parts: dict[str, type[BaseModel]] = {
+        "metrics": MetricColumn,
+        "down": Variation,
+        "across": Variation,
+        "published": PublishedTable,
+    }
     part = parts.get(str(path[0]), Study) if len(path) > 1 else Study
     where = "a study" if part is Study else f"what a study has in {path[0]}"
     known = [*part.model_fields, "extends"] if part is Study else part.model_fields
@@ -282,10 +287,10 @@ def _entry_mistakes(where: str, row: Any, columns: Sequence[tuple[str, ...]]) ->
             yield f"{where} has {entry!r}; an entry is a number, '66.40 ± 3.13', or '–' if there is none."
 
 
-def _parsed(entry: Any) -> Quoted | None:
+def _parsed(entry: Any) -> PublishedNumber | None:
     text = str(entry).strip()
     if text in _DASHES:
         return None
     if not (found := _NUMBER.fullmatch(text)):
         raise ValueError(text)
-    return Quoted(float(found[1]), None if found[2] is None else float(found[2]))
+    return PublishedNumber(float(found[1]), None if found[2] is None else float(found[2]))

@@ -7,7 +7,7 @@ from typing import Any
 
 from raypfl.experiment.assignments import flatten
 from raypfl.runs.result import Result
-from raypfl.studies.cells import Cell
+from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
 
 _NO_DEVIATION = {
@@ -24,7 +24,11 @@ Position = tuple[str, str, str]
 
 
 def deviations(
-    reference: Study, study: Study, cells: Sequence[Cell], planned: Sequence[Cell], results: Mapping[int, Result]
+    reference: Study,
+    study: Study,
+    cells: Sequence[StudyCell],
+    planned: Sequence[StudyCell],
+    results: Mapping[int, Result],
 ) -> list[str]:
     """A sentence for every departure; none if the whole table was measured as published.
 
@@ -55,7 +59,7 @@ def _extent(reference: Study, study: Study) -> list[str]:
     return lines
 
 
-def _settings(cells: Sequence[Cell], planned: Sequence[Cell]) -> list[str]:
+def _settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
     published = _of_first_seed(planned)
     here = {position: values for position, values in _of_first_seed(cells).items() if position in published}
     changed: dict[tuple[str, str, str], list[Position]] = {}
@@ -69,9 +73,9 @@ def _settings(cells: Sequence[Cell], planned: Sequence[Cell]) -> list[str]:
     ]
 
 
-def _of_first_seed(cells: Sequence[Cell]) -> dict[Position, dict[str, Any]]:
+def _of_first_seed(cells: Sequence[StudyCell]) -> dict[Position, dict[str, Any]]:
     """The settings that count at each position, by their dotted paths."""
-    first: dict[Position, Cell] = {}
+    first: dict[Position, StudyCell] = {}
     for cell in cells:
         first.setdefault(cell.position, cell)
     return {position: _protocol(cell.experiment.to_dict()) for position, cell in first.items()}
@@ -96,7 +100,7 @@ def _scope(positions: list[Position], everywhere: list[Position]) -> str:
     return f" (in {len(positions)} of {len(everywhere)} rows of results)"
 
 
-def _unfinished(cells: Sequence[Cell], results: Mapping[int, Result]) -> list[str]:
+def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, Result]) -> list[str]:
     lines = []
     if left := len(cells) - len(results):
         lines.append(f"{left} of {len(cells)} cells are not finished, so the means do not include them.")

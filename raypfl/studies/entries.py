@@ -12,12 +12,12 @@ import pyarrow as pa
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.results.units import Unit
 from raypfl.runs.result import Result
-from raypfl.studies.cells import Cell
-from raypfl.studies.description import Metric, Quoted, Study
+from raypfl.studies.cells import StudyCell
+from raypfl.studies.description import MetricColumn, PublishedNumber, Study
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """One entry of the table; shares in percent.
 
     Attributes
@@ -38,7 +38,7 @@ class Entry:
     values: tuple[float, ...]
     within: tuple[float, ...]
     missing: int
-    published: Quoted | None
+    published: PublishedNumber | None
     spread_over: str
     label: str = "accuracy (%)"
 
@@ -76,7 +76,9 @@ class Entry:
         return self.spread - theirs
 
 
-def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapping[int, Result]) -> list[Entry]:
+def table_entries(
+    study: Study, reference: Study, cells: Sequence[StudyCell], results: Mapping[int, Result]
+) -> list[TableEntry]:
     """The table's entries, row by row.
 
     Parameters
@@ -96,7 +98,7 @@ def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapp
             unit = Unit(measures.of(value) if value in measures.aggregates else measures.primary)
             of_primary = value in (measures.primary.name, *OF_PRIMARY)
             found.append(
-                Entry(
+                TableEntry(
                     *position,
                     metric=heading,
                     values=tuple(unit.of(_means(tested, value))),
@@ -111,7 +113,7 @@ def entries(study: Study, reference: Study, cells: Sequence[Cell], results: Mapp
     return sorted(found, key=lambda one: (downs.index(one.down), methods.index(one.method)))
 
 
-def _rows(result: Result, metric: Metric) -> list[dict[str, Any]]:
+def _rows(result: Result, metric: MetricColumn) -> list[dict[str, Any]]:
     """What a metric reads: the aggregates after each of its last rounds."""
     rounds = sorted(set(result.evaluations["round"].to_pylist()))[-metric.last :]
     wanted = (metric.protocol, metric.model)
@@ -124,7 +126,7 @@ def _means(tested: Sequence[Sequence[Mapping[str, Any]]], value: str) -> list[fl
     return [fmean(column) for column in columns if column]
 
 
-def as_rows(found: Sequence[Entry]) -> list[dict[str, Any]]:
+def entry_rows(found: Sequence[TableEntry]) -> list[dict[str, Any]]:
     """A dict for each entry, as in Parquet and JSON; shares in percent, None for what there is not."""
     return [
         {
@@ -145,15 +147,15 @@ def as_rows(found: Sequence[Entry]) -> list[dict[str, Any]]:
     ]
 
 
-def entry_table(found: Sequence[Entry]) -> pa.Table:
-    """`as_rows` as a table."""
-    rows = as_rows(found)
+def entry_table(found: Sequence[TableEntry]) -> pa.Table:
+    """`entry_rows` as a table."""
+    rows = entry_rows(found)
     kinds = {"method": "string", "down": "string", "across": "string", "metric": "string"}
     kinds |= {"seeds": "int32", "missing_seeds": "int32"}
     return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, "float64")) for name in rows[0]]))
 
 
-def cell_table(cells: Sequence[Cell], results: Mapping[int, Result]) -> pa.Table:
+def cell_table(cells: Sequence[StudyCell], results: Mapping[int, Result]) -> pa.Table:
     """A row for each protocol and model of each finished cell: its aggregates, and the run that measured them."""
     found = dict.fromkeys(name for result in results.values() for name in result.experiment.measures.aggregates)
     schema = pa.schema(

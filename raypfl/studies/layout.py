@@ -13,8 +13,8 @@ from rich.text import Text
 
 from raypfl.results import latex
 from raypfl.results.display.fitting import width_of
-from raypfl.studies.description import Published, Study
-from raypfl.studies.entries import Entry
+from raypfl.studies.description import PublishedTable, Study
+from raypfl.studies.entries import TableEntry
 
 EMPTY = "–"
 PENDING = "…"
@@ -24,7 +24,7 @@ _STYLES = {"here": "bold", "published": "dim", "gap": "cyan"}
 
 
 @dataclass(frozen=True)
-class Block:
+class TableBlock:
     """The part of the table for one setting of `study.down`.
 
     Attributes
@@ -39,7 +39,7 @@ class Block:
     lines: list[list[str]]
 
 
-def blocks(found: Sequence[Entry]) -> list[Block]:
+def blocks(found: Sequence[TableEntry]) -> list[TableBlock]:
     """The table as the paper has it: a block for each setting down, a column for each metric and setting across."""
     table = []
     for title in dict.fromkeys(one.down for one in found):
@@ -49,12 +49,16 @@ def blocks(found: Sequence[Entry]) -> list[Block]:
         for method in dict.fromkeys(one.method for one in own):
             at = {(one.across, one.metric): one for one in own if one.method == method}
             lines += _lines(method, [at[heading] for heading in headings])
-        table.append(Block(title, headings, lines))
+        table.append(TableBlock(title, headings, lines))
     return table
 
 
 def show(
-    console: Console, study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]
+    console: Console,
+    study: Study,
+    published: PublishedTable | None,
+    found: Sequence[TableEntry],
+    deviations: Sequence[str],
 ) -> None:
     """Print the table and the notes on it."""
     for block in blocks(found):
@@ -70,7 +74,9 @@ def show(
             console.print(Padding(Text(line, "" if loud else "dim"), (0, 0, 0, 2)))
 
 
-def markdown(study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]) -> str:
+def markdown(
+    study: Study, published: PublishedTable | None, found: Sequence[TableEntry], deviations: Sequence[str]
+) -> str:
     """The table and its notes as Markdown."""
     parts = [f"# {study.name}"]
     for block in blocks(found):
@@ -83,9 +89,11 @@ def markdown(study: Study, published: Published | None, found: Sequence[Entry], 
     return "\n\n".join(parts) + "\n"
 
 
-def as_latex(study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]) -> str:
+def as_latex(
+    study: Study, published: PublishedTable | None, found: Sequence[TableEntry], deviations: Sequence[str]
+) -> str:
     """The table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
-    of_headings: dict[tuple[tuple[str, str], ...], list[Block]] = {}
+    of_headings: dict[tuple[tuple[str, str], ...], list[TableBlock]] = {}
     for block in blocks(found):
         of_headings.setdefault(tuple(block.headings), []).append(block)
     (_, (legend,)), *notes = _notes(study, published, found, deviations)
@@ -100,7 +108,7 @@ def as_latex(study: Study, published: Published | None, found: Sequence[Entry], 
     return "\n".join([latex.PREAMBLE, *tables, *comments, ""])
 
 
-def _parts(block: Block, console: Console) -> Iterator[Table]:
+def _parts(block: TableBlock, console: Console) -> Iterator[Table]:
     """The block as a table or, if that is wider than the console, as several with some of its columns each."""
     columns = [list(texts) for texts in zip(*(line[2:] for line in block.lines), strict=True)]
     whole = _table(block, range(len(columns)), [None] * len(columns))
@@ -120,7 +128,7 @@ def _parts(block: Block, console: Console) -> Iterator[Table]:
     yield _table(block, some, widths)
 
 
-def _table(block: Block, columns: Sequence[int], widths: Sequence[int | None]) -> Table:
+def _table(block: TableBlock, columns: Sequence[int], widths: Sequence[int | None]) -> Table:
     """Some columns of a block, so wide that no word is broken; None: as wide as their texts."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     drawn.add_column("method", style="bold")
@@ -134,7 +142,7 @@ def _table(block: Block, columns: Sequence[int], widths: Sequence[int | None]) -
     return drawn
 
 
-def _lines(method: str, row: Sequence[Entry]) -> list[list[str]]:
+def _lines(method: str, row: Sequence[TableEntry]) -> list[list[str]]:
     """A method's lines; those of published numbers and of gaps only if they are not empty."""
     published = [_number(*one.published) if one.published else EMPTY for one in row]
     gaps = [_gap(one) for one in row]
@@ -142,7 +150,7 @@ def _lines(method: str, row: Sequence[Entry]) -> list[list[str]]:
     return [[method, "here", *map(_measured, row)], *(line for line in below if {*line[2:]} != {EMPTY})]
 
 
-def _measured(one: Entry) -> str:
+def _measured(one: TableEntry) -> str:
     if one.mean is None:
         return PENDING if one.missing else EMPTY
     return _number(one.mean, one.spread) + (PENDING if one.missing else "")
@@ -152,7 +160,7 @@ def _number(value: float, spread: float | None) -> str:
     return f"{value:.2f}" if spread is None else f"{value:.2f}±{spread:.2f}"
 
 
-def _gap(one: Entry) -> str:
+def _gap(one: TableEntry) -> str:
     if one.gap is None:
         return EMPTY
     return _signed(one.gap) if one.spread_gap is None else f"{_signed(one.gap)} ({_signed(one.spread_gap)})"
@@ -163,7 +171,7 @@ def _signed(value: float) -> str:
 
 
 def _notes(
-    study: Study, published: Published | None, found: Sequence[Entry], deviations: Sequence[str]
+    study: Study, published: PublishedTable | None, found: Sequence[TableEntry], deviations: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
     clients = any(one.spread_over == "clients" for one in found)
     gaps = "; gap (gap of the ±)" if published else ""

@@ -10,14 +10,14 @@ from matplotlib.lines import Line2D
 
 from raypfl.results.compared import colour
 from raypfl.results.drawing import GREY, INK, png
-from raypfl.studies.entries import Entry
+from raypfl.studies.entries import TableEntry
 
 _INCHES = (3.6, 0.42)  # a panel's width, a method's height
 _KEY = 1.8  # inches of a key in the legend
 _APART = 0.18  # metrics of a method, in methods
 
 
-def draw(found: Sequence[Entry], title: str, path: str | Path) -> Path:
+def draw(found: Sequence[TableEntry], title: str, path: str | Path) -> Path:
     """Write a PNG: a panel a setting, a line a method, a colour a metric.
 
     Full marks, with a bar for the spread, are measured here; hollow ones are published.
@@ -49,7 +49,7 @@ def draw(found: Sequence[Entry], title: str, path: str | Path) -> Path:
     return Path(path)
 
 
-def _panel(axes: Axes, found: Sequence[Entry], methods: Sequence[str], metrics: Sequence[str]) -> None:
+def _panel(axes: Axes, found: Sequence[TableEntry], methods: Sequence[str], metrics: Sequence[str]) -> None:
     for one in found:
         at = methods.index(one.method) + _APART * (metrics.index(one.metric) - (len(metrics) - 1) / 2)
         tint = colour(metrics.index(one.metric))
@@ -62,7 +62,7 @@ def _panel(axes: Axes, found: Sequence[Entry], methods: Sequence[str], metrics: 
     axes.grid(False, axis="y")
 
 
-def _keys(found: Sequence[Entry], metrics: Sequence[str]) -> list[Line2D]:
+def _keys(found: Sequence[TableEntry], metrics: Sequence[str]) -> list[Line2D]:
     over = "clients" if any(one.spread_over == "clients" for one in found) else "seeds"
     keys = [Line2D([], [], linestyle="", marker="s", color=colour(i), label=name) for i, name in enumerate(metrics)]
     keys.append(Line2D([], [], marker="o", markersize=4, color=INK, label=f"here, ± over {over}"))

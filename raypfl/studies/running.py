@@ -16,16 +16,16 @@ from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
 from raypfl.runs import driver as runs
 from raypfl.runs.result import is_finished
-from raypfl.studies.cells import Cell
-from raypfl.studies.worker import FAILED, FINISHED, STOPPED, Outcome, run_cell, run_cell_task
+from raypfl.studies.cells import StudyCell
+from raypfl.studies.worker import FAILED, FINISHED, STOPPED, CellOutcome, run_cell, run_cell_task
 
 POLL = 0.3
 """Seconds between looks at the events of running cells."""
 
-Listen = Callable[[int, Event], None]
+CellListener = Callable[[int, Event], None]
 
 
-def run(cells: Sequence[Cell], listen: Listen) -> list[Outcome]:
+def run(cells: Sequence[StudyCell], listen: CellListener) -> list[CellOutcome]:
     """Run all cells to their ends, except for those that are stopped or fail.
 
     Finished cells are skipped, interrupted ones continue from their checkpoints. Cells are Ray tasks that reserve what
@@ -41,20 +41,20 @@ def run(cells: Sequence[Cell], listen: Listen) -> list[Outcome]:
     -------
     The outcome of each. After Ctrl-C or SIGTERM, cells that are not finished are ``stopped``.
     """
-    outcomes = {i: Outcome(FINISHED) for i, cell in enumerate(cells) if is_finished(cell.folder)}
+    outcomes = {i: CellOutcome(FINISHED) for i, cell in enumerate(cells) if is_finished(cell.folder)}
     left = [i for i in range(len(cells)) if i not in outcomes]
     if left:
         one_by_one = any(_needs_this_process(cell.experiment) for cell in cells)
         outcomes |= (_one_by_one if one_by_one else _as_tasks)(cells, left, listen)
-    return [outcomes.get(i, Outcome(STOPPED)) for i in range(len(cells))]
+    return [outcomes.get(i, CellOutcome(STOPPED)) for i in range(len(cells))]
 
 
 def _needs_this_process(experiment: Experiment) -> bool:
     return experiment.engine.backend == "inline" or experiment.ray.actors is not None or bool(experiment.ray.pools)
 
 
-def _one_by_one(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dict[int, Outcome]:
-    outcomes: dict[int, Outcome] = {}
+def _one_by_one(cells: Sequence[StudyCell], left: Sequence[int], listen: CellListener) -> dict[int, CellOutcome]:
+    outcomes: dict[int, CellOutcome] = {}
     with runs.session(cells[left[0]].experiment):
         for i in left:
             outcomes[i] = run_cell(cells[i].experiment, cells[i].folder, [partial(listen, i)])
@@ -63,7 +63,7 @@ def _one_by_one(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> d
     return outcomes
 
 
-def _as_tasks(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dict[int, Outcome]:
+def _as_tasks(cells: Sequence[StudyCell], left: Sequence[int], listen: CellListener) -> dict[int, CellOutcome]:
     listener = partial(listen, left[0])
     with StopRequest().listening() as stop, connected(cells[left[0]].experiment.ray, listener) as ray:
         from ray.util.queue import Queue
@@ -82,7 +82,7 @@ def _as_tasks(cells: Sequence[Cell], left: Sequence[int], listen: Listen) -> dic
             events.shutdown(force=True)
 
 
-def _refuse_unless_shared(ray: Any, cells: Sequence[Cell]) -> None:
+def _refuse_unless_shared(ray: Any, cells: Sequence[StudyCell]) -> None:
     """Raise a ConfigError unless every node that may run cells has the folders in which they are."""
     reserved: dict[Path, list[dict[str, float]]] = {}
     for cell in cells:
@@ -92,7 +92,7 @@ def _refuse_unless_shared(ray: Any, cells: Sequence[Cell]) -> None:
         refuse_unless_shared(ray, folder, needed_there, "This study")
 
 
-def _begun(task: Any, cell: Cell, number: int, events: Any) -> Any:
+def _begun(task: Any, cell: StudyCell, number: int, events: Any) -> Any:
     """A reference to the outcome of a cell, which Ray begins as soon as there is room for it."""
     reserved = for_client(in_one_process(cell.experiment.ray))
     inline = cell.experiment.override(["engine.backend=inline"])
@@ -100,10 +100,15 @@ def _begun(task: Any, cell: Cell, number: int, events: Any) -> Any:
 
 
 def _outcomes(
-    ray: Any, cells: Sequence[Cell], references: dict[Any, int], events: Any, listen: Listen, stop: StopRequest
-) -> dict[int, Outcome]:
+    ray: Any,
+    cells: Sequence[StudyCell],
+    references: dict[Any, int],
+    events: Any,
+    listen: CellListener,
+    stop: StopRequest,
+) -> dict[int, CellOutcome]:
     """What became of the cells, all of which ended or, once that was requested, were stopped."""
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, CellOutcome] = {}
     cancelled = False
     while references:
         done, _ = ray.wait(list(references), timeout=POLL)
@@ -120,16 +125,16 @@ def _outcomes(
     return outcomes
 
 
-def _outcome(ray: Any, reference: Any, folder: Path, stop: StopRequest) -> Outcome:
+def _outcome(ray: Any, reference: Any, folder: Path, stop: StopRequest) -> CellOutcome:
     try:
-        outcome: Outcome = ray.get(reference)
+        outcome: CellOutcome = ray.get(reference)
     except ray.exceptions.RayError as error:
         if stop.made:
-            return Outcome(STOPPED)
+            return CellOutcome(STOPPED)
         if isinstance(error, ray.exceptions.RayTaskError):
-            return Outcome(FAILED, str(error))
+            return CellOutcome(FAILED, str(error))
         first = str(error).strip().splitlines()[0]
-        return Outcome(FAILED, f"Its process died every time that Ray started it: {first}")
+        return CellOutcome(FAILED, f"Its process died every time that Ray started it: {first}")
     if outcome.status == FINISHED and not is_finished(folder):
-        return Outcome(FAILED, f"It finished on a node that has another {folder}; let output be a shared folder.")
+        return CellOutcome(FAILED, f"It finished on a node that has another {folder}; let output be a shared folder.")
     return outcome

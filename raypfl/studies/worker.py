@@ -28,14 +28,14 @@ FAILED: Status = "failed"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """How a cell ended; `error` is a sentence, if it failed."""
 
     status: Status
     error: str = ""
 
 
-def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> Outcome:
+def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> CellOutcome:
     """Run a cell to its end, from its beginning or from its newest checkpoint, unless another process does so."""
     from raypfl.common.errors import RaypflError
     from raypfl.common.files import alone
@@ -46,7 +46,7 @@ def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]
     try:
         with alone(folder):
             if is_finished(folder):
-                return Outcome(FINISHED)
+                return CellOutcome(FINISHED)
             if (folder / RECIPE).exists():
                 values = experiment.to_dict()  # it may continue elsewhere, or with other checkpoints, to the same bits
                 changes = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
@@ -54,14 +54,14 @@ def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]
                 result = runs.resume(folder, listeners=listeners, overrides=changes)
             else:
                 result = runs.run(experiment, listeners=listeners, run_dir=folder)
-        return Outcome(STOPPED if result.status == STOPPED else FINISHED)
+        return CellOutcome(STOPPED if result.status == STOPPED else FINISHED)
     except RaypflError as error:
-        return Outcome(FAILED, str(error))
+        return CellOutcome(FAILED, str(error))
     except Exception:  # a cell that fails must not end the others
-        return Outcome(FAILED, traceback.format_exc())
+        return CellOutcome(FAILED, traceback.format_exc())
 
 
-def run_cell_task(cell: int, experiment: Experiment, folder: Path, home: str, events: Any) -> Outcome:
+def run_cell_task(cell: int, experiment: Experiment, folder: Path, home: str, events: Any) -> CellOutcome:
     """`run_cell` as a Ray task.
 
     Parameters

@@ -15,7 +15,7 @@ from raypfl import Cohort, Experiment
 from raypfl.common.errors import ConfigError
 from raypfl.experiment import experiments
 from raypfl.experiment.assignments import assign, parse_assignments
-from raypfl.experiment.reads import never_read
+from raypfl.experiment.unread_options import unread_options
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import METHODS, FedAvg
 
@@ -141,18 +141,18 @@ def scaled(method: Overriding, theta: Tensor) -> Tensor:
 
 def test_an_option_that_a_method_never_reads_is_refused_when_it_is_set():
     server = {"server_optimizer", "server_lr", "server_beta1", "server_beta2", "server_tau"}
-    assert never_read(Overriding) == {"unread", *server}
+    assert unread_options(Overriding) == {"unread", *server}
     name = f"{__name__}:Overriding"
     assert Experiment(method={"name": name, "strength": 2, "weighting": "uniform"})
     text = said(lambda: Experiment(method={"name": name, "unread": 2}))
     assert "method.unread is 2.0, which nothing that Overriding does in a run reads" in text
     assert "method.server_lr is 0.5" in said(lambda: Experiment(method=Overriding(server_lr=0.5)))
-    assert not never_read(ByName)
+    assert not unread_options(ByName)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_option_of_every_method_is_read(name: str):
-    assert not never_read(METHODS.get(name))
+    assert not unread_options(METHODS.get(name))
 
 
 def test_a_run_that_recorded_a_setting_without_effect_can_still_be_read():

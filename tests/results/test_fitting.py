@@ -12,8 +12,8 @@ from raypfl.integrations.tuning.outcome import Outcome
 from raypfl.integrations.tuning.sweep import load
 from raypfl.integrations.tuning.trial import Trial
 from raypfl.studies import layout
-from raypfl.studies.description import Quoted
-from raypfl.studies.entries import Entry
+from raypfl.studies.description import PublishedNumber
+from raypfl.studies.entries import TableEntry
 
 JOB = {"job": "digits-ditto-20261123-170253-ab12", "status": "SUCCEEDED", "began": "2026-11-23 17:02", "seconds": 754.0}
 COMMAND = "raypfl run digits method=ditto method.lam=0.5 partition.alpha=0.1 seeds=3"
@@ -68,7 +68,7 @@ def test_the_command_of_a_job_is_readable_at_any_width(width: int):
 def test_a_studys_numbers_are_whole_at_any_width(width: int):
     across = [(place, metric) for place in ("CIFAR-10, n=100", "FEMNIST") for metric in ("seen", "unseen")]
     found = [
-        Entry(method, "", place, metric, (10.0 * m + k,), (12.345,), 0, Quoted(71.2, 3.1), "clients")
+        TableEntry(method, "", place, metric, (10.0 * m + k,), (12.345,), 0, PublishedNumber(71.2, 3.1), "clients")
         for m, method in enumerate(("FedAvg", "Per-FedAvg"), 1)
         for k, (place, metric) in enumerate(across)
     ]

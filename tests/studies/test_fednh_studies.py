@@ -14,7 +14,7 @@ from torch import nn
 from raypfl.engine.setup import make_model
 from raypfl.experiment import Experiment
 from raypfl.models import FlatModel
-from raypfl.studies.cells import Cell, plan, select
+from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import Study, load
 
 NAMES = ("fednh-table1", "fednh-table2", "fednh-table3")
@@ -102,12 +102,12 @@ def study_of(name: str) -> Study:
 
 
 @cache
-def cells_of(name: str) -> list[Cell]:
+def cells_of(name: str) -> list[StudyCell]:
     study = study_of(name)
     return plan(study)
 
 
-def cells_on(name: str, data: str) -> list[Cell]:
+def cells_on(name: str, data: str) -> list[StudyCell]:
     return [cell for cell in cells_of(name) if cell.experiment.data.name == data]
 
 

@@ -14,9 +14,9 @@ import torch
 from raypfl.engine.setup import make_model
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
-from raypfl.studies.cells import Cell, plan, select
+from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import Study, load
-from raypfl.studies.entries import entries
+from raypfl.studies.entries import table_entries
 
 # Of the entries that the paper prints: how many, and their sum; and the runs of a study.
 PRINTED = {
@@ -41,7 +41,7 @@ def study_of(table: int) -> Study:
 
 
 @cache
-def cells_of(table: int) -> list[Cell]:
+def cells_of(table: int) -> list[StudyCell]:
     return plan(study_of(table))
 
 
@@ -124,7 +124,7 @@ def test_the_table_has_the_mean_of_the_last_five_rounds():
     accuracy = {round: round**2 / 100 for round in range(1, 9)}
     table = pa.table({"round": list(accuracy)})
     result = SimpleNamespace(evaluations=table, experiment=cells[0].experiment, summary=summary)
-    found = {one.method: one for one in entries(study, study, cells, {0: result})}
+    found = {one.method: one for one in table_entries(study, study, cells, {0: result})}
     assert found["every 1"].values == pytest.approx([np.mean([16, 25, 36, 49, 64])])
     assert found["every 1"].missing == 2 and found["every 4"].values == ()
 

@@ -10,7 +10,7 @@ import torch
 import raypfl
 from raypfl.data.natural import ByColumn
 from raypfl.engine.setup import make_model
-from raypfl.studies.cells import Cell, plan, select
+from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import load
 from tests.support.datasets import leaf
 
@@ -27,7 +27,7 @@ CLIENTS = {100: 5, 500: 23, 1000: 45}
 names = pytest.mark.parametrize("name", PRINTED)
 
 
-def cells_of(name: str) -> list[Cell]:
+def cells_of(name: str) -> list[StudyCell]:
     study, _ = load(name)
     return plan(study)
 

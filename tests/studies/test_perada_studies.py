@@ -13,7 +13,7 @@ from raypfl.engine.setup import make_model
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.integrations.tuning.sweep import load as load_sweep
-from raypfl.studies.cells import Cell, plan, select
+from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import Study, load
 from tests.support.pages import blocks
 
@@ -43,7 +43,7 @@ def study_of(name: str) -> Study:
 
 
 @cache
-def cells_of(name: str) -> list[Cell]:
+def cells_of(name: str) -> list[StudyCell]:
     return plan(study_of(name))
 
 

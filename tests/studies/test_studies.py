@@ -25,10 +25,10 @@ from raypfl.common.errors import ConfigError
 from raypfl.engine.events import RoundFinished, RunStarted
 from raypfl.runs.result import is_finished
 from raypfl.studies import STUDIES, running
-from raypfl.studies.cells import identity, plan, select, stated
-from raypfl.studies.description import Quoted, load
+from raypfl.studies.cells import choices_with_values, identity, plan, select
+from raypfl.studies.description import PublishedNumber, load
 from raypfl.studies.deviations import deviations
-from raypfl.studies.entries import Entry
+from raypfl.studies.entries import TableEntry
 from raypfl.studies.layout import as_latex, blocks, markdown
 from raypfl.studies.picture import draw
 from raypfl.studies.worker import run_cell
@@ -157,7 +157,7 @@ def test_a_study_that_extends_another_keeps_its_metrics_but_those_that_are_null(
     (tiny / "mine.yaml").write_text("extends: tiny.yaml\nmetrics: {GM: null, WD: {protocol: local, value: std}}\n")
     study, reference = load("mine.yaml")
     assert list(study.metrics) == ["PM", "WD"]
-    assert reference.quoted("FedAvg", "", "Dir(1.0)", "GM") == Quoted(60.0)
+    assert reference.quoted("FedAvg", "", "Dir(1.0)", "GM") == PublishedNumber(60.0)
     assert study.metrics["PM"].value is None
 
 
@@ -348,7 +348,9 @@ def test_ctrl_c_ends_with_130_tells_what_there_is_and_the_command_that_goes_on(m
 @pytest.mark.parametrize("across", [("",), ("Dir(0.1)", "Dir(1.0)")])
 def test_the_whole_legend_is_in_the_picture(tmp_path: Path, across: tuple[str, ...]):
     metrics = ("global", "personal", "worst decile", "std")
-    found = [Entry("FedAvg", "", a, metric, (50.0,), (1.0,), 0, None, "clients") for a in across for metric in metrics]
+    found = [
+        TableEntry("FedAvg", "", a, metric, (50.0,), (1.0,), 0, None, "clients") for a in across for metric in metrics
+    ]
     pixels = matplotlib.image.imread(draw(found, "a study", tmp_path / "table.png"))
     for edge in (pixels[:, :8], pixels[:, -8:]):
         assert (edge == pixels[0, 0]).all()
@@ -378,16 +380,16 @@ def test_the_command_runs_a_study_and_leaves_its_table_in_six_files(tiny: Path):
     ]
 
 
-def entry(method: str, across: str, metric: str, *values: float, **changes) -> Entry:
+def entry(method: str, across: str, metric: str, *values: float, **changes) -> TableEntry:
     fields = {"within": (8.0,) * len(values), "missing": 0, "published": None, "spread_over": "seeds"} | changes
-    return Entry(method, "Set", across, metric, values, **fields)
+    return TableEntry(method, "Set", across, metric, values, **fields)
 
 
 def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
     found = [
-        entry("A", "x", "GM", 60.0, 62.0, published=Quoted(66.4, 3.13)),
-        entry("A", "x", "PM", 70.0, 70.0, missing=1, published=Quoted(70.0)),
-        entry("A", "y", "GM", missing=2, published=Quoted(50.0, 1.0)),
+        entry("A", "x", "GM", 60.0, 62.0, published=PublishedNumber(66.4, 3.13)),
+        entry("A", "x", "PM", 70.0, 70.0, missing=1, published=PublishedNumber(70.0)),
+        entry("A", "y", "GM", missing=2, published=PublishedNumber(50.0, 1.0)),
         entry("A", "y", "PM"),
         *(entry("B", across, metric, 10.0) for across in "xy" for metric in ("GM", "PM")),
     ]
@@ -413,7 +415,7 @@ def test_the_table_has_measured_published_and_gap_as_the_paper_lays_it_out():
 
 
 def test_a_spread_over_clients_is_a_result_with_a_gap_of_its_own():
-    found = [entry("A", "x", "PM", 70.0, 72.0, spread_over="clients", published=Quoted(70.0, 5.0))]
+    found = [entry("A", "x", "PM", 70.0, 72.0, spread_over="clients", published=PublishedNumber(70.0, 5.0))]
     (block,) = blocks(found)
     assert [line[2:] for line in block.lines] == [["71.00±8.00"], ["70.00±5.00"], ["+1.00 (+3.00)"]]
 
@@ -441,14 +443,16 @@ def test_what_a_study_says_of_its_methods_is_read_from_their_cells(tiny: Path):
     choices = "choices: ['lambda is {Ditto method.lam}, lr {FedAvg training.lr}.']\n"
     (tiny / "tiny.yaml").write_text(TINY + choices)
     study, _ = load("tiny.yaml")
-    assert stated(study, plan(study)) == ["lambda is 1.0 or 2.0, lr 0.1."]
-    assert stated(study, plan(select(study, ["Dir(0.1)"]))) == ["lambda is 1.0, lr 0.1."]
-    assert stated(study, plan(select(study, ["Ditto"]), ["method.lam=3"])) == []  # of a method that is not run
+    assert choices_with_values(study, plan(study)) == ["lambda is 1.0 or 2.0, lr 0.1."]
+    assert choices_with_values(study, plan(select(study, ["Dir(0.1)"]))) == ["lambda is 1.0, lr 0.1."]
+    assert (
+        choices_with_values(study, plan(select(study, ["Ditto"]), ["method.lam=3"])) == []
+    )  # of a method that is not run
 
     (tiny / "tiny.yaml").write_text(TINY + choices.replace("method.lam", "method.lamb"))
     study, _ = load("tiny.yaml")
     with pytest.raises(ConfigError, match=r"choices name the setting method.lamb of Ditto, .* 'method.lam'"):
-        stated(study, plan(study))
+        choices_with_values(study, plan(study))
 
 
 def test_reading_a_copy_in_another_format_is_said_and_where_it_lies_is_not():
@@ -485,7 +489,7 @@ def test_every_study_has_a_summary_and_cells_that_are_valid_and_differ(name):
     cells = plan(study)
     assert reference is study and STUDIES.summary(name) and len({cell.folder for cell in cells}) == len(cells)
     assert len(cells) == study.seeds * len(study.methods) * max(1, len(study.down)) * max(1, len(study.across))
-    choices = stated(study, cells)
+    choices = choices_with_values(study, cells)
     assert "{" not in "".join(choices) and set(choices) >= {choice for choice in study.choices if "{" not in choice}
 
 

@@ -13,10 +13,10 @@ from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, parse_assignments
-from raypfl.experiment.comparison import paths_of
+from raypfl.experiment.comparison import setting_paths
 from raypfl.experiment.effects import assign_all, require_effect
 from raypfl.experiment.recipes import settings_of
-from raypfl.experiment.validation import listed, sentences
+from raypfl.experiment.validation import one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read
 from raypfl.integrations.tuning.spaces import KINDS, Space, chosen, placed, spaces_of
 
@@ -160,7 +160,7 @@ class Sweep(_Part):
     def _fits_together(self) -> Self:
         mistakes = [*self._mistakes_of_search(), *self._mistakes_of_stops(), *self._without_effect()]
         if mistakes:
-            raise ConfigError(listed(mistakes, f"The sweep {self.name!r}"))
+            raise ConfigError(one_message(mistakes, f"The sweep {self.name!r}"))
         for point in self.points:
             placed(self.spaces, point)
         return self
@@ -254,7 +254,7 @@ class Sweep(_Part):
         values = {**(settings_of(self.recipe) if self.recipe else {}), "name": self.name}
         if "method" in self.experiment or "method" in self.search:
             values.pop("methods", None)
-        changes = paths_of(self.experiment)
+        changes = setting_paths(self.experiment)
         if drawn:
             changes += [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
         require_effect(assign_all(values, changes))
@@ -311,7 +311,9 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
     try:
         return Sweep(**values)
     except ValidationError as error:
-        raise ConfigError(listed(sentences(error, _unknown), f"The sweep {values.get('name', '')!r}")) from None
+        raise ConfigError(
+            one_message(validation_mistakes(error, _unknown), f"The sweep {values.get('name', '')!r}")
+        ) from None
 
 
 def _searching(search: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 @lru_cache(maxsize=512)
-def never_read(method: Any) -> frozenset[str]:
+def unread_options(method: Any) -> frozenset[str]:
     """The options of a method's class that no function reads which a run can reach; none if that is not sure.
 
     A function counts as reached if its name occurs in one that is: a function of the class, of one of its bases where
