@@ -85,11 +85,11 @@ def test_features_come_to_give_the_gradients_that_were_reported():
         return (1 - F.cosine_similarity(e.mT @ z, gradients, dim=-1))[owned].sum()
 
     losses = [
-        float(apart(CReFF(feature_steps=n, feature_lr=0.5).matched(CENTRE, head, start, gradients, owned)))
+        float(apart(CReFF(feature_steps=n, feature_lr=0.5).match_features(CENTRE, head, start, gradients, owned)))
         for n in (0, 50, 500)
     ]
     assert losses[2] < losses[1] < losses[0] and losses[2] < 0.1 * losses[0]
-    moved = CReFF(feature_lr=0.5).matched(CENTRE, head, start, gradients, owned)
+    moved = CReFF(feature_lr=0.5).match_features(CENTRE, head, start, gradients, owned)
     assert torch.equal(moved[2], start[2])  # nobody has that class
 
 
@@ -98,9 +98,9 @@ def test_a_classs_features_move_as_if_it_were_alone():
     shapes = ((3, 6), (3, 4, 5), (3, 3, 6))
     head, start, gradients = (torch.randn(shape, generator=draws, dtype=torch.float64) for shape in shapes)
     method = CReFF(feature_steps=5, feature_lr=0.3)
-    together = method.matched(CENTRE, head, start, gradients, torch.tensor([True, True, True]))
+    together = method.match_features(CENTRE, head, start, gradients, torch.tensor([True, True, True]))
     for c in range(3):
-        alone = method.matched(CENTRE, head, start, gradients, torch.arange(3) == c)
+        alone = method.match_features(CENTRE, head, start, gradients, torch.arange(3) == c)
         torch.testing.assert_close(alone[c], together[c])
 
 
@@ -115,7 +115,7 @@ def test_the_head_is_trained_by_plain_descent_on_the_features_of_known_classes()
         optimizer.zero_grad()
         F.cross_entropy(layer(of[known].reshape(8, 2)), labels).backward()
         optimizer.step()
-    trained = CReFF(head_steps=7, head_lr=0.3).retrained(CENTRE, head, of, known)
+    trained = CReFF(head_steps=7, head_lr=0.3).retrain_head(CENTRE, head, of, known)
     torch.testing.assert_close(trained, torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach())
 
 

@@ -23,11 +23,12 @@ class FedAvg(Method):
 
     Attributes
     ----------
-    weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
+    weighting : weights of clients in the average: training samples (``samples``) or equal (``uniform``).
     server_optimizer : ``sgd``, ``momentum`` (Hsu et al. 2019), ``adam`` or ``yogi``, along ``mean - theta``.
-    server_lr : its learning rate; None: 0.1 with ``adam`` and ``yogi``, else 1. 1 with ``sgd`` gives the average.
+    server_lr : learning rate of the server; None: 0.1 with ``adam`` and ``yogi``, else 1. ``sgd`` with 1 gives the
+        average.
     server_beta1, server_beta2 : decay of the first and of the second moment.
-    server_tau : adaptivity. It is added to the root of the second moment, which starts at tau^2.
+    server_tau : adaptivity, added to the root of the second moment, which starts at tau^2.
     """
 
     weighting: Weighting = "samples"
@@ -46,29 +47,41 @@ class FedAvg(Method):
 
     def step(self, server: ServerState, mean: Tensor, model: FlatModel) -> None:
         """Move the server's model toward the clients' mean. Batch-norm statistics become the mean's."""
-        default = 0.1 if self.server_optimizer in ("adam", "yogi") else 1.0
-        lr = default if self.server_lr is None else self.server_lr
+        lr = self.server_lr
+        if lr is None:
+            lr = 0.1 if self.server_optimizer in ("adam", "yogi") else 1.0
+
+        # theta + 1.0 * (mean - theta) is the mean up to rounding; plain FedAvg takes the mean itself.
         if self.server_optimizer == "sgd" and lr == 1.0:
             server["theta"] = mean
             return
-        theta, size = server["theta"], model.num_parameters
-        moved = theta[:size] + lr * self._direction((mean - theta)[:size], server["moments"])
+
+        theta = server["theta"]
+        size = model.num_parameters
+        delta = (mean - theta)[:size]
+        moved = theta[:size] + lr * self._direction(delta, server["moments"])
         server["theta"] = torch.cat([moved, mean[size:]])
 
-    def _direction(self, d: Tensor, moments: dict[str, Tensor]) -> Tensor:
+    def _direction(self, delta: Tensor, moments: dict[str, Tensor]) -> Tensor:
+        """Return the server optimizer's step ``[P]`` (Reddi et al. 2021, Algorithm 2), and update its moments."""
         if self.server_optimizer == "sgd":
-            return d
-        beta1, beta2 = self.server_beta1, self.server_beta2
-        first = moments.get("first", torch.zeros_like(d))
+            return delta
+
+        beta1 = self.server_beta1
+        m = moments.get("first", torch.zeros_like(delta))
         if self.server_optimizer == "momentum":
-            moments["first"] = beta1 * first + d
+            moments["first"] = beta1 * m + delta
             return moments["first"]
-        second = moments.get("second", torch.full_like(d, self.server_tau**2))
-        moments["first"] = beta1 * first + (1 - beta1) * d
+
+        beta2 = self.server_beta2
+        v = moments.get("second", torch.full_like(delta, self.server_tau**2))
+        squared = delta.square()
+        moments["first"] = beta1 * m + (1 - beta1) * delta
         if self.server_optimizer == "adam":
-            moments["second"] = beta2 * second + (1 - beta2) * d.square()
+            moments["second"] = beta2 * v + (1 - beta2) * squared
         else:
-            moments["second"] = second - (1 - beta2) * d.square() * torch.sign(second - d.square())
+            moments["second"] = v - (1 - beta2) * squared * torch.sign(v - squared)
+
         return moments["first"] / (moments["second"].sqrt() + self.server_tau)
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:

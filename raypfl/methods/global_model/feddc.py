@@ -20,9 +20,10 @@ from raypfl.methods.local_training import mean_gradient, proximal
 class FedDC(Method):
     """Local drift decoupling and correction (Gao et al. 2022).
 
-    Client k pulls its model toward ``w_t - h_k`` (alpha), follows its gradient plus ``g - g_k``, and adds its move to
-    its drift ``h_k``; ``g_k`` becomes the mean gradient that it met, and ``g`` is the mean of all clients'. The server
-    adds the mean of all drifts to the mean of the cohort's models. Sent, both ways: the model and a gradient.
+    Client k pulls its model toward ``w_t - h_k`` with strength alpha, follows its gradient plus ``g - g_k``, and adds
+    its move to its drift ``h_k``. ``g_k`` becomes the mean gradient of these steps; ``g`` is the mean over all clients.
+    The server adds the mean of all drifts to the mean of the cohort's models. The model and a gradient are sent both
+    ways.
 
     Attributes
     ----------
@@ -37,21 +38,31 @@ class FedDC(Method):
         return {"theta": theta, "h": zeros, "g": zeros.clone()}
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
-        model, clients = cohort.task.model, cohort.task.num_trained
+        model = cohort.task.model
+        num_clients = cohort.task.num_trained
         reply = cohort.run(self.train, theta=server["theta"], g=server["g"])
-        share = float(cohort.present.sum()) / clients
-        server["h"] = server["h"] + share * model.parameters(reply["theta"] - server["theta"])
-        server["g"] = server["g"] + reply["moved"] / clients
-        server["theta"] = torch.cat([model.parameters(reply["theta"]) + server["h"], model.buffers(reply["theta"])])
+        mean = reply["theta"]
+
+        # h and g are means over all clients: what changed is the cohort's part of them.
+        share = float(cohort.present.sum()) / num_clients
+        server["h"] = server["h"] + share * model.parameters(mean - server["theta"])
+        server["g"] = server["g"] + reply["moved"] / num_clients
+
+        server["theta"] = torch.cat([model.parameters(mean) + server["h"], model.buffers(mean)])
 
     def train(self, clients: Clients, theta: Tensor, g: Tensor) -> dict[str, Mean | Sum]:
-        model, zeros = clients.model, torch.zeros_like(g)
-        drift, own = (clients.state.get(name, default=zeros) for name in ("drift", "gradient"))
-        anchor = model.parameters(theta) - drift
-        trained = clients.sgd(clients.loss, theta, penalty=proximal(self.alpha), correction=g - own, anchor=anchor)
-        clients.state["drift"] = drift + model.parameters(trained - theta)
-        clients.state["gradient"] = own - g + mean_gradient(clients, theta, trained)
-        return {"theta": Mean(trained), "moved": Sum(clients.state["gradient"] - own)}
+        model = clients.model
+        zeros = torch.zeros_like(g)
+        h_k = clients.state.get("drift", default=zeros)
+        g_k = clients.state.get("gradient", default=zeros)
+
+        anchor = model.parameters(theta) - h_k
+        trained = clients.sgd(clients.loss, theta, penalty=proximal(self.alpha), correction=g - g_k, anchor=anchor)
+
+        clients.state["drift"] = h_k + model.parameters(trained - theta)
+        # The steps followed the gradients plus g - g_k.
+        clients.state["gradient"] = g_k - g + mean_gradient(clients, theta, trained)
+        return {"theta": Mean(trained), "moved": Sum(clients.state["gradient"] - g_k)}
 
     def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]

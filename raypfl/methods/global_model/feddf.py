@@ -18,8 +18,8 @@ from raypfl.learning.optimizers import Adam
 from raypfl.learning.pool import Pool, PoolBatches
 from raypfl.methods.global_model.fedavg import FedAvg
 
-TOGETHER = 512
-"""How many of the pool's samples the clients' models see at a time."""
+TEACHER_BATCH = 512
+"""Number of the pool's samples that the clients' models see at a time."""
 
 
 @METHODS.register("feddf")
@@ -33,17 +33,17 @@ class FedDF(FedAvg):
 
     Attributes
     ----------
-    pool : name of the samples to distil on, one of ``data.pools``.
-    fraction : fraction of them to use.
-    steps : distillation steps in each round.
-    batch_size : samples in each step.
+    pool : name of the pool to distil on, one of ``data.pools``.
+    fraction : fraction of the pool's samples to use.
+    steps : number of distillation steps in each round.
+    batch_size : number of samples in each distillation step.
     lr : learning rate of Adam, which is restarted every round.
-    schedule : of that rate over the steps of a round: ``cosine`` decay to 0, or ``constant``.
-    augment : whether the samples are augmented by ``data.augmentation``; the clients' models then see each mini-batch,
-        in place of each sample once.
-    student : whether the server's model distils in training mode, in which batch norm takes the pool's statistics, or
-        in evaluation mode (``train``, ``eval``). The clients' models are in evaluation mode.
-    distill_rounds : how many rounds the server distils, from the first one; None: all.
+    schedule : schedule of the distillation's learning rate in a round: ``cosine`` decay to 0, or ``constant``.
+    augment : augment the samples by ``data.augmentation``; the clients' models then see each mini-batch instead of each
+        sample once.
+    student : mode of the server's model while it distils: ``train``, in which batch norm takes the pool's statistics,
+        or ``eval``. The clients' models are in evaluation mode.
+    distill_rounds : number of rounds with distillation, from the first one; None: all.
     """
 
     pool: str = "auxiliary"
@@ -60,13 +60,15 @@ class FedDF(FedAvg):
         return (self.pool,) if self.distils(round=1) else ()
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
-        model, reply = cohort.task.model, cohort.run(self.train, theta=server["theta"])
+        model = cohort.task.model
+        reply = cohort.run(self.train, theta=server["theta"])
         self.step(server, reply["theta"], model)
         if not self.distils(cohort.round):
             return
 
         def distillation(p: Tensor, batch: Batch) -> Tensor:
-            teachers, student = batch.y.log_softmax(1), model(p, batch.x).log_softmax(1)
+            teachers = batch.y.log_softmax(1)
+            student = model(p, batch.x).log_softmax(1)
             return batch.mean(F.kl_div(student, teachers, reduction="none", log_target=True).sum(1))
 
         batches = self.batches(cohort.pool(self.pool)).with_targets(reply["logits"])
@@ -86,15 +88,16 @@ class FedDF(FedAvg):
         trained = clients.sgd(clients.loss, theta)
         reply = {"theta": Mean(trained, weight=clients.weights(self.weighting))}
         if self.distils(clients.round):
-            visited = self.batches(clients.pool(self.pool)).once(TOGETHER)
-            logits = torch.cat([clients.logits(trained, batch.x) for batch in visited], dim=1)
+            batches = self.batches(clients.pool(self.pool)).once(TEACHER_BATCH)
+            logits = torch.cat([clients.logits(trained, batch.x) for batch in batches], dim=1)
+            # The server has every client's model, so it could compute the logits: they cost no message.
             reply["logits"] = Mean(logits, charged=False)
         return reply
 
     def distils(self, round: int) -> bool:
-        """Whether the server distils in this round."""
+        """Return whether the server distils in this round."""
         return self.steps > 0 and (self.distill_rounds is None or round <= self.distill_rounds)
 
     def batches(self, pool: Pool) -> PoolBatches:
-        """The batches of a round, the same on the server and on clients."""
+        """Return the batches of a round, the same on the server and on clients."""
         return pool.batches(self.batch_size, steps=self.steps, fraction=self.fraction, augment=self.augment)

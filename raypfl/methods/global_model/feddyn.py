@@ -18,12 +18,12 @@ from raypfl.methods.local_training import proximal
 
 @METHODS.register("feddyn")
 class FedDyn(Method):
-    """Dynamic regularization: clients' linear terms make local optima agree with the global one (Acar et al. 2021).
+    """Dynamic regularization: a linear term per client makes local optima agree with the global one (Acar et al. 2021).
 
     Client k minimises ``F_k(w) - <g_k, w> + alpha/2 ||w - w_t||^2`` and keeps ``g_k <- g_k - alpha (w_k - w_t)``. With
     m of K clients in a round, the server keeps ``h <- h - alpha m/K (mean(w_k) - w_t)``, and the next model is
-    ``mean(w_k) - h/alpha``. Sent, both ways: the model. Batch-norm statistics are averaged. It does not become FedAvg
-    as alpha goes to 0: after the first round of all clients, ``w = 2 mean(w_k) - w_0`` whatever alpha is.
+    ``mean(w_k) - h/alpha``. The model is sent both ways. Batch-norm statistics are averaged. FedDyn does not become
+    FedAvg as alpha goes to 0: after a first round with all clients, ``w = 2 mean(w_k) - w_0`` for any alpha.
 
     Attributes
     ----------
@@ -39,15 +39,20 @@ class FedDyn(Method):
     def round(self, server: ServerState, cohort: Cohort) -> None:
         model = cohort.task.model
         mean = cohort.run(self.train, theta=server["theta"])["theta"]
+
+        # m/K: clients that were skipped (after they diverged, for example) do not count.
         share = float(cohort.present.sum()) / cohort.task.num_trained
         server["h"] = server["h"] - self.alpha * share * model.parameters(mean - server["theta"])
         server["theta"] = torch.cat([model.parameters(mean) - server["h"] / self.alpha, model.buffers(mean)])
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         model = clients.model
-        linear = clients.state.get("linear", default=torch.zeros_like(model.parameters(theta)))
-        trained = clients.sgd(clients.loss, theta, penalty=proximal(self.alpha), correction=-linear, anchor=theta)
-        clients.state["linear"] = linear - self.alpha * model.parameters(trained - theta)
+        g_k = clients.state.get("linear", default=torch.zeros_like(model.parameters(theta)))
+
+        # The gradient of -<g_k, w> is -g_k.
+        trained = clients.sgd(clients.loss, theta, penalty=proximal(self.alpha), correction=-g_k, anchor=theta)
+
+        clients.state["linear"] = g_k - self.alpha * model.parameters(trained - theta)
         return {"theta": Mean(trained)}
 
     def global_model(self, server: ServerState) -> Tensor:

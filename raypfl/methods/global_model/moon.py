@@ -21,11 +21,12 @@ class Moon(FedAvg):
     """Model-contrastive federated learning (Li, He and Song 2021).
 
     Features (the inputs of the output layer) are pulled toward those of the received model and away from those of the
-    client's last local model. Sent, both ways: the model. ``mu: 0`` is FedAvg.
+    client's last local model. The model is sent both ways. ``mu: 0`` is FedAvg.
 
     Attributes
     ----------
-    mu : weight of the contrast. temperature : of its softmax.
+    mu : weight of the contrastive loss.
+    temperature : temperature of its softmax.
     """
 
     mu: Annotated[float, FROM_ZERO] = 1.0
@@ -34,8 +35,12 @@ class Moon(FedAvg):
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         def contrasted(p: Tensor, batch: Batch, sent: Other, previous: Other) -> tuple[Tensor, Tensor]:
             z, outputs = clients.model.features(p, batch.x)
-            near, far = (F.cosine_similarity(z, m.features(batch.x)) / self.temperature for m in (sent, previous))
-            return clients.objective.loss(outputs, batch), self.mu * batch.mean(F.softplus(far - near))
+            near = F.cosine_similarity(z, sent.features(batch.x)) / self.temperature
+            far = F.cosine_similarity(z, previous.features(batch.x)) / self.temperature
+
+            # -log(e^near / (e^near + e^far)) = softplus(far - near), which does not overflow.
+            contrast = F.softplus(far - near)
+            return clients.objective.loss(outputs, batch), self.mu * batch.mean(contrast)
 
         previous = clients.state.get("previous", default=theta)
         trained = clients.sgd(contrasted, theta, sent=clients.other(theta), previous=clients.other(previous))

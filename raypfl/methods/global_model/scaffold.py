@@ -18,8 +18,9 @@ from raypfl.methods.local_training import mean_gradient
 class Scaffold(FedAvg):
     """Stochastic controlled averaging (Karimireddy et al. 2020), with control variates by option II.
 
-    Client k follows its gradient plus ``c - c_k``, and then ``c_k`` becomes the mean gradient that it met; ``c`` is the
-    mean of all clients'. Sent, both ways: the model and a control variate. `server_lr` is the paper's global rate.
+    Client k follows its gradient plus ``c - c_k``; then ``c_k`` becomes the mean gradient of these steps. ``c`` is the
+    mean of ``c_k`` over all clients. The model and a control variate are sent both ways. `server_lr` is the paper's
+    global learning rate.
     """
 
     weighting: Weighting = "uniform"
@@ -34,9 +35,12 @@ class Scaffold(FedAvg):
         server["c"] = server["c"] + reply["moved"] / cohort.task.num_trained
 
     def controlled(self, clients: Clients, theta: Tensor, c: Tensor) -> dict[str, Mean | Sum]:
-        own = clients.state.get("c", default=torch.zeros_like(c))
-        trained = clients.sgd(clients.loss, theta, correction=c - own)
-        # The steps followed the gradients plus c - own.
-        clients.state["c"] = own - c + mean_gradient(clients, theta, trained)
-        reply = {"moved": Sum(clients.state["c"] - own)}
-        return {"theta": Mean(trained, weight=clients.weights(self.weighting)), **reply}
+        c_k = clients.state.get("c", default=torch.zeros_like(c))
+        trained = clients.sgd(clients.loss, theta, correction=c - c_k)
+
+        # The steps followed the gradients plus c - c_k.
+        clients.state["c"] = c_k - c + mean_gradient(clients, theta, trained)
+        return {
+            "theta": Mean(trained, weight=clients.weights(self.weighting)),
+            "moved": Sum(clients.state["c"] - c_k),
+        }

@@ -33,7 +33,7 @@ class FedROD(Method):
         ``hypernetwork``, which is averaged.
     hidden : units of the hypernetwork's hidden layer.
     personal_epochs : epochs of the personal head; None: training.epochs.
-    weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
+    weighting : weights of clients in the average: training samples (``samples``) or equal (``uniform``).
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)

@@ -58,7 +58,7 @@ class PartialPersonalization(Method):
     finetune_epochs : epochs of fine-tuning before each evaluation. It trains the whole model, frozen parts too, and the
         run does not use the result.
     finetune_lr : learning rate of fine-tuning; None: that of the last round.
-    weighting : whether clients are averaged by their training samples (``samples``) or equally (``uniform``).
+    weighting : weights of clients in the average: training samples (``samples``) or equal (``uniform``).
     """
 
     personal: str = "output layer"
