@@ -14,8 +14,8 @@ import raypfl
 from raypfl import Each, Mean
 from raypfl.common.errors import ConfigError
 from raypfl.methods import FedAvg, FedProx, FedPTR, FedPTRServer
-from raypfl.methods.global_model.fedptr import toward
-from raypfl.methods.global_model.trajectory import Path
+from raypfl.methods.global_model.fedptr import pull_toward_anchor
+from raypfl.methods.global_model.trajectory import StudentTrajectory
 from raypfl.models import FlatModel
 from tests.support.federation import (
     CLASSES,
@@ -88,7 +88,7 @@ def test_clients_with_one_and_the_same_set_are_the_server_side_method(monkeypatc
     options = {"lam": 0.5, "outer_steps": 4, **{k: v for k, v in SMALL.items() if k != "outer_steps"}}
     one, two = (Federation(method=side(**options), training=FP64) for side in (FedPTR, FedPTRServer))
     noise = two.method.start(two.task)["images"]
-    monkeypatch.setattr(FedPTR, "first_images", lambda self, clients, new: noise.repeat(len(new), 1, 1, 1, 1))
+    monkeypatch.setattr(FedPTR, "initial_images", lambda self, clients, new: noise.repeat(len(new), 1, 1, 1, 1))
     for fed in (one, two):
         fed.play(None, None, None)
     a, b = (fed.play(None, None, None)["theta"] for fed in (one, two))
@@ -123,7 +123,7 @@ def test_a_client_matches_what_it_has_observed(executor):
             state = fed.state_of(client)
             expected = torch.stack(received[client][-2:])
             assert torch.equal(torch.from_numpy(state["past"])[-len(expected) :], expected)
-            first = fed.method.first_images(fed.clients([client], joined[client]), torch.tensor([0]))[0]
+            first = fed.method.initial_images(fed.clients([client], joined[client]), torch.tensor([0]))[0]
             assert np.array_equal(state["images"], first.numpy()) == (len(received[client]) < 4)
 
 
@@ -150,14 +150,14 @@ def test_the_first_images_are_a_clients_own_where_it_has_the_class_and_noise_whe
     fed = Federation(method=method, training=FP64, executor=executor)
     fed.labels[fed.split[1]] = 2
     clients = fed.clients()
-    images = method.first_images(clients, torch.arange(4)).as_subclass(Tensor)
+    images = method.initial_images(clients, torch.arange(4)).as_subclass(Tensor)
     assert images.shape == (4, 2 * CLASSES, 2, 4, 4)
     for client in range(4):
         x, y = fed.samples(client)
         for image, label in zip(images[client], method.labels(CLASSES, clients.device), strict=True):
             mine = any(torch.allclose(image, one) for one in x[y == label])
             assert mine == (initial == "own" and bool((y == label).any()))
-    again = method.first_images(fed.clients([3, 1]), torch.tensor([1])).as_subclass(Tensor)
+    again = method.initial_images(fed.clients([3, 1]), torch.tensor([1])).as_subclass(Tensor)
     assert torch.equal(again[0], images[1])
 
 
@@ -177,7 +177,7 @@ def test_the_projection_starts_at_the_global_model_and_changes_neither_it_nor_th
         labels = method.labels(CLASSES, before.device)
         _, slope, _ = fed.model.gradient(lambda p: nn.functional.cross_entropy(fed.model(p, images), labels), walk)  # noqa: B023
         walk = walk - method.project_lr * slope
-    path = Path(fed.model, labels, method.project_steps)
+    path = StudentTrajectory(fed.model, labels, method.project_steps)
     kept_images = images.clone()
     projected = path(before[None], images[None], torch.tensor([method.project_lr]))[0]
     close(projected, walk, 1e-6)
@@ -193,7 +193,7 @@ def test_layers_are_pulled_by_the_same_force_whatever_their_distance(regularizer
     p, anchor = MODEL.init(0).requires_grad_(), MODEL.init(1)
     with torch.no_grad():
         anchor = torch.where(MODEL.mask("1.bias"), p, anchor)
-    value = toward(MODEL, regularizer)(p, None, anchor, torch.tensor(0.3, dtype=p.dtype))
+    value = pull_toward_anchor(MODEL, regularizer)(p, None, anchor, torch.tensor(0.3, dtype=p.dtype))
     (slope,) = torch.autograd.grad(value, p)
     for name, part in MODEL.unflatten(slope).items():
         way = MODEL.segment((p - anchor).detach(), name)
@@ -204,13 +204,16 @@ def test_layers_are_pulled_by_the_same_force_whatever_their_distance(regularizer
     ahead = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
     if regularizer == "differentiated":
         ahead = torch.where(MODEL.mask("1.bias"), 0.0, ahead)  # where it has a kink
-        values = [toward(MODEL, regularizer)(p + e * ahead, None, anchor, torch.tensor(0.3)) for e in (1e-6, -1e-6)]
+        values = [
+            pull_toward_anchor(MODEL, regularizer)(p + e * ahead, None, anchor, torch.tensor(0.3))
+            for e in (1e-6, -1e-6)
+        ]
         close((values[0] - values[1]).detach() / 2e-6, slope @ ahead, 1e-6)
 
 
 def test_a_fixed_pull_is_proportional_to_the_distance():
     p, anchor = MODEL.init(0).requires_grad_(), MODEL.init(1)
-    (slope,) = torch.autograd.grad(toward(MODEL, "fixed")(p, None, anchor, torch.tensor(0.3)), p)
+    (slope,) = torch.autograd.grad(pull_toward_anchor(MODEL, "fixed")(p, None, anchor, torch.tensor(0.3)), p)
     close(slope, (0.3 * (p - anchor)).detach(), 1e-7)
 
 
@@ -221,7 +224,7 @@ def test_a_strong_fixed_pull_takes_clients_to_the_projected_model(executor):
     fed.play(None, None, None)
     fed.play(None)
     labels = fed.method.labels(CLASSES, fed.model.device)
-    path = Path(fed.model, labels, fed.method.project_steps)
+    path = StudentTrajectory(fed.model, labels, fed.method.project_steps)
     start = fed.server["past"][-2]
     aim = path(start[None], fed.server["images"][None], torch.full((1,), fed.method.project_lr, dtype=start.dtype))[0]
     assert (fed.server["theta"] - aim).norm() < 0.03
@@ -295,7 +298,9 @@ def test_the_line_goes_on_as_far_as_the_projection_steps_of_a_perfect_match_woul
     aim = theta + 5 / 3 * (theta - past[0])
     pulled = Federation(method=FedAvg(), group_size=2, training=FP32)
     clients = pulled.clients(round=3)
-    theirs = clients.sgd(clients.loss, theta, penalty=toward(clients.model, "adaptive"), anchor=aim, strength=0.5)
+    theirs = clients.sgd(
+        clients.loss, theta, penalty=pull_toward_anchor(clients.model, "adaptive"), anchor=aim, strength=0.5
+    )
     weights = torch.tensor(pulled.sizes, dtype=theta.dtype)
     close(fed.server["theta"], (weights @ theirs.as_subclass(Tensor)) / weights.sum(), 1e-6)
 
@@ -340,10 +345,10 @@ class Compass(FedPTRServer):
     lam: float = 0.0
 
     def round(self, server, cohort):
-        aim, theta = self.aim(server, cohort), server["theta"]
+        aim, theta = self.projected_model(server, cohort), server["theta"]
         reply = cohort.run(self.each, theta=theta)
         server["theta"] = reply["theta"]
-        self.moved_on(server)
+        self.remember_model(server)
         way = reply["theta"] - theta
         cohort.log(local=nn.functional.cosine_similarity(reply["own"] - theta, way[None]).mean())
         if aim is not None:

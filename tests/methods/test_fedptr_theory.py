@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from raypfl.common.errors import ConfigError
 from raypfl.data.label_skew import Dirichlet
 from raypfl.data.partitions import Traits
-from raypfl.methods.global_model.fedptr import toward
+from raypfl.methods.global_model.fedptr import pull_toward_anchor
 from raypfl.models import FlatModel
 from tests.support.federation import close
 
@@ -50,7 +50,7 @@ def test_a_round_on_quadratics_obeys_the_papers_identity_and_inequalities(seed):
 
     def pulled(p: Tensor, anchor: Tensor) -> Tensor:
         p = p.clone().requires_grad_()
-        return torch.autograd.grad(toward(MODEL, "fixed")(p, None, anchor, lam), p)[0]
+        return torch.autograd.grad(pull_toward_anchor(MODEL, "fixed")(p, None, anchor, lam), p)[0]
 
     def local_slope(at: Tensor) -> Tensor:
         return slope(a, b, at) + torch.stack([pulled(p, c) for p, c in zip(at, centre, strict=True)])

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raypfl.methods.global_model.trajectory import Path, Step, match
+from raypfl.methods.global_model.trajectory import MatchingRates, StudentTrajectory, match
 from raypfl.models import MODELS, FlatModel
 from tests.support.federation import close
 
 LABELS = torch.arange(3).repeat_interleave(2)
-STEPS = [Step(0.0, 0.0)] * 4
+STEPS = [MatchingRates(0.0, 0.0)] * 4
 
 
 def tiny() -> nn.Module:
@@ -38,8 +38,8 @@ def drawn(count: int = 2, model: FlatModel = MODEL, seed: int = 0) -> tuple[Tens
     return images, rate, start, start + 0.05 * torch.randn(start.shape, generator=g, dtype=model.dtype)
 
 
-def path(steps: int = 3, model: FlatModel = MODEL, checkpointing: bool = False) -> Path:
-    return Path(model, LABELS, steps, checkpointing)
+def path(steps: int = 3, model: FlatModel = MODEL, checkpointing: bool = False) -> StudentTrajectory:
+    return StudentTrajectory(model, LABELS, steps, checkpointing)
 
 
 def by_hand(model: FlatModel, images: Tensor, rate: Tensor, start: Tensor, steps: int, cut: bool = False) -> Tensor:
@@ -132,7 +132,7 @@ def test_matching_finds_a_path_that_hidden_images_made(factory, lr):
     images, _, _, _ = drawn(2, model, seed=6)
     ends = path(10, model)(start, hidden, rate)
     before = [tensor.clone() for tensor in (images, rate, start, ends)]
-    found = match(path(10, model), images, rate, start, ends, [Step(lr, 1e-5)] * 20)
+    found = match(path(10, model), images, rate, start, ends, [MatchingRates(lr, 1e-5)] * 20)
     assert (found.last < 0.5 * found.first).all() and (found.step_size != rate).all()
     assert found.images.shape == images.shape and found.ok.all()
     assert all(torch.equal(a, b) for a, b in zip(before, (images, rate, start, ends), strict=True))
@@ -143,7 +143,7 @@ def test_matching_finds_a_path_that_hidden_images_made(factory, lr):
 def test_a_trajectory_that_goes_nowhere_changes_nothing():
     images, rate, start, end = drawn(2)
     end[1] = start[1]
-    found = match(path(), images, rate, start, end, [Step(100.0, 1e-3)] * 3)
+    found = match(path(), images, rate, start, end, [MatchingRates(100.0, 1e-3)] * 3)
     assert torch.equal(found.images[1], images[1]) and found.step_size[1] == rate[1]
     assert not torch.equal(found.images[0], images[0]) and found.ok.tolist() == [True, False]
 
@@ -154,12 +154,12 @@ def test_after_a_loss_that_is_not_finite_the_last_finite_set_is_kept(alone):
     images, rate, start, end = drawn(2, model)
     rate[0] = 1e30  # its first loss is not finite
     rows = slice(0, 1) if alone else slice(None)
-    found = match(path(4, model), *(t[rows] for t in (images, rate, start, end)), [Step(1.0, 0.0)] * 3)
+    found = match(path(4, model), *(t[rows] for t in (images, rate, start, end)), [MatchingRates(1.0, 0.0)] * 3)
     assert torch.equal(found.images[0], images[0]) and not found.ok[0]
-    wild = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [Step(1e12, 0.0)] * 6)
+    wild = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1e12, 0.0)] * 6)
     assert wild.ok.all() and wild.last.isfinite().all() and wild.images.isfinite().all()
     if not alone:
-        mine = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [Step(1.0, 0.0)] * 3)
+        mine = match(path(4, model), images[1:], rate[1:], start[1:], end[1:], [MatchingRates(1.0, 0.0)] * 3)
         close(found.images[1:], mine.images, 1e-5)
 
 

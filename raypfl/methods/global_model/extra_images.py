@@ -12,11 +12,11 @@ from raypfl.common.limits import FROM_ZERO
 from raypfl.common.messages import Mean, Sum, per_client
 from raypfl.federation.method import METHODS
 from raypfl.learning.objectives.batch import Batch
-from raypfl.methods.global_model.auxiliary import OwnImages
+from raypfl.methods.global_model.auxiliary import ClientImages
 
 
 @METHODS.register("extra-images")
-class ExtraImages(OwnImages):
+class ExtraImages(ClientImages):
     """FedProx on clients' samples and auxiliary images together, without projection (Chen et al. 2023, Appendix E).
 
     The images are matched as in FedPTR. All of them are in every step: the loss is that of the union, of which the
@@ -30,13 +30,18 @@ class ExtraImages(OwnImages):
     mu: Annotated[float, FROM_ZERO] = 0.01
 
     def learn(self, clients: Clients, theta: Tensor, shown: int, begun: Tensor | None = None) -> dict[str, Mean | Sum]:
-        sets, labels = self.sets(clients, theta, begun, shown), self.labels(clients.num_classes, theta.device)
+        sets = self.update_images(clients, theta, begun, shown)
+        labels = self.labels(clients.num_classes, theta.device)
 
-        def of_union(p: Tensor, batch: Batch, images: Tensor, share: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
-            own, near = clients.loss(p, batch), self.mu / 2 * (p - anchor).square().sum()
-            return own, share * (F.cross_entropy(clients.model(p, images), labels) - own) + near
-
+        # The images' part of the union; 0 while a client's window is not full.
         share = sets.ready.to(theta.dtype) * len(labels) / (clients.num_samples + len(labels))
+
+        def union_loss(p: Tensor, batch: Batch, images: Tensor, share: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
+            loss = clients.loss(p, batch)
+            proximal = self.mu / 2 * (p - anchor).square().sum()
+            # (1 - share) loss + share image_loss + proximal; the first of the two parts alone is reported.
+            return loss, share * (F.cross_entropy(clients.model(p, images), labels) - loss) + proximal
+
         images = per_client(sets.images)
-        trained = clients.sgd(of_union, theta, images=images, share=per_client(share), anchor=theta)
+        trained = clients.sgd(union_loss, theta, images=images, share=per_client(share), anchor=theta)
         return {"theta": Mean(trained, weight=clients.weights(self.weighting)), **sets.reply}

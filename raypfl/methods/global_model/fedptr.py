@@ -18,22 +18,26 @@ from raypfl.federation.cohort import Cohort
 from raypfl.federation.method import METHODS, ServerState
 from raypfl.federation.task import Task
 from raypfl.learning.objectives.batch import Batch
-from raypfl.methods.global_model.auxiliary import Auxiliary, OwnImages, traced
-from raypfl.methods.global_model.trajectory import Path
+from raypfl.methods.global_model.auxiliary import AuxiliaryImages, ClientImages, matching_numbers
+from raypfl.methods.global_model.trajectory import StudentTrajectory
 from raypfl.models.flat import FlatModel
 
 Regularizer = Literal["adaptive", "differentiated", "fixed"]
 
 
-def toward(model: FlatModel, regularizer: Regularizer) -> Callable[[Tensor, Batch, Tensor, Any], Tensor]:
-    """``penalty(p, batch, anchor, strength)``, which pulls toward `anchor`; see :class:`Projecting`."""
+def pull_toward_anchor(model: FlatModel, regularizer: Regularizer) -> Callable[[Tensor, Batch, Tensor, Any], Tensor]:
+    """Return ``penalty(p, batch, anchor, strength)``, which pulls toward `anchor`; see :class:`ProjectedTrajectory`."""
 
     def penalty(p: Tensor, batch: Batch, anchor: Tensor, strength: Tensor | float) -> Tensor:
         if regularizer == "fixed":
             return strength / 2 * (p - anchor).square().sum()
-        layers = [part.reshape(-1) for part in model.unflatten(p - anchor).values()]
+
+        layers = [layer.reshape(-1) for layer in model.unflatten(p - anchor).values()]
         if regularizer == "differentiated":
             return strength / 2 * torch.stack([torch.linalg.vector_norm(layer) for layer in layers]).sum()
+
+        # lam/2 ||d_j||^2 / ||d_j|| with the divisor constant: the gradient is lam d_j / ||d_j||, of length lam. It is 0
+        # at d_j = 0, where the divisor must not be 0.
         squares = torch.stack([layer.square().sum() for layer in layers])
         least = 1e-12 if p.dtype == torch.float64 else 1e-8
         return strength / 2 * (squares / squares.detach().sqrt().clamp_min(least)).sum()
@@ -41,17 +45,19 @@ def toward(model: FlatModel, regularizer: Regularizer) -> Callable[[Tensor, Batc
     return penalty
 
 
-class Projecting(Auxiliary):
+class ProjectedTrajectory(AuxiliaryImages):
     """What both variants share: the projected model, and the pull toward it.
 
     Attributes
     ----------
     lam : strength of the pull.
-    regularizer : ``adaptive`` pulls every layer (a tensor of the network) with the force ``lam``, whatever its
-        distance; ``differentiated`` also differentiates the distances by which this penalty is divided, which halves
-        the force; ``fixed`` is ``lam/2`` times the squared distance.
-    project_steps : gradient steps on the images from the global model (K). project_lr : their size; None: as learned.
-    guess : ``matching``; or ``line``, a control: the window's straight line is continued by K/R of its length.
+    regularizer : form of the pull: ``adaptive`` pulls every layer (a tensor of the network) with the force ``lam``,
+        whatever its distance; ``differentiated`` also differentiates the distances by which this penalty is divided,
+        which halves the force; ``fixed`` is ``lam/2`` times the squared distance.
+    project_steps : number of gradient steps on the images from the global model (K).
+    project_lr : size of these steps; None: the learned one.
+    guess : source of the projected model: ``matching``; or ``line``, a control that continues the window's straight
+        line by K/R of its length.
     """
 
     lam: Annotated[float, FROM_ZERO] = 0.05
@@ -63,46 +69,58 @@ class Projecting(Auxiliary):
     def is_due(self, turn: Any) -> Any:
         return super().is_due(turn) & (self.guess == "matching")
 
-    def shows(self, cohort: Cohort) -> bool:
-        return super().shows(cohort) and self.guess == "matching"
+    def logs_images(self, cohort: Cohort) -> bool:
+        return super().logs_images(cohort) and self.guess == "matching"
 
-    def projected(
-        self, model: FlatModel, labels: Tensor, images: Tensor, step_size: Tensor, begun: Tensor, theta: Tensor
+    def project(
+        self, model: FlatModel, labels: Tensor, images: Tensor, step_size: Tensor, window_start: Tensor, theta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The next models ``[K, P]`` that K sets suggest, and whether they are finite, ``bool[K]``; else `theta`."""
+        """Return the projected models ``[K, P]`` of K sets, and whether they are finite, ``bool[K]``; else `theta`."""
         if self.guess == "line":
-            suggested = theta + self.project_steps / self.inner_steps * (theta - begun)
+            projected = theta + self.project_steps / self.inner_steps * (theta - window_start)
         else:
             rate = step_size if self.project_lr is None else torch.full_like(step_size, self.project_lr)
-            suggested = Path(model, labels, self.project_steps)(theta, images, rate)
-        finite = torch.isfinite(suggested.sum(1))
-        return torch.where(finite[:, None], suggested, theta), finite
+            projected = StudentTrajectory(model, labels, self.project_steps)(theta, images, rate)
+
+        finite = torch.isfinite(projected.sum(1))
+        return torch.where(finite[:, None], projected, theta), finite
 
 
 @METHODS.register("fedptr")
-class FedPTR(Projecting, OwnImages):
+class FedPTR(ProjectedTrajectory, ClientImages):
     """Projected trajectory regularization (Chen et al. 2023), Algorithm 2.
 
     A client changes its images until gradient steps on them lead from the model that it received m rounds ago to the
-    one that it has now. From there it goes K further steps on the images, and pulls its local training toward where
-    they end. Down and up: the model. More in ``docs/fedptr.md``.
+    one that it has now. From there it takes K further steps on the images, and pulls its local training toward the
+    model where they end. Down and up: the model. More in ``docs/fedptr.md``.
     """
 
     def learn(self, clients: Clients, theta: Tensor, shown: int, begun: Tensor | None = None) -> dict[str, Mean | Sum]:
-        sets, rows = self.sets(clients, theta, begun, shown), theta.repeat(len(clients), 1)
+        sets = self.update_images(clients, theta, begun, shown)
+
+        # lam is 0 while a client's window is not full, or if its projected model is not finite.
+        anchors = theta.repeat(len(clients), 1)
         strength = theta.new_zeros(len(clients))
-        if bool(sets.ready.any()):
-            work = partial(self.projected, clients.model, self.labels(clients.num_classes, theta.device))
-            parts = (part[sets.ready] for part in (sets.images, sets.step_size, sets.begun, rows))
-            anchors, finite = map(unmarked, clients.compute(work, *parts))
-            rows[sets.ready], strength[sets.ready] = anchors, self.lam * finite.to(theta.dtype)
-        anchor, pull = per_client(rows), toward(clients.model, self.regularizer)
-        trained = clients.sgd(clients.loss, theta, penalty=pull, anchor=anchor, strength=per_client(strength))
+        ready = sets.ready
+        if bool(ready.any()):
+            labels = self.labels(clients.num_classes, theta.device)
+            arguments = (tensor[ready] for tensor in (sets.images, sets.step_size, sets.window_start, anchors))
+            projected, finite = clients.compute(partial(self.project, clients.model, labels), *arguments)
+            anchors[ready] = unmarked(projected)
+            strength[ready] = self.lam * unmarked(finite).to(theta.dtype)
+
+        trained = clients.sgd(
+            clients.loss,
+            theta,
+            penalty=pull_toward_anchor(clients.model, self.regularizer),
+            anchor=per_client(anchors),
+            strength=per_client(strength),
+        )
         return {"theta": Mean(trained, weight=clients.weights(self.weighting)), **sets.reply}
 
 
 @METHODS.register("fedptr-s")
-class FedPTRServer(Projecting):
+class FedPTRServer(ProjectedTrajectory):
     """FedPTR on the server (Chen et al. 2023, Algorithm 3): one set of images, which starts as noise.
 
     Down: the model and, once the window is full, the projected model. Up: the model. Clients compute and keep nothing
@@ -112,37 +130,61 @@ class FedPTRServer(Projecting):
     pictures: int = 20
 
     def start(self, task: Task) -> ServerState:
-        state, draws = super().start(task), torch.Generator().manual_seed(rng.key(task.seed, "auxiliary images"))
         shape = (task.num_classes * self.per_class, *task.input_shape)
-        images = torch.randn(shape, generator=draws, dtype=task.model.dtype).to(task.model.device)
-        return {**state, "images": images, "step_size": images.new_tensor(self.step_size), "turn": 0}
+        generator = torch.Generator().manual_seed(rng.key(task.seed, "auxiliary images"))
+        images = torch.randn(shape, generator=generator, dtype=task.model.dtype).to(task.model.device)
+        return {
+            **super().start(task),
+            "images": images,
+            "step_size": images.new_tensor(self.step_size),
+            "turn": 0,
+        }
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
-        aim = self.aim(server, cohort)
-        reply = cohort.run(self.train, theta=server["theta"], **({} if aim is None else {"anchor": aim}))
+        message = {"theta": server["theta"]}
+        projected = self.projected_model(server, cohort)
+        if projected is not None:
+            message["anchor"] = projected
+
+        reply = cohort.run(self.train, **message)
         self.step(server, reply["theta"], cohort.task.model)
-        self.moved_on(server)
-        if self.shows(cohort):
+        self.remember_model(server)
+        if self.logs_images(cohort):
             self.log_images(cohort, server["images"])
 
-    def aim(self, server: ServerState, cohort: Cohort) -> Tensor | None:
-        """The projected model ``[P]``, if the window is full and it is finite."""
-        if (begun := self.begun(server)) is None:
+    def projected_model(self, server: ServerState, cohort: Cohort) -> Tensor | None:
+        """Match the images if it is time, and return the projected model ``[P]``.
+
+        None: the window is not full, or the projected model is not finite.
+        """
+        window_start = self.window_start(server)
+        if window_start is None:
             return None
-        model, labels = cohort.task.model, self.labels(cohort.task.num_classes, cohort.task.model.device)
-        ends = begun[None], server["theta"][None]
+
+        model = cohort.task.model
+        labels = self.labels(cohort.task.num_classes, model.device)
+        start = window_start[None]
+        end = server["theta"][None]
         if self.is_due(server["turn"]):
-            shown = partial(cohort.progress, "matching the trajectory")
-            found = self.matched(model, labels, shown, server["images"][None], server["step_size"][None], *ends)
-            server["images"], server["step_size"] = found.images[0], found.step_size[0]
-            cohort.log(**{name: value for name, value in traced(found).items() if bool(value.isfinite())})
+            progress = partial(cohort.progress, "matching the trajectory")
+            images = server["images"][None]
+            step_size = server["step_size"][None]
+            matched = self.match_images(model, labels, progress, images, step_size, start, end)
+            server["images"] = matched.images[0]
+            server["step_size"] = matched.step_size[0]
+
+            numbers = matching_numbers(matched)
+            cohort.log(**{name: value for name, value in numbers.items() if bool(value.isfinite())})
         server["turn"] += 1
-        (aim,), finite = self.projected(model, labels, server["images"][None], server["step_size"][None], *ends)
-        return aim if bool(finite) else None
+
+        images = server["images"][None]
+        step_size = server["step_size"][None]
+        projected, finite = self.project(model, labels, images, step_size, start, end)
+        return projected[0] if bool(finite) else None
 
     def train(self, clients: Clients, theta: Tensor, anchor: Tensor | None = None) -> dict[str, Mean]:
         if anchor is None:
             return super().train(clients, theta)
-        pull = toward(clients.model, self.regularizer)
+        pull = pull_toward_anchor(clients.model, self.regularizer)
         trained = clients.sgd(clients.loss, theta, penalty=pull, anchor=anchor, strength=self.lam)
         return {"theta": Mean(trained, weight=clients.weights(self.weighting))}
