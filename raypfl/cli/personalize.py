@@ -16,7 +16,6 @@ from rich.text import Text
 from raypfl.common.errors import ConfigError
 from raypfl.common.packages import not_installed
 from raypfl.common.stopping import interrupting
-from raypfl.engine.setup import make_measures
 from raypfl.methods import METHODS
 from raypfl.results.units import Unit
 from raypfl.runs.result import newest
@@ -46,7 +45,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
         f"({total:.1f} s with reading the run and writing the file)."
     ]
     if made.held_out:
-        metrics = make_measures(models.experiment, models.outline).metrics
+        metrics = models.measures.metrics
         units = {name: Unit(metrics[name]) for name in made.metrics}
         values = {name: unit.of([made.metrics[name]])[0] for name, unit in units.items()}
         reached = ", ".join(f"{unit.phrase} {unit.text(values[name])}{unit.sign}" for name, unit in units.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from raypfl.clients.group import ClientGroup
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Each, Scatter, Sum
 from raypfl.common.user_code import where_defined
+from raypfl.engine.groups import groups_for
+from raypfl.engine.prepared import Prepared
 from raypfl.engine.scoring import score
-from raypfl.engine.setup import groups_for
-from raypfl.evaluation import Measures, Selection, select, summarise, tabulate, validation_aggregates
+from raypfl.evaluation import Selection, select, summarise, tabulate, validation_aggregates
 from raypfl.evaluation.masking import Mask
 from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.cohort import Cohort
@@ -26,9 +27,6 @@ from raypfl.learning.privacy import Spending
 from raypfl.learning.unkeyed import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.models.predictor import Predictor
 from raypfl.storage.tree import clone
-
-if TYPE_CHECKING:
-    from raypfl.experiment import Experiment
 
 
 class EvaluationCohort(Cohort):
@@ -59,15 +57,15 @@ class Evaluator:
     spent : of clients' privacy in the last evaluation.
     """
 
-    def __init__(self, experiment: Experiment, runner: GroupRunner):
+    def __init__(self, prepared: Prepared, runner: GroupRunner):
         self._last = 0
         self.spent: list[Spending] = []
         self._validated: dict[int, dict[str, Any]] = {}
-        self.experiment = experiment
-        self.method = experiment.method
+        self.experiment = prepared.experiment
+        self.method = prepared.experiment.method
         self.runner = runner
-        self.task = runner.task
-        self.measures = Measures(self.task.objective, experiment.evaluation.metrics, self.task.num_classes)
+        self.task = prepared.task
+        self.measures = prepared.measures
 
     @property
     def best_round(self) -> int | None:

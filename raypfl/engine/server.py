@@ -8,9 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,18 +20,18 @@ from raypfl.analysis.base import AnalysedRun
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
 from raypfl.common.user_code import failure_of, framed, traceback_text, where_defined, with_location
 from raypfl.common.version import __version__
-from raypfl.data import ClientData
 from raypfl.engine.analysing import Analyses
 from raypfl.engine.evaluator import Evaluator
 from raypfl.engine.events import Checkpointed, Evaluated, Listener, RoundFinished, RunFinished, RunStarted, Warned
-from raypfl.engine.setup import groups_for, make_runner, pools_of_server, samples_of_client
+from raypfl.engine.groups import groups_for
+from raypfl.engine.job import Job
+from raypfl.engine.prepared import Prepared
 from raypfl.evaluation import Measures
 from raypfl.federation.backend import Backend
 from raypfl.federation.cohort import Cohort, recorded
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.schedule import Draw, cohort_size, draw, is_due
-from raypfl.federation.task import Task
 from raypfl.learning.privacy import SPENDING, Spending
 from raypfl.learning.privacy.accounting import accounted
 from raypfl.learning.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
@@ -47,7 +45,7 @@ from raypfl.storage.tables import Table, arrow, read
 from raypfl.storage.tree import clone, encoded, flatten, unflatten
 
 if TYPE_CHECKING:
-    from raypfl.experiment import Experiment
+    pass
 
 ROUNDS = {
     "round": "int32",
@@ -62,49 +60,19 @@ ROUNDS = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run as it travels to a server actor.
-
-    Attributes
-    ----------
-    why : the reason for the choice of executor.
-    fingerprint, weights : of the data and partition, and of the file of initial weights, if there is one.
-    attempt : a name for this try at the run, which its lease on the checkpoints has.
-    lockstep : whether the server waits after a checkpoint until all listeners have returned.
-    parent : the run that this one continues, and its round; None: it begins with the first round.
-    """
-
-    name: str
-    run_dir: str
-    experiment: Experiment
-    why: str
-    fingerprint: str
-    weights: str
-    attempt: str
-    lockstep: bool = False
-    parent: Mapping[str, Any] | None = None
-
-    @property
-    def checkpoints(self) -> str:
-        return checkpoints_of(self.experiment, self.run_dir)
-
-
 class Server:
     """Runs an experiment's rounds on a backend, from its newest checkpoint if there is one.
 
     Parameters
     ----------
-    data : of the clients, and the pools.
+    prepared : the experiment, its data and its task, on the server's device.
     emit : called with every event, in order.
     metadata : about the backend, for the run's record.
     """
 
-    def __init__(
-        self, job: Job, task: Task, data: ClientData, backend: Backend, emit: Listener, metadata: dict[str, Any]
-    ):
+    def __init__(self, job: Job, prepared: Prepared, backend: Backend, emit: Listener, metadata: dict[str, Any]):
         self.job = job
-        self.task = task
+        self.task = prepared.task
         self.backend = backend
         self.emit = emit
         self.metadata = metadata
@@ -118,21 +86,16 @@ class Server:
         self._sent = {"up": 0, "down": 0}  # bytes of all finished rounds
         self._warned: set[str] = set()
         self._saved: int | None = None
-        self._runner = make_runner(
-            job.experiment,
-            task,
-            pools_of_server(job.experiment, data, task),
-            backend,
-            self.states,
-            self.ledger,
-            self.emit,
-            self._warn,
+        self._runner = prepared.runner(backend, self.states, self.ledger, self.emit, self._warn)
+        self._evaluator = Evaluator(prepared, self._runner)
+        run = AnalysedRun(
+            task=self.task,
+            method=self.method,
+            training=self.experiment.training,
+            cohort_size=cohort_size(self.experiment.cohort, self.task.num_clients),
+            samples=prepared.training_samples,
+            pools=prepared.server_pools,
         )
-        self._evaluator = Evaluator(job.experiment, self._runner)
-        samples = partial(samples_of_client, job.experiment, data, task)
-        size = cohort_size(job.experiment.cohort, task.num_clients)
-        pools = self._runner.context.pools
-        run = AnalysedRun(task, self.method, job.experiment.training, size, samples, pools)
         self._analyses = Analyses(job.experiment.analyses, run, job.run_dir)
         self._runner.keep = self._analyses.keep
 
@@ -462,9 +425,3 @@ def _empty_tables(measures: Measures) -> dict[str, Table]:
     of = {"rounds": ROUNDS, "evaluations": measures.kinds, "ledger": LEDGER, "logged": LOGGED, "images": IMAGES}
     of["spending"] = SPENDING
     return {name: Table(Columns(columns)) for name, columns in of.items()}
-
-
-def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
-    """The folder of a run's checkpoints: in the run's folder, or in the location that the settings name."""
-    location = experiment.checkpoint.location
-    return f"{run_dir}/checkpoints" if location is None else f"{location.rstrip('/')}/{Path(run_dir).name}"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
-from raypfl.engine.setup import make_context, make_task
+from raypfl.engine.prepared import Prepared
 from raypfl.models.flat import FlatModel
 from raypfl.results.compared import RunGroup, group_runs, setting
 from raypfl.results.drawing import GREY, INK, png
@@ -79,14 +79,14 @@ def latent_of(result: Result) -> Latent:
     """The latent space at the start and after each round with a kept checkpoint, of up to 600 test samples."""
     experiment = result.experiment
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-    task = make_task(experiment, data, torch.device("cpu"))
-    context = make_context(experiment, data, task)
+    prepared = Prepared(experiment, data)
+    context = prepared.context
     tested = context.union("test")
     x, y = context.samples.take(tested[np.linspace(0, len(tested) - 1, min(_SAMPLES, len(tested))).astype(int)])
     x = context.samples.normalise(x)
-    states = [(0, experiment.method.start(task)), *result.server_states()]
+    states = [(0, experiment.method.start(prepared.task)), *result.server_states()]
     models = [(round, theta) for round, state in states if (theta := _global(result, state)) is not None]
-    features, prototypes = zip(*(_portrait(task.model, theta, x) for _, theta in models), strict=True)
+    features, prototypes = zip(*(_portrait(prepared.model, theta, x) for _, theta in models), strict=True)
     names = getattr(data, "class_names", None) or [str(c) for c in range(data.num_classes)]
     return Latent([round for round, _ in models], list(features), list(prototypes), y.numpy(), list(names))
 

@@ -7,7 +7,7 @@ through both gives the memory of the run's own groups. More actors on a GPU chan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,11 +16,12 @@ import torch
 
 from raypfl.common.errors import ConfigError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
-from raypfl.data import ClientData, FederatedData
+from raypfl.data import FederatedData
 from raypfl.engine.backends.actor_pools import reserved, room_for, share_of
 from raypfl.engine.backends.cluster import nodes_of
 from raypfl.engine.events import Listener, Progress
-from raypfl.engine.setup import groups_for, num_groups
+from raypfl.engine.groups import groups_for
+from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool
 from raypfl.federation.schedule import cohort_size
@@ -36,7 +37,7 @@ USED = 0.9
 """Share of a GPU's memory that its actors may need together."""
 
 
-class Memory(Protocol):
+class GpuMemory(Protocol):
     """Reads the memory of this process on its GPU."""
 
     def peak(self, work: Callable[[], object]) -> float:
@@ -49,7 +50,7 @@ class Memory(Protocol):
 
 
 class CudaMemory:
-    """Memory as torch and the driver report it; what other processes have on the GPU counts as this one's context."""
+    """Memory as torch and NVIDIA's driver report it; what other processes use counts as this one's context."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -68,7 +69,13 @@ class CudaMemory:
 
 @dataclass(frozen=True)
 class Card:
-    """What was measured on a GPU: its memory in bytes, and what of it an actor needs, without the data."""
+    """What was measured on a GPU.
+
+    Attributes
+    ----------
+    total : its memory, in bytes.
+    actor : the bytes that an actor needs, without the data.
+    """
 
     total: float
     actor: float
@@ -76,8 +83,9 @@ class Card:
 
 def line(sizes: Sequence[int], peaks: Sequence[float]) -> tuple[float, float]:
     """``a, b`` with ``a + b * size`` bytes, from one or two measurements; memory never shrinks with the group."""
-    each = max(0.0, (peaks[-1] - peaks[0]) / max(1, sizes[-1] - sizes[0]))
-    return max(peak - each * size for size, peak in zip(sizes, peaks, strict=True)), each
+    slope = max(0.0, (peaks[-1] - peaks[0]) / max(1, sizes[-1] - sizes[0]))
+    intercept = max(peak - slope * size for size, peak in zip(sizes, peaks, strict=True))
+    return intercept, slope
 
 
 def actors_on(card: Card, data: float, data_share: float, most: int) -> int:
@@ -85,80 +93,98 @@ def actors_on(card: Card, data: float, data_share: float, most: int) -> int:
 
     Parameters
     ----------
-    data : bytes of the data, which each actor holds where all of them together stay within `data_share` of the memory.
+    data : bytes of the data, of which each actor has a copy if all copies stay within `data_share` of the memory.
     """
     for actors in range(max(1, most), 1, -1):
-        held = data if actors * data <= data_share * card.total else 0.0
-        if actors * (card.actor + held) <= USED * card.total:
+        data_of_actor = data if actors * data <= data_share * card.total else 0.0
+        if actors * (card.actor + data_of_actor) <= USED * card.total:
             return actors
     return 1
 
 
-def bytes_needed(experiment: Experiment, data: ClientData, device: torch.device, memory: Memory) -> float:
-    """Bytes on `device` of a process in which this run's largest groups are trained and evaluated.
+def bytes_needed(prepared: Prepared, memory: GpuMemory) -> float:
+    """Bytes on the device of a process in which this run's largest groups are trained and evaluated.
 
     Raises
     ------
     OutOfMemory, RuntimeError : if a group of `PROBED` clients does not fit.
     """
-    experiment = experiment.override(["privacy.secure_aggregation=false"])  # masks need a second client, and no memory
-    trained = data.num_clients - len(data.unseen)
+    # Masks need a second client, and no memory.
+    experiment = prepared.experiment.override(["privacy.secure_aggregation=false"])
+    trained = prepared.num_trained
     cohort = min(cohort_size(experiment.cohort, trained), trained)
-    largest = {
+    largest_groups = {
         Rehearsal.train: max(groups_for(experiment, cohort)),
         Rehearsal.evaluate: max(groups_for(experiment, trained, evaluation=True)),
     }
+
     needed = 0.0
-    for work, group in largest.items():
+    for work, group in largest_groups.items():
         sizes = sorted({min(size, group) for size in PROBED})
-        peaks = [memory.peak(partial(work, Rehearsal(experiment, data, device, size))) for size in sizes]
-        fixed, each = line(sizes, peaks)
-        needed = max(needed, fixed + each * group)
+        peaks = []
+        for size in sizes:
+            # Each rehearsal builds its own network, as the actor will.
+            rehearsal = Rehearsal(Prepared(experiment, prepared.data, prepared.device), size)
+            peaks.append(memory.peak(partial(work, rehearsal)))
+        fixed, per_client = line(sizes, peaks)
+        needed = max(needed, fixed + per_client * group)
     return memory.context() + needed
 
 
-def with_numbers(ray: Any, experiment: Experiment, data: ClientData, emit: Listener) -> Experiment:
+def with_numbers(ray: Any, prepared: Prepared, emit: Listener) -> Experiment:
     """The experiment with a number for every ``gpus_per_actor=auto``, which is measured on a GPU of the cluster.
 
     Raises
     ------
     ConfigError : if the cluster has no such GPU.
     """
+    experiment = prepared.experiment
     settings = experiment.ray
-    if settings.pools:
-        pools = tuple(
-            replace(pool, gpus_per_actor=_share(ray, pool, experiment, data, emit)) for pool in settings.pools
-        )
-        return experiment.replace(ray=replace(settings, pools=pools))
-    return experiment.replace(ray=replace(settings, gpus_per_actor=_share(ray, settings, experiment, data, emit)))
+    if not settings.pools:
+        share = _share(ray, settings, prepared, emit)
+        return experiment.replace(ray=replace(settings, gpus_per_actor=share))
+
+    pools = tuple(replace(pool, gpus_per_actor=_share(ray, pool, prepared, emit)) for pool in settings.pools)
+    return experiment.replace(ray=replace(settings, pools=pools))
 
 
-def _share(ray: Any, pool: ActorPool, experiment: Experiment, data: ClientData, emit: Listener) -> float:
+def _share(ray: Any, pool: ActorPool, prepared: Prepared, emit: Listener) -> float:
+    """The share of a GPU for each actor of a pool: as the settings say, or as an actor's memory allows."""
     if pool.gpus_per_actor != "auto":
         return pool.gpus_per_actor
-    one = replace(pool, gpus_per_actor=1.0)
-    with_gpu = [node for node in nodes_of(ray) if room_for(reserved(one), [node], {})]
-    if not with_gpu:
+
+    whole_gpu = reserved(replace(pool, gpus_per_actor=1.0))
+    nodes_with_gpu = [node for node in nodes_of(ray) if room_for(whole_gpu, [node], {})]
+    if not nodes_with_gpu:
         kind = f" of type {pool.accelerator}" if pool.accelerator else ""
         raise ConfigError(
             f"ray.gpus_per_actor is auto, but the cluster has no GPU{kind}; leave it out, so that clients run on CPUs."
         )
-    from raypfl.engine.backends.shipment import Shipment  # imports Ray, which inline runs do without
+
+    card = _measure(ray, whole_gpu, prepared, emit)
+    cpus_allow = max(math.floor(node["CPU"] / (pool.cpus_per_actor * node["GPU"])) for node in nodes_with_gpu)
+    data = prepared.data
+    data_bytes = data.inputs.nbytes + data.labels.nbytes if isinstance(data, FederatedData) else 0
+    most = min(cpus_allow, prepared.num_groups)
+    actors = actors_on(card, data_bytes, prepared.experiment.ray.data_share, most)
+    emit(Progress(f"{actors} client actors a GPU: each needs {card.actor / 2**30:.2f} of {card.total / 2**30:.0f} GiB"))
+    return share_of(actors)
+
+
+def _measure(ray: Any, resources: Mapping[str, Any], prepared: Prepared, emit: Listener) -> Card:
+    """Measure in a process with these resources, a whole GPU among them."""
+    # Imports Ray, which inline runs do without.
+    from raypfl.engine.backends.shipment import Shipment
 
     emit(Progress("measuring how many client actors share a GPU"))
-    probe = ray.remote(**reserved(one), max_calls=1, max_retries=0)(_probe)
+    probe = ray.remote(**resources, max_calls=1, max_retries=0)(_probe)
     try:
-        card = ray.get(probe.remote(Shipment.of(experiment, data)))
+        return ray.get(probe.remote(Shipment.of(prepared.experiment, prepared.data)))
     except ray.exceptions.RayTaskError as error:
         raise RaypflError(
             f"The memory that an actor needs could not be measured (ray.gpus_per_actor=auto): {error.cause} Give a "
             "number instead, such as 0.25 for four actors on a GPU."
         ) from error
-    per_gpu = max(math.floor(node["CPU"] / (pool.cpus_per_actor * node["GPU"])) for node in with_gpu)
-    held = data.inputs.nbytes + data.labels.nbytes if isinstance(data, FederatedData) else 0
-    actors = actors_on(card, held, experiment.ray.data_share, min(per_gpu, num_groups(experiment, data)))
-    emit(Progress(f"{actors} client actors a GPU: each needs {card.actor / 2**30:.2f} of {card.total / 2**30:.0f} GiB"))
-    return share_of(actors)
 
 
 def _probe(shipment: Shipment) -> Card:
@@ -167,7 +193,7 @@ def _probe(shipment: Shipment) -> Card:
     device = torch.device("cuda")
     total = torch.cuda.get_device_properties(device).total_memory
     try:
-        return Card(total, bytes_needed(experiment, data, device, CudaMemory(device)))
+        return Card(total, bytes_needed(Prepared(experiment, data, device), CudaMemory(device)))
     except (RuntimeError, OutOfMemory) as error:
         if not out_of_memory(error):
             raise

@@ -24,15 +24,9 @@ from raypfl.common.version import __version__
 from raypfl.data import ClientData, FederatedData, load_federated
 from raypfl.data.datasets import DataConfig
 from raypfl.data.store import cache_folder
+from raypfl.engine.devices import device_for
 from raypfl.engine.events import Listener, Progress
-from raypfl.engine.setup import (
-    device_for,
-    make_measures,
-    make_task,
-    pools_of_server,
-    precision_of,
-    threads_of_server,
-)
+from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.experiment import Experiment
 from raypfl.federation.server_training import ServerContext, ServerTraining
 from raypfl.federation.settings import EngineSettings
@@ -41,7 +35,7 @@ from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Adam
 from raypfl.learning.settings import TrainingSettings
 from raypfl.models import MODELS
-from raypfl.runs.autotune import refuse_misfit, refuse_outputs
+from raypfl.runs.checks.network import refuse_misfit, refuse_outputs
 
 BATCH = 64
 """Samples in a mini-batch."""
@@ -53,9 +47,11 @@ class Pretraining:
 
     Attributes
     ----------
+    path : the file.
     about : everything that the weights depend on: settings, hashes of data and code, device, versions.
-    samples : of the pool.
-    loss : mean over all steps. seconds : that training took; None: the file was there.
+    samples : number of samples in the pool.
+    loss : mean loss over all steps.
+    seconds : duration of the training; None: the file was there already.
     """
 
     path: Path
@@ -74,17 +70,17 @@ def pretrain(experiment: Experiment, emit: Listener) -> Pretraining:
     """
     model = experiment.model
     if not model.needed_pools():
-        text = "is not set" if model.pretrain is None else f"is {model.pretrain!r}, but model.weights are given too"
+        problem = "is not set" if model.pretrain is None else f"is {model.pretrain!r}, but model.weights are given too"
         raise ConfigError(
-            f"model.pretrain {text}; raypfl pretrain needs the name of a pool, and a network without weights, as in: "
-            "raypfl pretrain 'data.pools={body: 0.3}' model.pretrain=body"
+            f"model.pretrain {problem}; raypfl pretrain needs the name of a pool, and a network without weights, as "
+            "in: raypfl pretrain 'data.pools={body: 0.3}' model.pretrain=body"
         )
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-    return _pretrained(experiment, data, device_for(experiment.ray.gpus_for_server), emit)
+    return _pretrained(Prepared(experiment, data), emit)
 
 
-def with_pretrained(experiment: Experiment, data: ClientData, device: torch.device, emit: Listener) -> Experiment:
-    """`experiment`, with the file of its pretrained weights as ``model.weights``.
+def with_pretrained(prepared: Prepared, emit: Listener) -> Prepared:
+    """The experiment with the file of its pretrained weights as ``model.weights``; itself if nothing is pretrained.
 
     The network is trained if no file in the cache was made from the same :func:`_recipe`. Weights that are given take
     precedence: then nothing is pretrained.
@@ -93,84 +89,107 @@ def with_pretrained(experiment: Experiment, data: ClientData, device: torch.devi
     ------
     ConfigError : if there is no such pool, or it lacks the clients' labels.
     """
+    experiment = prepared.experiment
     if not experiment.model.needed_pools():
-        return experiment
-    path = _pretrained(experiment, data, device, emit).path
-    return experiment.override([f"model.weights={json.dumps(str(path))}"])
+        return prepared
+    path = _pretrained(prepared, emit).path
+    experiment = experiment.override([f"model.weights={json.dumps(str(path))}"])
+    return Prepared(experiment, prepared.data, prepared.device)
 
 
-def _pretrained(experiment: Experiment, data: ClientData, device: torch.device, emit: Listener) -> Pretraining:
-    pool, begun = str(experiment.model.pretrain), None
+def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
+    data = prepared.data
+    pool = str(prepared.experiment.model.pretrain)
     _refuse_unlabelled(pool, data)
-    recipe = _recipe(experiment, data)
+
+    recipe = Prepared(_recipe(prepared), data, device_for(prepared.experiment.ray.gpus_for_server))
+    settings = recipe.experiment.model
     about = {
-        "settings": recipe.to_dict(),
+        "settings": recipe.experiment.to_dict(),
         "data": data.fingerprint,
-        "code": source_digest(MODELS.get(recipe.model.name)),
-        "device": device.type,
+        "code": source_digest(MODELS.get(settings.name)),
+        "device": recipe.device.type,
         "versions": {"raypfl": __version__, "torch": torch.__version__},
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
-    path = cache_folder(experiment.data) / "pretrained" / f"{recipe.model.name}-{pool}-{key}.safetensors"
+    path = cache_folder(prepared.experiment.data) / "pretrained" / f"{settings.name}-{pool}-{key}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.alone(path), threads(threads_of_server(recipe)):
+
+    seconds = None
+    with files.alone(path), threads(threads_of_server(recipe.experiment)):
         if not path.exists():
-            task, begun = make_task(recipe, data, device), time.perf_counter()
-            refuse_misfit(recipe, task.model, data)
-            refuse_outputs(recipe, task.model, data)
-            emit(Progress(f"pretraining {recipe.model.name} on the pool {pool!r}, {task.pools[pool]} samples"))
-            trained, loss = _trained(recipe, data, task)
+            start = time.perf_counter()
+            refuse_misfit(recipe)
+            refuse_outputs(recipe)
+            emit(Progress(f"pretraining {settings.name} on the pool {pool!r}, {recipe.task.pools[pool]} samples"))
+            trained, loss = _train(recipe)
             weights = {name: tensor.contiguous() for name, tensor in trained.items()}
             files.write(path, save(weights, {"pretraining": json.dumps(about), "loss": str(loss)}))
+            seconds = time.perf_counter() - start
+
     with safe_open(path, "pt") as file:
         loss = float((file.metadata() or {}).get("loss", "nan"))
-    seconds = None if begun is None else time.perf_counter() - begun
-    return Pretraining(path, about, len(data.pool(pool)) if isinstance(data, FederatedData) else 0, loss, seconds)
+    samples = len(data.pool(pool)) if isinstance(data, FederatedData) else 0
+    return Pretraining(path, about, samples, loss, seconds)
 
 
-def _recipe(experiment: Experiment, data: ClientData) -> Experiment:
+def _recipe(prepared: Prepared) -> Experiment:
     """All settings that pretraining may read; every other one has its default.
 
     The training gets this experiment in place of the run's, and the cache's key has all of it. So what is not copied
     here cannot change the weights, and what is copied makes a file of its own.
     """
+    experiment = prepared.experiment
     options = {name: value for name, value in experiment.model.options.items() if not name.startswith("adapter")}
     return Experiment(
         seed=experiment.seed,
-        data=DataConfig(augmentation=experiment.data.augmentation),  # the samples themselves are given as `data`
+        # The samples themselves are those of the run.
+        data=DataConfig(augmentation=experiment.data.augmentation),
         model=replace(experiment.model, options=options, lora=0, frozen=None, trained=None),
-        objective=make_measures(experiment, data).objective,
+        objective=prepared.objective,
         training=TrainingSettings(precision=experiment.training.precision),
         engine=EngineSettings(threads=threads_of_server(experiment)),
     )
 
 
-class _Central(ServerTraining):
+class _CentralTraining(ServerTraining):
     """Training on the server, before the first round."""
 
     def __init__(self, task: Task, context: ServerContext):
-        self.task, self.context, self.round = task, context, 0
+        self.task = task
+        self.context = context
+        self.round = 0
         self.logged: dict[str, float] = {}
 
     def log(self, **values: float | Tensor) -> None:
         self.logged.update({name: float(value) for name, value in values.items()})
 
 
-def _trained(experiment: Experiment, data: ClientData, task: Task) -> tuple[dict[str, Tensor], float]:
-    """The trained tensors of the network, but for its output layer, and the mean loss of the steps."""
-    model, settings = task.model, experiment.model
-    pools = pools_of_server(experiment, data, task)
-    central = _Central(task, ServerContext(pools, precision_of(experiment), lambda _: None))
+def _train(recipe: Prepared) -> tuple[dict[str, Tensor], float]:
+    """Train the network; returns its tensors, but for those of its output layer, and the mean loss of the steps."""
+    task = recipe.task
+    model = recipe.model
+    settings = recipe.experiment.model
+    central = _CentralTraining(task, ServerContext(recipe.server_pools, recipe.precision, lambda _: None))
 
     def loss(p: Tensor, batch: Batch) -> Tensor:
         return task.objective.loss(model(p, batch.x), batch)
 
     pool = central.pool(str(settings.pretrain))
-    size = BATCH + (len(pool) % BATCH == 1)  # batch norm needs two samples
+    # Batch norm needs two samples, also in the last batch.
+    size = BATCH + (len(pool) % BATCH == 1)
     batches = pool.batches(size, epochs=settings.pretrain_epochs, augment=True)
-    start = model.init(experiment.seed)
-    how: dict[str, Any] = {"lr": settings.pretrain_lr, "optimizer": Adam(), "schedule": "cosine", "log": "loss"}
-    theta = central.sgd(loss, start, batches, text="pretraining", **how)
+    theta = central.sgd(
+        loss,
+        model.init(recipe.experiment.seed),
+        batches,
+        text="pretraining",
+        lr=settings.pretrain_lr,
+        optimizer=Adam(),
+        schedule="cosine",
+        log="loss",
+    )
+
     body = model.names("feature extractor")
     trained = {name: tensor.cpu() for name, tensor in model.unflatten(theta).items() if name in body}
     return trained, central.logged.get("loss", math.nan)

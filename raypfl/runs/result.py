@@ -20,7 +20,7 @@ from raypfl.common.errors import ConfigError, NoRun
 from raypfl.common.files import draft, write
 from raypfl.engine import history
 from raypfl.engine.events import Evaluated, Event, RoundFinished, RunFinished, RunStarted
-from raypfl.engine.server import checkpoints_of
+from raypfl.engine.job import checkpoints_of
 from raypfl.evaluation import summarise
 from raypfl.experiment import Experiment
 from raypfl.federation.logged import ANALYSIS, Logged

@@ -13,7 +13,7 @@ from pathlib import Path
 from raypfl.common.errors import CheckpointError, ConfigError, Refused
 from raypfl.data.datasets.population import is_described
 from raypfl.engine import history
-from raypfl.engine.server import checkpoints_of
+from raypfl.engine.job import checkpoints_of
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import differences, is_in

@@ -12,7 +12,7 @@ from raypfl.analysis.theory.kernels import Spectrum
 from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
-from raypfl.engine.setup import make_task, samples_of_client
+from raypfl.engine.prepared import Prepared
 from raypfl.runs.result import Result
 
 
@@ -46,9 +46,10 @@ def of_checkpoints(result: Result, analysis: NTK) -> list[dict[str, float]]:
             "Run it again with 'analyses=[ntk]', which observes the clients' models."
         )
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-    task = make_task(experiment, data, torch.device("cpu"))
-    each, model = analysis.each(task.num_clients), task.model
-    parts = [samples_of_client(experiment, data, task, client).x[:each] for client in range(task.num_clients)]
+    prepared = Prepared(experiment, data)
+    model = prepared.model
+    each = analysis.each(data.num_clients)
+    parts = [prepared.training_samples(client).x[:each] for client in range(data.num_clients)]
     x, sizes = torch.cat(parts), [len(part) for part in parts]
     with threads(experiment.engine.threads), model.mode(train=False):
         kernels = [analysis.of_model(model, theta, x) for _, theta in models]

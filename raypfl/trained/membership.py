@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
-from raypfl.engine.setup import make_context, make_task
+from raypfl.engine.prepared import Prepared
 from raypfl.learning.executor import Executor
 from raypfl.learning.loss import LocalLoss
 from raypfl.learning.objectives import Classification
@@ -64,22 +64,23 @@ def membership(result: Result, shadows: int = 0, epochs: int = 20) -> Membership
     if shadows and shadows < 4:
         raise ConfigError(f"shadows is {shadows}; likelihood ratios need at least 4 models, or 0 for none.")
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
-    task = make_task(experiment, data, torch.device("cpu"))
-    context = make_context(experiment, data, task)
+    prepared = Prepared(experiment, data)
+    context = prepared.context
+    model = prepared.model
     draws = rng.generator(experiment.seed, "membership")
     splits = [context.union(split) for split in ("train", "test")]
     count = min(map(len, splits))
     x, y = context.samples.take(np.concatenate([draws.permutation(split)[:count] for split in splits]))
     x, member = context.samples.normalise(x), torch.arange(2 * count) < count
-    loss = _losses(task.model, theta, x, y)
+    loss = _losses(model, theta, x, y)
     if not shadows:
         return Membership(_best_accuracy(-loss, member), None, count)
     inside = torch.from_numpy(np.stack([draws.permutation(2 * count) < count for _ in range(shadows)]))
     confidences = []
     for s, mine in enumerate(inside):
         batches = _batches(x[mine], y[mine], experiment.training.batch_size, epochs, draws)
-        shadow = _trained(task.model, rng.key(experiment.seed, "shadow", s), experiment.training, batches)
-        confidences.append(_confidence(_losses(task.model, shadow, x, y)))
+        shadow = _trained(model, rng.key(experiment.seed, "shadow", s), experiment.training, batches)
+        confidences.append(_confidence(_losses(model, shadow, x, y)))
     ratio = _log_ratio(torch.stack(confidences), inside, _confidence(loss))
     return Membership(_best_accuracy(-loss, member), _best_accuracy(ratio, member), count)
 

@@ -23,8 +23,10 @@ from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.evaluator import EvaluationCohort, maker, personalize
+from raypfl.engine.groups import client_costs
 from raypfl.engine.outline import DataOutline
-from raypfl.engine.setup import client_costs, make_context, make_task, normalisation, precision_of
+from raypfl.engine.prepared import Prepared
+from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.experiment import Experiment
 from raypfl.federation.group_runner import GroupRunner
@@ -59,6 +61,7 @@ class TrainedModels:
 
     def __init__(self, experiment: Experiment, outline: DataOutline, snapshot: Snapshot):
         self.experiment, self.outline, self._snapshot = experiment, outline, snapshot
+        self._prepared = Prepared(experiment, outline)
         self.server, self.round = dict(snapshot.server), snapshot.round
 
     @classmethod
@@ -201,7 +204,7 @@ class TrainedModels:
     @cached_property
     def normalisation(self) -> tuple[Tensor, Tensor]:
         """``gain, offset``: networks see ``x * gain + offset``."""
-        return normalisation(self.outline, self.task.model)
+        return self._prepared.normalisation
 
     def _made(
         self, context: Context, clients: Sequence[int], states: list[Mapping[str, np.ndarray]], unseen: bool
@@ -235,7 +238,7 @@ class TrainedModels:
             task=self.task,
             backend=Inline(Worker(context, self.experiment.method)),
             states=table,
-            context=ServerContext(context.pools, precision_of(self.experiment), lambda event: None),
+            context=ServerContext(context.pools, self._prepared.precision, lambda event: None),
             ledger=Ledger(),
             failures=self.experiment.failures,
             costs=client_costs(self.experiment, sizes),
@@ -255,14 +258,19 @@ class TrainedModels:
     def _lr(self) -> float:
         return self.experiment.training.learning_rate(max(self.round - 1, 0), self.experiment.rounds)
 
-    @cached_property
+    @property
     def task(self) -> Task:
         """The method's task, with its own networks."""
-        return make_task(self.experiment, self.outline, torch.device("cpu"))
+        return self._prepared.task
 
-    @cached_property
+    @property
+    def measures(self) -> Measures:
+        """The objective and the metrics."""
+        return self._prepared.measures
+
+    @property
     def _context(self) -> Context:
-        return make_context(self.experiment, self.outline, self.task)
+        return self._prepared.context
 
     def _trained(self, network: nn.Module) -> TrainedModel:
         gain, offset = self.normalisation

@@ -19,7 +19,7 @@ from raypfl.common.errors import CheckpointError
 from raypfl.common.files import write
 from raypfl.common.messages import per_client
 from raypfl.engine.outline import DataOutline
-from raypfl.engine.setup import make_model
+from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.federation.method import Method
 from raypfl.methods import METHODS
@@ -102,7 +102,7 @@ def load_model(file: str | Path) -> TrainedModel:
         )
     experiment = Experiment.from_record(about["experiment"])
     outline = outline_in(about["data"])
-    model = make_model(experiment, outline, torch.device("cpu"))
+    model = Prepared(experiment, outline).model
     network = _network(model, tensors) if PREDICTOR not in about else _predictor(about, experiment, model, tensors)
     if network is None:
         name = METHODS.name_of(type(experiment.method))

@@ -14,7 +14,7 @@ import pytest
 from raypfl.cli.app import main
 from raypfl.common.version import __version__
 from raypfl.engine.events import RoundFinished
-from raypfl.runs import driver
+from raypfl.runs import driver, preparing
 from tests.support.command import raypfl, told
 
 SMALL = ["rounds=2", "engine.backend=inline", "tracking.mlflow=false", "partition.clients=4", "evaluation.every=1"]
@@ -216,7 +216,7 @@ def test_ctrl_c_before_the_first_round_is_no_traceback(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_job", interrupted)
+        patch.setattr(preparing, "prepare", interrupted)
         result = raypfl("run", *SMALL, "--method", "fedavg")
     (run,) = Path("runs").iterdir()
     assert result.exit_code == 130 and f"Stopped. To continue: raypfl resume {run}\n" in result.stderr

@@ -17,7 +17,7 @@ import raypfl
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError
 from raypfl.data import load_federated
 from raypfl.engine.events import Checkpointed, Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
-from raypfl.engine.setup import make_task
+from raypfl.engine.prepared import Prepared
 from raypfl.runs.result import is_finished
 from raypfl.storage.tree import flatten
 from tests.support.runs import Interrupt, experiment, same_tables
@@ -258,7 +258,7 @@ def test_a_round_in_which_everybody_vanishes_changes_nothing(tmp_path, method):
     assert result.rounds["clients"].to_pylist() == [0, 0]
     given = result.experiment
     data = load_federated(given.data, given.partition, seed=given.seed)
-    begun = flatten(given.method.start(make_task(given, data, torch.device("cpu"))))
+    begun = flatten(given.method.start(Prepared(given, data).task))
     ended = flatten(result.server_state())
     assert ended[0] == begun[0] and all(torch.equal(ended[1][name], tensor) for name, tensor in begun[1].items())
 

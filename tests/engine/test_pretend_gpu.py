@@ -23,10 +23,10 @@ from raypfl.data import load_federated
 from raypfl.data.datasets import RawData
 from raypfl.engine.backends import client_actor
 from raypfl.engine.events import Warned
-from raypfl.engine.setup import make_model
+from raypfl.engine.prepared import Prepared
 from raypfl.methods import METHODS
 from raypfl.models import FlatModel
-from raypfl.runs.autotune import refuse_misfit
+from raypfl.runs.checks.network import refuse_misfit
 from tests.support.federated_data import Described
 from tests.support.federation import dropping_mlp, small_mlp
 from tests.support.pretend_gpu import CPU, GPU, pretend_gpu
@@ -225,8 +225,10 @@ def test_a_client_without_test_samples_is_evaluated_on_a_gpu(tmp_path, faults):
 def test_trying_out_a_network_leaves_the_gpus_stream_alone(tmp_path, faults):
     described = experiment(tmp_path, data__name=f"{__name__}:tiny", model=f"{__name__}:Dropping")
     data = load_federated(described.data, described.partition, seed=0)
-    model, before = make_model(described, data, GPU), streams.state(GPU)
-    refuse_misfit(described, model, data)
+    prepared = Prepared(described, data, GPU)
+    prepared.build()
+    before = streams.state(GPU)
+    refuse_misfit(prepared)
     assert torch.equal(streams.state(GPU), before) and not faults
 
 

@@ -11,7 +11,7 @@ import pytest
 import raypfl
 from raypfl.common.errors import RaypflError
 from raypfl.engine.events import RoundFinished
-from raypfl.runs import driver
+from raypfl.runs import on_ray
 from tests.support.runs import experiment
 
 
@@ -25,23 +25,23 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lives: list[int] = []
     done = 0
 
-    def follow(ray, server, job, emit, stop):
+    def follow(ray, server, job, prepared, emit, stop):
         nonlocal done
         if not lives:
             raise Died
         for _ in range(lives.pop(0)):
             done += 1
             emit(RoundFinished(done, 1.0, 0.1, 0, 0, 1, 0, 0, 0, 0))
-        raise driver._ServerDied("The server's process died.")
+        raise on_ray._ServerDied("The server's process died.")
 
     monkeypatch.setattr(
-        driver, "connected", lambda *of: contextlib.nullcontext(SimpleNamespace(kill=lambda actor: None))
+        on_ray, "connected", lambda *of: contextlib.nullcontext(SimpleNamespace(kill=lambda actor: None))
     )
-    monkeypatch.setattr(driver, "has_died", lambda ray: False)
-    monkeypatch.setattr(driver, "client_actors", lambda *of: [1])
-    monkeypatch.setattr(driver, "node_for_server", lambda *of: None)
-    monkeypatch.setattr(driver, "_server_actor", lambda *of: object())
-    monkeypatch.setattr(driver, "_follow", follow)
+    monkeypatch.setattr(on_ray, "has_died", lambda ray: False)
+    monkeypatch.setattr(on_ray, "client_actors", lambda *of: [1])
+    monkeypatch.setattr(on_ray, "node_for_server", lambda *of: None)
+    monkeypatch.setattr(on_ray, "_server_actor", lambda *of: object())
+    monkeypatch.setattr(on_ray, "_follow", follow)
     return lives
 
 

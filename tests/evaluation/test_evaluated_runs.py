@@ -35,7 +35,7 @@ def arranged(monkeypatch):
                 data = replace(data, pools=tuple(pools), _pools=pools)
             return data if labels is None else replace(data, labels=labels(data))
 
-        monkeypatch.setattr("raypfl.runs.driver.load_federated", load)
+        monkeypatch.setattr("raypfl.runs.preparing.load_federated", load)
 
     return arrange
 

@@ -12,7 +12,7 @@ from raypfl import Mean, Method
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, MethodError
 from raypfl.data import IID, load_federated
-from raypfl.engine.setup import make_task, pools_of_server
+from raypfl.engine.prepared import Prepared
 from raypfl.learning.augmentation import Crop, Flip
 from raypfl.learning.batches import Samples, epoch_order
 from raypfl.learning.pool import Pool
@@ -149,7 +149,7 @@ def test_a_pool_from_elsewhere_is_normalised_as_the_clients_data_or_by_its_own_m
     config = {"name": "cifar10", "root": root, "pools": {"auxiliary": pool}}
     given = experiment(tmp_path, cohort__size=2).replace(data=config, partition=IID(clients=2))
     data = load_federated(given.data, given.partition, seed=0)
-    pools = pools_of_server(given, data, make_task(given, data, torch.device("cpu")))
+    pools = Prepared(given, data).server_pools
     (batch,) = pools.pool("auxiliary", 1).batches(len(data.pool("auxiliary")))
     close(batch.x.std((0, 2, 3), correction=0), torch.ones(3), 1e-4 if normalise == "own" else 1.0)
     assert bool((batch.x.mean((0, 2, 3)).abs() < 1e-4).all()) == (normalise == "own")

@@ -12,7 +12,7 @@ from torch import nn
 import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
-from raypfl.engine.setup import make_model
+from raypfl.engine.prepared import Prepared
 from raypfl.models import MODELS, FlatModel
 from raypfl.models.lora import TRAINED, with_lora
 
@@ -89,6 +89,6 @@ def test_personal_adapters_stay_with_the_client(tmp_path: Path):
 def test_what_is_trained_may_be_named_all_the_same(tmp_path: Path):
     experiment = described(tmp_path, model__trained="adapters")
     data = load_federated(experiment.data, experiment.partition, seed=0)
-    assert make_model(experiment, data, torch.device("cpu")).num_parameters == 2 * (64 + 32)
+    assert Prepared(experiment, data).model.num_parameters == 2 * (64 + 32)
     with pytest.raises(ConfigError, match=r"model\.lora is -1; it must be 0 or more"):
         experiment.override(["model.lora=-1"])

@@ -11,6 +11,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.events import RunStarted
+from raypfl.engine.prepared import Prepared
 from raypfl.runs import autotune
 from raypfl.runs.autotune import Candidate, choose, rule
 from tests.support.runs import experiment
@@ -76,7 +77,7 @@ def chosen(tmp_path, network=Dense, **changes):
     changes = {"engine__group_size": 6} | changes
     described = experiment(tmp_path, **changes).replace(model=f"{__name__}:{network.__name__}")
     data = load_federated(described.data, described.partition, seed=described.seed)
-    return choose(described, data, torch.device("cpu"))
+    return choose(Prepared(described, data))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_convolutions_train_one_by_one_channels_last_once_their_steps_are_large(
     def by_rule(size):
         described = experiment(tmp_path, model="cnn", engine__group_size=6, training__batch_size=size)
         data = load_federated(described.data, described.partition, seed=0)
-        return choose(described, data, torch.device("cpu"))[0]
+        return choose(Prepared(described, data))[0]
 
     assert (by_rule(2), by_rule(100)) == (TOGETHER, CHANNELS_LAST)
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.data import load_federated
-from raypfl.engine import setup
 from raypfl.engine.backends.actor_pools import share_of
 from raypfl.engine.backends.cluster import for_client
 from raypfl.engine.backends.shipment import Shipment
 from raypfl.engine.events import Progress
+from raypfl.engine.prepared import Prepared
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import Ditto
 from raypfl.runs import driver, gpu_share
@@ -90,7 +90,7 @@ class Counting:
 def needed(tmp_path: Path, memory: Counting, **changes) -> float:
     changes = {"engine__executor": "vectorised", "cohort__size": 10, "partition__clients": 40} | changes
     given = experiment(tmp_path, method=f"{__name__}:Recording", **changes)
-    return bytes_needed(given, load_federated(given.data, given.partition, seed=0), CPU, memory)
+    return bytes_needed(Prepared(given, load_federated(given.data, given.partition, seed=0), CPU), memory)
 
 
 def test_a_step_and_an_evaluation_of_one_client_and_of_eight_tell_what_the_runs_own_groups_need(tmp_path: Path):
@@ -116,7 +116,7 @@ def test_methods_with_networks_and_exchanges_of_their_own_can_be_measured(tmp_pa
             return 1.0
 
     data = load_federated(given.data, given.partition, seed=0)
-    assert bytes_needed(given, data, CPU, Any()) == 8 and len(peaks) == 4
+    assert bytes_needed(Prepared(given, data, CPU), Any()) == 8 and len(peaks) == 4
 
 
 class TooLarge(Ditto):
@@ -159,7 +159,7 @@ def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, 
     def share(cpus: float, gpus: float, **changes) -> float:
         asked = given.override([f"{name.replace('__', '.')}={value}" for name, value in changes.items()])
         ray = cluster({"CPU": 64.0}, {"CPU": cpus, "GPU": gpus})
-        return with_numbers(ray, asked, data, lambda event: said.append(event.text)).ray.gpus_per_actor
+        return with_numbers(ray, Prepared(asked, data), lambda event: said.append(event.text)).ray.gpus_per_actor
 
     assert share(64, 2, cohort__size=12) == share_of(8)  # in 72 GiB
     assert said[-1] == "8 client actors a GPU: each needs 8.90 of 80 GiB"
@@ -167,7 +167,10 @@ def test_memory_processors_and_groups_limit_the_actors_on_a_gpu(tmp_path: Path, 
     assert share(6, 2, cohort__size=12, ray__cpus_per_actor=0.5) == share_of(6)
     assert share(1, 2, cohort__size=12) == 1.0
     assert share(64, 2, cohort__size=5) == share_of(5)
-    assert with_numbers(cluster(), given.override(["ray.gpus_per_actor=0.3"]), data, print).ray.gpus_per_actor == 0.3
+    assert (
+        with_numbers(cluster(), Prepared(given.override(["ray.gpus_per_actor=0.3"]), data), print).ray.gpus_per_actor
+        == 0.3
+    )
 
 
 @pytest.mark.usefixtures("_no_cluster")
@@ -179,7 +182,7 @@ def test_a_step_that_fails_while_it_is_measured_is_a_sentence(tmp_path: Path, mo
     given = experiment(tmp_path, ray__gpus_per_actor="auto", engine__backend="ray")
     data = load_federated(given.data, given.partition, seed=0)
     with pytest.raises(RaypflError, match=r"could not be measured .*no such layer\. Give a number instead"):
-        with_numbers(cluster({"CPU": 1.0, "GPU": 1.0}), given, data, lambda event: None)
+        with_numbers(cluster({"CPU": 1.0, "GPU": 1.0}), Prepared(given, data), lambda event: None)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -220,8 +223,8 @@ def test_a_process_with_a_gpu_uses_full_fp32_and_the_algorithms_that_give_the_sa
     given = experiment(tmp_path)
     data = load_federated(given.data, given.partition, seed=0)
     with pretend_gpu():
-        setup.make_model(given, data, CPU)
+        Prepared(given, data, CPU).build()
         assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
-        setup.make_model(given, data, torch.device("cuda"))
+        Prepared(given, data, "cuda").build()
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.backends.cudnn.allow_tf32

@@ -8,10 +8,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
-from raypfl.engine.setup import make_model
+from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.models import FlatModel
 from raypfl.studies.cells import StudyCell, plan, select
@@ -163,7 +162,7 @@ class Shape:
 
 def network(name: str, data: str, method: str) -> FlatModel:
     cell = next(cell for cell in cells_on(name, data) if cell.method == method)
-    return make_model(cell.experiment, Shape(data), torch.device("cpu"))
+    return Prepared(cell.experiment, Shape(data)).model
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100"])

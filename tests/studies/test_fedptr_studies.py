@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
-from raypfl.engine.setup import make_model
+from raypfl.engine.prepared import Prepared
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.studies.cells import StudyCell, plan, select
@@ -110,7 +109,7 @@ def test_networks_have_the_papers_parameters():
                 input_shape, num_classes = shapes[cell.experiment.data.name]
                 kind = "classes"
 
-            model = make_model(cell.experiment, Shape, torch.device("cpu"))
+            model = Prepared(cell.experiment, Shape).model
             counts[cell.experiment.data.name] = model.num_parameters
     assert counts == {"fashion_mnist": 317_706, "cifar10": 320_010, "cifar100": 504_420, "tiny_imagenet": 857_160}
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import raypfl
 from raypfl.data.natural import ByColumn
-from raypfl.engine.setup import make_model
+from raypfl.engine.prepared import Prepared
 from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import load
 from tests.support.datasets import leaf
@@ -109,7 +108,7 @@ def test_ablations_change_what_they_are_about_and_nothing_else():
 def test_the_clients_network_has_the_papers_count(data, shape, classes, count):
     cell = next(c for c in cells_of("pefll-table1a") if c.experiment.data.name == data)
     images = SimpleNamespace(input_shape=shape, kind="classes", num_classes=classes)
-    assert make_model(cell.experiment, images, torch.device("cpu")).num_parameters == count
+    assert Prepared(cell.experiment, images).model.num_parameters == count
 
 
 def test_femnists_column_trains_nine_of_ten_writers_in_leafs_files_and_judges_all(tmp_path):

@@ -7,9 +7,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
-from raypfl.engine.setup import make_model
+from raypfl.engine.prepared import Prepared
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.integrations.tuning.sweep import load as load_sweep
@@ -101,7 +100,7 @@ def test_the_settings_of_the_authors_code_join_the_study_by_the_file_on_the_page
     study, reference = load(str(tmp_path / "release.yaml"))
     assert reference.name == "perada-table1" and len(study.methods) == 18
     (cell,) = plan(select(study, ("PerAda (release)", "cifar10")))
-    model = make_model(cell.experiment.override(["model.weights=null"]), Shape, torch.device("cpu"))
+    model = Prepared(cell.experiment.override(["model.weights=null"]), Shape).model
     assert model.num_parameters == 1_413_258 and model.has_dropout
     assert (cell.experiment.method.lam, cell.experiment.method.distill_rounds) == (2.0, 30)
 
@@ -115,7 +114,7 @@ class Shape:
 def test_perada_trains_and_sends_an_eighth_of_what_the_other_methods_do():
     cells = {cell.method: cell.experiment for cell in cells_of("perada-table1") if cell.down == "CIFAR-10"}
     random = {name: one.override(["model.weights=null"]) for name, one in cells.items()}
-    counts = {name: make_model(one, Shape, torch.device("cpu")).num_parameters for name, one in random.items()}
+    counts = {name: Prepared(one, Shape).model.num_parameters for name, one in random.items()}
     assert counts["PerAda"] == counts["PerAda w/o KD"] == 1_409_290
     adapted = {name: counts[name] for name in counts if name.endswith("(adapter)")}
     assert set(adapted.values()) == {11_181_642 + 1_404_160} and len(adapted) == 2
@@ -140,7 +139,7 @@ def test_table_5_trains_by_dp_sgd_at_the_papers_noise_and_plainly_without():
     one = cells["PerAda", "eps = 3.7"]
     assert (one.rounds, one.training.epochs, one.training.batch_size, one.method.batch_size) == (10, 1, 32, 32)
     assert (one.cohort.size, one.privacy.delta, one.privacy.unit, one.method.lr) == (None, 1e-5, "sample", 0.005)
-    model = make_model(one.override(["model.weights=null"]), Shape, torch.device("cpu"))
+    model = Prepared(one.override(["model.weights=null"]), Shape).model
     assert model.num_parameters == 599_050 and not model.mixes_rows
 
 

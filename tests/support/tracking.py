@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from raypfl.engine.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
-from raypfl.engine.server import checkpoints_of
+from raypfl.engine.job import checkpoints_of
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking.connection import tracking_uri
 from raypfl.integrations.tracking.listener import MLflowListener

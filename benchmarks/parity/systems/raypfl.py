@@ -13,7 +13,7 @@ import torch
 import raypfl
 from benchmarks.parity.data import SOURCE, digits
 from benchmarks.parity.jobs import BATCH, COHORT, EPOCHS, LR, ROUNDS, Job, Scores
-from raypfl.engine.setup import make_task
+from raypfl.engine.prepared import Prepared
 
 
 def experiment(
@@ -49,7 +49,7 @@ def run(
 
 def first_weights(job: Job, seed: int, same: bool, file: Path) -> None:
     """Write down the weights that raypfl's run from this seed begins with, as a state dict."""
-    task = make_task(experiment(job, seed, job.method, same), digits(), torch.device("cpu"))
+    task = Prepared(experiment(job, seed, job.method, same), digits()).task
     theta = task.model.init(task.seed)
     torch.save(
         {name: theta[s.start : s.stop].reshape(s.shape).clone() for name, s in task.model.segments.items()}, file

@@ -46,7 +46,7 @@ class ClientActor:
 
         from raypfl.clients.worker import Worker
         from raypfl.engine.backends.processes import keep_freed_memory
-        from raypfl.engine.setup import make_context, make_task
+        from raypfl.engine.prepared import Prepared
 
         keep_freed_memory()
         self._worker = None  # the last job's: its data and models leave the device before this job's arrive
@@ -56,9 +56,8 @@ class ClientActor:
         if 0 < gpus < 1:  # Ray's shares limit nothing by themselves
             torch.cuda.set_per_process_memory_fraction(gpus)
         device = reserved_device()
-        task = make_task(job.experiment, data, device)
-        context = make_context(job.experiment, data, task, gpus)
-        self._worker = Worker(context, job.experiment.method, job.experiment.analyses)
+        prepared = Prepared(job.experiment, data, device, gpus)
+        self._worker = Worker(prepared.context, job.experiment.method, job.experiment.analyses)
         return Home(ray.get_runtime_context().get_node_id(), type_of(device), tuple(map(str, ray.get_gpu_ids())))
 
     def work(self, call: Call, group: Group, apart: bool) -> tuple[Reply | Failed | Stack | None, ...]:

@@ -63,8 +63,7 @@ class ServerActor:
         self._start_actors()
         with importing():
             import raypfl.engine.backends.ray_backend
-            import raypfl.engine.server
-            import raypfl.engine.setup  # noqa: F401
+            import raypfl.engine.server  # noqa: F401
         self._stopping = ""
         self._stream = _EventStream()
 
@@ -79,8 +78,8 @@ class ServerActor:
         from raypfl.engine.backends import cluster
         from raypfl.engine.backends.processes import keep_freed_memory
         from raypfl.engine.backends.ray_backend import RayBackend
+        from raypfl.engine.prepared import Prepared, threads_of_server
         from raypfl.engine.server import Server
-        from raypfl.engine.setup import make_task, threads_of_server
 
         self._stream = _EventStream(run)
         self._start_actors()
@@ -98,7 +97,7 @@ class ServerActor:
         job, data = shipment.opened()
         torch.set_num_threads(threads_of_server(job.experiment))
         with framed("in the server's process"):
-            task = make_task(job.experiment, data, reserved_device())
+            prepared = Prepared(job.experiment, data, reserved_device()).build()
         metadata = {
             "backend": "ray",
             "actors": len(self._actors),
@@ -108,7 +107,7 @@ class ServerActor:
         backend.wait_for_actors(START_UP)
         emit = self._in_lockstep if job.lockstep else self._stream.events.append
         try:
-            return Server(job, task, data, backend, emit, metadata).run()
+            return Server(job, prepared, backend, emit, metadata).run()
         finally:
             self._actors = backend.actors
             if pool_sizes.are_smaller:

@@ -14,7 +14,7 @@ import ray
 
 if TYPE_CHECKING:
     from raypfl.data import ClientData
-    from raypfl.engine.server import Job
+    from raypfl.engine.job import Job
     from raypfl.experiment import Experiment
 
 CHUNK = 32 << 20

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from raypfl.analysis.base import folder_of
 from raypfl.common.files import write
 from raypfl.engine.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
-from raypfl.engine.server import checkpoints_of
+from raypfl.engine.job import checkpoints_of
 from raypfl.federation.logged import ANALYSIS
 from raypfl.integrations.tracking import entries
 from raypfl.integrations.tracking.connection import (

@@ -27,7 +27,7 @@ from raypfl.engine.backends.cluster import (
 from raypfl.engine.backends.of_this_process import spare
 from raypfl.engine.backends.shared_folder import refuse_unless_shared
 from raypfl.engine.events import Event
-from raypfl.engine.setup import make_measures
+from raypfl.engine.prepared import Prepared
 from raypfl.evaluation import Measures
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import RaySettings
@@ -68,7 +68,7 @@ def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
     first = sweep.first()
     runs.check([first])
     data = load_federated(first.data, first.partition, seed=first.seed)
-    first = first.replace(objective=make_measures(first, data).objective)
+    first = first.replace(objective=Prepared(first, data).objective)
     return first, [_direction(target, first.measures) for target in sweep.metric]
 
 

@@ -148,7 +148,7 @@ def close(folder: Path, hear: Listener) -> None:
     At a sweep's end Tune gives processes five seconds, too few on a busy machine; some save their rounds all the same.
     """
     from raypfl.engine.events import RunStarted
-    from raypfl.engine.server import checkpoints_of
+    from raypfl.engine.job import checkpoints_of
     from raypfl.runs import driver as runs
     from raypfl.runs.result import SUMMARY, description
     from raypfl.storage import lease

@@ -1,0 +1,54 @@
+"""On which device a run computes, and how a GPU gives the same bits each time."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from raypfl.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raypfl.experiment import Experiment
+
+
+def device_for(gpus: float) -> torch.device:
+    """CUDA if GPUs are requested and available, else the CPU.
+
+    `gpus` : as for Ray, so that both backends compute on the same device; True: some.
+    """
+    return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
+
+
+def refuse_missing_gpu(experiment: Experiment) -> None:
+    """Raise a ConfigError if a run in this process asks for a GPU that PyTorch does not find here."""
+    if experiment.engine.backend != "inline" or torch.cuda.is_available():
+        return
+
+    requested = {
+        "gpus_per_actor": experiment.ray.gpus_per_actor,
+        "gpus_for_server": experiment.ray.gpus_for_server,
+    }
+    for name, gpus in requested.items():
+        if gpus != 0:
+            raise ConfigError(
+                f"ray.{name} is {gpus}, but PyTorch {torch.__version__} finds no GPU in this process. Set "
+                f"ray.{name}=0 to compute on the CPU; or check nvidia-smi, CUDA_VISIBLE_DEVICES, and that this PyTorch "
+                "was built for CUDA."
+            )
+
+
+def same_bits_on_gpus() -> None:
+    """Let this process compute on GPUs in full fp32 and with algorithms that give the same bits each time.
+
+    PyTorch warns where there is no such algorithm.
+    """
+    # cuBLAS is deterministic only with a workspace of a fixed size.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # With TF32, convolutions would round to 10 bits; matrix products do not use it by default.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling what is overwritten anyway costs time only.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,52 @@
+"""A run as it travels to the process of its server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raypfl.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as it travels to a server actor.
+
+    Attributes
+    ----------
+    name : the name of the run.
+    run_dir : the run's folder.
+    experiment : the description of the run, with all that its settings left open.
+    why : the reason for the choice of executor.
+    fingerprint : hash of the data and the partition.
+    weights : hash of the file of initial weights; empty without one.
+    attempt : a name for this try at the run, which its lease on the checkpoints has.
+    lockstep : whether the server waits after a checkpoint until all listeners have returned.
+    parent : the run that this one continues, and its round; None: it begins with the first round.
+    """
+
+    name: str
+    run_dir: str
+    experiment: Experiment
+    why: str
+    fingerprint: str
+    weights: str
+    attempt: str
+    lockstep: bool = False
+    parent: Mapping[str, Any] | None = None
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder or address of the run's checkpoints."""
+        return checkpoints_of(self.experiment, self.run_dir)
+
+
+def checkpoints_of(experiment: Experiment, run_dir: str) -> str:
+    """The folder of a run's checkpoints: in the run's folder, or in the location that the settings name."""
+    location = experiment.checkpoint.location
+    if location is None:
+        return f"{run_dir}/checkpoints"
+    return f"{location.rstrip('/')}/{Path(run_dir).name}"

@@ -1,0 +1,211 @@
+"""An experiment made ready to run: with its data, and all that is built from both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from raypfl.clients.context import ROOM, Context
+from raypfl.engine.groups import client_costs, groups_for
+from raypfl.engine.network import build_model
+from raypfl.engine.outline import DataOutline
+from raypfl.engine.samples import normalisation, pool_indices, pools_for, samples_for
+from raypfl.evaluation import Measures
+from raypfl.federation.backend import Backend
+from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.ledger import Ledger
+from raypfl.federation.schedule import cohort_size
+from raypfl.federation.server_training import ServerContext, ServerProgress
+from raypfl.federation.task import Task
+from raypfl.learning.batches import GroupSamples, device_data_budget
+from raypfl.learning.executor import Executor, Precision
+from raypfl.learning.objectives import Objective, fitting
+from raypfl.learning.objectives.batch import Batch
+from raypfl.learning.pool import Pools
+from raypfl.learning.vectorised import Vectorised
+from raypfl.models import FlatModel
+from raypfl.storage.states import StateTable
+
+if TYPE_CHECKING:
+    from raypfl.data import ClientData
+    from raypfl.experiment import Experiment
+
+
+class Prepared:
+    """An experiment with its data, and what is built from both: each part once, when it is first needed.
+
+    It is the same in the driver, the server and every actor. Nothing of it travels: each process makes its own from the
+    experiment and the data that reach it.
+
+    Parameters
+    ----------
+    experiment : the description of the run.
+    data : the federated data, or their outline where no samples are needed.
+    device : the device of the network and of all that is computed with it.
+    gpus : the GPUs that this process has for its clients, which limit the data kept on the device; None: as the
+        settings say, and 0 as long as that is to be measured.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        data: ClientData | DataOutline,
+        device: torch.device | str = "cpu",
+        gpus: float | None = None,
+    ):
+        self.experiment = experiment
+        # An outline has all attributes of the data, which it opens when samples are needed.
+        self.data = cast("ClientData", data)
+        self.device = torch.device(device)
+        self._gpus = experiment.ray.gpus if gpus is None else gpus
+
+    def on(self, device: torch.device) -> Prepared:
+        """The same experiment and data on a device; this object itself if it is on that device."""
+        return self if device == self.device else Prepared(self.experiment, self.data, device)
+
+    def with_settings(self, experiment: Experiment, gpus: float | None = None) -> Prepared:
+        """The same data, network and task under other settings of training, evaluation and engine.
+
+        `experiment` : it must describe the same network, method and objective, which are not built again.
+        """
+        prepared = Prepared(experiment, self.data, self.device, gpus)
+        for part in ("measures", "model", "task"):
+            if part in self.__dict__:
+                prepared.__dict__[part] = self.__dict__[part]
+        return prepared
+
+    def build(self) -> Prepared:
+        """Build network and task now, where the caller says in an error what failed; returns this object."""
+        _ = self.task
+        return self
+
+    def free(self) -> None:
+        """Forget all parts, which frees their memory; they are built again when they are needed."""
+        for part in ("model", "task", "context", "server_pools"):
+            self.__dict__.pop(part, None)
+
+    @cached_property
+    def measures(self) -> Measures:
+        """The objective and the metrics."""
+        objective = self.experiment.objective or fitting(self.data.kind)
+        return Measures(objective, self.experiment.evaluation.metrics, self.data.num_classes)
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned: as the settings say or, without a word there, what fits the data's targets."""
+        return self.measures.objective
+
+    @cached_property
+    def model(self) -> FlatModel:
+        """The clients' network."""
+        outputs = self.objective.outputs(self.data.num_classes)
+        return build_model(self.experiment, self.data.input_shape, outputs, self.device)
+
+    @cached_property
+    def task(self) -> Task:
+        """What the method may know before the first round, with its own networks built."""
+        task = Task(
+            model=self.model,
+            seed=self.experiment.seed,
+            rounds=self.experiment.rounds,
+            num_clients=self.data.num_clients,
+            num_classes=self.data.num_classes,
+            input_shape=self.data.input_shape,
+            num_samples=self.data.sizes("train"),
+            num_test_samples=self.data.sizes("test"),
+            unseen=self.data.unseen,
+            pools={name: len(indices) for name, indices in pool_indices(self.data).items()},
+            objective=self.objective,
+        )
+        return replace(task, networks=self.experiment.method.networks(task))
+
+    @cached_property
+    def context(self) -> Context:
+        """What the clients of this process share."""
+        experiment = self.experiment
+        room = device_data_budget(self.device, experiment.ray.data_share, self._gpus)
+        samples = samples_for(self.data, self.model, experiment.data.augmentation, room)
+        executor_class = Vectorised if experiment.engine.executor == "vectorised" else Executor
+        return Context(
+            model=self.model,
+            executor=executor_class(self.model, self.precision),
+            samples=samples,
+            split=self.data.indices,
+            num_clients=self.data.num_clients,
+            num_classes=self.data.num_classes,
+            training=experiment.training,
+            seed=experiment.seed,
+            measures=self.measures,
+            pools=pools_for(self.data, samples, experiment.seed),
+            privacy=experiment.privacy,
+            networks=self.task.networks,
+            loss_limit=experiment.failures.loss_limit,
+            evaluation_batch=experiment.evaluation.batch_size,
+            scale=self.data.scale,
+            room=min(room - samples.resident, ROOM),
+            unseen=frozenset(self.task.unseen.tolist()),
+        )
+
+    @cached_property
+    def server_pools(self) -> Pools:
+        """The pools as the server reads them: mapped into memory, batch by batch."""
+        samples = samples_for(self.data, self.model, self.experiment.data.augmentation, room=0.0)
+        return pools_for(self.data, samples, self.experiment.seed)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision and layout of the clients' network."""
+        training = self.experiment.training
+        return Precision(training.precision == "bf16", bool(training.channels_last))
+
+    @property
+    def normalisation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``gain, offset``: the network sees ``inputs * gain + offset``."""
+        return normalisation(self.data, self.model)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of clients that take part in training."""
+        return self.data.num_clients - len(self.data.unseen)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of a cohort, which is as many client actors as have something to do."""
+        return len(groups_for(self.experiment, cohort_size(self.experiment.cohort, self.data.num_clients)))
+
+    def training_samples(self, client: int) -> Batch:
+        """All training samples of a client, as the network sees them."""
+        samples = samples_for(self.data, self.model, (), room=0.0)
+        return GroupSamples(samples, [self.data.indices(client, "train")]).client(0)
+
+    def runner(
+        self,
+        backend: Backend,
+        states: StateTable,
+        ledger: Ledger,
+        emit: Callable[[ServerProgress], None],
+        warn: Callable[[str], None],
+    ) -> GroupRunner:
+        """Make what carries out a server's exchanges on a backend, as the settings say."""
+        experiment = self.experiment
+        return GroupRunner(
+            task=self.task,
+            backend=backend,
+            states=states,
+            ledger=ledger,
+            failures=experiment.failures,
+            context=ServerContext(self.server_pools, self.precision, emit),
+            costs=client_costs(experiment, self.task.num_samples),
+            cut_for=lambda cohort: (groups_for(experiment, cohort), experiment.engine.executor),
+            warn=warn,
+            privacy=experiment.privacy,
+        )
+
+
+def threads_of_server(experiment: Experiment) -> int:
+    """Torch threads for what the server computes itself."""
+    return experiment.engine.threads_for_server or experiment.engine.threads

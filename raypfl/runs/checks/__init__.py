@@ -1,0 +1,1 @@
+"""Whether settings, data, network and method fit together, found out before a run starts."""

@@ -1,0 +1,138 @@
+"""Whether the network works with the data: on their shape, on lone samples, in its outputs, channels last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raypfl.clients.context import FallbackWarning
+from raypfl.common import streams
+from raypfl.common.errors import ConfigError
+from raypfl.common.user_code import with_location
+from raypfl.engine.prepared import Prepared
+from raypfl.federation.backend import ONE_SAMPLE
+from raypfl.learning.executor import Precision
+from raypfl.learning.settings import TrainingSettings
+
+FEW = 2
+"""Samples in a batch, and clients in a group, that show whether the network works."""
+
+
+def refuse_misfit(prepared: Prepared) -> None:
+    """Raise a ConfigError if the network fails for samples of the data's shape."""
+    error = error_of_batch(prepared, channels_last=False)
+    if error is None:
+        return
+
+    data = prepared.data
+    tokens = " Its inputs are int64, which are tokens; numbers must be float32 or float64." if data.discrete else ""
+    raise ConfigError(
+        f"model is {prepared.experiment.model.name!r}, which fails for samples of {prepared.experiment.data.name!r}, "
+        f"whose shape is {tuple(data.input_shape)}.{tokens} {type(error).__name__}: {with_location(error)}"
+    ) from error
+
+
+def refuse_lone_samples(prepared: Prepared) -> None:
+    """Raise a ConfigError if a client has a mini-batch of one sample, in which the network's batch norm fails."""
+    experiment = prepared.experiment
+    training = experiment.training
+    skips_failures = experiment.failures.on_client_failure == "skip"
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in prepared.model.module.modules())
+    if skips_failures or experiment.privacy.protects_samples or not has_batch_norm:
+        return
+
+    clients = np.setdiff1d(np.arange(prepared.data.num_clients), prepared.data.unseen)
+    sizes = prepared.data.sizes("train")[clients]
+    have_lone_samples = _have_lone_samples(training, sizes)
+    if not have_lone_samples.any():
+        return
+
+    error = error_of_batch(prepared, channels_last=False, samples=1)
+    if error is None or ONE_SAMPLE not in str(error):
+        return
+
+    first = int(np.flatnonzero(have_lone_samples)[0])
+    client = clients[first]
+    size = sizes[first]
+    if training.batch_size == 1:
+        cause = "training.batch_size is 1"
+        mend = "Raise it"
+    elif size == 1:
+        cause = f"client {client} has one training sample"
+        mend = "Let the partition give every client two, such as by partition.min_samples"
+    else:
+        cause = f"client {client}'s {size} training samples leave one in batches of {training.batch_size}"
+        mend = "Set training.smallest_batch=2, which leaves such batches out"
+    raise ConfigError(
+        f"model is {experiment.model.name!r}, whose batch norm cannot train on a mini-batch of one sample, but "
+        f"{cause}. {mend}, or choose a network without batch norm (model.norm=group where the model has it)."
+    )
+
+
+def _have_lone_samples(training: TrainingSettings, sizes: np.ndarray) -> np.ndarray:
+    """``bool[K]``: which clients train on a mini-batch of one sample, given their training samples ``sizes[K]``."""
+    batch_size = training.batch_size
+    leaves_one = (sizes > batch_size) & (sizes % batch_size == 1) & (training.smallest_batch < 2)
+    if training.steps is not None:
+        leaves_one &= training.steps > sizes // batch_size
+    return leaves_one | (sizes == 1) | (batch_size == 1)
+
+
+def refuse_outputs(prepared: Prepared) -> None:
+    """Raise a ConfigError if the method has a global model, and its outputs do not suit the objective."""
+    outputs = outputs_of_batch(prepared, channels_last=False, train=False)
+    mismatch = prepared.measures.output_mismatch(outputs)
+    if not mismatch:
+        return
+
+    # Personal models may make predictions of other outputs, but every global model is judged by its own.
+    method = prepared.experiment.method
+    if method.global_model(method.start(prepared.task)) is not None:
+        raise ConfigError(
+            f"model is {prepared.experiment.model.name!r}, which does not fit {prepared.data.name!r}: it {mismatch}"
+        )
+
+
+def refuse_channels_last(prepared: Prepared) -> None:
+    """Raise a ConfigError if the network fails on images channels last, and only on those."""
+    error = error_of_batch(prepared, channels_last=True)
+    if error is None or error_of_batch(prepared, channels_last=False) is not None:
+        return
+
+    raise ConfigError(
+        f"training.channels_last is true, but the network ({type(prepared.model.module).__name__}) does not work on "
+        f"images in that layout: {first_line(error)} In its forward, replace x.view(len(x), -1) by x.flatten(1), or "
+        "leave training.channels_last out."
+    ) from error
+
+
+def error_of_batch(prepared: Prepared, channels_last: bool, samples: int = FEW) -> Exception | None:
+    """What the network raises for a batch of zeros, in training or evaluation; None if it works."""
+    for train in (True, False):
+        try:
+            outputs_of_batch(prepared, channels_last, train, samples)
+        except Exception as error:
+            return error
+    return None
+
+
+def outputs_of_batch(prepared: Prepared, channels_last: bool, train: bool, samples: int = FEW) -> Any:
+    """What the network returns for a batch of zeros."""
+    model = prepared.model
+    precision = Precision(prepared.experiment.training.precision == "bf16", channels_last)
+    dtype = torch.int64 if prepared.data.discrete else model.dtype
+    zeros = torch.zeros((samples, *prepared.data.input_shape), dtype=dtype, device=model.device)
+    x = precision.layout(zeros)
+    with torch.no_grad(), streams.forked(model.device), precision.context(model.device), model.mode(train):
+        return model(model.init(0), x)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error; of a fallback, that of the error which caused it."""
+    text = str(error).rpartition(FallbackWarning.BECAUSE)[2]
+    if isinstance(error, FallbackWarning):
+        return text.splitlines()[0]
+    return f"{type(error).__name__}: {text}".splitlines()[0]

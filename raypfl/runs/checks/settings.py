@@ -1,0 +1,102 @@
+"""Whether method, objective, data and the settings of evaluation fit together, as far as no network is needed."""
+
+from __future__ import annotations
+
+import warnings
+
+from raypfl.common.errors import ConfigError, did_you_mean, known_pool
+from raypfl.engine.prepared import Prepared
+from raypfl.experiment import Experiment
+from raypfl.learning.objectives import KINDS, OBJECTIVES
+from raypfl.methods import METHODS, Method
+
+MODEL_HOOKS = ("global_model", "personal_model", "unseen_model")
+"""Functions of a method whose models are evaluated; a method has one of its own."""
+
+
+def refuse_incomplete(method: Method) -> None:
+    """Raise a ConfigError if a method lacks a function that every method needs."""
+    name = type(method).__name__
+    if type(method).start is Method.start:
+        raise ConfigError(f"{name} does not say how it starts: define start(self, task).")
+    if type(method).round is Method.round:
+        raise ConfigError(f"{name} does not say what a round is: define round(self, server, cohort).")
+    if not any(method.has(hook) for hook in MODEL_HOOKS):
+        raise ConfigError(
+            f"{name} has no model to evaluate: define global_model(self, server), which returns a "
+            "vector [P+B] such as server['theta'], or personal_model(self, clients, server), which returns [K, P+B], "
+            "or both."
+        )
+
+
+def refuse_another_objective(prepared: Prepared) -> None:
+    """Raise a ConfigError unless data, objective, method and the metric for the best round fit together."""
+    data = prepared.data
+    method = prepared.experiment.method
+    objective = prepared.objective
+    name = OBJECTIVES.name_of(type(objective))
+
+    if objective.targets not in ("", data.kind):
+        raise ConfigError(
+            f"objective is {name!r}, which is for {KINDS[objective.targets]}, but the targets of {data.name!r} are "
+            f"{KINDS[data.kind]}."
+        )
+
+    if not isinstance(objective, method.objectives):
+        learnable = " or ".join(repr(OBJECTIVES.name_of(objective_class)) for objective_class in method.objectives)
+        raise ConfigError(
+            f"method is {METHODS.name_of(type(method))!r}, which learns the objective {learnable}, but that of "
+            f"{data.name!r} is {name!r}; choose another method."
+        )
+
+    metric = prepared.experiment.evaluation.metric
+    if metric is not None and metric not in prepared.measures.aggregates:
+        raise ConfigError(
+            f"evaluation.metric is {metric!r}, which the objective {name!r} does not have; "
+            f"{did_you_mean(metric, prepared.measures.aggregates)}"
+        )
+
+
+def refuse_to_augment(prepared: Prepared) -> None:
+    """Raise a ConfigError if samples that are no images are to be augmented."""
+    shape = prepared.data.input_shape
+    are_images = len(shape) == 3 and min(shape[1:]) > 1
+    if prepared.experiment.data.augmentation and not are_images:
+        raise ConfigError(
+            f"data.augmentation is for images, but the samples of {prepared.data.name!r} are "
+            f"{'x'.join(map(str, shape))}; leave it out."
+        )
+
+
+def refuse_large_cohort(prepared: Prepared) -> None:
+    """Raise a ConfigError if a cohort is larger than the population."""
+    size = prepared.experiment.cohort.size
+    num_clients = prepared.data.num_clients
+    if size and size > num_clients:
+        raise ConfigError(
+            f"cohort.size is {size}, but {prepared.experiment.data.name} has {num_clients} clients; draw at most that "
+            "many."
+        )
+
+
+def refuse_missing_pools(prepared: Prepared) -> None:
+    """Raise a ConfigError if network, method or an analysis needs a pool that the data lack."""
+    for name in _needed_pools(prepared.experiment):
+        known_pool(name, prepared.data.pools)
+
+
+def _needed_pools(experiment: Experiment) -> list[str]:
+    names = [*experiment.model.needed_pools(), *experiment.method.needed_pools()]
+    for analysis in experiment.analyses:
+        names += analysis.needed_pools()
+    return names
+
+
+def warn_of_test_data(method: Method) -> None:
+    """Warn if a method may train on test samples."""
+    if method.test_data_in_training:
+        warnings.warn(
+            f"{type(method).__name__} declares test_data_in_training: its rounds may read the samples that it is then "
+            "tested on, so that test results do not show how well it does on new ones.",
+            stacklevel=2,
+        )

@@ -1,0 +1,36 @@
+"""A run in this process, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from raypfl.clients.worker import Worker
+from raypfl.common.stopping import StopRequest
+from raypfl.common.threads import threads
+from raypfl.engine.backends.inline import Inline
+from raypfl.engine.backends.processes import keep_freed_memory
+from raypfl.engine.devices import device_for
+from raypfl.engine.events import Listener, RunFinished
+from raypfl.engine.job import Job
+from raypfl.engine.prepared import Prepared, threads_of_server
+from raypfl.engine.server import Server
+
+
+@contextlib.contextmanager
+def run_inline(job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) -> Iterator[RunFinished]:
+    """Run a job in this process, and give its end.
+
+    `prepared` : the job's experiment, on the clients' device.
+    """
+    keep_freed_memory()
+    experiment = prepared.experiment
+    clients = prepared.with_settings(experiment, gpus=experiment.ray.gpus or 1.0)
+    server = clients.on(device_for(experiment.ray.gpus_for_server))
+    metadata = {"backend": "inline", "actors": 1, "device": str(clients.device)}
+
+    with threads(threads_of_server(experiment)):
+        server.build()
+        worker = Worker(clients.context, experiment.method, experiment.analyses)
+        backend = Inline(worker, stop, experiment.engine.threads)
+        yield Server(job, server, backend, emit, metadata).run()

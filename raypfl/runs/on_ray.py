@@ -1,0 +1,149 @@
+"""A run on Ray: a server actor with its client actors, which the driver starts, follows and starts again."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from raypfl.common.errors import RaypflError, Stopped
+from raypfl.common.stopping import StopRequest
+from raypfl.engine.audience import Audience
+from raypfl.engine.backends.actor_pools import reserved
+from raypfl.engine.backends.cluster import client_actors, connected, for_server, has_died, node_for_server
+from raypfl.engine.backends.of_this_process import spare
+from raypfl.engine.events import Listener, Progress, RunFinished
+from raypfl.engine.job import Job
+from raypfl.engine.prepared import Prepared
+from raypfl.runs.gpu_share import with_numbers
+
+POLL = 0.2
+"""Seconds between looks at whether the server has finished."""
+
+PATIENCE = 5.0
+"""Seconds to wait for a server's events before asking again."""
+
+
+@contextlib.contextmanager
+def run_on_ray(job: Job, prepared: Prepared, emit: Audience, stop: StopRequest) -> Iterator[RunFinished]:
+    """Run a job on Ray, and give its end before Ray is stopped, which takes seconds.
+
+    `prepared` : the job's experiment; its network is freed, since the actors build their own.
+    """
+    # What the checks used of a GPU's memory is for the actors; without a GPU this does nothing.
+    prepared.free()
+    torch.cuda.empty_cache()
+
+    with contextlib.ExitStack() as stack:
+        with stop.interruptible():
+            ray = stack.enter_context(connected(job.experiment.ray, emit))
+            if any(pool.gpus_per_actor == "auto" for pool in job.experiment.ray.actor_pools):
+                spare.release(ray)
+                job = replace(job, experiment=with_numbers(ray, prepared, emit))
+
+            emit(Progress("starting actors"))
+            settings = job.experiment.ray
+            actors = client_actors(ray, settings, prepared.num_groups)
+            pools = [reserved(pool) for pool in settings.actor_pools]
+            kind = (actors, pools, for_server(settings), node_for_server(ray, settings, job.checkpoints))
+            server = spare.take(ray, kind) or _server_actor(ray, *kind)
+
+        finished = None
+        try:
+            while finished is None:
+                round_before = emit.round
+                try:
+                    finished = _follow(ray, server, job, prepared, emit, stop)
+                except _ServerDied:
+                    if emit.round == round_before:
+                        raise
+                    # Ray counts deaths, however much was done between them.
+                    server = _server_actor(ray, *kind)
+            yield finished
+        finally:
+            if spare.shared and finished is not None:
+                spare.kind = kind
+                spare.server = server
+            elif not has_died(ray):
+                ray.kill(server)
+
+
+def _server_actor(
+    ray: Any, actors: list[int], pools: list[dict[str, Any]], resources: dict[str, float], node: str | None
+) -> Any:
+    """Start a server actor, in the current placement group if there is one.
+
+    Parameters
+    ----------
+    actors : the number of its client actors, by pool.
+    pools : the resources of a client actor, by pool.
+    resources : the resources of the server itself.
+    node : the id of the node that it must be on; None: any.
+    """
+    from raypfl.engine.backends.server_actor import ServerActor
+
+    options: dict[str, Any] = {**resources, "max_restarts": 3, "max_task_retries": 3}
+    if node is not None:
+        # Not `soft`: Ray would put an actor that reserves nothing on any node.
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        options["scheduling_strategy"] = strategy
+    remote = ray.remote(concurrency_groups={"control": 1})(ServerActor)
+    return remote.options(**options).remote(actors, pools)
+
+
+def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener, stop: StopRequest) -> RunFinished:
+    """Let a server actor run a job, and pass on its events until it ends."""
+    from raypfl.engine.backends.shipment import Shipment
+
+    run = uuid.uuid4().hex
+    shipment = Shipment.of(job, prepared.data)
+    result = server.run.remote(run, shipment, job.experiment.ray, prepared.num_groups)
+
+    stream = ""
+    received = 0
+    silences = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError)
+    ready: list[Any] = []
+    while not ready:
+        ready, _ = ray.wait([result], timeout=POLL)
+        if has_died(ray):
+            raise RaypflError(
+                "Ray has died: its raylet or GCS process was killed or ran out of memory. "
+                f"`raypfl resume {job.run_dir}` continues from the newest checkpoint."
+            )
+
+        # Repeatedly, since the server may not have begun, or may have been restarted.
+        if stop.made:
+            server.stop.remote(run)
+
+        # A server that is being restarted is silent; the next look asks again.
+        with contextlib.suppress(*silences):
+            current_stream, events = ray.get(server.events.remote(run, stream, received), timeout=PATIENCE)
+            if current_stream != stream:
+                stream = current_stream
+                received = 0
+            received += len(events)
+            for event in events:
+                try:
+                    emit(event)
+                except Stopped:
+                    stop.made = True
+
+    try:
+        return ray.get(result)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RaypflError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise _ServerDied(
+            f"The server's process died, and again after each restart: {str(error).splitlines()[0]} "
+            f"`raypfl resume {job.run_dir}` continues from the newest checkpoint."
+        ) from error
+
+
+class _ServerDied(RaypflError):
+    """The server's process died as often as Ray may start it."""

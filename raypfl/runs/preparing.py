@@ -1,0 +1,156 @@
+"""What a run needs before it starts: its data, a network that fits them, and all that the settings leave open."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from raypfl.common.threads import threads
+from raypfl.data import load_federated
+from raypfl.engine import history
+from raypfl.engine.devices import device_for, refuse_missing_gpu
+from raypfl.engine.events import Listener, Progress, Warned
+from raypfl.engine.job import Job
+from raypfl.engine.prepared import Prepared, threads_of_server
+from raypfl.evaluation import refuse_untestable
+from raypfl.evaluation.masking import refuse_unmaskable
+from raypfl.experiment import Experiment
+from raypfl.models.weights import RANDOM, digest, origin
+from raypfl.runs.autotune import choose
+from raypfl.runs.checks.network import refuse_channels_last, refuse_lone_samples, refuse_misfit, refuse_outputs
+from raypfl.runs.checks.privacy import refuse_unprotected
+from raypfl.runs.checks.settings import (
+    refuse_another_objective,
+    refuse_incomplete,
+    refuse_large_cohort,
+    refuse_missing_pools,
+    refuse_to_augment,
+    warn_of_test_data,
+)
+from raypfl.runs.pretraining import with_pretrained
+from raypfl.runs.result import reason_before
+
+
+def prepare(experiment: Experiment, folder: Path, emit: Listener, lockstep: bool) -> tuple[Job, Prepared]:
+    """Make a run ready to start: load its data, check that all fits together, and settle what its settings leave open.
+
+    The job says what was settled, so that a resume does the same.
+
+    Parameters
+    ----------
+    folder : the run's folder.
+    lockstep : whether the server waits after a checkpoint until all listeners have returned.
+
+    Raises
+    ------
+    ConfigError : if settings, data, network and method do not fit together.
+    """
+    refuse_missing_gpu(experiment)
+    emit(Progress("preparing data"))
+    data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
+
+    # The network is built as the server and the actors build it, also in how many threads.
+    with threads(threads_of_server(experiment)):
+        prepared = Prepared(experiment, data, device_for(experiment.ray.on_gpu))
+        refuse_unfit(prepared)
+        pretrained = with_pretrained(prepared, emit)
+        if pretrained is not prepared:
+            prepared = pretrained
+            refuse_unfit(prepared)
+        _warn_of_random_weights(prepared, emit)
+
+        prepared = prepared.with_settings(prepared.experiment.replace(objective=prepared.objective))
+        prepared, why = _with_executor(prepared, folder, emit)
+
+    job = Job(
+        name=folder.name,
+        run_dir=str(folder),
+        experiment=prepared.experiment,
+        why=why,
+        fingerprint=data.fingerprint,
+        weights=digest(prepared.experiment.model.weights),
+        attempt=uuid.uuid4().hex,
+        lockstep=lockstep,
+        parent=history.parent_of(folder),
+    )
+    return job, prepared
+
+
+def check(experiments: Sequence[Experiment], emit: Listener) -> None:
+    """Check all runs of a comparison, with their data and networks, before the first one starts.
+
+    Parameters
+    ----------
+    experiments : the experiments, which differ only in methods and seeds, so that the data of one seed are checked for
+        all.
+
+    Raises
+    ------
+    ConfigError : for the first experiment that :func:`prepare` would refuse.
+    """
+    first = experiments[0]
+    refuse_missing_gpu(first)
+    emit(Progress("preparing data"))
+    data = load_federated(first.data, first.partition, seed=first.seed)
+    for experiment in experiments:
+        if experiment.seed == first.seed:
+            refuse_unfit(Prepared(experiment, data, device_for(experiment.ray.on_gpu)))
+
+
+def refuse_unfit(prepared: Prepared) -> None:
+    """Raise a ConfigError unless settings, data, network and method fit together."""
+    experiment = prepared.experiment
+    refuse_untestable(experiment.evaluation.protocols, prepared.data, prepared.objective)
+    refuse_unmaskable(experiment.evaluation.masks, prepared.objective)
+    refuse_incomplete(experiment.method)
+    refuse_another_objective(prepared)
+    refuse_to_augment(prepared)
+    refuse_large_cohort(prepared)
+    refuse_missing_pools(prepared)
+
+    # From here on with the network.
+    refuse_misfit(prepared)
+    experiment.method.check(prepared.model)
+    refuse_lone_samples(prepared)
+    warn_of_test_data(experiment.method)
+    refuse_outputs(prepared)
+    refuse_unprotected(prepared)
+    if experiment.training.channels_last and experiment.engine.executor != "vectorised":
+        refuse_channels_last(prepared)
+
+
+def _with_executor(prepared: Prepared, folder: Path, emit: Listener) -> tuple[Prepared, str]:
+    """Settle executor and layout where the settings leave them open; returns the reason, too."""
+    experiment = prepared.experiment
+    executor = experiment.engine.executor
+    layout = experiment.training.channels_last
+    is_open = executor in ("auto", "fastest") or (executor == "sequential" and layout is None)
+    if not is_open:
+        return prepared, reason_before(folder, experiment)
+
+    emit(Progress("choosing an executor"))
+    with threads(experiment.engine.threads):
+        candidate, why = choose(prepared)
+    changes = [
+        f"engine.executor={candidate.executor}",
+        f"training.channels_last={str(candidate.channels_last).lower()}",
+    ]
+    return prepared.with_settings(experiment.override(changes)), why
+
+
+def _warn_of_random_weights(prepared: Prepared, emit: Listener) -> None:
+    """Warn if settings freeze parameters that were never trained; what a network freezes itself is its design."""
+    settings = prepared.experiment.model
+    if not settings.frozen and not settings.trained:
+        return
+
+    model = prepared.model
+    total = sum(parameter.numel() for parameter in model.module.parameters())
+    if model.num_parameters < total and origin(model.module) == RANDOM:
+        emit(
+            Warned(
+                f"{total - model.num_parameters:,} of the network's {total:,} parameters are frozen at random values. "
+                "Start from trained ones: model.weights, or model.pretrain."
+            )
+        )
