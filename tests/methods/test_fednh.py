@@ -171,12 +171,12 @@ def test_a_round_by_hand(factory, executor):
 def test_the_prototypes_of_the_worked_example():
     old = torch.tensor([[1.0, 0], [0, 1], [-1, 0]], dtype=torch.float64)
     means = torch.tensor([[[0.3, 0.4], [0, 0], [0, 0]], [[0.8, 0.0], [0.5, 0.5], [0, 0]]], dtype=torch.float64)
-    literal = FedNH(rho=0.9).moved(old, means.sum(0), 2.0)
+    literal = FedNH(rho=0.9).move_prototypes(old, means.sum(0), 2.0)
     expected = [[0.99978078, 0.02093782], [0.02701716, 0.99963497], [-1, 0]]
     torch.testing.assert_close(literal, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
     assert torch.equal(literal[2], old[2])
     owners = torch.tensor([[2.0], [1.0], [0.0]], dtype=torch.float64)
-    theirs = FedNH(rho=0.9, missing="owners").moved(old, means.sum(0), owners)
+    theirs = FedNH(rho=0.9, missing="owners").move_prototypes(old, means.sum(0), owners)
     torch.testing.assert_close(
         theirs[1], torch.tensor([0.05255883, 0.99861783], dtype=torch.float64), rtol=0, atol=1e-8
     )
@@ -186,7 +186,7 @@ def test_the_prototypes_of_the_worked_example():
 def test_a_prototype_that_means_pull_to_nothing_stays_where_it_was():
     old = F.normalize(torch.randn(2, 4, dtype=torch.float64))
     sums = torch.stack([-old[0], old[1]])
-    moved = FedNH(rho=0.5).moved(old, sums, 1.0)
+    moved = FedNH(rho=0.5).move_prototypes(old, sums, 1.0)
     assert torch.equal(moved[0], old[0])
     torch.testing.assert_close(moved[1], old[1])
 

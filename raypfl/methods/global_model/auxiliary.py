@@ -203,7 +203,7 @@ class ClientImages(AuxiliaryImages):
             if samples is not None:
                 for c in range(clients.num_classes):
                     of_class = (samples[k].y == c).nonzero()[:, 0]
-                    # Also drawn for a class that the client lacks: the images of a class do not depend on other classes.
+                    # Drawn even for a class that the client lacks: a class's images do not depend on other classes.
                     draws = torch.rand(self.per_class, generator=generators[k], dtype=torch.float64)
                     if len(of_class):
                         positions = (draws * len(of_class)).long().to(of_class.device)
