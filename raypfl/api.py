@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class Result(result.Result):
-    __doc__ = result.Result.__doc__
+class Result(result.RunResult):
+    __doc__ = result.RunResult.__doc__
 
     def plot(self, path: str | Path | None = None) -> Image:
         """Draw the metric over rounds and of each client at the end: an image that notebooks display.
@@ -51,7 +51,7 @@ class Result(result.Result):
             image.load()
         return image
 
-    def compare(self, *others: result.Result, baseline: str | None = None) -> Differences:
+    def compare(self, *others: result.RunResult, baseline: str | None = None) -> Differences:
         """How far this run and others are apart, client by client; see :func:`raypfl.compare`."""
         return compare([self, *others], baseline)
 
@@ -183,5 +183,5 @@ def _listed(listeners: Sequence[Listener]) -> Sequence[Listener]:
     return listeners
 
 
-def _own(done: result.Result) -> Result:
+def _own(done: result.RunResult) -> Result:
     return Result(**vars(done))

@@ -19,8 +19,8 @@ from raypfl.common.errors import ConfigError
 from raypfl.experiment import experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.results.display import outcome
-from raypfl.runs.folders import Comparison, new_folder
-from raypfl.runs.result import RECIPE, Result
+from raypfl.runs.folders import ComparisonFolder, new_folder
+from raypfl.runs.result import RECIPE, RunResult
 from raypfl.trained.kernels import of_checkpoints
 
 
@@ -56,10 +56,10 @@ def _show(source: str, changes: Sequence[str], as_json: bool) -> None:
             "kernels of its checkpoints. Name a recipe instead."
         )
     folder = Path(source)
-    comparison = Comparison.load(folder)
+    comparison = ComparisonFolder.load(folder)
     if not comparison and not (folder / RECIPE).exists():
         raise ConfigError(f"{source} is neither the folder of a run or comparison nor a recipe.")
-    results = [Result.load(one) for one in (comparison.folders if comparison else [folder])]
+    results = [RunResult.load(one) for one in (comparison.folders if comparison else [folder])]
     told, lines = {}, []
     for result in results:
         run = str(outcome.nearby(result.run_dir))
@@ -82,7 +82,7 @@ def _show(source: str, changes: Sequence[str], as_json: bool) -> None:
         outcome.show_findings(Console(), results, lines)
 
 
-def _found(result: Result) -> dict[str, Any]:
+def _found(result: RunResult) -> dict[str, Any]:
     """What the analyses of a run have written, by analysis."""
     found: dict[str, Any] = {}
     for one in result.experiment.analyses:

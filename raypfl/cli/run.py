@@ -26,8 +26,16 @@ from raypfl.results.display import outcome
 from raypfl.results.display.console import lines_for, view, warner
 from raypfl.results.paired import named
 from raypfl.runs import driver as runs
-from raypfl.runs.folders import Comparison, new_folder, with_checkpoints_apart
-from raypfl.runs.result import RECIPE, Result, description, forget_unbegun, is_finished, rounds_saved, write_description
+from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart
+from raypfl.runs.result import (
+    RECIPE,
+    RunResult,
+    description,
+    forget_unbegun,
+    is_finished,
+    rounds_saved,
+    write_description,
+)
 from raypfl.runs.resuming import continued, ends_later, refuse_another, resumed
 
 
@@ -52,7 +60,7 @@ class _Work:
     baseline: str | None = None
 
     @classmethod
-    def of(cls, comparison: Comparison, changes: Sequence[str]) -> _Work:
+    def of(cls, comparison: ComparisonFolder, changes: Sequence[str]) -> _Work:
         """The runs of a comparison, with ``dotted.key=value`` changes."""
         folders = [folder.absolute() for folder in comparison.folders]
         runs = dict(zip(folders, comparison.experiments(changes), strict=True))
@@ -115,7 +123,7 @@ def run_experiments(
         _carry_out(replace(begun, tried=tried, tags=tags, command=command, baseline=baseline), quiet, as_json)
         return
     if len(planned) > 1:
-        comparison = Comparison.new(planned, tried, run_dir)
+        comparison = ComparisonFolder.new(planned, tried, run_dir)
         work, forget = _Work.of(comparison, []), comparison.forget_unbegun
     else:
         folder = (run_dir or new_folder(planned[0])).absolute()
@@ -135,7 +143,7 @@ def _begun(folder: Path, planned: Sequence[Experiment]) -> _Work | None:
     ------
     ConfigError : if it has others.
     """
-    comparison = Comparison.load(folder)
+    comparison = ComparisonFolder.load(folder)
     if comparison is None and not (folder / RECIPE).exists():
         return None
     there = len(comparison.runs) if comparison else 1
@@ -154,7 +162,7 @@ def resume_folder(
     folder: Path, changes: Sequence[str], quiet: bool, as_json: bool, baseline: str | None = None
 ) -> None:
     """Finish the run or comparison in a folder, with ``dotted.key=value`` changes. Raises as `run_experiments` does."""
-    work = _work(folder, Comparison.load(folder), changes)
+    work = _work(folder, ComparisonFolder.load(folder), changes)
     if baseline:
         named(labels(list(work.runs.values())), baseline)
     _carry_out(replace(work, baseline=baseline), quiet, as_json)
@@ -171,7 +179,7 @@ def continue_as_new(
         _carry_out(_work(folder, None, []), quiet, as_json)
 
 
-def _work(folder: Path, comparison: Comparison | None, changes: Sequence[str]) -> _Work:
+def _work(folder: Path, comparison: ComparisonFolder | None, changes: Sequence[str]) -> _Work:
     """The run or comparison that is in a folder, with ``dotted.key=value`` changes."""
     if comparison:
         return _Work.of(comparison, changes)
@@ -187,7 +195,7 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
     for line, folder in zip(lines, work.runs, strict=True):
         if folder not in left:
             line.status, line.round = "finished", line.rounds
-    results: list[Result] = []
+    results: list[RunResult] = []
     name = planned[0].name if work.is_comparison else None
     kept_in = work.folder if work.is_comparison else None
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
@@ -200,11 +208,11 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
                         listeners: list[Listener] = [shown.listener(i), trackers[i]]
                         results.append(runs.resume(folder, listeners=listeners, overrides=work.changes))
                     else:
-                        results.append(Result.load(folder))
+                        results.append(RunResult.load(folder))
                     if results[-1].status == "stopped":
                         raise KeyboardInterrupt
-            if work.changes and (comparison := Comparison.load(work.folder)):
-                comparison.keep(work.tried)
+            if work.changes and (comparison := ComparisonFolder.load(work.folder)):
+                comparison.write(work.tried)
         except KeyboardInterrupt:  # also before the first round, between two runs, or a second one
             raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
         except Refused:
@@ -229,7 +237,7 @@ def _session(left: Sequence[Experiment], listener: Listener) -> Iterator[None]:
         yield
 
 
-def _unfinished(work: _Work, results: Sequence[Result]) -> str:
+def _unfinished(work: _Work, results: Sequence[RunResult]) -> str:
     """How many runs are finished, and the command that continues."""
     if not work.is_comparison:
         return work.to_continue
@@ -239,16 +247,16 @@ def _unfinished(work: _Work, results: Sequence[Result]) -> str:
     return f"{finished} of {len(work.runs)} runs are finished{changed}. {work.to_continue}"
 
 
-def _not_reached(work: _Work, results: Sequence[Result]) -> list[Result]:
+def _not_reached(work: _Work, results: Sequence[RunResult]) -> list[RunResult]:
     """What the runs after those with these results have of an earlier time."""
     found = []
     for folder in [*work.runs][len(results) :]:
         with suppress(NoRun):
-            found.append(Result.load(folder))
+            found.append(RunResult.load(folder))
     return [result for result in found if result.status != "failed"]
 
 
-def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_json: bool) -> None:
+def _report(work: _Work, results: Sequence[RunResult], tracked: MLflowListener, as_json: bool) -> None:
     is_complete = len(results) == len(work.runs) and results[-1].status == "finished"
     results = [*results, *_not_reached(work, results)]
     judged = [result for result in results if result.evaluations.num_rows]
@@ -266,7 +274,7 @@ def _report(work: _Work, results: Sequence[Result], tracked: MLflowListener, as_
         outcome.show(Console(), results, pictures, tried, work.folder, mlflow, work.command, baseline)
 
 
-def _baseline(work: _Work, judged: Sequence[Result]) -> str | None:
+def _baseline(work: _Work, judged: Sequence[RunResult]) -> str | None:
     """The label of the baseline; None before it has run: methods are then compared with the best."""
     if work.baseline is None:
         return None
@@ -276,7 +284,7 @@ def _baseline(work: _Work, judged: Sequence[Result]) -> str | None:
 
 
 def _pictures(
-    folder: Path, results: Sequence[Result], judged: Sequence[Result], warn: Callable[[str], None]
+    folder: Path, results: Sequence[RunResult], judged: Sequence[RunResult], warn: Callable[[str], None]
 ) -> dict[str, Path]:
     """The pictures that were drawn, by their headings."""
     # Matplotlib takes a second, which an error need not wait for.

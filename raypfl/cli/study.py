@@ -22,7 +22,7 @@ from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.compared import colour
 from raypfl.results.display.console import RunLine, view, warner
 from raypfl.results.display.outcome import nearby
-from raypfl.runs.result import Result, is_finished
+from raypfl.runs.result import RunResult, is_finished
 from raypfl.studies import layout
 from raypfl.studies.cells import StudyCell, choices_with_values, plan, select
 from raypfl.studies.description import Study, load
@@ -63,7 +63,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
     with interrupting(), message_if_killed(to_continue), tracking as tracked:
         outcomes = _run(cells, tracked, progress, quiet)
-        results = {i: Result.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
+        results = {i: RunResult.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
         if results:
             measured = table_entries(study, reference, cells, results)
             departures = deviations(reference, study, cells, published, results)

@@ -25,7 +25,7 @@ from raypfl.integrations.tuning.trial import Trial, finished_runs
 from raypfl.results.display.console import warner
 from raypfl.results.display.fitting import fitting, output
 from raypfl.results.display.outcome import nearby
-from raypfl.runs.result import Result, events_of
+from raypfl.runs.result import RunResult, events_of
 
 MOST_LINES = 20
 """Trials that a table shows."""
@@ -54,7 +54,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
 
         outcome = _searched(sweep, progress, quiet, hear)
         for trial, seed, run in finished_runs(sweep, folder):
-            result = None if (trial, seed) in children else Result.load(run)
+            result = None if (trial, seed) in children else RunResult.load(run)
             if result and not is_recorded(result.experiment, run):  # the sweep was killed before that was done
                 for event in events_of(result):
                     hear(trial, seed, event)

@@ -22,10 +22,10 @@ from raypfl.experiment.assignments import flatten
 
 HISTORY = "history.jsonl"
 
-Entry = dict[str, Any]
+HistoryEntry = dict[str, Any]
 
 
-def read(run_dir: str | Path) -> list[Entry]:
+def read(run_dir: str | Path) -> list[HistoryEntry]:
     """The entries, oldest first; a line that is damaged is left out."""
     entries = []
     for line in _text(Path(run_dir)).splitlines():

@@ -15,7 +15,7 @@ from raypfl.experiment.assignments import flatten
 from raypfl.experiment.identity import deciding_settings, is_in
 from raypfl.experiment.settings import ModelSettings
 from raypfl.results.units import Unit
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 COLOURS = (
     *("#3B82C4", "#E0703C", "#2FA37C", "#B565A7", "#D9A125", "#56B4D3", "#8D6E63", "#7F8C8D"),
@@ -39,7 +39,7 @@ class RunGroup:
 
     label: str
     colour: str
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
 
     @property
     def measures(self) -> Measures:
@@ -89,7 +89,7 @@ class RunGroup:
         return "personal" if self.scores(protocol, "personal") else "global"
 
 
-def group_runs(results: Sequence[Result]) -> list[RunGroup]:
+def group_runs(results: Sequence[RunResult]) -> list[RunGroup]:
     """Results grouped by everything but the seed, in order of first appearance."""
     names = labels([result.experiment for result in results])
     groups = {label: tuple(r for r, name in zip(results, names, strict=True) if name == label) for label in names}
@@ -153,7 +153,7 @@ def setting(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
     return " · ".join([data_setting(experiment, metadata), _called(_network(experiment))])
 
 
-def shared_setting(results: Sequence[Result]) -> str:
+def shared_setting(results: Sequence[RunResult]) -> str:
     """The same of runs on the same data and partition, with what their models have in common."""
     first, *others = (_network(result.experiment) for result in results)
     common = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}

@@ -22,7 +22,7 @@ from raypfl.results.compared import RunGroup, colour, group_runs, mark, shared_s
 from raypfl.results.numbers import Curve, clients_from_worst, metric_curves
 from raypfl.results.table import MODELS
 from raypfl.results.units import capital
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 INK, GREY = "#333333", "#777777"
 
@@ -152,7 +152,7 @@ def _turns(lines: Sequence[tuple[Any, ...]]) -> list[tuple[int, int]]:
     return [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
 
 
-def draw(results: Sequence[Result], path: str | Path) -> Path:
+def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     """Write a PNG of finished runs of one comparison, and return its path.
 
     Left: the primary metric by round, mean over clients on their own test data, of the personal models (solid) and of

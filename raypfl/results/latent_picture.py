@@ -23,7 +23,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.models.flat import FlatModel
 from raypfl.results.compared import RunGroup, group_runs, setting
 from raypfl.results.drawing import GREY, INK, png
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 _SAMPLES = 600
 _ROWS = 4
@@ -69,13 +69,13 @@ class Latent:
         return np.array([to_rgb(scale(c if count <= 10 else c / (count - 1))) for c in range(count)])
 
 
-def shown(results: Sequence[Result]) -> list[RunGroup]:
+def shown(results: Sequence[RunResult]) -> list[RunGroup]:
     """The first four methods with a global model, of those whose runs ask for the picture (``tracking.latent``)."""
     asked = [one for one in group_runs(results) if one.results[0].experiment.tracking.latent]
     return [one for one in asked if _global(one.results[0], one.results[0].server_state()) is not None][:_ROWS]
 
 
-def latent_of(result: Result) -> Latent:
+def latent_of(result: RunResult) -> Latent:
     """The latent space at the start and after each round with a kept checkpoint, of up to 600 test samples."""
     experiment = result.experiment
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
@@ -100,11 +100,11 @@ def _portrait(model: FlatModel, theta: Tensor, x: Tensor) -> tuple[np.ndarray, n
     return z.double().numpy(), weight.double().numpy()
 
 
-def _global(result: Result, server: dict[str, Any]) -> Tensor | None:
+def _global(result: RunResult, server: dict[str, Any]) -> Tensor | None:
     return result.experiment.method.global_model(server)
 
 
-def draw(results: Sequence[Result], path: str | Path) -> Path:
+def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     """Write a PNG: a row for each of :func:`shown` (its first seed), and in it the latent space at the start, halfway
     (if a checkpoint between is kept) and at the end, and the cosine of every two prototypes at the end.
 

@@ -12,7 +12,7 @@ from matplotlib import image
 
 from raypfl.results.compared import RunGroup, group_runs, setting
 from raypfl.results.drawing import GREY, png
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 _COLUMNS = 4
 _ROWS = 6  # rounds at most, of which the first and the last are among
@@ -36,7 +36,7 @@ class Strip:
     files: list[Path]
 
 
-def shown(results: Sequence[Result]) -> list[Strip]:
+def shown(results: Sequence[RunResult]) -> list[Strip]:
     """The images of each method's first seed, by name; four strips at most."""
     strips = []
     for group in group_runs(results):
@@ -49,7 +49,7 @@ def shown(results: Sequence[Result]) -> list[Strip]:
     return strips[:_COLUMNS]
 
 
-def draw(results: Sequence[Result], path: str | Path) -> Path:
+def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     """Write a PNG with a column for each of :func:`shown`, from the first round at the top to the last.
 
     It returns the path, whose folder must exist; at least one of the results must have logged images.

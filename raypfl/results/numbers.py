@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from raypfl.results.compared import RunGroup
 from raypfl.results.units import Unit
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 Axis = Literal["round", "megabytes", "seconds"]
 
@@ -104,7 +104,7 @@ def clients_with_both(group: RunGroup, protocol: str) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def client_scores(result: Result, protocol: str, model: str, best: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def client_scores(result: RunResult, protocol: str, model: str, best: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Ids ``int[n]`` of the clients, and their primary metric ``float64[n]`` in its unit.
 
     `best` : in the round that validation data chose, instead of the mean over the last rounds.
@@ -119,7 +119,7 @@ def client_scores(result: Result, protocol: str, model: str, best: bool = False)
     return rows["client"].to_numpy(), unit.factor * rows[name].to_numpy()
 
 
-def seconds(result: Result) -> float:
+def seconds(result: RunResult) -> float:
     """Of all rounds."""
     return float(pc.sum(result.rounds["seconds"]).as_py() or 0)
 
@@ -169,7 +169,7 @@ def _curve(
     return Curve(x.mean(0), y.mean(0), y.min(0), y.max(0))
 
 
-def _positions(result: Result, against: Axis) -> np.ndarray:
+def _positions(result: RunResult, against: Axis) -> np.ndarray:
     """Where each round ends on an axis: ``float64[rounds + 1]``, by the round's number; round 0 is at 0."""
     if against == "round":
         return np.arange(result.rounds.num_rows + 1, dtype=float)
@@ -178,6 +178,6 @@ def _positions(result: Result, against: Axis) -> np.ndarray:
     return np.append(0.0, np.cumsum(spent) / scale)
 
 
-def _rows(result: Result, protocol: str, model: str) -> pa.Table:
+def _rows(result: RunResult, protocol: str, model: str) -> pa.Table:
     chosen = (pc.field("protocol") == protocol) & (pc.field("model") == model) & (pc.field("samples") > 0)
     return result.evaluations.filter(chosen & pc.field(result.experiment.measures.primary.name).is_valid())

@@ -17,7 +17,7 @@ from raypfl.results.compared import RunGroup
 from raypfl.results.numbers import client_scores
 from raypfl.results.table import tests_of
 from raypfl.results.units import Unit
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 _ENOUGH_SEEDS = 6
 """From which a two-sided Wilcoxon test can give a p below .05: it is at least 2 / 2^n over n seeds."""
@@ -221,7 +221,7 @@ def _with_interval(row: Difference, clients: Sequence[np.ndarray], same_clients:
 
 
 def _client_by_client(
-    result: Result, other: Result, protocol: str, models: tuple[str, str], best: bool
+    result: RunResult, other: RunResult, protocol: str, models: tuple[str, str], best: bool
 ) -> tuple[list[int], np.ndarray]:
     """Clients that both have, and their differences; one model on one test set counts for every client of the other."""
     ids, values = client_scores(result, protocol, models[0], best)
@@ -241,12 +241,12 @@ def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:
     return differences > 0 if unit.metric.higher_is_better else differences < 0
 
 
-def _data(result: Result) -> str | None:
+def _data(result: RunResult) -> str | None:
     """A hash of the samples and of who holds them."""
     return result.metadata.get("data")
 
 
-def _keeps_clients(result: Result) -> bool:
+def _keeps_clients(result: RunResult) -> bool:
     """Whether clients are the same in every seed: given with the data, not drawn."""
     return is_described(result.experiment.data) or isinstance(result.experiment.partition, ByColumn | FromFile)
 

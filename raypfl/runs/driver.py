@@ -26,7 +26,7 @@ from raypfl.runs.on_ray import run_on_ray
 from raypfl.runs.result import (
     METADATA,
     RECIPE,
-    Result,
+    RunResult,
     description,
     forget_unbegun,
     is_finished,
@@ -46,7 +46,7 @@ def run(
     listeners: Sequence[Listener] = (),
     run_dir: str | Path | None = None,
     lockstep: bool = False,
-) -> Result:
+) -> RunResult:
     """Run an experiment and show nothing; the rest is as in :func:`raypfl.run`.
 
     `lockstep` : after a checkpoint, the server waits until all listeners have returned.
@@ -77,14 +77,14 @@ def resume(
     listeners: Sequence[Listener] = (),
     overrides: Sequence[str] = (),
     lockstep: bool = False,
-) -> Result:
+) -> RunResult:
     """Continue a run and show nothing; the rest is as in :func:`raypfl.resume`, and `lockstep` as in `run`."""
     folder = Path(run_dir).resolve()
     before = description(folder)
     experiment = resumed(folder, overrides)
     if is_finished(folder) and not ends_later(experiment, before):
         # Nothing is left to do, so the records stay as they are.
-        return Result.load(folder)
+        return RunResult.load(folder)
     return _run(experiment, folder, listeners, lockstep)
 
 
@@ -111,7 +111,7 @@ def session(experiment: Experiment, *, listeners: Sequence[Listener] = ()) -> It
                 spare.release(ray)
 
 
-def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lockstep: bool) -> Result:
+def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lockstep: bool) -> RunResult:
     is_inline = experiment.engine.backend == "inline"
     emit = Audience([partial(_write_start, folder), *listeners])
     stop = StopRequest()
@@ -131,7 +131,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
         with run_job(job, prepared, emit, stop) as finished:
             # Before Ray is stopped, which takes seconds.
             _write_end(job, finished)
-    return Result.load(folder)
+    return RunResult.load(folder)
 
 
 def _write_start(folder: Path, event: Event) -> None:

@@ -7,9 +7,11 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from raypfl.common import files
 from raypfl.common.errors import ConfigError, NoRun
@@ -20,22 +22,23 @@ from raypfl.methods import METHODS
 from raypfl.runs.result import COMPARISON, METADATA, write_description
 from raypfl.runs.resuming import resumed
 
-_ITS_OWN = ("method", "methods", "seed", "seeds", "name", "output")
+_SETTINGS_OF_COMPARISON = ("method", "methods", "seed", "seeds", "name", "output")
 
 
 def new_folder(experiment: Experiment) -> Path:
     """A new folder in ``experiment.output``, named after experiment, method, seed and time."""
-    return _made(experiment.output, f"{experiment.name}-{_short_name(experiment)}-{_now()}")
+    return _make_folder(experiment.output, f"{experiment.name}-{_short_name(experiment)}-{_now()}")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonFolder:
     """Runs in one folder. All descriptions are there from the start; runs begin one after the other.
 
     Attributes
     ----------
-    folder : of the comparison. runs : names of the runs' folders inside, in order.
+    folder : the comparison's folder.
     words : the recipe or file that started it, and the assignments that changed it.
+    runs : names of the runs' folders inside, in order.
     """
 
     folder: Path
@@ -43,29 +46,32 @@ class Comparison:
     runs: tuple[str, ...]
 
     @classmethod
-    def new(cls, experiments: Sequence[Experiment], words: Sequence[str], folder: Path | None = None) -> Comparison:
-        """A comparison of these experiments, ready to be resumed.
+    def new(cls, experiments: Sequence[Experiment], words: Sequence[str], folder: Path | None = None) -> Self:
+        """Make a comparison of these experiments, ready to be resumed.
 
-        Parameters
-        ----------
-        folder : where; None: a new folder in their ``output``.
+        `folder` : the comparison's folder; None: a new one in their ``output``.
         """
-        first = experiments[0]
-        folder = _made(first.output, f"{first.name}-{_now()}") if folder is None else folder
-        new = cls(folder, tuple(words), _names(experiments))
-        for one, inside in zip(with_checkpoints_apart(experiments, folder), new.folders, strict=True):
-            write_description(inside, one)
-        new.keep(words)
-        return new
+        if folder is None:
+            first = experiments[0]
+            folder = _make_folder(first.output, f"{first.name}-{_now()}")
+
+        comparison = cls(folder, tuple(words), _names(experiments))
+        experiments = with_checkpoints_apart(experiments, folder)
+        for experiment, run_folder in zip(experiments, comparison.folders, strict=True):
+            write_description(run_folder, experiment)
+        comparison.write(words)
+        return comparison
 
     @classmethod
-    def load(cls, folder: str | Path) -> Comparison | None:
-        """The comparison in a folder; None if the folder has none."""
+    def load(cls, folder: str | Path) -> Self | None:
+        """Read the comparison in a folder; None if the folder has none."""
         file = Path(folder, COMPARISON)
         if not file.exists():
             return None
+
         values = read(file)
-        words, runs = values.get("words"), values.get("runs")
+        words = values.get("words")
+        runs = values.get("runs")
         if not (isinstance(words, list) and isinstance(runs, list) and words and runs):
             raise NoRun(
                 f"{file} is damaged: it must have the lists words and runs, the command that started the comparison "
@@ -73,24 +79,24 @@ class Comparison:
             )
         return cls(Path(folder), tuple(words), tuple(runs))
 
-    def keep(self, words: Sequence[str]) -> None:
-        """Write into its folder which runs it has, and that these `words` would start them."""
+    def write(self, words: Sequence[str]) -> None:
+        """Write into the folder which runs the comparison has, and the `words` that would start them."""
         files.write(self.folder / COMPARISON, write({"words": list(words), "runs": list(self.runs)}))
 
     @property
     def folders(self) -> list[Path]:
-        """Of its runs, in order."""
+        """The runs' folders, in order."""
         return [self.folder / run for run in self.runs]
 
     def experiments(self, changes: Sequence[str] = ()) -> list[Experiment]:
-        """The experiments of its runs, with ``dotted.key=value`` changes.
+        """The experiments of the runs, with ``dotted.key=value`` changes.
 
         Raises
         ------
         ConfigError : if a change concerns the comparison itself, does not fit one of its runs, or would falsify it.
         """
         for path, _ in parse_assignments(changes):
-            if len(path) == 1 and path[0] in _ITS_OWN:
+            if len(path) == 1 and path[0] in _SETTINGS_OF_COMPARISON:
                 raise ConfigError(
                     f"{path[0]} cannot be changed once a comparison has started; start another one with `raypfl run`."
                 )
@@ -98,12 +104,15 @@ class Comparison:
 
     def forget_unbegun(self) -> None:
         """Undo `new` if no run has begun."""
-        if not any((folder / METADATA).exists() for folder in self.folders):
-            for folder in self.folders:
-                shutil.rmtree(folder)
-            (self.folder / COMPARISON).unlink()
-            with contextlib.suppress(OSError):  # it may hold files of the person's own
-                self.folder.rmdir()
+        if any((folder / METADATA).exists() for folder in self.folders):
+            return
+
+        for folder in self.folders:
+            shutil.rmtree(folder)
+        (self.folder / COMPARISON).unlink()
+        # The folder stays if the user has other files in it.
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
 
 def with_checkpoints_apart(experiments: Sequence[Experiment], folder: Path) -> list[Experiment]:
@@ -111,15 +120,19 @@ def with_checkpoints_apart(experiments: Sequence[Experiment], folder: Path) -> l
     location = experiments[0].checkpoint.location
     if location is None:
         return list(experiments)
-    apart = f"{location.rstrip('/')}/{folder.name}"
-    return [one.override([f"checkpoint.location={json.dumps(apart)}"]) for one in experiments]
+    change = f"checkpoint.location={json.dumps(location.rstrip('/') + '/' + folder.name)}"
+    return [experiment.override([change]) for experiment in experiments]
 
 
 def _names(experiments: Sequence[Experiment]) -> tuple[str, ...]:
-    """Of the folders of a comparison's runs; a number distinguishes those of one method and seed."""
-    plain = [re.sub(r"[^\w.-]+", "_", _short_name(one)) for one in experiments]
-    before = (plain[:i].count(name) for i, name in enumerate(plain))
-    return tuple(f"{name}-{count + 1}" if count else name for name, count in zip(plain, before, strict=True))
+    """Names of the folders of a comparison's runs; a number distinguishes those of one method and seed."""
+    names: list[str] = []
+    uses: Counter[str] = Counter()
+    for experiment in experiments:
+        name = _file_name(_short_name(experiment))
+        uses[name] += 1
+        names.append(name if uses[name] == 1 else f"{name}-{uses[name]}")
+    return tuple(names)
 
 
 def _short_name(experiment: Experiment) -> str:
@@ -127,14 +140,20 @@ def _short_name(experiment: Experiment) -> str:
     return f"{method}-s{experiment.seed}"
 
 
+def _file_name(name: str) -> str:
+    """The name with an underscore in place of what a file's name should not have."""
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
 def _now() -> str:
     return time.strftime("%Y%m%d-%H%M%S")
 
 
-def _made(parent: str | Path, name: str) -> Path:
-    """A new folder; a number distinguishes those of one second."""
-    name = re.sub(r"[^\w.-]+", "_", name)
-    folder, number = Path(parent) / name, 1
+def _make_folder(parent: str | Path, name: str) -> Path:
+    """Make a new folder; a number distinguishes those of one second."""
+    name = _file_name(name)
+    folder = Path(parent) / name
+    number = 1
     while True:
         try:
             folder.mkdir(parents=True)

@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,15 +35,15 @@ METADATA = "metadata.json"
 RECIPE = "experiment.yaml"
 COMPARISON = "comparison.yaml"
 
-_END = ("status", "round", "weights_hash", "error", "best_round")
+_SUMMARY_KEYS = ("status", "round", "weights_hash", "error", "best_round")
 """What ``summary.json`` holds, as in :class:`raypfl.engine.events.RunFinished`."""
 
-_NAMED = 6
-"""Folders that a sentence names at most."""
+_MAX_NAMED = 6
+"""The most folders that a sentence names."""
 
 
 def description(run_dir: str | Path) -> Experiment:
-    """The experiment that a run's folder describes.
+    """Read the experiment that a run's folder describes.
 
     Raises
     ------
@@ -58,11 +57,14 @@ def description(run_dir: str | Path) -> Experiment:
 
 
 def _where_runs_are(folder: Path) -> str:
-    inside = sorted(str(one.parent) for depth in ("*", "*/*") for one in folder.glob(f"{depth}/{RECIPE}"))
-    if not inside:
+    """A sentence that says where runs are: up to two levels below a folder that is none itself."""
+    recipes = [*folder.glob(f"*/{RECIPE}"), *folder.glob(f"*/*/{RECIPE}")]
+    run_folders = sorted(str(recipe.parent) for recipe in recipes)
+    if not run_folders:
         return "Runs are in the folder that `output` names."
-    more = f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else ""
-    return f"Runs are in {', '.join(inside[:_NAMED])}{more}."
+
+    more = f" and {len(run_folders) - _MAX_NAMED} more" if len(run_folders) > _MAX_NAMED else ""
+    return f"Runs are in {', '.join(run_folders[:_MAX_NAMED])}{more}."
 
 
 def write_description(folder: Path, experiment: Experiment) -> None:
@@ -86,27 +88,30 @@ def rounds_saved(run_dir: str | Path, experiment: Experiment) -> int:
 
 def refuse_shorter(run_dir: str | Path, experiment: Experiment) -> None:
     """Raise a ConfigError if a run has already done more rounds than the experiment has."""
-    done = rounds_saved(run_dir, experiment)
-    if done > experiment.rounds:
+    finished_rounds = rounds_saved(run_dir, experiment)
+    if finished_rounds > experiment.rounds:
         raise ConfigError(
-            f"rounds is {experiment.rounds}, but the run in {run_dir} has already done {done}, and rounds cannot "
-            f"be undone; start a new run for fewer."
+            f"rounds is {experiment.rounds}, but the run in {run_dir} has already done {finished_rounds}, and rounds "
+            "cannot be undone; start a new run for fewer."
         )
 
 
 def is_finished(run_dir: Path) -> bool:
     """Whether a run is complete, and its folder says so in files that can be read."""
-    end = _written(run_dir / SUMMARY, _END)
-    return end is not None and end["status"] == "finished" and _written(run_dir / METADATA) is not None
+    summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
+    if summary is None or summary["status"] != "finished":
+        return False
+    return _read_json(run_dir / METADATA) is not None
 
 
 def reopen(run_dir: Path) -> None:
-    """Mark a finished run unfinished, since it begins again with more rounds."""
-    if end := _written(run_dir / SUMMARY, _END):
-        write(run_dir / SUMMARY, json.dumps(end | {"status": "stopped"}, indent=1))
+    """Mark a finished run unfinished, so that it can go on with more rounds."""
+    summary = _read_json(run_dir / SUMMARY, _SUMMARY_KEYS)
+    if summary is not None:
+        write(run_dir / SUMMARY, json.dumps(summary | {"status": "stopped"}, indent=1))
 
 
-def _written(file: Path, keys: Iterable[str] = ()) -> dict[str, Any] | None:
+def _read_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any] | None:
     """What a JSON file of a run holds; None if there is none, or something else than a run writes."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         content = json.loads(file.read_text())
@@ -115,9 +120,10 @@ def _written(file: Path, keys: Iterable[str] = ()) -> dict[str, Any] | None:
     return None
 
 
-def _needed(file: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
-    """The same; raises NoRun if it is None."""
-    if (content := _written(file, keys)) is None:
+def _require_json(file: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
+    """What a JSON file of a run holds; raises NoRun if there is none, or something else than a run writes."""
+    content = _read_json(file, keys)
+    if content is None:
         raise NoRun(f"{file} is damaged; `raypfl resume {file.parent}` writes it again from the run's checkpoint.")
     return content
 
@@ -130,9 +136,10 @@ def refuse_stranger(client: int, count: int) -> None:
 
 def reason_before(folder: Path, experiment: Experiment) -> str:
     """Why a resumed run has its executor and layout; empty for a new run, or if they were changed."""
-    metadata = _written(folder / METADATA, ["why"]) or {}
+    metadata = _read_json(folder / METADATA, ["why"]) or {}
     chosen = {"executor": experiment.engine.executor, "channels_last": bool(experiment.training.channels_last)}
-    return str(metadata["why"]) if chosen.items() <= metadata.items() else ""
+    is_as_before = chosen.items() <= metadata.items()
+    return str(metadata["why"]) if is_as_before else ""
 
 
 def write_tables(folder: Path, finished: RunFinished) -> None:
@@ -140,32 +147,38 @@ def write_tables(folder: Path, finished: RunFinished) -> None:
     for name, table in finished.tables.items():
         with draft(folder / f"{name}.parquet") as file:
             pq.write_table(table, file)
-    for image in finished.images.to_pylist() if finished.images else []:
+
+    images = finished.images.to_pylist() if finished.images else []
+    for image in images:
         file = folder / PICTURES / image["name"] / f"{image['round']:06d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         write(file, image["png"])
-    end = {name: getattr(finished, name) for name in _END}
-    write(folder / SUMMARY, json.dumps(end, indent=1))
+
+    # Last, since a run whose folder has a summary counts as ended.
+    summary = {name: getattr(finished, name) for name in _SUMMARY_KEYS}
+    write(folder / SUMMARY, json.dumps(summary, indent=1))
 
 
 def newest(run_dir: str | Path, whole: bool = True) -> tuple[Experiment, checkpoint.Snapshot]:
-    """A run's description and its newest checkpoint; `whole` as of :func:`raypfl.storage.checkpoint.load`."""
+    """Read a run's description and its newest checkpoint; `whole` as in :func:`raypfl.storage.checkpoint.load`."""
     experiment = description(run_dir)
     return experiment, checkpoint.newest(checkpoints_of(experiment, str(run_dir)), whole)
 
 
 @dataclass(frozen=True, repr=False)
-class Result:
+class RunResult:
     """The result of a run.
 
     Attributes
     ----------
-    experiment : what was run. run_dir : its folder.
-    status : ``finished``, ``stopped`` or ``failed``. round : rounds finished.
+    experiment : the experiment that was run.
+    run_dir : the run's folder.
+    status : ``finished``, ``stopped`` or ``failed``.
+    round : the last finished round.
     weights_hash : SHA-256 of the final state of server and clients; equal hashes mean equal bits.
     best_round : the best evaluated round by validation data; None without validation.
-    metadata : of the run when it was last started or resumed, see ``events.RunStarted``; `history` has all.
-    rounds : a row a round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
+    metadata : facts found when the run was last started or resumed, see ``events.RunStarted``; `history` has all.
+    rounds : a row for each round: round, loss, seconds, bytes_up, bytes_down, clients, dropped, failed, cohort.
     evaluations : a row for each (round, client, protocol, model): samples, and every metric.
     ledger : a row for each message: round, exchange, direction, name, clients, numbers and bytes per client, and phase,
         ``training`` or ``prediction``.
@@ -194,7 +207,7 @@ class Result:
     privacy: pa.Table | None = None
 
     @classmethod
-    def load(cls, run_dir: str | Path) -> Result:
+    def load(cls, run_dir: str | Path) -> RunResult:
         """Read a result from a run's folder.
 
         Raises
@@ -204,32 +217,36 @@ class Result:
         folder = Path(run_dir)
         if not folder.exists():
             raise NoRun(f"There is no folder {folder}. {_where_runs_are(folder)}")
+
         experiment = description(folder)
-        if not all((folder / name).exists() for name in (SUMMARY, METADATA)):
+        if not (folder / SUMMARY).exists() or not (folder / METADATA).exists():
             raise NoRun(f"{folder} has no finished run; `raypfl resume {folder}` finishes an interrupted one.")
-        end = _needed(folder / SUMMARY, _END)
+
+        summary = _require_json(folder / SUMMARY, _SUMMARY_KEYS)
+        analysis_files = sorted(folder.glob(f"{ANALYSIS}*.parquet"))
+        privacy_file = folder / "privacy.parquet"
         return cls(
             experiment=experiment,
             run_dir=folder,
-            status=end["status"],
-            round=end["round"],
-            weights_hash=end["weights_hash"],
-            best_round=end["best_round"],
-            metadata=_needed(folder / METADATA),
-            **{name: _table(folder / f"{name}.parquet") for name in TABLES},
-            analysis={
-                file.stem.removeprefix(ANALYSIS): _table(file) for file in sorted(folder.glob(f"{ANALYSIS}*.parquet"))
-            },
+            status=summary["status"],
+            round=summary["round"],
+            weights_hash=summary["weights_hash"],
+            best_round=summary["best_round"],
+            metadata=_require_json(folder / METADATA),
+            **{name: _read_table(folder / f"{name}.parquet") for name in TABLES},
+            analysis={file.stem.removeprefix(ANALYSIS): _read_table(file) for file in analysis_files},
             images=_images(folder),
-            privacy=_table(file) if (file := folder / "privacy.parquet").exists() else None,
+            privacy=_read_table(privacy_file) if privacy_file.exists() else None,
         )
 
     @property
     def tables(self) -> dict[str, pa.Table]:
         """All tables by the names of their files."""
-        own = {f"{ANALYSIS}{name}": table for name, table in self.analysis.items()}
-        private = {} if self.privacy is None else {"privacy": self.privacy}
-        return {name: getattr(self, name) for name in TABLES} | own | private
+        tables = {name: getattr(self, name) for name in TABLES}
+        tables |= {f"{ANALYSIS}{name}": table for name, table in self.analysis.items()}
+        if self.privacy is not None:
+            tables["privacy"] = self.privacy
+        return tables
 
     def __repr__(self) -> str:
         method = METHODS.name_of(type(self.experiment.method))
@@ -243,11 +260,11 @@ class Result:
         `round` may be `best_round`; None: the mean over the last rounds, as many as ``evaluation.last``.
         """
         rounds = self.last_rounds if round is None else [round]
-        of_rounds = [
-            summarise(self.experiment.measures, self.evaluations.filter(pc.field("round") == number).to_pydict())
-            for number in rounds
-        ]
-        return of_rounds[0] if len(of_rounds) == 1 else _mean_rows(of_rounds)
+        summaries = []
+        for number in rounds:
+            evaluations = self.evaluations.filter(pc.field("round") == number)
+            summaries.append(summarise(self.experiment.measures, evaluations.to_pydict()))
+        return summaries[0] if len(summaries) == 1 else _mean_rows(summaries)
 
     @property
     def last_rounds(self) -> list[int]:
@@ -257,7 +274,7 @@ class Result:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What was in force in which rounds, oldest first: a dict for each time that the run began or was resumed.
+        """What was in force in which rounds, oldest first: a dict for each time that the run started or was resumed.
 
         ``settings`` and ``metadata`` count from the round after ``from_round`` on, until a later entry takes over.
         ``changed`` names the settings that differ from the entry before. Where a run continues another one, ``parent``
@@ -268,7 +285,9 @@ class Result:
     @property
     def megabytes(self) -> tuple[float, float]:
         """Total traffic up and down, in megabytes of 10^6 bytes."""
-        up, down = (pc.sum(self.rounds[name]).as_py() or 0 for name in ("bytes_up", "bytes_down"))
+        # The sum over a run without rounds is None.
+        up = pc.sum(self.rounds["bytes_up"]).as_py() or 0
+        down = pc.sum(self.rounds["bytes_down"]).as_py() or 0
         return up / 1e6, down / 1e6
 
     def server_state(self) -> dict[str, Any]:
@@ -302,22 +321,22 @@ class Result:
         return newest(self.run_dir)[1].state_of(client)
 
 
-def _mean_rows(of_rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _mean_rows(summaries: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The means over rounds of the aggregates of each (protocol, model)."""
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for summary in of_rounds:
+    for summary in summaries:
         for row in summary:
             rows.setdefault((row["protocol"], row["model"]), []).append(row)
 
     means = []
-    for (protocol, model), same in rows.items():
-        names = [name for name in same[-1] if name not in ("protocol", "model")]
-        aggregates = {name: fmean(row[name] for row in same) for name in names}
+    for (protocol, model), rows_of_rounds in rows.items():
+        names = [name for name in rows_of_rounds[-1] if name not in ("protocol", "model")]
+        aggregates = {name: fmean(row[name] for row in rows_of_rounds) for name in names}
         means.append({"protocol": protocol, "model": model, **aggregates})
     return means
 
 
-def _table(file: Path) -> pa.Table:
+def _read_table(file: Path) -> pa.Table:
     try:
         return read(str(file))
     except (OSError, pa.ArrowException) as error:
@@ -335,36 +354,46 @@ def _images(folder: Path) -> pa.Table:
     return arrow(columns)
 
 
-def events_of(result: Result, uri: str | None = None) -> Iterator[Event]:
+def events_of(result: RunResult, uri: str | None = None) -> Iterator[Event]:
     """The events of a tracked run, except checkpoints and warnings.
 
     `uri` : MLflow's tracking URI; None: that of the experiment.
     """
-    changes = ["tracking.mlflow=true", *([f"tracking.uri={json.dumps(uri)}"] if uri else [])]
+    changes = ["tracking.mlflow=true"]
+    if uri:
+        changes.append(f"tracking.uri={json.dumps(uri)}")
     yield RunStarted(
-        result.run_dir.name,
-        str(result.run_dir.resolve()),
-        result.experiment.override(changes),
-        result.metadata,
-        0,
+        run=result.run_dir.name,
+        run_dir=str(result.run_dir.resolve()),
+        experiment=result.experiment.override(changes),
+        metadata=result.metadata,
+        first_round=0,
     )
-    judged = set(pc.unique(result.evaluations["round"]).to_pylist())
-    if 0 in judged:
+
+    evaluated_rounds = set(pc.unique(result.evaluations["round"]).to_pylist())
+    if 0 in evaluated_rounds:
         yield Evaluated(0, result.summary(0))
-    sent = {way: [*accumulate(result.rounds[f"bytes_{way}"].to_pylist())] for way in ("up", "down")}
-    for i, row in enumerate(result.rounds.to_pylist()):
+
+    bytes_up = 0
+    bytes_down = 0
+    for row in result.rounds.to_pylist():
         del row["cohort"]
+        bytes_up += row["bytes_up"]
+        bytes_down += row["bytes_down"]
         logged = _logged(result, row["round"])
-        yield RoundFinished(**row, bytes_up_total=sent["up"][i], bytes_down_total=sent["down"][i], logged=logged)
-        if row["round"] in judged:
+        yield RoundFinished(**row, bytes_up_total=bytes_up, bytes_down_total=bytes_down, logged=logged)
+        if row["round"] in evaluated_rounds:
             yield Evaluated(row["round"], result.summary(row["round"]))
-    end = _needed(result.run_dir / SUMMARY, _END)
-    yield RunFinished(**{name: end[name] for name in _END}, tables=result.tables)
+
+    summary = _require_json(result.run_dir / SUMMARY, _SUMMARY_KEYS)
+    yield RunFinished(**{name: summary[name] for name in _SUMMARY_KEYS}, tables=result.tables)
 
 
-def _logged(result: Result, round: int) -> Logged:
+def _logged(result: RunResult, round: int) -> Logged:
     """What the method logged in a round, except its tables, which come whole at the end."""
-    values, images = (table.filter(pc.field("round") == round).to_pylist() for table in (result.logged, result.images))
+    in_round = pc.field("round") == round
+    values = result.logged.filter(in_round).to_pylist()
+    images = result.images.filter(in_round).to_pylist()
     return Logged(
         values={row["name"]: row["value"] for row in values},
         images={row["name"]: Path(row["file"]).read_bytes() for row in images},

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raypfl.experiment.assignments import flatten
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import Study
 
@@ -28,7 +28,7 @@ def deviations(
     study: Study,
     cells: Sequence[StudyCell],
     planned: Sequence[StudyCell],
-    results: Mapping[int, Result],
+    results: Mapping[int, RunResult],
 ) -> list[str]:
     """A sentence for every departure; none if the whole table was measured as published.
 
@@ -100,7 +100,7 @@ def _scope(positions: list[Position], everywhere: list[Position]) -> str:
     return f" (in {len(positions)} of {len(everywhere)} rows of results)"
 
 
-def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, Result]) -> list[str]:
+def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, RunResult]) -> list[str]:
     lines = []
     if left := len(cells) - len(results):
         lines.append(f"{left} of {len(cells)} cells are not finished, so the means do not include them.")

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from raypfl.evaluation.measures import OF_PRIMARY, Measures
 from raypfl.results.units import Unit
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 from raypfl.studies.cells import StudyCell
 from raypfl.studies.description import MetricColumn, PublishedNumber, Study
 
@@ -77,7 +77,7 @@ class TableEntry:
 
 
 def table_entries(
-    study: Study, reference: Study, cells: Sequence[StudyCell], results: Mapping[int, Result]
+    study: Study, reference: Study, cells: Sequence[StudyCell], results: Mapping[int, RunResult]
 ) -> list[TableEntry]:
     """The table's entries, row by row.
 
@@ -113,7 +113,7 @@ def table_entries(
     return sorted(found, key=lambda one: (downs.index(one.down), methods.index(one.method)))
 
 
-def _rows(result: Result, metric: MetricColumn) -> list[dict[str, Any]]:
+def _rows(result: RunResult, metric: MetricColumn) -> list[dict[str, Any]]:
     """What a metric reads: the aggregates after each of its last rounds."""
     rounds = sorted(set(result.evaluations["round"].to_pylist()))[-metric.last :]
     wanted = (metric.protocol, metric.model)
@@ -155,7 +155,7 @@ def entry_table(found: Sequence[TableEntry]) -> pa.Table:
     return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, "float64")) for name in rows[0]]))
 
 
-def cell_table(cells: Sequence[StudyCell], results: Mapping[int, Result]) -> pa.Table:
+def cell_table(cells: Sequence[StudyCell], results: Mapping[int, RunResult]) -> pa.Table:
     """A row for each protocol and model of each finished cell: its aggregates, and the run that measured them."""
     found = dict.fromkeys(name for result in results.values() for name in result.experiment.measures.aggregates)
     schema = pa.schema(

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from raypfl.methods.personal_models.pefll import PeFLL
 from raypfl.results.compared import RunGroup, group_runs, setting
 from raypfl.results.drawing import GREY, INK, png
-from raypfl.runs.result import Result, newest
+from raypfl.runs.result import RunResult, newest
 from raypfl.trained.descriptors import Descriptors, descriptors_of
 from raypfl.trained.models import TrainedModels
 
@@ -25,14 +25,14 @@ _FEW_CLASSES = 20
 _POINTS = 4000
 
 
-def shown(results: Sequence[Result]) -> list[RunGroup]:
+def shown(results: Sequence[RunResult]) -> list[RunGroup]:
     """The first four methods with descriptors, of those that ask for a picture (``tracking.latent``)."""
     groups = group_runs(results)
     asked = [one for one in groups if one.results[0].experiment.tracking.latent]
     return [one for one in asked if isinstance(one.results[0].experiment.method, PeFLL)][:_ROWS]
 
 
-def draw(results: Sequence[Result], path: str | Path) -> Path:
+def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     """Write a PNG: a row for each of :func:`shown` (its first seed), with its clients before the first round and at
     the end, and distances between descriptors over distances between label mixes.
 
@@ -60,7 +60,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     return Path(path)
 
 
-def _start_and_end(result: Result) -> tuple[Descriptors, Descriptors, list[str]]:
+def _start_and_end(result: RunResult) -> tuple[Descriptors, Descriptors, list[str]]:
     models = TrainedModels.of_snapshot(*newest(result.run_dir, whole=False))
     names = getattr(models.outline, "class_names", None) or [str(c) for c in range(models.outline.num_classes)]
     return descriptors_of(models, models.at_start()), descriptors_of(models), list(names)

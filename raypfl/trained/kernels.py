@@ -13,10 +13,10 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.engine.prepared import Prepared
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 
-def of_checkpoints(result: Result, analysis: NTK) -> list[dict[str, float]]:
+def of_checkpoints(result: RunResult, analysis: NTK) -> list[dict[str, float]]:
     """Numbers of the global model's kernel after each round whose checkpoint was kept.
 
     Parameters

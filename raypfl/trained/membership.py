@@ -21,7 +21,7 @@ from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
 from raypfl.learning.settings import TrainingSettings
 from raypfl.models.flat import FlatModel
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 _TOGETHER = 512
 
@@ -43,7 +43,7 @@ class Membership:
     samples: int
 
 
-def membership(result: Result, shadows: int = 0, epochs: int = 20) -> Membership:
+def membership(result: RunResult, shadows: int = 0, epochs: int = 20) -> Membership:
     """Attack the final global model of a run.
 
     Members are the clients' training samples, others their test samples.

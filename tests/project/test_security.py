@@ -14,7 +14,7 @@ import torch
 
 import raypfl
 from raypfl.common.errors import RaypflError
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 from tests.support.runs import experiment
 
 ROOT = Path(raypfl.__file__).parent
@@ -78,7 +78,7 @@ def test_no_file_of_a_runs_folder_is_unpickled(tmp_path: Path):
         copy = tmp_path / "copy"
         shutil.copytree(done.run_dir, copy)
         (copy / name).write_bytes(pickle.dumps(Hostile(marker)))
-        for look in (lambda: Result.load(copy).server_state(), lambda: raypfl.resume(copy, overrides=["rounds=3"])):  # noqa: B023
+        for look in (lambda: RunResult.load(copy).server_state(), lambda: raypfl.resume(copy, overrides=["rounds=3"])):  # noqa: B023
             with contextlib.suppress(Exception):
                 look()
         assert not marker.exists(), name

@@ -22,7 +22,7 @@ from raypfl.results.display import interactive
 from raypfl.results.display.paired import compare
 from raypfl.results.paired import Difference, differences, named, remarks
 from raypfl.results.report import write
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import arrow
 from tests.results.test_picture import made_up, printed, show, with_columns
@@ -34,12 +34,12 @@ ISSUE = {"fedavg": (91.0, 94.9, 94.3), "ditto": (93.3, 96.8, 97.4)}
 CLIENTS = 20
 
 
-def levelled(levels: dict[str, tuple[float, ...]]) -> list[Result]:
+def levelled(levels: dict[str, tuple[float, ...]]) -> list[RunResult]:
     """Runs whose mean accuracies are these, in %; a client is as much easier than another for every method."""
     return [run_of(method, seed, mean) for method, means in levels.items() for seed, mean in enumerate(means)]
 
 
-def run_of(method: str, seed: int, mean: float) -> Result:
+def run_of(method: str, seed: int, mean: float) -> RunResult:
     draws = np.random.default_rng(seed)
     easier = 10 * draws.normal(size=CLIENTS)
     suited = draws.normal(size=CLIENTS) if method == "ditto" else np.zeros(CLIENTS)
@@ -47,7 +47,7 @@ def run_of(method: str, seed: int, mean: float) -> Result:
     run = made_up(method, ("global",), seed=seed, clients=CLIENTS, rounds=(10,))
     values = pa.array(np.tile(accuracy, run.evaluations.num_rows // CLIENTS))
     spent = {name: [1_155_000] * 10 for name in ("bytes_up", "bytes_down")}
-    return Result(
+    return RunResult(
         experiment=run.experiment,
         run_dir=run.run_dir,
         status="finished",

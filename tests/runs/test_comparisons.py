@@ -14,7 +14,7 @@ from typer.testing import Result as Ended
 from raypfl.common.errors import NoRun, RaypflError
 from raypfl.results.report import found
 from raypfl.runs import driver
-from raypfl.runs.result import Result, description
+from raypfl.runs.result import RunResult, description
 from tests.support.command import raypfl, told
 from tests.support.runs import Interrupt
 from tests.support.tracking import runs_of, with_database
@@ -90,7 +90,7 @@ def test_where_there_is_no_run_those_inside_are_named():
     inside = sorted(str(one.parent) for one in folder.glob("*/experiment.yaml"))
     for place, kind in ((folder, f"{folder} is a comparison, not a run"), ("runs", "runs is not the folder of a run")):
         named = f"{kind}: it has no experiment.yaml. Runs are in {', '.join(inside[:6])} and 2 more."
-        for asked in (Result.load, description):
+        for asked in (RunResult.load, description):
             with pytest.raises(NoRun, match=re.escape(named)):
                 asked(place)
 

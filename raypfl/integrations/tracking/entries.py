@@ -19,7 +19,7 @@ from raypfl.results.compared import RunGroup, group_runs, legend, setting, setti
 from raypfl.results.paired import HEADINGS, differences, remarks
 from raypfl.results.table import blocks, columns
 from raypfl.results.units import Unit
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 LONGEST_VALUE = 5000
 _LONGEST_NAME = 250
@@ -47,7 +47,7 @@ def score_of(experiment: Experiment, summary: Sequence[Mapping[str, Any]]) -> st
     return _score(unit, unit.factor * row[metric.name])
 
 
-def scores_of(results: Sequence[Result]) -> str:
+def scores_of(results: Sequence[RunResult]) -> str:
     """What the runs of a comparison ended with, the best first: ``"ditto 96.9 %, fedavg 96.5 %"``."""
     groups = group_runs(results)
     unit = groups[0].unit
@@ -92,7 +92,7 @@ def description_of(started: RunStarted, run_id: str, uri: str) -> str:
     )
 
 
-def comparison_of(results: Sequence[Result], baseline: str | None = None) -> str:
+def comparison_of(results: Sequence[RunResult], baseline: str | None = None) -> str:
     """The description of a comparison: a table of the final primary metric, mean ± deviation over seeds; and of the
     paired differences to the baseline or, without one, to the best method."""
     compared = group_runs(results)
@@ -124,7 +124,7 @@ def _paired_lines(compared: Sequence[RunGroup], baseline: str | None) -> list[st
     return ["", *table, "", " ".join(remarks(rows, compared))]
 
 
-def comparison_metrics(results: Sequence[Result], baseline: str | None = None) -> dict[str, float]:
+def comparison_metrics(results: Sequence[RunResult], baseline: str | None = None) -> dict[str, float]:
     """The paired differences as metrics of a comparison's run: ``difference/local/ditto`` and so on.
 
     They are in the scale of the metrics of its runs: an accuracy is a share.

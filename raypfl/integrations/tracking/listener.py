@@ -15,7 +15,7 @@ from raypfl.integrations.tracking import entries
 from raypfl.integrations.tracking.run import NOTE, STATUS, Comparison, RunRecord
 from raypfl.results.compared import differing_settings
 from raypfl.runs import folders
-from raypfl.runs.result import Result, events_of
+from raypfl.runs.result import RunResult, events_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -127,7 +127,7 @@ class MLflowListener:
 
     def _describe_runs(self) -> None:
         """Describe the comparison by the table of its runs."""
-        over = [Result.load(record.run_dir) for record in self._latest() if record.status in ("finished", "stopped")]
+        over = [RunResult.load(record.run_dir) for record in self._latest() if record.status in ("finished", "stopped")]
         evaluated = [result for result in over if result.evaluations.num_rows]
         if evaluated:
             metrics = entries.comparison_metrics(evaluated)
@@ -169,8 +169,8 @@ def track(run_dir: str | Path, uri: str | None = None) -> None:
     RaypflError : if MLflow does not take all of it, or the folder holds no run that is over.
     """
     problems: list[str] = []
-    comparison = folders.Comparison.load(run_dir)
-    results = [Result.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
+    comparison = folders.ComparisonFolder.load(run_dir)
+    results = [RunResult.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
     name = results[0].experiment.name if comparison else None
     with MLflowListener(name, warn=problems.append, kept_in=run_dir if comparison else None) as listener:
         for result, mine in zip(results, listener.for_each([one.experiment for one in results]), strict=True):

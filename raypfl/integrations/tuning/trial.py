@@ -196,7 +196,7 @@ class _Run:
 
     def carry_out(self, start: Any) -> None:
         from raypfl.runs import driver as runs
-        from raypfl.runs.result import RECIPE, is_finished, write_description
+        from raypfl.runs.result import RECIPE, RunResult, is_finished, write_description
 
         is_copy = start is not None and self._go_on_from(start)
         experiment = self._as_a_trial()
@@ -204,7 +204,7 @@ class _Run:
             self._go_on_with_schedule()
         _keep_actors(experiment)
         if not is_copy and is_finished(self.folder):  # and Tune was killed before it took note
-            result = runs.Result.load(self.folder)
+            result = RunResult.load(self.folder)
             self.experiment = result.experiment
         elif (self.folder / RECIPE).exists():
             write_description(self.folder, experiment)

@@ -24,7 +24,7 @@ from raypfl.results.numbers import prediction_traffic, seconds
 from raypfl.results.paired import differences, remarks
 from raypfl.results.table import Column, blocks, columns
 from raypfl.results.units import Unit, capital
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 _BEST = "*: in the round that is best on the clients' validation data, of each seed."
 _PREDICTION = "{}: evaluating a client's model takes another {:,.2f} kB up and {:,.2f} kB down."
@@ -36,7 +36,7 @@ _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
 
 
-def table(results: Sequence[Result], without: Sequence[str] = (), fold: bool = False) -> Table:
+def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool = False) -> Table:
     """A row for each method and protocol; the best of several methods is bold, and several seeds give mean ± std.
 
     Parameters
@@ -67,7 +67,7 @@ def table(results: Sequence[Result], without: Sequence[str] = (), fold: bool = F
 
 def show(
     console: Console,
-    results: Sequence[Result],
+    results: Sequence[RunResult],
     pictures: Mapping[str, Path],
     tried: Sequence[str],
     folder: Path,
@@ -107,19 +107,19 @@ def show(
         _show_list(console, [("" if i else "Try next", command) for i, command in enumerate(commands)], width)
 
 
-def findings(result: Result) -> list[str]:
+def findings(result: RunResult) -> list[str]:
     """What the analyses of a run say when it is over."""
     return [line for one in result.experiment.analyses for line in _said(one, result)]
 
 
-def _said(analysis: Analysis, result: Result) -> list[str]:
+def _said(analysis: Analysis, result: RunResult) -> list[str]:
     try:
         return analysis.summary(folder_of(result.run_dir, analysis), result.round)
     except Exception as error:  # a class of the user's own may raise anything
         return [f"{where_defined(analysis.summary)} failed: {type(error).__name__}: {with_location(error)}"]
 
 
-def show_findings(console: Console, results: Sequence[Result], lines: Sequence[Sequence[str]]) -> None:
+def show_findings(console: Console, results: Sequence[RunResult], lines: Sequence[Sequence[str]]) -> None:
     """Print these lines of each run below its label."""
     for label, result, own in zip(labels([one.experiment for one in results]), results, lines, strict=True):
         if own:
@@ -127,7 +127,7 @@ def show_findings(console: Console, results: Sequence[Result], lines: Sequence[S
             console.print(Text("".join(f"  {line}\n" for line in own)), soft_wrap=True)
 
 
-def as_json(results: Sequence[Result], pictures: Mapping[str, Path], baseline: str | None = None) -> dict[str, Any]:
+def as_json(results: Sequence[RunResult], pictures: Mapping[str, Path], baseline: str | None = None) -> dict[str, Any]:
     """The same for programs; ``picture`` is the one of results, if there is one, and others have their headings."""
     files = {heading.lower().replace(" ", "_"): str(path) for heading, path in pictures.items()}
     compared = group_runs([result for result in results if result.evaluations.num_rows])
@@ -150,7 +150,7 @@ def _show_list(console: Console, lines: Sequence[tuple[str, str]], width: int) -
         console.print(Text.assemble((f"{heading:<{width}}  ", "dim"), text), soft_wrap=True)
 
 
-def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
+def _show_table(console: Console, evaluated: Sequence[RunResult]) -> None:
     """The table, with the columns for which there is room, and what its numbers are."""
     compared = group_runs(evaluated)
     drawn, left_out = _fitting(console, evaluated, compared)
@@ -179,7 +179,7 @@ def _show_table(console: Console, evaluated: Sequence[Result]) -> None:
         console.print(Text(note, "dim"), width=min(_NOTE_WIDTH, console.width))
 
 
-def _show_differences(console: Console, evaluated: Sequence[Result], baseline: str | None) -> None:
+def _show_differences(console: Console, evaluated: Sequence[RunResult], baseline: str | None) -> None:
     """The table of paired differences between methods, if there are several, and what its numbers are."""
     compared = group_runs(evaluated)
     rows = differences(compared, baseline)
@@ -197,7 +197,7 @@ def _narrow(left_out: Sequence[str]) -> list[str]:
     return [f"A wider terminal has room for more columns: {names}."] if left_out else []
 
 
-def _fitting(console: Console, evaluated: Sequence[Result], compared: Sequence[RunGroup]) -> tuple[Table, list[str]]:
+def _fitting(console: Console, evaluated: Sequence[RunResult], compared: Sequence[RunGroup]) -> tuple[Table, list[str]]:
     """The table that fits the console, and the headings left out; names and, last of all, numbers may be folded."""
     extra = {metric.name for metric in compared[0].measures.extra}
     others = [*reversed(_others(compared))]
@@ -227,7 +227,7 @@ def _spent(group: RunGroup) -> dict[str, float]:
     return dict(zip(_COSTS, (up, down, fmean(map(seconds, group.results))), strict=True))
 
 
-def _suggestions(results: Sequence[Result], tried: Sequence[str], folder: Path, command: str) -> list[str]:
+def _suggestions(results: Sequence[RunResult], tried: Sequence[str], folder: Path, command: str) -> list[str]:
     """Commands that could come next, none of which repeats what was run."""
     experiment = results[-1].experiment
     changes = ["partition.alpha=0.1"] if settings(experiment).get("partition", {}).get("alpha", 0.0) > 0.1 else []
@@ -246,7 +246,7 @@ def _again(command: str, tried: Sequence[str], changes: Sequence[str]) -> str:
     return shlex.join(["raypfl", command, *(one for one in tried if one.partition("=")[0] not in new), *changes])
 
 
-def _run_as_json(result: Result) -> dict[str, Any]:
+def _run_as_json(result: RunResult) -> dict[str, Any]:
     up, down = result.megabytes
     return {
         "experiment": result.experiment.to_dict(),

@@ -14,7 +14,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.results.compared import RunGroup, group_runs
 from raypfl.results.display.fitting import fitting
 from raypfl.results.paired import HEADINGS, Difference, differences, remarks
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 _PAGE = 100  # characters of what Python prints and a notebook shows
 
@@ -53,7 +53,7 @@ class Differences:
         return console
 
 
-def compare(results: Sequence[Result], baseline: str | None = None) -> Differences:
+def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differences:
     """How far methods are apart: paired differences of the primary metric, with intervals.
 
     Parameters
@@ -80,7 +80,7 @@ def compare(results: Sequence[Result], baseline: str | None = None) -> Differenc
     return Differences(tuple(rows), tuple(remarks(rows, compared)))
 
 
-def _compared(results: Sequence[Result]) -> list[RunGroup]:
+def _compared(results: Sequence[RunResult]) -> list[RunGroup]:
     """The runs by method, if there are at least two with an evaluation; a ConfigError otherwise."""
     compared = group_runs([result for result in results if result.evaluations.num_rows])
     if len(compared) < 2:

@@ -29,7 +29,7 @@ from raypfl.results.report import sweeps as searches
 from raypfl.results.report.tables import listed, protocol_name
 from raypfl.results.table import MODELS
 from raypfl.results.units import Unit, capital
-from raypfl.runs.result import Result
+from raypfl.runs.result import RunResult
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}
@@ -41,7 +41,7 @@ _ON_DARK = {"#4F55B5": "#565cb8"}
 
 
 def write(
-    results: Sequence[Result],
+    results: Sequence[RunResult],
     path: str | Path,
     notes: Sequence[str] = (),
     sweeps: Sequence[str | Path] = (),
@@ -63,7 +63,7 @@ def write(
     """
     if not Path(path).parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}.")
-    settings: dict[tuple[str, str], list[Result]] = {}
+    settings: dict[tuple[str, str], list[RunResult]] = {}
     for result in results:
         key = (data_setting(result.experiment, result.metadata), result.experiment.measures.primary.name)
         settings.setdefault(key, []).append(result)
@@ -274,7 +274,7 @@ def _cautions(compared: Sequence[RunGroup]) -> list[str]:
     return cautions
 
 
-def _holdings(first: Result) -> dict[str, Any]:
+def _holdings(first: RunResult) -> dict[str, Any]:
     """Who holds what: `title`, a `drawing` and `rows` of min, median, mean and max; or `why_not`."""
     experiment = first.experiment
     title = f"{data_setting(experiment, first.metadata)}, seed {experiment.seed}"

@@ -10,14 +10,14 @@ import pyarrow as pa
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.results.compared import labels
 from raypfl.results.report.sweeps import best_runs, is_sweep
-from raypfl.runs.folders import Comparison
-from raypfl.runs.result import RECIPE, Result
+from raypfl.runs.folders import ComparisonFolder
+from raypfl.runs.result import RECIPE, RunResult
 
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """What reading files with other content than expected raises."""
 
 
-def found(paths: Sequence[str | Path]) -> tuple[list[Result], list[str]]:
+def found(paths: Sequence[str | Path]) -> tuple[list[RunResult], list[str]]:
     """The runs in folders, each of a run, a comparison, a sweep, or with such in it; and sentences on what is left out.
 
     Left out are folders without runs, runs that have not ended, were never evaluated or cannot be read, and all but the
@@ -30,7 +30,7 @@ def found(paths: Sequence[str | Path]) -> tuple[list[Result], list[str]]:
     """
     if not paths:
         raise ConfigError("raypfl report needs a run's folder or several, such as: raypfl report runs/digits-*")
-    results: list[Result] = []
+    results: list[RunResult] = []
     notes: list[str] = []
     folders: list[Path] = []
     for path in map(Path, paths):
@@ -72,17 +72,17 @@ def _runs_of(folder: Path) -> list[Path]:
     if (folder / RECIPE).exists():
         return [folder]
     try:
-        comparison = Comparison.load(folder)
+        comparison = ComparisonFolder.load(folder)
     except (RaypflError, *_DAMAGED):  # its runs are in it all the same
         return sorted(file.parent for file in folder.glob(f"*/{RECIPE}"))
     return comparison.folders if comparison else []
 
 
-def _evaluated(folder: Path) -> list[Result]:
+def _evaluated(folder: Path) -> list[RunResult]:
     """The run, with its table; a RaypflError otherwise."""
     if not (folder / RECIPE).exists():
         raise ConfigError(f"{folder} is no run's folder, and there is none in it: a run's folder has an {RECIPE}.")
-    result = Result.load(folder)
+    result = RunResult.load(folder)
     result.summary()  # computes with metrics
     if not result.evaluations.num_rows:
         raise ConfigError(f"{folder} was stopped before its first evaluation.")
