@@ -94,7 +94,7 @@ def test_knn_per_without_neighbours_is_fedavg_and_trains_as_it():
 def test_k_and_share_are_those_that_leave_one_out_finds_best(executor):
     method = KNNPer(neighbours=None, share=None, scale=0.05)
     fed = played(method, None, sizes=(13, 4, 17, 1), training=FP64, executor=executor)
-    chosen = fed.method._chosen(fed.clients(round=1), fed.server["theta"]).as_subclass(Tensor)
+    chosen = fed.method._choices(fed.clients(round=1), fed.server["theta"]).as_subclass(Tensor)
     for client in range(3):
         x, y = fed.samples(client)
         z, logits = fed.model.features(fed.server["theta"], x)

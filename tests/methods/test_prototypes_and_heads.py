@@ -73,7 +73,7 @@ def test_two_rounds_of_fedproto_by_hand(executor, paper):
     if paper:
         x, _ = fed.samples(2)
         predicted = fed.method.personal_model(fed.clients([2]), fed.server)
-        outputs = predicted.function(x, own=fed.clients([2]).other(expected[2]), means=means)
+        outputs = predicted.function(x, local=fed.clients([2]).other(expected[2]), means=means)
         assert outputs.argmax(1).equal(torch.cdist(latent(nets[2], x), means).argmin(1))
 
 

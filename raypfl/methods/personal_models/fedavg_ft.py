@@ -23,7 +23,7 @@ class FedAvgFT(FedAvg):
 
     Attributes
     ----------
-    finetune_epochs : epochs of fine-tuning on the client's samples.
+    finetune_epochs : number of epochs of fine-tuning on the client's samples.
     finetune_lr : learning rate of fine-tuning; None: that of the last round.
     """
 

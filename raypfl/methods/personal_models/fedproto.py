@@ -26,18 +26,18 @@ class FedProto(Method):
     A client minimises ``F_k(w_k) + lam * mean_c ||mean_c(w_k) - P_c||^2`` over the classes of each mini-batch, where
     ``mean_c`` is the mean input of the output layer for class c, and ``P_c`` the server's mean of it, once there is
     one. Down: a mean feature of every class. Up: one of each class that the client has. The server averages over the
-    owners of a class. Kept: the model, which starts at the initial model; with ``lam = 0`` it is local training. There
-    is no global model.
+    owners of a class. A client keeps its model, which starts at the initial model; with ``lam = 0`` it is local
+    training. There is no global model.
 
     The defaults are those of FedNH's comparison; the paper has ``distance: sum, weighting: samples, prediction:
-    prototypes``. Its distance is over all of the client's classes, this one's over those of a mini-batch.
+    prototypes``. The paper's distance is over all of the client's classes; here it is over those of a mini-batch.
 
     Attributes
     ----------
     lam : weight of the distance to the server's mean features, lambda.
-    distance : over the classes of a mini-batch, their ``mean`` or ``sum``.
-    weighting : owners of a class count equally (``uniform``) or by their ``samples`` of it.
-    prediction : by the output layer (``head``) or by the nearest of the server's ``prototypes``.
+    distance : reduction of the distances over the classes of a mini-batch: ``mean`` or ``sum``.
+    weighting : weights of a class's owners in its mean feature: equal (``uniform``) or their ``samples`` of it.
+    prediction : source of predictions: the output layer (``head``) or the nearest of the server's ``prototypes``.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -57,37 +57,49 @@ class FedProto(Method):
         server["means"] = torch.where(weight > 0, reply["means"] / weight.clamp_min(1), server["means"])
 
     def train(self, clients: Clients, means: Tensor) -> dict[str, Sum]:
-        run, classes = clients.model.features, clients.num_classes
+        num_classes = clients.num_classes
 
-        def pulled(p: Tensor, batch: Batch, means: Tensor) -> tuple[Tensor, Tensor]:
-            z, logits = run(p, batch.x)
-            member = F.one_hot(batch.y, classes).to(z.dtype) * batch.weight[:, None]
+        def loss_and_penalty(p: Tensor, batch: Batch, means: Tensor) -> tuple[Tensor, Tensor]:
+            z, logits = clients.model.features(p, batch.x)
+            member = F.one_hot(batch.y, num_classes).to(z.dtype) * batch.weight[:, None]
             count = member.sum(0)
-            distance = (member.T @ z / count.clamp_min(1)[:, None] - means).square().sum(1)
-            here = ((count > 0) & (means != 0).any(1)).to(z.dtype)
-            penalty = self.lam * (distance * here).sum()
+            batch_means = member.T @ z / count.clamp_min(1)[:, None]
+            distance = (batch_means - means).square().sum(1)
+
+            # Classes of the mini-batch for which the server has a mean feature: it starts at zeros.
+            counted = ((count > 0) & (means != 0).any(1)).to(z.dtype)
+            penalty = self.lam * (distance * counted).sum()
             if self.distance == "mean":
-                penalty = penalty / here.sum().clamp_min(1)
+                penalty = penalty / counted.sum().clamp_min(1)
             return clients.objective.loss(logits, batch), penalty
 
+        def features(theta: Tensor, x: Tensor) -> Tensor:
+            z, _ = clients.model.features(theta, x)
+            return z
+
         model = clients.state.get("model", default=clients.initial)
-        clients.state["model"] = clients.sgd(pulled, model, means=means)
-        own, counts = clients.class_means(lambda theta, x: run(theta, x)[0], clients.state["model"])
+        trained = clients.sgd(loss_and_penalty, model, means=means)
+        clients.state["model"] = trained
+
+        local_means, counts = clients.class_means(features, trained)
         owned = counts > 0
-        weight = (counts if self.weighting == "samples" else owned).to(own.dtype)
-        sent = owned.sum(1) * own.shape[2]
+        num_owned = owned.sum(1)
+        by_samples = self.weighting == "samples"
+        weight = (counts if by_samples else owned).to(local_means.dtype)
         return {
-            "means": Sum(own * weight[:, :, None], charged=sent),
-            "weight": Sum(weight, charged=owned.sum(1) if self.weighting == "samples" else False),
+            "means": Sum(local_means * weight[:, :, None], charged=num_owned * local_means.shape[2]),
+            # The means show which classes a client owns, but not how many samples of each it has.
+            "weight": Sum(weight, charged=num_owned if by_samples else False),
         }
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor | Predictor:
         model = clients.state.get("model", default=clients.initial)
-        if self.prediction == "head" or not (known := (server["means"] != 0).any(1)).any():
+        has_prototype = (server["means"] != 0).any(1)
+        if self.prediction == "head" or not has_prototype.any():
             return model
 
-        def nearest(x: Tensor, own: Other, means: Tensor) -> Tensor:
-            distance = (own.features(x)[:, None] - means).square().sum(2)
-            return torch.where(known, -distance, torch.finfo(distance.dtype).min)
+        def nearest(x: Tensor, local: Other, means: Tensor) -> Tensor:
+            distance = (local.features(x)[:, None] - means).square().sum(2)
+            return torch.where(has_prototype, -distance, torch.finfo(distance.dtype).min)
 
-        return Predictor(nearest, own=clients.other(model), means=server["means"])
+        return Predictor(nearest, local=clients.other(model), means=server["means"])

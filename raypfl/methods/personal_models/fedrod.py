@@ -23,16 +23,16 @@ class FedROD(Method):
     """Robust decoupling (Chen and Chao 2022).
 
     Body and generic head are trained with balanced softmax, which adds ``log n_kc`` to the logit of class c, and
-    averaged. Then the personal head is trained on the sum of both heads' logits, with the body fixed. Sent, both ways:
-    body and generic head, which are the global model, and the hypernetwork, if there is one. Kept: the client's last
-    body and heads, which are its personal model.
+    averaged. Then the personal head is trained on the sum of both heads' logits, with the body fixed. Body and generic
+    head, which are the global model, are sent both ways, as is the hypernetwork, if there is one. A client keeps its
+    last body and heads, which are its personal model.
 
     Attributes
     ----------
-    head : the personal head: a ``linear`` layer of the client's own; or generated from its class shares by a
-        ``hypernetwork``, which is averaged.
-    hidden : units of the hypernetwork's hidden layer.
-    personal_epochs : epochs of the personal head; None: training.epochs.
+    head : personal head: a ``linear`` layer that stays on the client; or one generated from the client's class shares
+        by a ``hypernetwork``, which is averaged.
+    hidden : number of units in the hypernetwork's hidden layer.
+    personal_epochs : number of epochs of the personal head; None: training.epochs.
     weighting : weights of clients in the average: training samples (``samples``) or equal (``uniform``).
     """
 
@@ -53,7 +53,7 @@ class FedROD(Method):
         return {"theta": task.model.init(task.seed)}
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
-        shared = ~cohort.task.model.mask(self._kept)
+        shared = ~cohort.task.model.mask(self._local)
         reply = cohort.run(self.train, shared=server["theta"][shared])
         server["theta"] = server["theta"].masked_scatter(shared, reply["shared"])
 
@@ -61,16 +61,22 @@ class FedROD(Method):
         def balanced(p: Tensor, batch: Batch, prior: Tensor) -> Tensor:
             return clients.objective.loss(clients.model(p, batch.x) + prior, batch)
 
-        kept, personal = clients.model.mask(self._kept), clients.model.mask("*.personal.*")
+        local = clients.model.mask(self._local)
+        personal = clients.model.mask("*.personal.*")
+
+        # Body and generic head, with balanced softmax. The logarithm is finite, also for a class without samples.
         counts = clients.label_counts()
-        prior = counts.clamp_min(1e-30).log()  # finite, also for a class that the client does not have
-        start = clients.initial.masked_scatter(~kept, shared)
+        prior = counts.clamp_min(1e-30).log()
+        start = clients.initial.masked_scatter(~local, shared)
         theta = unmarked(clients.sgd(balanced, start, train=~personal, report=None, prior=prior)).clone()
-        theta[:, kept] = self._own(clients, kept, unmarked(counts))
-        moving = personal if self.head == "linear" else personal & ~kept
-        trained = clients.sgd(clients.loss, per_client(theta), train=moving, epochs=self.personal_epochs)
+
+        # The personal head. A hypernetwork is trained, but not the class shares that it gets.
+        theta[:, local] = self._local_entries(clients, local, unmarked(counts))
+        trainable = personal if self.head == "linear" else personal & ~local
+        trained = clients.sgd(clients.loss, per_client(theta), train=trainable, epochs=self.personal_epochs)
+
         clients.state["model"] = trained
-        return {"shared": Mean(trained[:, ~kept], clients.weights(self.weighting))}
+        return {"shared": Mean(trained[:, ~local], clients.weights(self.weighting))}
 
     def global_model(self, server: ServerState) -> Tensor:
         return server["theta"]
@@ -79,11 +85,12 @@ class FedROD(Method):
         return clients.state.get("model", default=server["theta"])
 
     @property
-    def _kept(self) -> str:
-        """What stays on the client: its head, or its class shares."""
+    def _local(self) -> str:
+        """Pattern of the segments that stay on the client: its head, or its class shares."""
         return "*.personal.*" if self.head == "linear" else "*.personal.prior"
 
-    def _own(self, clients: Clients, kept: Tensor, counts: Tensor) -> Tensor:
+    def _local_entries(self, clients: Clients, local: Tensor, counts: Tensor) -> Tensor:
+        """Return the values ``[K, ...]`` of these segments: class shares, or the client's last head."""
         if self.head == "hypernetwork":
             return counts / counts.sum(1, keepdim=True)
-        return unmarked(clients.state.get("model", default=clients.initial))[:, kept]
+        return unmarked(clients.state.get("model", default=clients.initial))[:, local]

@@ -22,39 +22,40 @@ from raypfl.learning.optimizers import SGD, AdamW, LocalOptimizer, Update
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Size, hypernetwork
 
-LEARNING_RATES = {"average": 1.0, "sgd": 1e-2, "adam": 1e-3}
+DEFAULT_RATES = {"average": 1.0, "sgd": 1e-2, "adam": 1e-3}
+"""Default learning rate of each server optimizer."""
 
 
-def network(task: Task, name: str, factory: Callable[[], nn.Module]) -> FlatModel:
-    """A network that the server trains, in addition to the clients'."""
+def server_network(task: Task, name: str, factory: Callable[[], nn.Module]) -> FlatModel:
+    """Return a network that the server trains, in addition to the clients' network."""
     return FlatModel(factory, rng.key(task.seed, name) % 2**31, task.model.dtype, task.model.device)
 
 
-def initial(task: Task, name: str) -> Tensor:
-    """The first parameters of one of the method's networks."""
+def initial_parameters(task: Task, name: str) -> Tensor:
+    """Return the initial parameters of one of the server's networks."""
     return task.networks[name].init(rng.key(task.seed, name) % 2**31)
 
 
 class HypernetworkMethod(Method):
     """A hypernetwork on the server turns a vector for each client into that client's model ``theta_i = h(v_i)``.
 
-    Clients train the model that they get and send back how far it moved, ``Delta theta_i``, in which direction the
-    server moves the hypernetwork: by ``(d theta_i / d eta_h)^T Delta theta_i``, the mean over the cohort. No client
-    keeps anything, and the hypernetwork is never sent.
+    Clients train the model that they get and send back its step ``Delta theta_i``. The server moves the hypernetwork by
+    the mean over the cohort of ``(d theta_i / d eta_h)^T Delta theta_i``: the steps, pulled back. Clients keep nothing,
+    and the hypernetwork is never sent.
 
     Attributes
     ----------
-    length : of a client's vector, l; None: a quarter of the number of clients.
-    size : 1, 3 or 5 square hidden layers of 100 units in the hypernetwork (``S``, ``M``, ``L``), after the first one.
-        With torch's initial weights, deep ones make nearly the same model for all clients at first, and for long.
-    server_optimizer : ``average`` adds the mean of what clients' steps are pulled back to (PeFLL, Algorithm 2);
-        ``sgd`` and ``adam`` take it for a negative gradient, to which ``sgd`` adds the decay 2 lambda eta, as torch
+    length : length of a client's vector, l; None: a quarter of the number of clients.
+    size : depth of the hypernetwork: 1, 3 or 5 square hidden layers of 100 units (``S``, ``M``, ``L``), after the first
+        one. With torch's initial weights, deep ones make nearly the same model for all clients at first, and for long.
+    server_optimizer : optimizer of the server: ``average`` adds the mean of the pulled-back steps (PeFLL, Algorithm 2);
+        ``sgd`` and ``adam`` take this mean for a negative gradient. ``sgd`` adds the decay 2 lambda eta to it, as torch
         does; ``adam`` shrinks eta by 2 lambda `server_lr` apart from its step, as AdamW.
-    server_lr : its learning rate; None: 1 with ``average``, 0.01 with ``sgd``, 0.001 with ``adam``.
-    server_momentum : of ``sgd``.
-    server_clip_norm : norm to which the mean is clipped, of all that the server trains together; None: no clipping.
-    lam_h : lambda_h, weight of ``||eta_h||^2`` in the objective, of the hypernetwork's parameters.
-    lam_v : lambda_v, weight of ``||eta_v||^2``, of the parameters that make clients' vectors.
+    server_lr : learning rate of the server; None: 1 with ``average``, 0.01 with ``sgd``, 0.001 with ``adam``.
+    server_momentum : momentum of ``sgd``.
+    server_clip_norm : norm to which the mean of all that the server trains together is clipped; None: no clipping.
+    lam_h : lambda_h, weight in the objective of ``||eta_h||^2``, the hypernetwork's parameters.
+    lam_v : lambda_v, weight in the objective of ``||eta_v||^2``, the parameters that make clients' vectors.
     lam_theta : lambda_theta, weight of ``||theta_i||^2`` in a client's loss; not in the loss that is reported.
     """
 
@@ -76,31 +77,36 @@ class HypernetworkMethod(Method):
             )
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
-        length, outputs = self.vector_length(task), task.model.num_parameters
-        return {"hyper": network(task, "hyper", lambda: hypernetwork(length, outputs, self.size))}
+        length = self.vector_length(task)
+        outputs = task.model.num_parameters
+        return {"hyper": server_network(task, "hyper", lambda: hypernetwork(length, outputs, self.size))}
 
     def vector_length(self, task: Task) -> int:
-        """l, of this experiment."""
+        """Return l, the length of a client's vector in this experiment."""
         return self.length or max(task.num_clients // 4, 1)
 
     def start(self, task: Task) -> ServerState:
-        return {"hyper": initial(task, "hyper"), "moments": {}}
+        return {"hyper": initial_parameters(task, "hyper"), "moments": {}}
 
     def send_and_train(self, server: ServerState, cohort: Cohort, v: Tensor, stream: str = "") -> tuple[Tensor, Tensor]:
-        """One exchange: models from the clients' vectors ``v[C, l]`` go down, how far training moved them comes up.
+        """Run one exchange: send models made from the clients' vectors ``v[C, l]``, receive the steps of training.
 
         Returns
         -------
         The mean over the cohort of the steps pulled back to the hypernetwork ``[Q]``, and each client's step pulled
-        back to its vector ``[C, l]``, of zeros for a client that was skipped.
+        back to its vector ``[C, l]``; zeros for a client that was skipped.
         """
-        eta, v = (tensor.detach().clone().requires_grad_() for tensor in (server["hyper"], v))
+        eta = server["hyper"].detach().clone().requires_grad_()
+        v = v.detach().clone().requires_grad_()
         with torch.enable_grad():
             theta = cohort.task.networks["hyper"](eta, v)
+
         step = cohort.run(self.train, theta=Scatter(theta.detach()), stream=stream)["step"]
-        present = int(cohort.present.sum())
-        pulled, steps = torch.autograd.grad(theta, [eta, v], step / present)
-        return pulled, steps * present
+
+        # One backward pass for both: (d theta / d eta)^T step is summed over clients, (d theta_i / d v_i)^T step_i not.
+        num_present = int(cohort.present.sum())
+        eta_step, v_steps = torch.autograd.grad(theta, [eta, v], step / num_present)
+        return eta_step, v_steps * num_present
 
     def train(self, clients: Clients, theta: Tensor, stream: str = "") -> dict[str, Each]:
         def regularizer(p: Tensor, batch: Batch) -> Tensor:
@@ -109,22 +115,32 @@ class HypernetworkMethod(Method):
         trained = clients.sgd(clients.loss, theta, penalty=regularizer if self.lam_theta else None, stream=stream)
         return {"step": Each(trained - theta)}
 
-    def move(self, server: ServerState, pulled: dict[str, Tensor], lr: float) -> None:
+    def move(self, server: ServerState, steps: dict[str, Tensor], lr: float) -> None:
         """Move what the server trains, by name, along the means over the cohort; `lr` is the clients' rate, beta."""
-        lam = {"hyper": self.lam_h}
-        rate = LEARNING_RATES[self.server_optimizer] if self.server_lr is None else self.server_lr
-        norm = torch.stack([step.norm() for step in pulled.values()]).norm()
-        share = 1.0 if self.server_clip_norm is None else (self.server_clip_norm / (norm + 1e-6)).clamp_max(1.0)
-        for name, step in pulled.items():
-            eta, decay = server[name], lam.get(name, self.lam_v)
+        rate = DEFAULT_RATES[self.server_optimizer] if self.server_lr is None else self.server_lr
+        scale: Tensor | float = 1.0
+        if self.server_clip_norm is not None:
+            norm = torch.stack([step.norm() for step in steps.values()]).norm()
+            scale = (self.server_clip_norm / (norm + 1e-6)).clamp_max(1.0)
+
+        for name, step in steps.items():
+            eta = server[name]
+            lam = self.lam_h if name == "hyper" else self.lam_v
             if self.server_optimizer == "average":
-                server[name] = (1 - 2 * lr * decay) * eta + rate * share * step
+                # PeFLL, Algorithm 2: the gradient of lam ||eta||^2 is 2 lam eta, with the clients' rate.
+                server[name] = (1 - 2 * lr * lam) * eta + rate * scale * step
                 continue
-            update = Update(self._optimizer, rate, weight_decay=2 * decay)
-            flat, kept = eta.clone().reshape(-1), server["moments"].get(name)
-            memory = update.init(flat) if kept is None else {key: one.clone() for key, one in kept.items()}
-            update.step_(flat, -share * step.reshape(-1), memory)
-            server[name], server["moments"][name] = flat.reshape(eta.shape), memory
+
+            update = Update(self._optimizer, rate, weight_decay=2 * lam)
+            flat = eta.clone().reshape(-1)
+            if name in server["moments"]:
+                # step_ changes its moments in place; entries of the server's state are replaced instead.
+                moments = {key: moment.clone() for key, moment in server["moments"][name].items()}
+            else:
+                moments = update.init(flat)
+            update.step_(flat, -scale * step.reshape(-1), moments)
+            server[name] = flat.reshape(eta.shape)
+            server["moments"][name] = moments
 
     @property
     def _optimizer(self) -> LocalOptimizer:
@@ -134,7 +150,7 @@ class HypernetworkMethod(Method):
         return AdamW()
 
     def send(self, server: ServerState, cohort: Cohort, v: Tensor) -> None:
-        """One exchange: the cohort gets its models from its vectors ``v[C, l]``, for evaluation."""
+        """Send the cohort the models made from its vectors ``v[C, l]``, for evaluation."""
         with torch.no_grad():
             theta = cohort.task.networks["hyper"](server["hyper"], v)
         cohort.run(self.keep, theta=Scatter(theta))

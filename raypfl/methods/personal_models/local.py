@@ -20,8 +20,8 @@ class Local(Method):
 
     Attributes
     ----------
-    unseen_epochs : for which a client that was never drawn trains when it is evaluated as an unseen one; None: as long
-        as in one round.
+    unseen_epochs : number of epochs for which a client that is never trained in rounds trains before it is evaluated;
+        None: as many as in one round.
     """
 
     unseen_epochs: Annotated[int | None, COUNT] = None

@@ -20,13 +20,13 @@ class MTL(Method):
     """Multi-task learning, regularised towards the mean of the clients' models (after Smith et al. 2017).
 
     ``min_{v_1..v_K} sum_k F_k(v_k) + lam/2 ||v_k - mean(v)||^2``, a common baseline (Xie et al. 2024). Down: the mean
-    of the models that the previous cohort sent; up: ``v_k``. It stays on the client and starts at the initial model;
-    with ``lam = 0`` it is local training, bit for bit. There is no global model.
+    of the models that the previous cohort sent. Up: ``v_k``, which also stays on the client and starts at the initial
+    model. With ``lam = 0`` it is local training, bit for bit. There is no global model.
 
     Attributes
     ----------
     lam : weight of the proximal term, lambda.
-    weighting : whether the mean counts clients equally (``uniform``) or by their training samples (``samples``).
+    weighting : weights of clients in the mean: equal (``uniform``) or training samples (``samples``).
     """
 
     lam: Annotated[float, FROM_ZERO] = 0.1

@@ -1,4 +1,4 @@
-"""Partial personalization: some parts of the network stay on the client, the others are averaged."""
+"""Partial personalization: a part of the network stays on the client, the rest is averaged."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from raypfl.models.flat import FlatModel
 
 
 class Parts(NamedTuple):
-    """How the entries of a model vector are divided: three masks ``bool[P+B]``, exactly one of them true at each entry.
+    """Division of a model vector's entries: three masks ``bool[P+B]``, exactly one of them true at each entry.
 
     Attributes
     ----------
-    personal : trained and kept by each client.
-    shared : trained and averaged.
-    frozen : fixed at the initial values and never sent. In the vector, because fine-tuning trains it.
+    personal : entries that each client trains and keeps.
+    shared : entries that are trained and averaged.
+    frozen : entries that stay at the initial values and are never sent. They are in the vector because fine-tuning
+        trains them.
     """
 
     personal: Tensor
@@ -39,9 +40,9 @@ class Parts(NamedTuple):
 class PartialPersonalization(Method):
     """Each client keeps a part of the network; the rest is averaged (Pillutla et al. 2022).
 
-    ``min_{u, v_1..v_K} sum_k n_k F_k(u, v_k)``, with ``u`` shared and ``v_k`` kept on client k. Sent, both ways: ``u``,
-    with its batch-norm statistics. If nothing is personal it is FedAvg, and if nothing is shared it is local training,
-    bit for bit.
+    ``min_{u, v_1..v_K} sum_k n_k F_k(u, v_k)``, with ``u`` shared and ``v_k`` kept on client k. ``u``, with its
+    batch-norm statistics, is sent both ways. If nothing is personal it is FedAvg, and if nothing is shared it is local
+    training, bit for bit.
 
     The global model is the shared part with everything else at its initial values (Dai et al. 2023).
 
@@ -49,14 +50,14 @@ class PartialPersonalization(Method):
     ----------
     personal, frozen : comma-separated names, modules, globs or parts such as ``output layer`` (see
         :meth:`FlatModel.names`); empty: nothing.
-    order : whether a client trains both parts ``together``, or one after the other with the other part fixed.
-    personal_epochs, shared_epochs : epochs of a part that is trained on its own; None: training.epochs.
-    body : the shared part of personal models in evaluations: the server's ``average``, or what the client trained
-        ``last``, which it then has to keep.
-    unseen_epochs : epochs of the personal part of a client that was never trained, the shared part being fixed; None:
-        personal_epochs.
-    finetune_epochs : epochs of fine-tuning before each evaluation. It trains the whole model, frozen parts too, and the
-        run does not use the result.
+    order : order of local training: both parts ``together``, or one after the other with the other part fixed.
+    personal_epochs, shared_epochs : number of epochs of a part that is trained alone; None: training.epochs.
+    body : shared part of personal models in evaluations: the server's ``average``, or the client's ``last`` trained
+        one, which the client then has to keep.
+    unseen_epochs : number of epochs of the personal part of a client that was never trained, with the shared part
+        fixed; None: personal_epochs.
+    finetune_epochs : number of epochs of fine-tuning before each evaluation. It trains the whole model, frozen parts
+        too, and the run does not use the result.
     finetune_lr : learning rate of fine-tuning; None: that of the last round.
     weighting : weights of clients in the average: training samples (``samples``) or equal (``uniform``).
     """
@@ -73,13 +74,14 @@ class PartialPersonalization(Method):
     weighting: Weighting = "samples"
 
     def parts(self, model: FlatModel) -> Parts:
-        """The personal, shared and frozen parts of the network.
+        """Return the personal, shared and frozen parts of the network.
 
         Raises
         ------
         ConfigError : if a pattern selects nothing, or a segment is both personal and frozen.
         """
-        personal, frozen = (_selected(model, name, getattr(self, name)) for name in ("personal", "frozen"))
+        personal = _mask(model, "personal", self.personal)
+        frozen = _mask(model, "frozen", self.frozen)
         if bool((personal & frozen).any()):
             both = [name for name in model.names(self.personal) if name in model.names(self.frozen)]
             raise ConfigError(
@@ -99,15 +101,21 @@ class PartialPersonalization(Method):
         if not bool(shared.any()):
             cohort.run(self.train)
             return
+
         reply = cohort.run(self.train, shared=server["theta"][shared])
         server["theta"] = server["theta"].masked_scatter(shared, reply["shared"])
 
     def train(self, clients: Clients, shared: Tensor | None = None) -> dict[str, Mean]:
         _warn_if_absent(clients.model, self.personal)
-        parts, start = self.parts(clients.model), clients.initial
-        theta = self._with_personal(clients, start if shared is None else start.masked_scatter(parts.shared, shared))
-        for moving, epochs in self._phases(parts):
-            theta = clients.sgd(clients.loss, theta, train=moving, epochs=epochs)
+        parts = self.parts(clients.model)
+        start = clients.initial
+        if shared is not None:
+            start = start.masked_scatter(parts.shared, shared)
+
+        theta = self._with_personal(clients, start)
+        for trainable, epochs in self._phases(parts):
+            theta = clients.sgd(clients.loss, theta, train=trainable, epochs=epochs)
+
         if bool(parts.personal.any()):
             clients.state["personal"] = theta[:, parts.personal]
         if self.body == "last":
@@ -127,15 +135,16 @@ class PartialPersonalization(Method):
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
     def unseen_model(self, clients: Clients, server: ServerView) -> Tensor:
-        """A client that never took part trains its personal part from the initial values; the shared part is fixed."""
-        personal, theta = self.parts(clients.model).personal, server["theta"]
+        """Train the personal part from the initial values, with the shared part fixed."""
+        personal = self.parts(clients.model).personal
+        theta = server["theta"]
         if bool(personal.any()):
             epochs = self.personal_epochs if self.unseen_epochs is None else self.unseen_epochs
             theta = clients.sgd(clients.loss, theta, train=personal, epochs=epochs, stream="unseen")
         return finetuned(clients, theta, self.finetune_epochs, self.finetune_lr)
 
     def _with_personal(self, clients: Clients, theta: Tensor) -> Tensor:
-        """Each client's model ``[K, P+B]``: `theta` ``[P+B]`` with the client's personal part."""
+        """Return each client's model ``[K, P+B]``: `theta` ``[P+B]`` with the client's personal part."""
         personal = self.parts(clients.model).personal
         rows = theta.repeat(len(clients), 1)
         if bool(personal.any()):
@@ -143,16 +152,21 @@ class PartialPersonalization(Method):
         return per_client(rows)
 
     def _phases(self, parts: Parts) -> list[tuple[Tensor | None, int | None]]:
-        """Masks of what each phase trains (None: everything), and its epochs (None: training.epochs)."""
+        """Return what each phase trains, as a mask (None: everything), and its epochs (None: training.epochs)."""
         phases: list[tuple[Tensor, int | None]] = [(~parts.frozen, None)]
         if self.order != "together":
             phases = [(parts.personal, self.personal_epochs), (parts.shared, self.shared_epochs)]
         if self.order == "shared first":
             phases.reverse()
-        return [(None if bool(moving.all()) else moving, e) for moving, e in phases if bool(moving.any()) and e != 0]
+
+        result: list[tuple[Tensor | None, int | None]] = []
+        for trainable, epochs in phases:
+            if bool(trainable.any()) and epochs != 0:
+                result.append((None if bool(trainable.all()) else trainable, epochs))
+        return result
 
 
-def _selected(model: FlatModel, option: str, pattern: str) -> Tensor:
+def _mask(model: FlatModel, option: str, pattern: str) -> Tensor:
     if not pattern:
         return torch.zeros(model.size, dtype=torch.bool, device=model.device)
     try:
@@ -162,6 +176,7 @@ def _selected(model: FlatModel, option: str, pattern: str) -> Tensor:
 
 
 def _warn_if_absent(model: FlatModel, pattern: str) -> None:
-    for word in (part.strip() for part in pattern.split(",")):
-        if not model.common_parts.get(word, [word]):
-            warnings.warn(f"The network has no {word}, so nothing of it is personal.", stacklevel=2)
+    for part in pattern.split(","):
+        name = part.strip()
+        if not model.common_parts.get(name, [name]):
+            warnings.warn(f"The network has no {name}, so nothing of it is personal.", stacklevel=2)

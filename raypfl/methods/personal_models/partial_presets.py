@@ -19,7 +19,7 @@ class FedRep(PartialPersonalization):
 
     Attributes
     ----------
-    personal_epochs : epochs of the output layer, with the body fixed; ten in the paper's experiments.
+    personal_epochs : number of epochs of the output layer, with the body fixed; ten in the paper's experiments.
     """
 
     order: Literal["together", "personal first", "shared first"] = "personal first"
@@ -32,8 +32,8 @@ class FedBABU(PartialPersonalization):
 
     Attributes
     ----------
-    finetune_epochs : epochs of the whole network, from the averaged body and the initial output layer; five in Dai et
-        al. 2023.
+    finetune_epochs : number of epochs of fine-tuning the whole network, from the averaged body and the initial output
+        layer; five in Dai et al. 2023.
     """
 
     personal: str = ""
@@ -61,7 +61,7 @@ class FedAlt(PartialPersonalization):
 
     Attributes
     ----------
-    personal : ``output layer``, ``input layer`` or ``adapters`` in the paper.
+    personal : names of the personal part; ``output layer``, ``input layer`` or ``adapters`` in the paper.
     """
 
     order: Literal["together", "personal first", "shared first"] = "personal first"

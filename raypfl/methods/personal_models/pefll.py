@@ -1,4 +1,4 @@
-"""Models made by a hypernetwork from what clients say of their data."""
+"""Models made by a hypernetwork from descriptors of clients' data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypfl.federation.task import Task
 from raypfl.learning.loss import LossFunction
 from raypfl.learning.objectives import Classification, Objective
 from raypfl.learning.objectives.batch import Batch
-from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod, initial, network
+from raypfl.methods.personal_models.hypernetwork import HypernetworkMethod, initial_parameters, server_network
 from raypfl.models.flat import FlatModel
 from raypfl.models.hypernetworks import Embedding, EmbeddingNetwork
 
@@ -32,17 +32,17 @@ class PeFLL(HypernetworkMethod):
     ``theta_i``, ``Delta v_i``; up: ``v_i``, ``Delta theta_i``, ``Delta eta_v``. Clients keep nothing. For evaluation a
     client, also one that was never trained, gets its model by the first three of these messages, without a gradient.
 
-    Where this departs from the paper: the defaults, since Algorithm 2 itself is ``server_optimizer: average`` with
-    ``size: M`` and ``lam_h = lam_v = 0.001``; more in ``docs/pefll.md``.
+    Difference to the paper: the defaults, since Algorithm 2 itself is ``server_optimizer: average`` with ``size: M``
+    and ``lam_h = lam_v = 0.001``; more in ``docs/pefll.md``.
 
     Attributes
     ----------
-    embedding : the embedding network: ``linear`` or ``mlp1``, which see the classes alone, or ``cnn``, LeNet on images
-        with a channel for each class.
-    batch : samples in the batch that a client is described by; None: all.
-    standardise : whether the hypernetwork gets descriptors less a mean, over a standard deviation: the two numbers are
-        those of the entries of the first client's descriptor in the first round, for the whole run. The authors' code
-        does that, the paper does not.
+    embedding : embedding network: ``linear`` or ``mlp1``, which see the classes alone, or ``cnn``, LeNet on images with
+        a channel for each class.
+    batch : number of samples that describe a client; None: all.
+    standardise : standardise descriptors before the hypernetwork, as the authors' code does and the paper does not.
+        Mean and standard deviation are those of the entries of the first client's descriptor in the first round, for
+        the whole run.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -52,34 +52,41 @@ class PeFLL(HypernetworkMethod):
     standardise: bool = False
 
     def networks(self, task: Task) -> dict[str, FlatModel]:
-        shape, classes, length = task.input_shape, task.num_classes, self.vector_length(task)
+        length = self.vector_length(task)
         if self.standardise and length < 2:
             raise ConfigError("method.standardise needs descriptors of several numbers, but method.length is 1 here.")
-        embed = network(task, "embed", lambda: EmbeddingNetwork(self.embedding, shape, classes, length))
+
+        shape = task.input_shape
+        num_classes = task.num_classes
+        embed = server_network(task, "embed", lambda: EmbeddingNetwork(self.embedding, shape, num_classes, length))
         return super().networks(task) | {"embed": embed}
 
     def start(self, task: Task) -> ServerState:
-        return super().start(task) | {"embed": initial(task, "embed")}
+        return super().start(task) | {"embed": initial_parameters(task, "embed")}
 
     def round(self, server: ServerState, cohort: Cohort) -> None:
         v = cohort.run(self.describe, embed=server["embed"])["v"]
-        pulled, steps = self.send_and_train(server, cohort, self._inputs(server, cohort, v))
+        hyper_step, v_steps = self.send_and_train(server, cohort, self._inputs(server, cohort, v))
         if self.standardise:
-            steps = steps / server["standard"][1]
-        known = Broadcast(server["embed"], charged=False)  # by the first exchange
-        reply = cohort.run(self.pull_back, embed=known, step=Scatter(steps))
-        self.move(server, {"hyper": pulled, "embed": reply["embed"]}, cohort.lr)
+            _, deviation = server["standard"]
+            v_steps = v_steps / deviation
+
+        # Clients have the embedding network from the first exchange: it is not sent again.
+        embed = Broadcast(server["embed"], charged=False)
+        reply = cohort.run(self.pull_back, embed=embed, step=Scatter(v_steps))
+        self.move(server, {"hyper": hyper_step, "embed": reply["embed"]}, cohort.lr)
 
     def personalize(self, server: ServerState, cohort: Cohort) -> None:
         v = cohort.run(self.describe, embed=server["embed"])["v"]
         self.send(server, cohort, self._inputs(server, cohort, v))
 
     def _inputs(self, server: ServerState, cohort: Cohort, v: Tensor) -> Tensor:
-        """What the hypernetwork gets for descriptors ``v[C, l]``."""
+        """Return the hypernetwork's inputs for descriptors ``v[C, l]``."""
         if not self.standardise:
             return v
+
         if "standard" not in server:
-            first = v[int(cohort.present.argmax())]
+            first = v[int(cohort.present.argmax())]  # of the first client that was not skipped
             server["standard"] = torch.stack([first.mean(), first.std()])
         mean, deviation = server["standard"]
         return (v - mean) / deviation
@@ -88,15 +95,18 @@ class PeFLL(HypernetworkMethod):
         return {"v": Each(clients.map(self._descriptor(clients), embed, self._batches(clients)))}
 
     def descriptors(self, clients: Clients, embed: Tensor) -> PerClient:
-        """Descriptors ``[K, l]`` of all training samples of each client, whatever `batch` is, for analysis."""
+        """Return descriptors ``[K, l]`` of all training samples of each client, whatever `batch` is, for analysis."""
         return clients.map(self._descriptor(clients), embed)
 
     def pull_back(self, clients: Clients, embed: Tensor, step: Tensor) -> dict[str, Mean]:
         return {"embed": Mean(clients.vjp(self._descriptor(clients), embed, step, self._batches(clients)))}
 
     def _batches(self, clients: Clients) -> list[Batch] | None:
-        """The samples that clients are described by, the same in all exchanges of a round."""
+        """Return the samples that describe the clients, the same in all exchanges of a round; None: all."""
         return None if self.batch is None else clients.batches(self.batch, "descriptor")
 
     def _descriptor(self, clients: Clients) -> LossFunction:
-        return lambda embed, batch: batch.mean(clients.networks["embed"](embed, (batch.x, batch.y)))
+        def mean_embedding(embed: Tensor, batch: Batch) -> Tensor:
+            return batch.mean(clients.networks["embed"](embed, (batch.x, batch.y)))
+
+        return mean_embedding

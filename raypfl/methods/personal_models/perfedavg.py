@@ -23,17 +23,17 @@ class PerFedAvg(FedAvg):
     """Meta-learning in federated averaging (Fallah et al. 2020): ``min_w sum_k F_k(w - alpha grad F_k(w))``.
 
     A local step goes from ``w_k`` along the gradient at ``w_k - alpha grad F_k(w_k)``. The inner gradient is of a
-    random batch, the outer one of the epoch's next mini-batch, and both have ``training.batch_size`` samples. Sent,
-    both ways: ``w``. Kept: nothing. The personal model, also of a client that was never trained, is ``w`` after
+    random batch, the outer one of the epoch's next mini-batch, and both have ``training.batch_size`` samples. ``w`` is
+    sent both ways; clients keep nothing. The personal model, also of a client that was never trained, is ``w`` after
     `finetune_epochs` of steps of `alpha` on the client's samples. With ``alpha = 0`` it is FedAvg.
 
     Attributes
     ----------
     alpha : learning rate of the inner step, and of fine-tuning.
-    exact : whether the outer gradient is multiplied by ``I - alpha H``, with H the Hessian at ``w_k`` of a third
-        batch; otherwise H is dropped (the first-order variant). With momentum, not the gradient but the whole step is.
-    finetune_epochs : epochs of fine-tuning.
-    weighting : whether clients are averaged equally (``uniform``, as in the paper), or by their training ``samples``.
+    exact : multiply the outer gradient by ``I - alpha H``, with H the Hessian at ``w_k`` of a third batch; otherwise H
+        is dropped (the first-order variant). With momentum, the whole step is multiplied, not the gradient.
+    finetune_epochs : number of epochs of fine-tuning.
+    weighting : weights of clients in the average: equal (``uniform``, as in the paper) or training ``samples``.
     """
 
     alpha: Annotated[float, FROM_ZERO] = 0.01
@@ -51,11 +51,15 @@ class PerFedAvg(FedAvg):
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
         model: Tensor = per_client(theta.repeat(len(clients), 1))
         for number, batch in enumerate(clients.minibatches()):
-            slope = clients.grad(clients.loss, model, self._batches(clients, f"inner {number}"))
-            at = torch.cat([clients.model.parameters(model) - self.alpha * slope, clients.model.buffers(model)], dim=1)
-            step = batch.step(clients.loss, at) - at
+            # w_k - alpha grad F_k(w_k), on a batch of its own; its batch-norm statistics are those of w_k.
+            gradient = clients.grad(clients.loss, model, self._batches(clients, f"inner {number}"))
+            inner = clients.model.parameters(model) - self.alpha * gradient
+            adapted = torch.cat([inner, clients.model.buffers(model)], dim=1)
+
+            step = batch.step(clients.loss, adapted) - adapted
             if self.exact:
-                step = step - self.alpha * _hessian(clients, model, step, self._batches(clients, f"third {number}"))
+                third = self._batches(clients, f"third {number}")
+                step = step - self.alpha * _hessian_product(clients, model, step, third)
             model = model + torch.where(batch.active, step, 0)
         return {"theta": Mean(model, weight=clients.weights(self.weighting))}
 
@@ -69,10 +73,11 @@ class PerFedAvg(FedAvg):
         return clients.batches(clients.training.batch_size, stream)
 
 
-def _hessian(clients: Clients, model: Tensor, rows: Tensor, batches: list[Batch]) -> Tensor:
-    """``H_k rows[k]``, ``[K, P]``: the Hessian of each client's loss on a batch, times a vector."""
+def _hessian_product(clients: Clients, model: Tensor, vectors: Tensor, batches: list[Batch]) -> Tensor:
+    """Return ``H_k vectors[k]``, ``[K, P]``, with the Hessian of each client's loss on a batch."""
     p = unmarked(model).detach().clone().requires_grad_()
     with torch.enable_grad():
         losses = unmarked(clients.map(clients.loss, p, batches))
-        (slope,) = torch.autograd.grad(losses.sum(), p, create_graph=True)
-        return per_client(torch.autograd.grad((slope * unmarked(rows)).sum(), p)[0])
+        (gradient,) = torch.autograd.grad(losses.sum(), p, create_graph=True)
+        (product,) = torch.autograd.grad((gradient * unmarked(vectors)).sum(), p)
+    return per_client(product)

@@ -21,20 +21,20 @@ class PFedMe(FedAvg):
 
     ``min_w sum_k min_{v_k} F_k(v_k) + lam/2 ||v_k - w||^2``. On every mini-batch, the local optimizer takes
     `inner_steps` steps of the personal model ``v_k`` on the inner problem; then ``w_k <- w_k - lr * lam * (w_k -
-    v_k)``. A round starts with both at the received ``w``. Sent, both ways: ``w``; kept: ``v_k``, for evaluation only.
-    The paper's ``beta`` is `server_lr`.
+    v_k)``. A round starts with both at the received ``w``, which is sent both ways. Clients keep ``v_k`` for
+    evaluation. The paper's ``beta`` is `server_lr`.
 
-    Where this departs from the paper: clients are averaged by samples unless `weighting` says otherwise (the paper:
-    equally); with ``training.momentum``, the inner steps use it, and the velocity is kept between mini-batches (the
-    paper has plain gradient steps); clients that were never drawn are evaluated with the initial model.
+    Differences to the paper: clients are averaged by samples unless `weighting` says otherwise (the paper: equally);
+    with ``training.momentum``, the inner steps use it and keep the velocity between mini-batches (the paper has plain
+    gradient steps); clients that were never drawn are evaluated with the initial model.
 
     Attributes
     ----------
     lam : weight of the proximal term, lambda. ``w_k`` moves the fraction ``training.lr * lam`` of the way to ``v_k``.
-    inner_steps : steps on each mini-batch, K; with 0, ``w`` does not change.
+    inner_steps : number of steps on each mini-batch, K; with 0, ``w`` does not change.
     inner_lr : learning rate of the personal model; None: training.lr.
-    unseen_epochs : epochs on the inner problem of a client that was never trained, from the global model; None: as long
-        as in one round.
+    unseen_epochs : number of epochs on the inner problem of a client that was never trained, from the global model;
+        None: as many as in one round.
     """
 
     lam: Annotated[float, FROM_ZERO] = 1.0
@@ -43,14 +43,17 @@ class PFedMe(FedAvg):
     unseen_epochs: Annotated[int | None, FROM_ZERO] = None
 
     def train(self, clients: Clients, theta: Tensor) -> dict[str, Mean]:
-        center: Tensor = per_client(theta.repeat(len(clients), 1))
-        personal, penalty = center, proximal(self.lam)
+        w: Tensor = per_client(theta.repeat(len(clients), 1))
+        personal = w
+        penalty = proximal(self.lam)
         for batch in clients.minibatches():
             for _ in range(self.inner_steps):
-                personal = batch.step(clients.loss, personal, penalty=penalty, lr=self.inner_lr, anchor=center)
-            center = torch.where(batch.active, center - clients.lr * self.lam * (center - personal), center)
+                personal = batch.step(clients.loss, personal, penalty=penalty, lr=self.inner_lr, anchor=w)
+            # Only for clients that still have a mini-batch.
+            w = torch.where(batch.active, w - clients.lr * self.lam * (w - personal), w)
+
         clients.state["personal"] = personal
-        return {"theta": Mean(center, weight=clients.weights(self.weighting))}
+        return {"theta": Mean(w, weight=clients.weights(self.weighting))}
 
     def personal_model(self, clients: Clients, server: ServerView) -> Tensor:
         return clients.state.get("personal", default=clients.initial)
