@@ -41,7 +41,7 @@ def test_without_a_recipe_other_data_name_the_run_and_what_is_not_set_is_told():
     small = [word for word in SMALL if "clients" not in word]
     run = raypfl("run", "data=diabetes", "method=fedavg", "partition=by_column", "training.lr=0.001", *small)
     assert run.exit_code == 0, run.output
-    assert "recipe digits. That makes: method fedavg, partition by_column, model mlp, 2 rounds" in run.stderr
+    assert "recipe digits: method fedavg, partition by_column, model mlp, 2 rounds" in run.stderr
     (folder,) = Path("runs").iterdir()
     assert folder.name.startswith("diabetes")
 

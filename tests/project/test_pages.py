@@ -259,7 +259,7 @@ def accepted(reader: Path) -> Iterator[Callable[[list[str]], bool]]:
             "jobs.submit",
         ):
             patch.setattr(f"raypfl.cli.{name}", nothing)
-        for name in ("commands.personalize.personalize", "commands.personalize.serve", "tracking.listener.track"):
+        for name in ("cli.personalize.personalize", "cli.personalize.serve", "integrations.tracking.listener.track"):
             patch.setattr(f"raypfl.{name}", nothing)
         for name in ("data.load_federated", "data.summarised", "results.client_data.draw", "results.client_data.show"):
             patch.setattr(f"raypfl.{name}", nothing)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
-from raypfl.cli import cli
+from raypfl.cli import messages
 from raypfl.engine.events import Evaluated, Progress, RoundFinished, RunFinished, RunStarted, Warned
 from raypfl.evaluation import summarise
 from raypfl.experiment import Experiment, experiments
@@ -337,7 +337,7 @@ def test_a_narrow_terminal_shows_progress_without_cropping_it():
 def test_a_warning_is_told_once_and_stays_above_the_table_that_is_redrawn():
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
     with LiveView(console, [RunLine("fedavg")]) as shown, catch_warnings():
-        showwarning = partial(cli._show_warning, None, set())
+        showwarning = partial(messages._show_warning, None, set())
         for line in (1, 2):
             showwarning(UserWarning("beware of it"), UserWarning, "method.py", line)
         shown.console.print("and go on")

@@ -1,0 +1,129 @@
+"""Arguments and options that several commands have, and the descriptions that their words stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypfl.common.errors import ConfigError
+
+ACCEPT_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
+"""Leave an unknown option among the words, where `refuse_options` names the setting that is meant."""
+
+RecipeAndChanges = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE|FILE.yaml KEY=VALUE", help="The experiment, and settings to change.", show_default=False
+    ),
+]
+StudyAndChanges = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="STUDY|FILE.yaml KEY=VALUE", help="The study, and settings to change.", show_default=False),
+]
+Changes = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change.", show_default=False)
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result, without progress.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD", help="Method to compare the others with; by default the best one.", show_default=False
+    ),
+]
+
+
+def recipe_and_changes(words: Sequence[str], method: str, seeds: int | None) -> tuple[str, list[str]]:
+    """Return a recipe or file, and the assignments that words, ``--method`` and ``--seeds`` stand for.
+
+    Raises
+    ------
+    ConfigError : if an option and an assignment set the same thing.
+    """
+    recipe, changes = source_and_changes(words, "digits")
+    _refuse_both("--method", method, ("method", "methods"), changes)
+    _refuse_both("--seeds", seeds, ("seeds",), changes)
+
+    if method:
+        changes.append(f"methods=[{','.join(comma_separated(method))}]")
+    if seeds:
+        changes.append(f"seeds={seeds}")
+
+    # The recipe's name is that of its data, and would be false for other data.
+    data = other_data(words, changes)
+    if data and not any(_key(change) == "name" for change in changes):
+        file_name = re.sub(r"[^A-Za-z0-9_.-]+", "-", data)[:100]
+        changes.append(f"name={file_name}")
+    return recipe, changes
+
+
+def study_and_changes(words: Sequence[str], rounds: int | None, seeds: int | None) -> tuple[str, list[str]]:
+    """Return a study or file, and the assignments that words, ``--rounds`` and ``--seeds`` stand for."""
+    source, changes = source_and_changes(words, "digits-personal")
+    if rounds:
+        changes.append(f"rounds={rounds}")
+    if seeds:
+        changes.append(f"seeds={seeds}")
+    return source, changes
+
+
+def source_and_changes(words: Sequence[str], default: str) -> tuple[str, list[str]]:
+    """Split words into a name or file, `default` if they begin with an assignment, and the assignments."""
+    # YAML and the parsing of settings are not needed for --help.
+    from raypfl.experiment.assignments import last_of_each
+
+    refuse_options(words)
+    first, *rest = words or [default]
+    if "=" in first:
+        return default, last_of_each(words)
+    return first, last_of_each(rest)
+
+
+def other_data(words: Sequence[str], changes: Sequence[str]) -> str:
+    """Return the data set that a command without a recipe names, unless it is the default; else an empty text."""
+    from raypfl.experiment.assignments import parse_assignments
+
+    if not words or "=" not in words[0]:
+        return ""
+    assigned = {".".join(path): value for path, value in parse_assignments(changes)}
+    data = assigned.get("data.name", assigned.get("data"))
+    name = data.get("name") if isinstance(data, dict) else data
+    if isinstance(name, str) and name != "digits":
+        return name
+    return ""
+
+
+def refuse_options(words: Sequence[str]) -> None:
+    """Raise a ConfigError for an option among the words, with the setting that is probably meant."""
+    options = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if not options:
+        return
+    from raypfl.experiment.reference import SETTINGS
+
+    option = options[0]
+    key = option.strip("-").replace("-", "_")
+    assignments = [f"{name}=VALUE" for name in SETTINGS if name.rpartition(".")[2] == key]
+    hint = "settings are given as KEY=VALUE, such as rounds=5."
+    if assignments:
+        hint = f"write {' or '.join(assignments)}."
+    raise ConfigError(f"There is no option {option}; {hint}")
+
+
+def comma_separated(text: str) -> list[str]:
+    """Split a text at its commas, without empty parts."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _refuse_both(option: str, value: object, keys: Sequence[str], changes: Sequence[str]) -> None:
+    for change in changes:
+        if value and _key(change) in keys:
+            raise ConfigError(f"Both {option} and {change} are given; keep one of them.")
+
+
+def _key(assignment: str) -> str:
+    return assignment.partition("=")[0].strip()

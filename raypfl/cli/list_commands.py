@@ -1,0 +1,115 @@
+"""The commands that show what there is, before anything runs: list and data show."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raypfl.cli.arguments import RecipeAndChanges, source_and_changes
+from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.common.registry import Registry
+
+CATALOGUES = {
+    "methods": "raypfl.methods:METHODS",
+    "datasets": "raypfl.data.datasets:DATASETS",
+    "models": "raypfl.models:MODELS",
+    "partitions": "raypfl.data:PARTITIONS",
+    "augmentations": "raypfl.learning.augmentation:AUGMENTATIONS",
+    "optimizers": "raypfl.learning.optimizers:OPTIMIZERS",
+    "objectives": "raypfl.learning.objectives:OBJECTIVES",
+    "metrics": "raypfl.learning.objectives:METRICS",
+    "analyses": "raypfl.analysis:ANALYSES",
+    "settings": "raypfl.experiment.reference:SETTINGS",
+    "recipes": "raypfl.experiment.recipes:RECIPES",
+    "studies": "raypfl.studies:STUDIES",
+}
+"""What `raypfl list` shows: kind -> ``module:attribute`` with names and summaries, imported only when it is listed."""
+
+
+def list_catalogue(
+    kind: Annotated[
+        str,
+        typer.Argument(metavar="|".join(CATALOGUES), help="What to list.", autocompletion=lambda: list(CATALOGUES)),
+    ],
+) -> None:
+    """List what an experiment can name, with options and defaults."""
+    if kind not in CATALOGUES:
+        raise ConfigError(f"{kind!r} cannot be listed; {did_you_mean(kind, CATALOGUES)}")
+    module, attribute = CATALOGUES[kind].split(":")
+    catalogue = getattr(importlib.import_module(module), attribute)
+    heading, details = _third_column(kind, catalogue)
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("what it is")
+    table.add_column(heading, style="dim")
+    for name in catalogue:
+        table.add_row(Text(name), Text(catalogue.summary(name)), Text(details(name)))
+    Console().print(table)
+
+
+def show_data(
+    words: RecipeAndChanges = None,
+    picture: Annotated[Path, typer.Option(help="File of the picture.")] = Path("data.png"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Show the samples of each client of an experiment: a table, and a picture of clients and classes.
+
+    Name the experiment as for raypfl run.
+    """
+    from raypfl.data import load_federated, summarised
+    from raypfl.experiment import experiments
+    from raypfl.experiment.recipes import settings_of
+    from raypfl.results import client_data
+
+    recipe, changes = source_and_changes(words or [], "digits")
+    experiment = experiments(settings_of(recipe), changes)[0]
+    summary = summarised(load_federated(experiment.data, experiment.partition, seed=experiment.seed))
+    picture_file = client_data.draw(summary, picture)
+
+    if as_json:
+        print(json.dumps({**client_data.as_json(summary), "picture": str(picture_file)}, indent=2))
+    else:
+        client_data.show(Console(), summary)
+        print(f"Picture: {picture_file}")
+
+
+def _third_column(kind: str, catalogue: Any) -> tuple[str, Callable[[str], str]]:
+    """Return the heading of the last column, and a function from a name to its text."""
+    if kind == "settings":
+        return "default", catalogue.default
+    if isinstance(catalogue, Registry):
+        return "options", partial(_options, catalogue)
+    return "options", lambda name: ""
+
+
+def _options(registry: Registry, name: str) -> str:
+    """Return a line for each option; options inherited unchanged from a registered method go under its name."""
+    from raypfl.experiment.components import GIVEN_BY_ENGINE, options_of
+
+    entry = registry.get(name)
+    parameters = options_of(entry, ("config", "member", *GIVEN_BY_ENGINE))
+    defaults = {key: option.default for key, option in parameters.items()}
+
+    ancestors = getattr(entry, "__mro__", ())[1:]
+    base = next((ancestor for ancestor in ancestors if ":" not in registry.name_of(ancestor)), None)
+    inherited = options_of(base) if base else {}
+
+    lines = []
+    for key, default in defaults.items():
+        is_unchanged = key in inherited and inherited[key].default == default
+        if not is_unchanged:
+            lines.append(f"{key} = {default!r}")
+    if inherited:
+        lines.append(f"and those of {registry.name_of(base)}")
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""Errors and warnings as sentences: what a command prints in place of a traceback."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from raypfl.common.errors import RaypflError, Refused, Stopped
+from raypfl.common.user_code import framed
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_STOPPED = 130  # what a shell expects after Ctrl-C
+
+
+class CommandsWithMessages(TyperGroup):
+    """Commands whose errors and warnings are printed as sentences, without a traceback or a line of code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = partial(_show_warning, warnings.showwarning, set())
+                with framed():
+                    return super().invoke(ctx)
+        except (Stopped, KeyboardInterrupt) as stop:
+            print_message(str(stop) or "Stopped.", "yellow")
+            raise typer.Exit(EXIT_STOPPED) from None
+        except RaypflError as error:
+            print_message(str(error), "red")
+            exit_code = EXIT_REFUSED if isinstance(error, Refused) else EXIT_FAILED
+            raise typer.Exit(exit_code) from None
+
+
+def print_message(text: str, colour: str) -> None:
+    """Print a message to stderr."""
+    Console(stderr=True).print(Text(text, colour), soft_wrap=True)
+
+
+def _show_warning(
+    show_as_python: Callable[..., None],
+    shown_before: set[str],
+    text: Warning,
+    category: type[Warning],
+    *location: Any,
+) -> None:
+    """Show a warning once: one for users as a sentence, one for developers as Python does."""
+    # Importing it takes seconds (torch, events, results), which --help and most commands need not wait for.
+    from raypfl.results.display.console import warner
+
+    if str(text) in shown_before:
+        return
+    shown_before.add(str(text))
+
+    if not issubclass(category, UserWarning):
+        show_as_python(text, category, *location)
+        return
+    console = Console(stderr=True)
+    with console.capture() as captured:
+        warner(console)(str(text))
+    # A live table keeps what is written to stderr above it, but draws over what a second console prints.
+    sys.stderr.write(captured.get())

@@ -1,0 +1,87 @@
+"""The commands that use finished runs: report, track, personalize and serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypfl.cli.arguments import Baseline, RunFolder
+from raypfl.cli.messages import print_message
+
+
+def report(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps, or folders that contain some."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="File to write: an HTML page, or the table of results if it ends in .tex or .csv.")
+    ] = Path("report.html"),
+    baseline: Baseline = None,
+) -> None:
+    """Write an HTML page about runs: results, curves, clients, data, traffic and settings.
+
+    --out table.tex writes the table of results as LaTeX, and --out table.csv as CSV.
+    """
+    from raypfl.results.report import found, write
+    from raypfl.results.report.sweeps import is_sweep
+
+    folders = runs or []
+    results, reasons_left_out = found(folders)
+    for reason in reasons_left_out:
+        print_message(reason, "yellow")
+    sweeps = [folder for folder in folders if is_sweep(folder)]
+    print(f"Report: {write(results, out, reasons_left_out, sweeps, baseline)}")
+
+
+def track(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or comparisons.", show_default=False)
+    ],
+    uri: Annotated[str | None, typer.Option(help="MLflow's tracking URI; by default that of each run.")] = None,
+) -> None:
+    """Record finished runs in MLflow, for example if the tracking server was unreachable during the run."""
+    from raypfl.integrations.tracking import listener
+
+    for folder in folders:
+        listener.track(folder, uri)
+
+
+def personalize(
+    run: RunFolder,
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="PATH", help="The client's samples: a .npz file with x and y, or a folder.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the model.")] = Path("model.safetensors"),
+    held_out: Annotated[float, typer.Option(help="Share of the samples held out to test the model.", min=0)] = 0.25,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Make a model for a new client from labelled samples, by the run's method, and save it as safetensors.
+
+    A folder contains one folder of images per class, or files like those of the run's data set.
+    """
+    from raypfl.cli import personalize as implementation
+
+    implementation.personalize(run, data, out, held_out, as_json)
+
+
+def serve(
+    run: RunFolder,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    replicas: Annotated[int, typer.Option(help="Number of processes that make models.", min=1)] = 1,
+    max_mb: Annotated[float, typer.Option(help="Largest size of a request in megabytes.", min=0.001)] = 10.0,
+    max_samples: Annotated[int, typer.Option(help="Largest number of samples in a request.", min=1)] = 1000,
+) -> None:
+    """Make models for new clients over HTTP, through Ray Serve (pip install 'raypfl\\[serve]').
+
+    Requests need a token: the value of $RAYPFL_TOKEN, or a new one, which is printed.
+    """
+    from raypfl.cli import personalize as implementation
+
+    implementation.serve(run, host, port, replicas, max_mb, max_samples)

@@ -1,0 +1,174 @@
+"""The commands that train: run, resume, pretrain, study, tune and ntk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raypfl.cli.arguments import (
+    AsJson,
+    Baseline,
+    Changes,
+    Quiet,
+    RecipeAndChanges,
+    StudyAndChanges,
+    comma_separated,
+    other_data,
+    recipe_and_changes,
+    refuse_options,
+    study_and_changes,
+)
+from raypfl.cli.messages import print_message
+from raypfl.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raypfl.experiment import Experiment
+
+# Each command imports what it needs when it is called, so that `raypfl --help` waits for neither torch nor Ray.
+
+
+def run(
+    words: RecipeAndChanges = None,
+    method: Annotated[str, typer.Option(help="Methods to compare, as in: --method fedavg,ditto")] = "",
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds for each method.", min=1)] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of the run. If it has this run already, the run continues."),
+    ] = None,
+    baseline: Baseline = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run an experiment or a comparison: a recipe by name (default: digits) or your own YAML file.
+
+    KEY=VALUE changes a setting, such as training.lr=0.05 or method.lam=1.
+    """
+    from raypfl.cli.run import run_experiments
+    from raypfl.experiment import experiments
+    from raypfl.experiment.recipes import settings_of
+
+    recipe, changes = recipe_and_changes(words or [], method, seeds)
+    planned = experiments(settings_of(recipe), changes)
+    if not quiet and other_data(words or [], changes):
+        print_message(_settings_from_digits(planned), "yellow")
+    run_experiments(planned, [recipe, *changes], run_dir, quiet, as_json, baseline=baseline)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or comparison.", show_default=False)],
+    changes: Changes = None,
+    from_round: Annotated[
+        int | None,
+        typer.Option(help="Continue as a new run from the checkpoint after this round; needs --as.", min=1),
+    ] = None,
+    new_run: Annotated[Path | None, typer.Option("--as", metavar="FOLDER", help="Folder of the new run.")] = None,
+    baseline: Baseline = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a run from its newest checkpoint, to the same result as without the interruption.
+
+    In a comparison, the interrupted run continues and the remaining runs start. rounds=60 extends finished runs.
+    Other settings that decide the result cannot change, except in a new run: --from-round 4 --as FOLDER.
+    """
+    from raypfl.cli.run import continue_as_new, resume_folder
+
+    refuse_options(changes or [])
+    if from_round is None and new_run is None:
+        resume_folder(folder, changes or [], quiet, as_json, baseline)
+    elif from_round is None:
+        raise ConfigError("--as needs --from-round: after which round the new run continues, as in --from-round 4.")
+    elif new_run is None:
+        raise ConfigError("--from-round needs --as: the folder of the new run, as in --as runs/lower-rate.")
+    elif baseline is not None:
+        raise ConfigError("--baseline is for comparisons, but --from-round continues a single run; leave one out.")
+    else:
+        continue_as_new(folder, from_round, new_run, changes or [], quiet, as_json)
+
+
+def pretrain(words: RecipeAndChanges = None, quiet: Quiet = False, as_json: AsJson = False) -> None:
+    """Train a network on a pool of samples (model.pretrain), as a run does before its first round.
+
+    The weights are kept in data.cache, where runs with the same pretraining find them.
+    """
+    from raypfl.cli.pretrain import carry_out
+    from raypfl.experiment import experiments
+    from raypfl.experiment.recipes import settings_of
+
+    recipe, changes = recipe_and_changes(words or [], "", None)
+    carry_out(experiments(settings_of(recipe), changes)[0], quiet, as_json)
+
+
+def study(
+    words: StudyAndChanges = None,
+    only: Annotated[str, typer.Option(help="Methods and settings to run, by label, as in: --only fednh,cifar10")] = "",
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds of each run.", min=1)] = None,
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds for each method and setting.", min=1)] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Reproduce a published table and show both: a study by name (default: digits-personal) or your own YAML file.
+
+    Finished runs are not repeated; interrupted ones continue. KEY=VALUE changes a setting of all runs.
+    """
+    from raypfl.cli.study import run_study
+
+    source, changes = study_and_changes(words or [], rounds, seeds)
+    run_study(source, comma_separated(only), changes, quiet, as_json)
+
+
+def ntk(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|RECIPE", help="Folder of a run or comparison, or a recipe to run.", show_default=False
+        ),
+    ],
+    changes: Changes = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Explain by the neural tangent kernel why training converges or not, for a finished run or a recipe to run.
+
+    KEY=VALUE changes a setting of the recipe.
+    """
+    from raypfl.cli.ntk import ntk as explain
+
+    refuse_options(changes or [])
+    explain(source, changes or [], quiet, as_json)
+
+
+def tune(
+    source: Annotated[str, typer.Argument(metavar="FILE", help="YAML file of a sweep.", show_default=False)],
+    changes: Changes = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Search for the best settings of an experiment with Ray Tune, as described by a sweep's YAML file.
+
+    An interrupted sweep continues. KEY=VALUE changes the sweep (trials=20) or its experiment (rounds=10).
+    """
+    from raypfl.cli.tune import carry_out
+
+    carry_out(source, changes or [], quiet, as_json)
+
+
+def _settings_from_digits(planned: Sequence[Experiment]) -> str:
+    """Say what runs of other data take from the recipe `digits`, which their command does not name."""
+    from raypfl.data.datasets.population import is_described
+
+    descriptions = [experiment.to_dict() for experiment in planned]
+    first = descriptions[0]
+    methods = " and ".join(dict.fromkeys(values["method"]["name"] for values in descriptions))
+
+    parts = [f"method {methods}", f"model {first['model']['name']}", f"{first['rounds']} rounds"]
+    if not is_described(planned[0].data):
+        parts.insert(1, f"partition {first['partition']['name']}")
+    return (
+        "No recipe is named, so all other settings come from the recipe digits: "
+        f"{', '.join(parts)}. "
+        "Set them as KEY=VALUE, or start with a YAML file or another recipe: raypfl list recipes."
+    )
