@@ -243,7 +243,7 @@ def test_a_method_in_the_current_folder_is_found(elsewhere: Path, monkeypatch: p
         ("augmentations", ["crop", "padding = 4", "cutout"]),
         ("objectives", ["regression", "reduction = 'mean'"]),
         ("metrics", ["auc", "perplexity"]),
-        ("settings", ["training.lr", "cohort.fraction", "share of the clients drawn"]),
+        ("settings", ["training.lr", "cohort.fraction", "Share of the clients drawn"]),
         ("recipes", ["digits", "handwritten digits"]),
         ("studies", ["fednh-table1", "digits-personal"]),
     ],
