@@ -37,7 +37,7 @@ LAZY = """
 import sys
 import raypfl
 heavy = {"torch", "matplotlib", "jinja2", "importlib.metadata"}
-print(sorted(heavy & sys.modules.keys()), callable(raypfl.results.report.write), "jinja2" in sys.modules)
+print(sorted(heavy & sys.modules.keys()), callable(raypfl.report.write), "jinja2" in sys.modules)
 """
 
 

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pytest
 import scipy.stats
 
+import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.experiment import Experiment
 from raypfl.federation.logged import LOGGED
 from raypfl.integrations.tracking.entries import comparison_metrics, comparison_of
 from raypfl.results import bootstrap, latex
 from raypfl.results.compared import group_runs
-from raypfl.results.display import interactive
 from raypfl.results.display.paired import compare
 from raypfl.results.paired import Difference, differences, named, remarks
 from raypfl.results.report import write
@@ -171,7 +171,7 @@ def test_a_terminal_of_eighty_columns_and_a_narrow_one_show_every_difference_who
 
 def test_python_gets_the_differences_as_rows_that_print():
     fedavg, ditto = (run for run in levelled(ISSUE) if run.experiment.seed == 0)
-    table = interactive.Result(**vars(ditto)).compare(fedavg, baseline="fedavg")
+    table = raypfl.Result(**vars(ditto)).compare(fedavg, baseline="fedavg")
     assert [(row.protocol, row.method) for row in table] == [("local", "ditto"), ("global", "ditto")]
     assert f"+{table.rows[0].mean:.1f}" in repr(table) and "There is only one seed" in table._repr_html_()
     with pytest.raises(ConfigError, match="give results of at least two methods"):
