@@ -6,7 +6,8 @@ import numpy as np
 
 # Replaces a weight of zero, so that counts with the given margins always exist.
 _TINY = 1e-30
-_FITTINGS = 200
+# Iterations of Sinkhorn's fit at most; it ends earlier once no class is off by a hundredth of a sample.
+_MAX_FITS = 200
 # A share this close to a whole number counts as one.
 _CLOSE = 1e-9
 
@@ -46,13 +47,13 @@ def largest_remainders(total: np.ndarray, weights: np.ndarray, draws: np.random.
     """
     parts, remainder, missing = _whole_parts(total, weights)
     closeness = remainder + _CLOSE * draws.random(remainder.shape)
-    place = np.empty(remainder.shape, dtype=np.int64)
-    np.put_along_axis(place, np.argsort(-closeness, axis=1), np.arange(remainder.shape[1])[None], axis=1)
-    return parts + (place < missing[:, None])
+    rank = np.empty(remainder.shape, dtype=np.int64)
+    np.put_along_axis(rank, np.argsort(-closeness, axis=1), np.arange(remainder.shape[1])[None], axis=1)
+    return parts + (rank < missing[:, None])
 
 
 def fit_margins(weights: np.ndarray, totals: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Counts with both margins given, as close to `weights` as they allow.
+    """Counts with the given row and column sums, as close to `weights` as these allow.
 
     The real-valued table is the one nearest to `weights` in relative entropy (Sinkhorn 1967; Deming and Stephan 1940).
     It is rounded class by class; what a client's rounded parts lack or exceed is carried over to its next class.
@@ -68,27 +69,31 @@ def fit_margins(weights: np.ndarray, totals: np.ndarray, sizes: np.ndarray) -> n
     ``int64[num_classes, clients]``
     """
     table = np.maximum(weights, _TINY)
-    for _ in range(_FITTINGS):
+    for _ in range(_MAX_FITS):
         table *= _ratio(totals, table.sum(axis=1))[:, None]
         table *= _ratio(sizes, table.sum(axis=0))
         if np.abs(table.sum(axis=1) - totals).max() < 0.01:
             break
+
     counts = np.zeros(table.shape, dtype=np.int64)
-    due, given = np.zeros(len(sizes)), np.zeros(len(sizes), dtype=np.int64)
+    due = np.zeros(len(sizes))
+    allocated = np.zeros(len(sizes), dtype=np.int64)
     for label, total in enumerate(totals):
         due += table[label]
-        room = sizes - given
-        wanted = np.clip(due - given, 0, room)
-        if wanted.sum() < total:
-            wanted += (room - wanted) * (total - wanted.sum()) / (room - wanted).sum()
+        room = sizes - allocated
+        shares = np.clip(due - allocated, 0, room)
+
+        # Clients that are full cannot take their shares, so that those with room take the remainder.
+        if shares.sum() < total:
+            shares += (room - shares) * (total - shares.sum()) / (room - shares).sum()
         if total:
-            counts[label] = apportion(total, wanted)
-        given += counts[label]
+            counts[label] = apportion(total, shares)
+        allocated += counts[label]
     return counts
 
 
 def equal_sizes(samples: int, clients: int) -> np.ndarray:
-    """`samples` cut into parts that differ by at most one: ``int64[clients]``."""
+    """Sizes of the clients, ``int64[clients]``, that add up to `samples` and differ by at most one."""
     return samples // clients + (np.arange(clients) < samples % clients)
 
 
@@ -106,6 +111,7 @@ def draw_owners(labels: np.ndarray, counts: np.ndarray, draws: np.random.Generat
     """
     shuffled = draws.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+
     owner = np.empty(len(labels), dtype=np.int64)
     owner[by_class] = np.repeat(np.tile(np.arange(counts.shape[1]), len(counts)), counts.ravel())
     return owner
@@ -126,8 +132,9 @@ def raise_to_minimum(owner: np.ndarray, clients: int, minimum: int, draws: np.ra
     missing = np.maximum(minimum - sizes, 0)
     if not missing.any():
         return owner
+
     rank = rank_within(owner, draws)
-    moved = np.flatnonzero(rank >= _level(sizes, missing.sum()))[: missing.sum()]
+    moved = np.flatnonzero(rank >= _highest_level(sizes, missing.sum()))[: missing.sum()]
     raised = owner.copy()
     raised[moved] = np.repeat(np.arange(clients), missing)
     return raised
@@ -137,9 +144,11 @@ def rank_within(group: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     """Number the members of each group 0, 1, 2, ... in random order: ``int64[N]`` for ``int64[N]`` group ids."""
     shuffled = draws.permutation(len(group))
     order = shuffled[np.argsort(group[shuffled], kind="stable")]
+
     sizes = np.bincount(group)
+    group_starts = np.cumsum(sizes) - sizes
     rank = np.empty(len(group), dtype=np.int64)
-    rank[order] = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rank[order] = np.arange(len(group)) - np.repeat(group_starts, sizes)
     return rank
 
 
@@ -147,19 +156,25 @@ def _whole_parts(total: np.ndarray | int, weights: np.ndarray) -> tuple[np.ndarr
     """The whole parts of the shares of `total`, the remainder of each share, and what the parts lack of `total`."""
     shares = weights / weights.sum(axis=-1, keepdims=True, dtype=np.float64) * np.asarray(total)[..., None]
     parts = np.floor(shares + _CLOSE).astype(np.int64)
-    return parts, shares - parts, np.asarray(total) - parts.sum(axis=-1)
+    missing = np.asarray(total) - parts.sum(axis=-1)
+    return parts, shares - parts, missing
 
 
-def _ratio(wanted: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """``wanted / there``; 0 where `there` is 0."""
-    return np.divide(wanted, there, out=np.zeros(np.broadcast_shapes(wanted.shape, there.shape)), where=there > 0)
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """``numerator / denominator``; 0 where the denominator is 0."""
+    zeros = np.zeros(np.broadcast_shapes(numerator.shape, denominator.shape))
+    return np.divide(numerator, denominator, out=zeros, where=denominator > 0)
 
 
-def _level(sizes: np.ndarray, needed: int) -> int:
-    """The highest level such that what clients hold above it is at least `needed`."""
-    low, high = 0, int(sizes.max())
+def _highest_level(sizes: np.ndarray, needed: int) -> int:
+    """The highest level such that clients hold at least `needed` samples above it, by bisection."""
+    low = 0
+    high = int(sizes.max())
     while low < high:
         middle = (low + high + 1) // 2
-        enough = np.maximum(sizes - middle, 0).sum() >= needed
-        low, high = (middle, high) if enough else (low, middle - 1)
+        above = np.maximum(sizes - middle, 0).sum()
+        if above >= needed:
+            low = middle
+        else:
+            high = middle - 1
     return low

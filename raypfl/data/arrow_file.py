@@ -18,7 +18,7 @@ from raypfl.common.errors import DataError, Unwritable
 
 
 class Unreadable(Exception):
-    """A cache file is missing, cut short, or not what was written."""
+    """Error for a cache file that is missing, cut short, or not what was written."""
 
 
 class Arrays(NamedTuple):
@@ -27,7 +27,7 @@ class Arrays(NamedTuple):
     Attributes
     ----------
     columns : name -> array of numbers, ``[N]`` or ``[N, ...]``.
-    about : facts that JSON can hold.
+    about : facts about the columns, of types that JSON has.
     digest : SHA-256 of both, in hexadecimal, the same on every machine.
     """
 
@@ -43,18 +43,21 @@ def open_or_build(path: Path, build: Callable[[], tuple[Mapping[str, np.ndarray]
 
     Parameters
     ----------
-    build : returns columns and about.
+    build : function that returns the columns, and the facts about them.
     """
     if path.exists():
         try:
             return open_arrays(path, check=True)
         except Unreadable as error:
             warnings.warn(f"The cache file {path} is damaged and is built again: {error}", stacklevel=3)
+
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with cache_lock(path):
+        # Another process may have built it while this one waited for the lock.
         with suppress(Unreadable):
             return open_arrays(path, check=True)
+
         columns, about = build()
         with explain_write_errors(path):
             _write(path, columns, about)
@@ -62,7 +65,7 @@ def open_or_build(path: Path, build: Callable[[], tuple[Mapping[str, np.ndarray]
 
 
 def receive_arrays(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write the Arrow file that another machine sends.
+    """Write the Arrow file that another machine sends in chunks.
 
     Raises
     ------
@@ -73,6 +76,8 @@ def receive_arrays(path: Path, chunks: Iterable[bytes]) -> None:
         with files.draft(path) as unfinished:
             with unfinished.open("wb") as file:
                 file.writelines(chunks)
+
+            # A draft is checked before it gets its name, so that a damaged file is never taken for the data.
             try:
                 open_arrays(unfinished, check=True)
             except Unreadable as error:
@@ -82,6 +87,7 @@ def receive_arrays(path: Path, chunks: Iterable[bytes]) -> None:
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
     """Be the only process that works on `path` in a cache, as `files.alone`."""
+    # Errors of taking the lock are explained, those of the work within it pass unchanged.
     with ExitStack() as stack:
         with explain_write_errors(path):
             stack.enter_context(files.alone(path))
@@ -101,7 +107,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def open_arrays(path: Path, check: bool) -> Arrays:
-    """The arrays in `path`, as read-only views of the memory-mapped file.
+    """Open the arrays in `path`, as read-only views of the memory-mapped file.
 
     Parameters
     ----------
@@ -115,25 +121,29 @@ def open_arrays(path: Path, check: bool) -> Arrays:
         with pa.memory_map(str(path)) as source:
             batch = pa.ipc.open_file(source).get_batch(0)
         batch.validate()
+
         columns = {name: _view(batch.column(name)) for name in batch.schema.names}
-        header = batch.schema.metadata
-        arrays = Arrays(columns, json.loads(header[b"about"]), header[b"digest"].decode())
+        metadata = batch.schema.metadata
+        arrays = Arrays(columns, json.loads(metadata[b"about"]), metadata[b"digest"].decode())
     except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
+
     if check and _digest(arrays.columns, arrays.about) != arrays.digest:
         raise Unreadable("its contents are not those that were written")
     return arrays
 
 
 def _write(path: Path, columns: Mapping[str, np.ndarray], about: dict[str, Any]) -> None:
-    arrays = [
-        pa.FixedShapeTensorArray.from_numpy_ndarray(column) if column.ndim > 1 else pa.array(column)
-        for column in columns.values()
-    ]
+    arrays = [_as_arrow(column) for column in columns.values()]
     metadata = {"about": json.dumps(about), "digest": _digest(columns, about)}
     batch = pa.RecordBatch.from_arrays(arrays, names=list(columns)).replace_schema_metadata(metadata)
+
     with files.draft(path) as unfinished, pa.ipc.new_file(str(unfinished), batch.schema) as writer:
         writer.write_batch(batch)
+
+
+def _as_arrow(column: np.ndarray) -> pa.Array:
+    return pa.FixedShapeTensorArray.from_numpy_ndarray(column) if column.ndim > 1 else pa.array(column)
 
 
 def _view(column: pa.Array) -> np.ndarray:

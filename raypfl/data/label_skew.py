@@ -21,10 +21,10 @@ class Dirichlet(Partition):
     Attributes
     ----------
     alpha : concentration; small: few classes a client, and clients of very unequal size; large: near IID.
-    min_samples : of every client. Draws that give a client fewer are discarded.
-    tries : how many draws are made at most.
-    when_short : what happens after that. ``move``: random samples of the largest clients move to those with too few;
-        ``refuse``: an error.
+    min_samples : smallest size of a client. Draws that give a client fewer are discarded.
+    tries : maximum number of draws.
+    when_short : what happens if no draw will do. ``move``: random samples of the largest clients move to those with
+        too few; ``refuse``: an error.
     reserve : samples of every class that every client gets first, independent of the draw (PerAda: 2).
     cap : a client that holds `cap` times the mean number of samples, samples in pools included, gets none of the
         remaining classes (PerAda, FedML: 1); None: no limit.
@@ -54,10 +54,11 @@ class Dirichlet(Partition):
         require_enough(len(samples), self.clients, self.min_samples)
         available = np.bincount(samples.labels, minlength=samples.num_classes)
         self._require_reserve(available)
+
         draws = rng.generator(seed, "partition")
-        mean = (len(samples) + samples.pooled) / self.clients
+        mean_size = (len(samples) + samples.pooled) / self.clients
         for _ in range(self.tries):
-            counts = self._counts(available, mean, draws)
+            counts = self._draw_counts(available, mean_size, draws)
             if counts.sum(axis=0).min() >= self.min_samples:
                 break
         else:
@@ -67,28 +68,35 @@ class Dirichlet(Partition):
                     f"{self.min_samples} samples; raise partition.alpha or partition.tries, lower "
                     f"partition.min_samples, or set partition.when_short to 'move'."
                 )
-        return raise_to_minimum(draw_owners(samples.labels, counts, draws), self.clients, self.min_samples, draws)
 
-    def _counts(self, available: np.ndarray, mean: float, draws: np.random.Generator) -> np.ndarray:
+        owner = draw_owners(samples.labels, counts, draws)
+        return raise_to_minimum(owner, self.clients, self.min_samples, draws)
+
+    def _draw_counts(self, available: np.ndarray, mean_size: float, draws: np.random.Generator) -> np.ndarray:
+        """Draw how many samples of each class each client gets: ``int64[num_classes, clients]``."""
         shares = draws.dirichlet(np.full(self.clients, self.alpha), size=len(available))
         rest = available - self.reserve * self.clients * (available > 0)
         reserved = np.broadcast_to((self.reserve * (available > 0))[:, None], shares.shape)
+
         if self.balanced:
             sizes = equal_sizes(available.sum(), self.clients) - reserved.sum(axis=0)
             return reserved + fit_margins(shares * rest[:, None], rest, sizes)
         if self.cap is not None:
-            return self._capped(shares, rest, reserved, self.cap * mean)
+            return self._capped_counts(shares, rest, reserved, self.cap * mean_size)
         return reserved + apportion(rest, shares)
 
     @staticmethod
-    def _capped(shares: np.ndarray, rest: np.ndarray, reserved: np.ndarray, limit: float) -> np.ndarray:
-        """Class by class, without the clients that already hold `limit`."""
+    def _capped_counts(shares: np.ndarray, rest: np.ndarray, reserved: np.ndarray, limit: float) -> np.ndarray:
+        """Allocate class by class, without the clients that already hold `limit` samples."""
         counts = reserved.copy()
         for label, share in enumerate(shares):
-            below = counts.sum(axis=0) < limit
-            share = share * below
+            is_below = counts.sum(axis=0) < limit
+            weights = share * is_below
+            # With a small alpha, the shares of all clients below the limit may underflow to 0.
+            if not weights.sum() > 0:
+                weights = is_below
             if rest[label]:
-                counts[label] += apportion(rest[label], share if share.sum() > 0 else below)
+                counts[label] += apportion(rest[label], weights)
         return counts
 
     def _require_reserve(self, available: np.ndarray) -> None:
@@ -113,7 +121,7 @@ class DirichletMix(Partition):
     alpha : concentration of a client's mix; small: few classes a client; large: all classes in equal numbers.
     balanced : whether clients have equal sizes; if not, each class is divided in proportion to its share in the
         clients' mixes.
-    min_samples : of every client; the largest clients give samples to those with fewer.
+    min_samples : smallest size of a client; the largest clients give samples to those with fewer.
     """
 
     by_class = True
@@ -132,11 +140,16 @@ class DirichletMix(Partition):
         draws = rng.generator(seed, "partition")
         available = np.bincount(samples.labels, minlength=samples.num_classes)
         mixes = draws.dirichlet(np.full(samples.num_classes, self.alpha), size=self.clients).T
+
         if self.balanced:
             sizes = equal_sizes(len(samples), self.clients)
-            return draw_owners(samples.labels, fit_margins(mixes * sizes, available, sizes), draws)
+            counts = fit_margins(mixes * sizes, available, sizes)
+            return draw_owners(samples.labels, counts, draws)
+
+        # A class that no client's mix has would have no weights to divide it by.
         counts = apportion(available, np.maximum(mixes, np.finfo(float).tiny))
-        return raise_to_minimum(draw_owners(samples.labels, counts, draws), self.clients, self.min_samples, draws)
+        owner = draw_owners(samples.labels, counts, draws)
+        return raise_to_minimum(owner, self.clients, self.min_samples, draws)
 
 
 @PARTITIONS.register("classes_per_client")
@@ -148,7 +161,7 @@ class ClassesPerClient(Partition):
 
     Attributes
     ----------
-    classes : of each client.
+    classes : number of classes of each client.
     equal : whether the clients that own a class divide its samples equally, not in proportion to U(0.4, 0.6) draws.
     """
 
@@ -160,21 +173,25 @@ class ClassesPerClient(Partition):
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         draws = rng.generator(seed, "partition")
-        owned = self._ownership(samples.num_classes, draws)
+        owned = self._draw_classes(samples.num_classes, draws)
         available = np.bincount(samples.labels, minlength=samples.num_classes)
-        at_least = owned.sum(axis=0)
-        scarce = np.flatnonzero(at_least > available)
+
+        num_owners = owned.sum(axis=0)
+        scarce = np.flatnonzero(num_owners > available)
         if scarce.size:
             label = int(scarce[0])
             raise ConfigError(
                 f"partition.classes is {self.classes} and partition.clients is {self.clients}, so that class {label} "
-                f"would be shared by {at_least[label]} clients, but it has only {available[label]} samples."
+                f"would be shared by {num_owners[label]} clients, but it has only {available[label]} samples."
             )
-        weights = owned.T * (1.0 if self.equal else draws.uniform(0.4, 0.6, size=owned.T.shape))
-        return draw_owners(samples.labels, owned.T + apportion(available - at_least, weights), draws)
 
-    def _ownership(self, num_classes: int, draws: np.random.Generator) -> np.ndarray:
-        """Which client owns which class: ``bool[clients, num_classes]``.
+        # Each owner gets one sample of a class first, then its share of the rest.
+        weights = owned.T * (1.0 if self.equal else draws.uniform(0.4, 0.6, size=owned.T.shape))
+        counts = owned.T + apportion(available - num_owners, weights)
+        return draw_owners(samples.labels, counts, draws)
+
+    def _draw_classes(self, num_classes: int, draws: np.random.Generator) -> np.ndarray:
+        """Draw which client owns which class: ``bool[clients, num_classes]``.
 
         Clients come in blocks, and each block repeats one random order of the classes. A block is the smallest one in
         which every class is owned equally often.
@@ -186,11 +203,14 @@ class ClassesPerClient(Partition):
                 f"partition.classes is {self.classes} and partition.clients is {self.clients}, which is too few for "
                 f"each of {num_classes} classes to belong to a client; raise one of them."
             )
-        block, place = np.divmod(np.arange(self.clients), num_classes // np.gcd(num_classes, self.classes))
-        rounds = draws.permuted(np.tile(np.arange(num_classes), (block[-1] + 1, 1)), axis=1)
-        turns = (place[:, None] * self.classes + np.arange(self.classes)) % num_classes
+
+        block_size = num_classes // np.gcd(num_classes, self.classes)
+        block, place = np.divmod(np.arange(self.clients), block_size)
+        orders = draws.permuted(np.tile(np.arange(num_classes), (block[-1] + 1, 1)), axis=1)
+        positions = (place[:, None] * self.classes + np.arange(self.classes)) % num_classes
+
         owned = np.zeros((self.clients, num_classes), dtype=bool)
-        np.put_along_axis(owned, rounds[block[:, None], turns], True, axis=1)
+        np.put_along_axis(owned, orders[block[:, None], positions], True, axis=1)
         return owned
 
 
@@ -205,7 +225,9 @@ class LabelSorted(Partition):
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
         if not samples.classes and samples.values is None:
             raise ConfigError("partition is 'label_sorted', but targets are neither classes nor one number a sample.")
-        order = np.argsort(samples.labels if samples.values is None else samples.values, kind="stable")
+
+        targets = samples.labels if samples.values is None else samples.values
+        order = np.argsort(targets, kind="stable")
         owner = np.empty(len(samples), dtype=np.int64)
         owner[order] = np.arange(len(samples)) * self.clients // len(samples)
         return owner

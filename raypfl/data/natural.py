@@ -26,8 +26,8 @@ class ByColumn(Partition):
 
     Attributes
     ----------
-    clients : 0: one for each group. More: samples of a group are divided at random over several clients, in equal
-        numbers. Fewer: groups are merged at random.
+    clients : number of clients; 0: one for each group. If there are more clients than groups, samples of a group are
+        divided at random over several clients, in equal numbers; if there are fewer, groups are merged at random.
     """
 
     least: ClassVar = {"clients": 0}
@@ -41,16 +41,18 @@ class ByColumn(Partition):
         return self._groups(samples), len(samples.group_names)
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
-        present, value = np.unique(self._groups(samples), return_inverse=True)
+        groups, group = np.unique(self._groups(samples), return_inverse=True)
         draws = rng.generator(seed, "partition")
-        if self.count(samples) <= len(present):
-            client_of = np.arange(len(present))
-            if self.count(samples) < len(present):
-                client_of = draws.permutation(len(present)) % self.clients
-            return client_of[value]
-        several = 1 + apportion(self.clients - len(present), np.bincount(value))
-        first = np.cumsum(several) - several
-        return first[value] + rank_within(value, draws) % several[value]
+
+        if self.count(samples) <= len(groups):
+            client_of_group = np.arange(len(groups))
+            if self.count(samples) < len(groups):
+                client_of_group = draws.permutation(len(groups)) % self.clients
+            return client_of_group[group]
+
+        clients_per_group = 1 + apportion(self.clients - len(groups), np.bincount(group))
+        first_client = np.cumsum(clients_per_group) - clients_per_group
+        return first_client[group] + rank_within(group, draws) % clients_per_group[group]
 
     @staticmethod
     def _groups(samples: Traits) -> np.ndarray:
@@ -73,8 +75,8 @@ class FromFile(Partition):
 
     Attributes
     ----------
-    file : the file's path.
-    clients : 0: as many as the file names.
+    file : path of the file.
+    clients : number of clients; 0: as many as the file names.
     """
 
     least: ClassVar = {"clients": 0}
@@ -90,49 +92,55 @@ class FromFile(Partition):
         return (Path(self.file).expanduser(),)
 
     def count(self, samples: Traits) -> int:
-        return self.clients or int(self._client_of(samples).max()) + 1
+        return self.clients or int(self._read_owners(samples).max()) + 1
 
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
-        return self._client_of(samples)
+        return self._read_owners(samples)
 
-    def _client_of(self, samples: Traits) -> np.ndarray:
+    def _read_owners(self, samples: Traits) -> np.ndarray:
         (path,) = self.files()
         if not path.is_file():
             raise ConfigError(f"partition.file is {self.file!r}, but there is no such file.")
-        sample, client = _parquet(path) if path.suffix == ".parquet" else _json(path)
-        rows = np.arange(len(samples)) if samples.rows is None else samples.rows
-        named, first, counts = np.unique(sample, return_index=True, return_counts=True)
-        if named.size and named[0] < 0:
-            raise DataError(f"{path} names sample {named[0]}, but samples are counted from 0.")
+
+        sample, client = _read_parquet(path) if path.suffix == ".parquet" else _read_json(path)
+        listed, entry, counts = np.unique(sample, return_index=True, return_counts=True)
+        if listed.size and listed[0] < 0:
+            raise DataError(f"{path} names sample {listed[0]}, but samples are counted from 0.")
         if (counts > 1).any():
-            raise DataError(f"{path} names sample {named[counts > 1][0]} more than once; it belongs to one client.")
-        missing = rows[~np.isin(rows, named)]
+            raise DataError(f"{path} names sample {listed[counts > 1][0]} more than once; it belongs to one client.")
+
+        rows = np.arange(len(samples)) if samples.rows is None else samples.rows
+        missing = rows[~np.isin(rows, listed)]
         if missing.size:
             raise DataError(
                 f"{path} names no client for sample {missing[0]} and {missing.size - 1} more; every training sample "
                 f"needs one, counted from 0."
             )
-        return client[first[np.searchsorted(named, rows)]]
+        return client[entry[np.searchsorted(listed, rows)]]
 
 
-def _parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Samples and their clients, ``int64[n]`` each."""
     try:
         table = pq.read_table(path, columns=["sample", "client"])
-        sample, client = (table[name].cast(pa.int64()).to_numpy().astype(np.int64) for name in ("sample", "client"))
+        sample = table["sample"].cast(pa.int64()).to_numpy().astype(np.int64)
+        client = table["client"].cast(pa.int64()).to_numpy().astype(np.int64)
         return sample, client
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} does not have columns 'sample' and 'client' of integers: {error}") from error
 
 
-def _json(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_json(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and their clients, ``int64[n]`` each."""
     try:
-        written: Any = json.loads(path.read_text())
-        if isinstance(written, list):
-            return np.arange(len(written)), _integers(written)
-        samples = [_integers(held) for held in written.values()]
-        clients = _integers([int(name) for name in written])
-        return np.concatenate(samples), np.repeat(clients, [len(held) for held in samples])
+        content: Any = json.loads(path.read_text())
+        if isinstance(content, list):
+            return np.arange(len(content)), _integers(content)
+
+        samples = [_integers(client_samples) for client_samples in content.values()]
+        clients = _integers([int(name) for name in content])
+        sizes = [len(client_samples) for client_samples in samples]
+        return np.concatenate(samples), np.repeat(clients, sizes)
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(
             f"{path} is neither a JSON list of client numbers nor an object from client numbers to lists of samples: "

@@ -24,13 +24,13 @@ class Traits:
     ----------
     labels : ``int64[N]``, each in ``range(num_classes)``. If samples have several labels each: the number of the
         combination.
-    num_classes : how many classes, or combinations, there are.
-    classes : whether there are classes; if not, all labels are 0.
-    values : ``[N]``, the targets, where each is one number; else None.
+    num_classes : number of classes, or of combinations.
     groups : ``int64[N]``, the index of each sample's domain, writer or the like in `group_names`; None: the data set
         has no groups.
     rows : ``int64[N]``, each sample's number in the data set; None: 0 to N - 1.
-    pooled : how many training samples went to pools.
+    pooled : number of training samples that went to pools.
+    classes : whether there are classes; if not, all labels are 0.
+    values : ``[N]``, the targets, if each is one number; else None.
     """
 
     labels: np.ndarray
@@ -45,13 +45,17 @@ class Traits:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def at(self, where: np.ndarray) -> Traits:
-        """The traits of the samples at ``where[n]`` alone."""
-        rows = where if self.rows is None else self.rows[where]
-        groups = None if self.groups is None else self.groups[where]
-        labels = self.labels[where]
-        values = None if self.values is None else self.values[where]
-        return Traits(labels, self.num_classes, groups, self.group_names, rows, classes=self.classes, values=values)
+    def at(self, indices: np.ndarray) -> Traits:
+        """The traits of the samples at ``indices[n]`` alone."""
+        return Traits(
+            labels=self.labels[indices],
+            num_classes=self.num_classes,
+            groups=None if self.groups is None else self.groups[indices],
+            group_names=self.group_names,
+            rows=indices if self.rows is None else self.rows[indices],
+            classes=self.classes,
+            values=None if self.values is None else self.values[indices],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class Partition(ABC):
 
     Attributes
     ----------
-    clients : how many there are; each gets at least one sample.
+    clients : number of clients; each gets at least one sample.
     by_class : whether it needs the samples' classes; if so, samples without classes are refused.
     least : the smallest value of each option that has one.
     """
@@ -75,7 +79,8 @@ class Partition(ABC):
 
     def __post_init__(self) -> None:
         for option, least in self.least.items():
-            require(option, getattr(self, option), getattr(self, option) >= least, f"at least {least}")
+            value = getattr(self, option)
+            require(option, value, value >= least, f"at least {least}")
 
     @abstractmethod
     def owners(self, samples: Traits, seed: int) -> np.ndarray:
@@ -97,7 +102,7 @@ class Partition(ABC):
         return ()
 
     def assign(self, samples: Traits, seed: int) -> list[np.ndarray]:
-        """The samples of each client: arrays of ascending ``int64`` indices, one a client.
+        """The samples of each client: an array of ascending ``int64`` indices for each.
 
         Raises
         ------
@@ -106,7 +111,8 @@ class Partition(ABC):
         """
         owner = self.checked_owners(samples, seed)
         ends = np.cumsum(np.bincount(owner, minlength=self.count(samples)))
-        return np.split(np.argsort(owner, kind="stable"), ends[:-1])
+        by_client = np.argsort(owner, kind="stable")
+        return np.split(by_client, ends[:-1])
 
     def checked_owners(self, samples: Traits, seed: int) -> np.ndarray:
         """`owners`, checked: every client has a sample. Raises as `assign` does."""
@@ -115,12 +121,15 @@ class Partition(ABC):
                 f"partition is {PARTITIONS.name_of(type(self))!r}, which divides samples by class, but the targets "
                 "here are numbers or tokens; choose another, such as 'iid', 'lognormal' or 'by_column'."
             )
+
         clients = self.count(samples)
         if clients > len(samples):
             raise ConfigError(
                 f"partition.clients is {clients}, but there are only {len(samples)} training samples; "
                 f"every client needs at least one."
             )
+
+        # The partition may be a user's, so that nothing about what it returns is certain.
         owner = np.asarray(self.owners(samples, seed))
         if owner.dtype.kind not in "iu":
             raise DataError(
@@ -132,6 +141,7 @@ class Partition(ABC):
                 f"The partition {type(self).__name__} must return a client from 0 to {clients - 1} for each of "
                 f"{len(samples)} samples, but it returns {owner.size}, from {owner.min()} to {owner.max()}."
             )
+
         empty = np.flatnonzero(np.bincount(owner, minlength=clients) == 0)
         if empty.size:
             raise DataError(f"The partition {type(self).__name__} gives client {empty[0]} no sample.")

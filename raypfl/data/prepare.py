@@ -30,10 +30,11 @@ from raypfl.learning.objectives import kind_of
 # Raise this when the written files change in a way that the code of readers and partitions does not show.
 _FORMAT = 4
 # Bytes of samples read at a time where all samples are visited.
-_BLOCK = 12 << 20
-_OWN = -1
-_STORED = {"classes": np.int64, "labels": np.int8, "tokens": np.int64}
-_INPUTS = ("uint8", "float32", "float64", "int64")
+_BLOCK_BYTES = 12 << 20
+# The pool of samples that are the data set's own.
+_NO_POOL = -1
+_LABEL_TYPES = {"classes": np.int64, "labels": np.int8, "tokens": np.int64}
+_INPUT_TYPES = ("uint8", "float32", "float64", "int64")
 
 
 def samples_key(data: DataConfig, cache: Path) -> str:
@@ -52,176 +53,218 @@ def samples_key(data: DataConfig, cache: Path) -> str:
                 cache.mkdir(parents=True, exist_ok=True)
             with cache_lock(cache / "downloads"):
                 source.reader.download()
-    others = [(name, source.split, *_identity(source, cache)) for name, source in pool_sources(data).items()]
-    return _key(_FORMAT, data.rare, *_identity(data, cache), *others)
+
+    pools = [(name, source.split, *_identity(source, cache)) for name, source in pool_sources(data).items()]
+    return _key(_FORMAT, data.rare, *_identity(data, cache), *pools)
 
 
 def _identity(source: DataSource, cache: Path) -> tuple[Any, ...]:
     """What identifies the samples of a source: its name and options, its reader's code, and the content of files."""
     reader = source.reader
     options = {field.name: getattr(reader, field.name) for field in fields(reader) if field.name != "config"}
-    content = _content(reader.paths(), source, cache)
+    content = _content_hash(reader.paths(), source, cache)
     return source.name, {**source.options, **options}, source_digest(DATASETS.get(source.name)), content
 
 
 def holdings_key(samples: str, data: DataConfig, partition: Partition, seed: int) -> str:
     """A key of everything that the holdings depend on; `samples` is the digest of the prepared samples."""
     held_out = (data.test_fraction, data.val_fraction, data.unseen_fraction, data.split, list(data.shares().items()))
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in partition.files() if path.is_file()]
-    name, kind = PARTITIONS.name_of(type(partition)), type(partition)
+    file_digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in partition.files() if path.is_file()]
     return _key(
-        _FORMAT, samples, seed, held_out, name, asdict(partition), source_digest(kind), digests, _own_moments(data)
+        _FORMAT,
+        samples,
+        seed,
+        held_out,
+        PARTITIONS.name_of(type(partition)),
+        asdict(partition),
+        source_digest(type(partition)),
+        file_digests,
+        _pools_with_own_moments(data),
     )
 
 
 def prepare_samples(data: DataConfig, folder: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """All samples of a data set and, after them, those of its pools from other data sets.
+    """Read all samples of a data set and, after them, those of its pools from other data sets.
 
     Returns
     -------
-    Columns ``input``, ``label``, ``published_test``, ``pool`` (the pool's place, or -1), and where there are such
+    Columns ``input``, ``label``, ``published_test``, ``pool`` (the pool's number, or -1), and if there are such
     ``group`` and ``category`` (combinations of several labels); and facts about them.
     """
     raw = data.read()
-    others = [read_pool(name, source, raw) for name, source in pool_sources(data).items()]
-    labels = [raw.labels, *(pool.labels for pool in others)]
-    counts = [len(part) for part in labels]
+    pools = [read_pool(name, source, raw) for name, source in pool_sources(data).items()]
+
+    inputs = _all_inputs(raw, pools, folder)
+    labels = [raw.labels, *(pool.labels for pool in pools)]
+    counts = [len(source_labels) for source_labels in labels]
     test_mask = np.zeros(counts[0]) if raw.test_mask is None else raw.test_mask
-    inputs = _all_inputs(raw, others, folder)
+
+    columns: dict[str, Any] = {
+        "input": inputs,
+        "label": np.concatenate(labels).astype(_LABEL_TYPES.get(raw.kind, raw.labels.dtype)),
+        "published_test": _pad(test_mask, counts, 0, np.int8),
+        "pool": np.repeat(np.arange(_NO_POOL, len(pools)), counts).astype(np.int16),
+    }
     about: dict[str, Any] = {
         "class_names": raw.class_names,
         "scale": raw.scale if inputs.dtype == np.uint8 else 1.0,
-        "pools": [pool.name for pool in others],
+        "pools": [pool.name for pool in pools],
     }
+
     if raw.feature_names is not None:
         about["feature_names"] = raw.feature_names
     if raw.indicators is not None:
         about["indicators"] = raw.indicators
-    columns: dict[str, Any] = {
-        "input": inputs,
-        "label": np.concatenate(labels).astype(_STORED.get(raw.kind, raw.labels.dtype)),
-        "published_test": _padded(test_mask, counts, 0, np.int8),
-        "pool": np.repeat(np.arange(_OWN, len(others)), counts).astype(np.int16),
-    }
     if raw.groups is not None:
-        names, group = np.unique(raw.groups, return_inverse=True)
-        about["group_names"] = [str(name) for name in names]
-        columns["group"] = _padded(group, counts, NOBODY, np.int64)
+        group_names, group = np.unique(raw.groups, return_inverse=True)
+        about["group_names"] = [str(name) for name in group_names]
+        columns["group"] = _pad(group, counts, NOBODY, np.int64)
     if raw.kind == "labels":
-        category = _categories(raw.labels, data.rare)
+        category = _label_combinations(raw.labels, data.rare)
         about["categories"] = int(category.max()) + 1
-        columns["category"] = _padded(category, counts, NOBODY, np.int64)
+        columns["category"] = _pad(category, counts, NOBODY, np.int64)
     return columns, about
 
 
 def prepare_holdings(
     samples: Arrays, data: DataConfig, partition: Partition, seed: int
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Who holds which sample: columns ``client``, ``split`` and ``sample``, and facts about them."""
-    columns, about = samples.columns, samples.about
-    own = int(np.searchsorted(columns["pool"], _OWN, side="right"))
-    names = (*SPLITS, *data.shares(), *about["pools"])
-    kind = kind_of(columns["label"])
-    classes = kind in ("classes", "labels")
-    traits = Traits(
-        labels=columns.get("category", columns["label"])[:own] if classes else np.zeros(own, dtype=np.int64),
-        num_classes=about.get("categories", len(about["class_names"])) if classes else 1,
-        classes=classes,
-        values=columns["label"][:own] if kind == "numbers" and columns["label"].ndim == 1 else None,
-        groups=columns["group"][:own] if "group" in columns else None,
-        group_names=tuple(about.get("group_names", ())),
-    )
+    """Divide the samples over the clients: columns ``client``, ``split`` and ``sample``, and facts about them."""
+    columns = samples.columns
+    # The data set's own samples come first, then those of its pools.
+    num_own = int(np.searchsorted(columns["pool"], _NO_POOL, side="right"))
+    published_test = columns["published_test"][:num_own].astype(bool)
     try:
-        held = allocate(traits, columns["published_test"][:own].astype(bool), data, partition, seed)
+        own = allocate(_traits(samples, num_own), published_test, data, partition, seed)
     except ConfigError as error:
         raise ConfigError(f"The data set {data.name!r} cannot be partitioned: {error}") from error
-    client = np.concatenate([held.client, np.full(len(columns["pool"]) - own, NOBODY)])
-    split = np.concatenate([held.split, columns["pool"][own:] + len(SPLITS) + len(data.shares())]).astype(np.int16)
+
+    pool_split = columns["pool"][num_own:] + len(SPLITS) + len(data.shares())
+    client = np.concatenate([own.client, np.full(len(pool_split), NOBODY)])
+    split = np.concatenate([own.split, pool_split]).astype(np.int16)
     order = np.lexsort((client, split))
-    trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, held.unseen))
-    mean, std = _moments(columns["input"], trained_on, about)
+
+    split_names = (*SPLITS, *data.shares(), *samples.about["pools"])
+    trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, own.unseen))
+    mean, std = _moments(columns["input"], trained_on, samples.about)
     pool_moments = {}
-    for name in _own_moments(data):
-        pooled = np.flatnonzero(split == names.index(name))
-        pool_moments[name] = [part.tolist() for part in _moments(columns["input"], pooled, about)]
-    return {"client": client[order], "split": split[order], "sample": order.astype(np.int64)}, {
-        "clients": held.clients,
-        "unseen": held.unseen.tolist(),
-        "splits": names,
+    for name in _pools_with_own_moments(data):
+        pool = np.flatnonzero(split == split_names.index(name))
+        pool_mean, pool_std = _moments(columns["input"], pool, samples.about)
+        pool_moments[name] = [pool_mean.tolist(), pool_std.tolist()]
+
+    holdings = {"client": client[order], "split": split[order], "sample": order.astype(np.int64)}
+    about = {
+        "clients": own.clients,
+        "unseen": own.unseen.tolist(),
+        "splits": split_names,
         "mean": mean.tolist(),
         "std": std.tolist(),
-    } | ({"pool_moments": pool_moments} if pool_moments else {})
+    }
+    if pool_moments:
+        about["pool_moments"] = pool_moments
+    return holdings, about
 
 
-def _own_moments(data: DataConfig) -> list[str]:
+def _traits(samples: Arrays, count: int) -> Traits:
+    """What a partition may know about the first `count` samples."""
+    columns = samples.columns
+    about = samples.about
+    labels = columns["label"][:count]
+    kind = kind_of(columns["label"])
+    groups = columns["group"][:count] if "group" in columns else None
+    group_names = tuple(about.get("group_names", ()))
+
+    if kind in ("classes", "labels"):
+        classes = columns["category"][:count] if "category" in columns else labels
+        num_classes = about.get("categories", len(about["class_names"]))
+        return Traits(classes, num_classes, groups, group_names)
+
+    values = labels if kind == "numbers" and labels.ndim == 1 else None
+    return Traits(np.zeros(count, dtype=np.int64), 1, groups, group_names, classes=False, values=values)
+
+
+def _pools_with_own_moments(data: DataConfig) -> list[str]:
     """The pools that are normalised by their own mean and deviation."""
     return [name for name, source in pool_sources(data).items() if source.normalise == "own"]
 
 
-def _padded(column: np.ndarray, counts: list[int], padding: int, dtype: Any) -> np.ndarray:
-    """A column of the data set's own samples, with `padding` for those of the pools."""
+def _pad(column: np.ndarray, counts: list[int], padding: int, dtype: Any) -> np.ndarray:
+    """Extend a column of the data set's own samples by `padding` for those of the pools."""
     return np.concatenate([column, np.full(sum(counts[1:]), padding)]).astype(dtype)
 
 
-def _categories(labels: np.ndarray, rare: int) -> np.ndarray:
+def _label_combinations(labels: np.ndarray, rare: int) -> np.ndarray:
     """The combination of labels that each sample has, ``int64[N]``, from 0; rare ones count as one."""
     _, combination = np.unique(labels, axis=0, return_inverse=True)
     combination = combination.reshape(-1)
-    frequent = np.bincount(combination) >= rare
-    merged = np.where(frequent, np.cumsum(frequent) - 1, frequent.sum())
-    return merged[combination]
+    is_frequent = np.bincount(combination) >= rare
+    new_number = np.where(is_frequent, np.cumsum(is_frequent) - 1, is_frequent.sum())
+    return new_number[combination]
 
 
-def _all_inputs(raw: RawData, others: list[PoolSamples], folder: Path) -> np.ndarray:
+def _all_inputs(raw: RawData, pools: list[PoolSamples], folder: Path) -> np.ndarray:
     """All inputs in one array; those of pools get the shape of the data set's own.
 
     Images that are grey throughout get one channel, however they were encoded: WebP has no grey images.
     """
-    own = _spooled(raw.blocks(), folder)
+    own = _spool(raw.blocks(), folder)
     if len(own) != len(raw.labels):
         raise DataError(f"There are {len(own)} inputs, but {len(raw.labels)} labels.")
-    images = own.dtype == np.uint8 and own.shape[1] > 1
-    grey = images and all((own[span] == own[span, :1]).all() for span in _spans(own, len(own)))
-    if not grey and not others:
+
+    has_channels = own.dtype == np.uint8 and own.shape[1] > 1
+    is_grey = has_channels and all((own[span] == own[span, :1]).all() for span in _spans(own, len(own)))
+    if not is_grey and not pools:
         return own
-    kept = slice(1) if grey else slice(None)
-    blocks = (own[span, kept] for span in _spans(own, len(own)))
-    return _spooled(itertools.chain(blocks, *(pool.blocks(own[:1, kept].shape[1:]) for pool in others)), folder)
+
+    channels = slice(1) if is_grey else slice(None)
+    shape = own[:1, channels].shape[1:]
+    own_blocks = (own[span, channels] for span in _spans(own, len(own)))
+    pool_blocks = [pool.blocks(shape) for pool in pools]
+    return _spool(itertools.chain(own_blocks, *pool_blocks), folder)
 
 
-def _spooled(blocks: Iterable[np.ndarray], folder: Path) -> np.ndarray:
-    """The blocks in one array, mapped from a temporary file, so that memory holds one block at a time."""
-    first, count = np.zeros((0, 1), np.uint8), 0
+def _spool(blocks: Iterable[np.ndarray], folder: Path) -> np.ndarray:
+    """Write the blocks to a temporary file and map it as one array, so that memory holds one block at a time."""
+    empty = np.zeros((0, 1), np.uint8)
+    count = 0
     with explain_write_errors(folder):
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed once it is mapped
+
     with file:
         for block in blocks:
-            first = first if count else block[:0]
-            _check(block, first, count)
+            if not count:
+                empty = block[:0]
+            _check_block(block, empty, count)
             with explain_write_errors(folder):
                 np.ascontiguousarray(block).tofile(file)
             count += len(block)
         file.flush()
-        return np.memmap(file, first.dtype, mode="r", shape=(count, *first.shape[1:])) if count else first
+
+        # A file of length 0 cannot be mapped.
+        if not count:
+            return empty
+        return np.memmap(file, empty.dtype, mode="r", shape=(count, *empty.shape[1:]))
 
 
-def _check(block: np.ndarray, first: np.ndarray, start: int) -> None:
-    """Raise a DataError unless inputs are of a known type, finite, and like the `first` ones."""
-    if block.dtype.name not in _INPUTS or block.ndim < 2 or (block.dtype == np.uint8 and block.ndim != 4):
+def _check_block(block: np.ndarray, first: np.ndarray, start: int) -> None:
+    """Raise a DataError unless inputs are of a known type, finite, and of the type and shape of the `first`."""
+    if block.dtype.name not in _INPUT_TYPES or block.ndim < 2 or (block.dtype == np.uint8 and block.ndim != 4):
         raise DataError(
             f"The data set's reader returns inputs as {block.dtype}{list(block.shape)}, not as uint8[n, C, H, W] "
             "images, float32[n, ...] or float64[n, ...] features, or int64[n, ...] tokens."
         )
     if (block.dtype, block.shape[1:]) != (first.dtype, first.shape[1:]):
-        shapes = [f"{one.dtype}{list(one.shape[1:])}" for one in (block, first)]
-        raise DataError(f"Inputs from sample {start} on are {shapes[0]}, those before {shapes[1]}.")
+        shape = f"{block.dtype}{list(block.shape[1:])}"
+        first_shape = f"{first.dtype}{list(first.shape[1:])}"
+        raise DataError(f"Inputs from sample {start} on are {shape}, those before {first_shape}.")
     if block.dtype.kind == "f" and not np.isfinite(block).all():
         raise DataError(f"Sample {start + np.argwhere(~np.isfinite(block))[0][0]} has an input that is not finite.")
 
 
 def _spans(samples: np.ndarray, count: int) -> Iterator[slice]:
-    """Slices of blocks that `count` samples of this size are cut into."""
-    step = max(_BLOCK // samples[0].nbytes, 1)
+    """Slices of the blocks that `count` samples of this size are read in."""
+    step = max(_BLOCK_BYTES // samples[0].nbytes, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -234,18 +277,25 @@ def _moments(inputs: np.ndarray, chosen: np.ndarray, about: Mapping[str, Any]) -
     scale = about["scale"]
     if inputs.dtype == np.int64:
         return np.zeros(1), np.ones(1)
-    if inputs.dtype != np.uint8:
-        mean, std = _feature_moments(inputs, chosen, scale)
-        as_they_are = np.flatnonzero(about.get("indicators", []))
-        mean[as_they_are] = 0.0
-        std[as_they_are] = 1.0
-        return mean, std
-    total, squares = np.zeros((2, inputs.shape[1]), dtype=np.int64)
-    for span in _spans(inputs, len(chosen)):
-        block = inputs[chosen[span]]
+    if inputs.dtype == np.uint8:
+        return _image_moments(inputs, chosen, scale)
+
+    mean, std = _feature_moments(inputs, chosen, scale)
+    indicators = np.flatnonzero(about.get("indicators", []))
+    mean[indicators] = 0.0
+    std[indicators] = 1.0
+    return mean, std
+
+
+def _image_moments(images: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation by channel, from exact sums of bytes."""
+    total, squares = np.zeros((2, images.shape[1]), dtype=np.int64)
+    for span in _spans(images, len(chosen)):
+        block = images[chosen[span]]
         total += block.sum(axis=(0, 2, 3), dtype=np.int64)
         squares += np.einsum("nchw,nchw->c", block, block, dtype=np.int64)
-    count = len(chosen) * inputs[0, 0].size
+
+    count = len(chosen) * images[0, 0].size
     # count² variance, in Python's integers, which neither round nor overflow
     spread = [count * int(q) - int(t) ** 2 for q, t in zip(squares, total, strict=True)]
     std = np.array([math.sqrt(s) / count / scale if s else 1.0 for s in spread])
@@ -253,6 +303,7 @@ def _moments(inputs: np.ndarray, chosen: np.ndarray, about: Mapping[str, Any]) -
 
 
 def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation by channel of images in floating point, else by the last axis."""
     axis = 1 if inputs.ndim == 4 else -1
     features = inputs.shape[axis]
 
@@ -268,28 +319,31 @@ def _feature_moments(inputs: np.ndarray, chosen: np.ndarray, scale: float) -> tu
     return mean, np.where(std > 0, std, 1.0)
 
 
-def _content(paths: list[Path], source: DataSource, cache: Path) -> str:
+def _content_hash(paths: list[Path], source: DataSource, cache: Path) -> str:
     """The SHA-256 of files and their places under ``data.root``.
 
-    Reading them takes time, so the hash is kept until a file's size, time of change or time of status change differs.
+    Reading them takes time, so the hash is cached until a file's size, time of change or time of status change differs.
     The last, which only the system sets, shows files that were overwritten and got their old time of change back.
     """
     root = Path(source.root).expanduser().absolute() if source.root else Path().absolute()
-    there = [(path, path.stat()) for path in paths if path.is_file()]
-    if not there:
+    stats = {path: path.stat() for path in paths if path.is_file()}
+    if not stats:
         return ""
-    states = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in there]
-    known = cache / "contents" / _key(str(root), states)
-    if known.is_file():
-        return known.read_text()
+
+    states = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats.items()]
+    cached_hash = cache / "contents" / _key(str(root), states)
+    if cached_hash.is_file():
+        return cached_hash.read_text()
+
     content = hashlib.sha256()
-    for path, _ in there:
+    for path in stats:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         content.update(f"{os.path.relpath(path.absolute(), root)} {digest}\n".encode())
-    with explain_write_errors(known):
-        known.parent.mkdir(parents=True, exist_ok=True)
-        files.write(known, content.hexdigest())
+
+    with explain_write_errors(cached_hash):
+        cached_hash.parent.mkdir(parents=True, exist_ok=True)
+        files.write(cached_hash, content.hexdigest())
     return content.hexdigest()
 
 

@@ -19,7 +19,7 @@ class QuantitySkew(Partition):
 
     Attributes
     ----------
-    min_samples : of every client; the largest clients give samples to those with fewer.
+    min_samples : smallest size of a client; the largest clients give samples to those with fewer.
     """
 
     least: ClassVar = {"clients": 1, "min_samples": 1}
@@ -63,7 +63,7 @@ class PowerLaw(QuantitySkew):
 
     Attributes
     ----------
-    exponent : of the law; 0: all equal.
+    exponent : exponent of the law; 0: all equal.
     """
 
     least: ClassVar = {"clients": 1, "min_samples": 1, "exponent": 0}

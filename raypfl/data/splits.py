@@ -24,7 +24,7 @@ class Holdings:
     ----------
     client : ``int64[N]``, or `NOBODY` for a sample in a pool.
     split : ``int16[N]``, an index into ``SPLITS + pools``.
-    clients : how many there are.
+    clients : number of clients.
     unseen : ``int64[U]``, clients that are never trained, ascending.
     """
 
@@ -51,75 +51,95 @@ def allocate(
     ------
     ConfigError, DataError : if the samples do not allow it.
     """
-    apart = published_test if data.split == "auto" else np.zeros_like(published_test)
-    if apart.all():
+    is_test = published_test if data.split == "auto" else np.zeros_like(published_test)
+    if is_test.all():
         raise DataError("All samples are in the published test split; set data.split to merged to train on them too.")
-    tests, rest = np.flatnonzero(apart), rng.generator(seed, "auxiliary").permutation(np.flatnonzero(~apart))
-    total = len(rest)
+    test_samples = np.flatnonzero(is_test)
+
     client = np.full(len(samples), NOBODY, dtype=np.int64)
     split = np.empty(len(samples), dtype=np.int16)
+
+    rest = rng.generator(seed, "auxiliary").permutation(np.flatnonzero(~is_test))
+    total = len(rest)
     for code, share in enumerate(data.shares().values(), start=len(SPLITS)):
         # The rest, not the pool, is rounded down: so a tenth of CheXpert's 223,414 samples is 22,342.
-        taken, rest = np.split(rest, [total - int((1 - share) * total + 1e-9)])
-        split[taken] = code
-    own = np.sort(rest)
+        pool_samples, rest = np.split(rest, [total - int((1 - share) * total + 1e-9)])
+        split[pool_samples] = code
 
-    allocated = replace(samples.at(own), pooled=total - len(own))
-    client[own] = partition.checked_owners(allocated, seed)
-    clients = partition.count(allocated)
-    split[own] = hold_out(allocated, client[own], 0.0 if tests.size else data.test_fraction, data.val_fraction, seed)
-    if tests.size:
+    client_samples = np.sort(rest)
+    traits = replace(samples.at(client_samples), pooled=total - len(client_samples))
+    owner = partition.checked_owners(traits, seed).astype(np.int64)
+    clients = partition.count(traits)
+    test_fraction = 0.0 if test_samples.size else data.test_fraction
+    client[client_samples] = owner
+    split[client_samples] = hold_out(traits, owner, test_fraction, data.val_fraction, seed)
+
+    if test_samples.size:
         kind, kinds = partition.alike(samples)
-        client[tests] = _matched(kind[tests], _counts(kind[own], client[own], (kinds, clients)), seed)
-        split[tests] = _TEST
-    return Holdings(client, split, clients, _unseen(data.unseen_fraction, clients, seed))
+        training_counts = _counts(kind[client_samples], owner, (kinds, clients))
+        client[test_samples] = _draw_test_owners(kind[test_samples], training_counts, seed)
+        split[test_samples] = _TEST
+    return Holdings(client, split, clients, _draw_unseen(data.unseen_fraction, clients, seed))
 
 
-def _unseen(fraction: float, clients: int, seed: int) -> np.ndarray:
+def _draw_unseen(fraction: float, clients: int, seed: int) -> np.ndarray:
+    """Draw the clients that are never trained: ``int64[U]``, ascending."""
     count = round(fraction * clients)
     if fraction and not 0 < count < clients:
-        what = "left to train" if count else "unseen"
+        lacking = "left to train" if count else "unseen"
         raise ConfigError(
-            f"data.unseen_fraction is {fraction}, but with {clients} clients none would be {what}; change it, or "
+            f"data.unseen_fraction is {fraction}, but with {clients} clients none would be {lacking}; change it, or "
             f"partition.clients."
         )
     return np.sort(rng.generator(seed, "unseen").permutation(clients)[:count])
 
 
 def hold_out(samples: Traits, owner: np.ndarray, test_fraction: float, val_fraction: float, seed: int) -> np.ndarray:
-    """Split codes ``int16[N]`` that divide each client's own samples class by class, for owners ``int64[N]``."""
-    sizes = np.bincount(owner)
-    tests = _share(sizes, test_fraction, sizes - 1)
-    vals = _share(sizes, val_fraction, sizes - tests - 1)
-    draws = rng.generator(seed, "split")
-    held = _counts(owner, samples.labels, (len(sizes), samples.num_classes))
-    of_test = largest_remainders(tests, held, draws)
-    of_val = largest_remainders(vals, held - of_test, draws)
-    cell = np.ravel_multi_index((owner, samples.labels), held.shape)
-    rank = rank_within(cell, draws)
-    choices = [rank < of_test.ravel()[cell], rank < (of_test + of_val).ravel()[cell]]
-    return np.select(choices, [_TEST, _VAL], _TRAIN).astype(np.int16)
-
-
-def _share(sizes: np.ndarray, fraction: float, limit: np.ndarray) -> np.ndarray:
-    """How many samples to hold out: at least one if the fraction is above 0 and the limit allows it."""
-    if not fraction:
-        return np.zeros_like(sizes)
-    return np.minimum(np.maximum(np.floor(sizes * fraction + 1e-9).astype(np.int64), 1), limit)
-
-
-def _matched(kind: np.ndarray, held: np.ndarray, seed: int) -> np.ndarray:
-    """Owners of published test samples, so that a client's test samples have the proportions of its training samples.
+    """Divide each client's samples class by class: a split code for each, ``int16[N]``.
 
     Parameters
     ----------
-    kind : ``int64[N]``, of each test sample: its class or, for a partition by column, its group.
-    held : ``int64[kinds, clients]``, counts of the samples that clients already hold.
+    owner : ``int64[N]``, the client of each sample.
+    """
+    sizes = np.bincount(owner)
+    test_sizes = _held_out_sizes(sizes, test_fraction, sizes - 1)
+    val_sizes = _held_out_sizes(sizes, val_fraction, sizes - test_sizes - 1)
+
+    draws = rng.generator(seed, "split")
+    counts = _counts(owner, samples.labels, (len(sizes), samples.num_classes))
+    test_counts = largest_remainders(test_sizes, counts, draws)
+    val_counts = largest_remainders(val_sizes, counts - test_counts, draws)
+
+    # A client's samples of a class come in random order: first those for test, then those for validation.
+    cell = np.ravel_multi_index((owner, samples.labels), counts.shape)
+    rank = rank_within(cell, draws)
+    is_test = rank < test_counts.ravel()[cell]
+    is_test_or_val = rank < (test_counts + val_counts).ravel()[cell]
+    return np.select([is_test, is_test_or_val], [_TEST, _VAL], _TRAIN).astype(np.int16)
+
+
+def _held_out_sizes(sizes: np.ndarray, fraction: float, limit: np.ndarray) -> np.ndarray:
+    """How many samples each client holds out: at least one if the fraction is above 0 and the limit allows it."""
+    if not fraction:
+        return np.zeros_like(sizes)
+    rounded_down = np.floor(sizes * fraction + 1e-9).astype(np.int64)
+    return np.minimum(np.maximum(rounded_down, 1), limit)
+
+
+def _draw_test_owners(kind: np.ndarray, training_counts: np.ndarray, seed: int) -> np.ndarray:
+    """Draw owners of published test samples, in the proportions of the clients' training samples.
+
+    Parameters
+    ----------
+    kind : ``int64[N]``, each test sample's class or, for a partition by column, its group.
+    training_counts : ``int64[kinds, clients]``, the clients' training samples of each kind.
     """
     draws = rng.generator(seed, "test")
-    never_held = ~held.any(axis=1, keepdims=True)
-    weights = np.where(never_held, held.sum(axis=0), held)
-    return draw_owners(kind, largest_remainders(np.bincount(kind, minlength=len(held)), weights, draws), draws)
+    # Nobody trains on such a kind; its test samples go to clients in proportion to their sizes.
+    is_untrained = ~training_counts.any(axis=1, keepdims=True)
+    weights = np.where(is_untrained, training_counts.sum(axis=0), training_counts)
+    counts = largest_remainders(np.bincount(kind, minlength=len(training_counts)), weights, draws)
+    return draw_owners(kind, counts, draws)
 
 
 def _counts(row: np.ndarray, column: np.ndarray, shape: tuple[int, int]) -> np.ndarray:

@@ -33,17 +33,17 @@ class FederatedData:
 
     Attributes
     ----------
-    name : of the data set.
+    name : the data set's name.
     inputs : ``[N, ...]``, as in `RawData`; networks get ``(inputs / scale - mean) / std``, or tokens unchanged.
     labels : ``[N]`` or ``[N, ...]``, as in `RawData`; -1, or NaN, for samples of a pool that has other classes.
-    class_names : one for each class, label, number or token.
+    class_names : a name for each class, label, number or token.
     scale : the value of a full pixel.
-    mean, std : ``float32[C]``, by channel of images, else by the last axis, of ``inputs / scale`` over the training
-        samples of all clients but the unseen.
-    num_clients : clients are numbered from 0.
+    mean, std : ``float32[C]``, mean and standard deviation of ``inputs / scale`` over the training samples of all
+        clients but the unseen; by channel of images, else by the last axis.
+    num_clients : number of clients, which are numbered from 0.
     unseen : ``int64[U]``, the clients that are never trained, ascending.
     pools : names of the pools, whose samples belong to no client, e.g. ``auxiliary``.
-    pool_moments : name -> (mean, std), as above, of the pools with ``normalise: own``.
+    pool_moments : name -> (mean, std), as above, for each pool with ``normalise: own``.
     feature_names, indicators : as in `RawData`.
     fingerprint : SHA-256 of the samples and of who holds them, the same on every machine.
     """
@@ -72,7 +72,7 @@ class FederatedData:
 
     @property
     def kind(self) -> str:
-        """Of the targets, one of :data:`raypfl.learning.objectives.KINDS`."""
+        """The kind of the targets, one of :data:`raypfl.learning.objectives.KINDS`."""
         return kind_of(self.labels)
 
     @property
@@ -82,7 +82,7 @@ class FederatedData:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of a sample: (channels, height, width) of an image."""
+        """The shape of a sample; of an image, (channels, height, width)."""
         return tuple(self.inputs.shape[1:])
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
@@ -94,7 +94,8 @@ class FederatedData:
         """
         if not 0 <= client < self.num_clients:
             raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
-        offsets, samples = self._rows(split)
+
+        offsets, samples = self._split(split)
         return samples[offsets[client] : offsets[client + 1]]
 
     def pool(self, name: str) -> np.ndarray:
@@ -106,18 +107,19 @@ class FederatedData:
         """
         return self._pools[known_pool(name, self._pools)]
 
-    def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels, ``[n, ...]`` each, of the samples that have these numbers."""
-        return self.inputs[where], self.labels[where]
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels, ``[n, ...]`` each, of the samples ``indices[n]``."""
+        return self.inputs[indices], self.labels[indices]
 
     def sizes(self, split: str = "train") -> np.ndarray:
         """The number of samples in each client's split: ``int64[num_clients]``."""
-        return np.diff(self._rows(split)[0])
+        offsets, _ = self._split(split)
+        return np.diff(offsets)
 
     def label_counts(self, split: str = "train") -> np.ndarray:
         """The number of samples of each class in each client's split: ``int64[num_clients, num_classes]``.
 
-        If samples have several labels each: how often each label is 1.
+        If samples have several labels, this is how often each label is 1.
 
         Raises
         ------
@@ -125,16 +127,19 @@ class FederatedData:
         """
         if self.kind not in ("classes", "labels"):
             raise ConfigError(f"The targets of {self.name!r} are {self.kind}, so there are no classes to count.")
-        offsets, samples = self._rows(split)
+
+        offsets, samples = self._split(split)
         if self.kind == "labels":
-            up_to = np.cumsum(self.labels[samples], axis=0, dtype=np.int64)
-            return np.diff(np.concatenate([np.zeros_like(up_to[:1]), up_to])[offsets], axis=0)
+            totals = np.cumsum(self.labels[samples], axis=0, dtype=np.int64)
+            totals_before = np.concatenate([np.zeros_like(totals[:1]), totals])
+            return np.diff(totals_before[offsets], axis=0)
+
         client = np.repeat(np.arange(self.num_clients), self.sizes(split))
         cell = client * self.num_classes + self.labels[samples]
         counts = np.bincount(cell, minlength=self.num_clients * self.num_classes)
         return counts.reshape(self.num_clients, self.num_classes)
 
-    def _rows(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+    def _split(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Offsets and samples: those of client k are ``samples[offsets[k] : offsets[k + 1]]``."""
         if split not in self._splits:
             raise ConfigError(f"There is no split called {split!r}; {did_you_mean(split, self._splits)}")
@@ -148,11 +153,18 @@ class FederatedData:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self._origin, self.fingerprint)
+        return _reopen, (self._origin, self.fingerprint)
 
 
 class _Origin(NamedTuple):
-    """The files of federated data: their names in a cache, and the cache that they were prepared in."""
+    """The files that federated data are views of.
+
+    Attributes
+    ----------
+    data : the description of the data set.
+    files : the samples' file and the holdings' file, by their names in a cache.
+    cache : the cache that they were prepared in.
+    """
 
     data: DataConfig
     files: tuple[str, str]
@@ -160,11 +172,11 @@ class _Origin(NamedTuple):
 
 
 class PreparedDataMissing(DataError):
-    """Federated data were unpickled on a machine that does not have their files.
+    """Error for federated data unpickled on a machine that does not have their files.
 
     Attributes
     ----------
-    files : where each file is on the machine that prepared it, and where it belongs on this one.
+    files : for each file, its path on the machine that prepared it, and the path that it belongs at on this one.
     """
 
     def __init__(self, files: Sequence[tuple[Path, Path]]):
@@ -173,13 +185,13 @@ class PreparedDataMissing(DataError):
 
 
 ClientData = FederatedData | DescribedData
-"""What each client holds, stored or described."""
+"""The clients' data, stored or described."""
 
 
 def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: str | Path | None = None) -> ClientData:
     """Open a data set, divided over clients by the partition; both are prepared once and kept in the cache.
 
-    A :class:`raypfl.data.datasets.Population` is neither divided nor kept.
+    A :class:`raypfl.data.datasets.Population` is neither divided nor kept in the cache.
 
     Samples are prepared again when a file of the data set, an option of its reader or the reader's code changes; the
     partition when its code, an option of it or of the splits, or `seed` changes. If several processes find nothing
@@ -196,55 +208,76 @@ def load_federated(data: DataConfig, partition: Partition, *, seed: int, cache: 
     """
     if is_described(data):
         return DescribedData(data)
-    everything = cache_folder(data, cache)
-    data = copy_to_this_machine(data, everything)
-    name = f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{samples_key(data, everything)}"
-    files = [f"{name}/samples.arrow"]
-    samples = open_or_build(everything / files[0], lambda: prepare_samples(data, everything / name))
-    files.append(f"{name}/partitions/{holdings_key(samples.digest, data, partition, seed)}.arrow")
-    holdings = open_or_build(everything / files[1], lambda: prepare_holdings(samples, data, partition, seed))
-    opened_data = _joined(samples, holdings, _Origin(data, (files[0], files[1]), everything))
-    if data.test_fraction and not opened_data.sizes("test").any():
+
+    folder = cache_folder(data, cache)
+    data = copy_to_this_machine(data, folder)
+
+    name = f"{re.sub('[^A-Za-z0-9_-]', '-', data.name)}-{samples_key(data, folder)}"
+    samples_file = f"{name}/samples.arrow"
+    samples = open_or_build(folder / samples_file, lambda: prepare_samples(data, folder / name))
+
+    # The digest of the samples is part of the key, so that holdings never refer to other samples.
+    holdings_file = f"{name}/partitions/{holdings_key(samples.digest, data, partition, seed)}.arrow"
+    holdings = open_or_build(folder / holdings_file, lambda: prepare_holdings(samples, data, partition, seed))
+
+    federated_data = _join(samples, holdings, _Origin(data, (samples_file, holdings_file), folder))
+    if data.test_fraction and not federated_data.sizes("test").any():
         warnings.warn(
             f"No client of {data.name!r} has a test sample: a client needs two samples for one. Evaluation on the "
             f"clients' own samples will be empty; lower partition.clients.",
             stacklevel=2,
         )
-    for sentence in _without_effect(data, opened_data, bool(samples.columns["published_test"].any())):
+    has_published_test = bool(samples.columns["published_test"].any())
+    for sentence in _settings_without_effect(data, federated_data, has_published_test):
         warnings.warn(sentence, stacklevel=2)
-    return opened_data
+    return federated_data
 
 
-def _without_effect(data: DataConfig, opened_data: FederatedData, has_published_test: bool) -> Iterator[str]:
-    """A sentence for each setting of `data` that the samples, now that they are known, leave without effect."""
+def _settings_without_effect(
+    data: DataConfig, federated_data: FederatedData, has_published_test: bool
+) -> Iterator[str]:
+    """A sentence for each setting that turns out to have no effect on these samples."""
     if has_published_test and data.split == "auto" and data.test_fraction != DataConfig.test_fraction:
         yield (
             f"data.test_fraction is {data.test_fraction}, but has no effect, since {data.name!r} has a published test "
             "split. data.split=merged divides all samples anew."
         )
-    if data.rare != DataConfig.rare and opened_data.kind != "labels":
+    if data.rare != DataConfig.rare and federated_data.kind != "labels":
         yield f"data.rare is {data.rare}, but has no effect, since samples of {data.name!r} have one label each."
 
 
-def _reopened(origin: _Origin, fingerprint: str) -> FederatedData:
+def _reopen(origin: _Origin, fingerprint: str) -> FederatedData:
     """Open what another process prepared and checked: in its cache, which may be shared, or in this machine's."""
-    caches = origin.cache, cache_folder(origin.data)
-    for cache in dict.fromkeys(caches):
+    local_cache = cache_folder(origin.data)
+    for cache in dict.fromkeys((origin.cache, local_cache)):
         with suppress(Unreadable):
             samples, holdings = (open_arrays(cache / file, check=False) for file in origin.files)
-            found = _joined(samples, holdings, origin)
-            if found.fingerprint == fingerprint:
-                return found
-    raise PreparedDataMissing([(origin.cache / file, caches[-1] / file) for file in origin.files])
+            data = _join(samples, holdings, origin)
+            if data.fingerprint == fingerprint:
+                return data
+    raise PreparedDataMissing([(origin.cache / file, local_cache / file) for file in origin.files])
 
 
-def _joined(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData:
-    split, client, sample = (holdings.columns[name] for name in ("split", "client", "sample"))
-    num_clients, names = holdings.about["clients"], holdings.about["splits"]
-    ends = np.searchsorted(split, np.arange(len(names) + 1))
-    spans = {name: slice(ends[code], ends[code + 1]) for code, name in enumerate(names)}
-    pools = tuple(names[len(SPLITS) :])
-    steps = np.arange(num_clients + 1)
+def _join(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData:
+    """Join the samples with who holds which; rows of `holdings` are sorted by split, then by client."""
+    split = holdings.columns["split"]
+    client = holdings.columns["client"]
+    sample = holdings.columns["sample"]
+
+    split_names = holdings.about["splits"]
+    bounds = np.searchsorted(split, np.arange(len(split_names) + 1))
+    rows = {name: slice(bounds[code], bounds[code + 1]) for code, name in enumerate(split_names)}
+
+    num_clients = holdings.about["clients"]
+    clients = np.arange(num_clients + 1)
+    splits = {name: (np.searchsorted(client[rows[name]], clients), sample[rows[name]]) for name in SPLITS}
+    pool_names = tuple(split_names[len(SPLITS) :])
+    pools = {name: sample[rows[name]] for name in pool_names}
+
+    pool_moments = {}
+    for name, (mean, std) in holdings.about.get("pool_moments", {}).items():
+        pool_moments[name] = (np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32))
+
     return FederatedData(
         name=origin.data.name,
         inputs=samples.columns["input"],
@@ -255,20 +288,18 @@ def _joined(samples: Arrays, holdings: Arrays, origin: _Origin) -> FederatedData
         std=np.array(holdings.about["std"], dtype=np.float32),
         num_clients=num_clients,
         unseen=np.array(holdings.about["unseen"], dtype=np.int64),
-        pools=pools,
-        pool_moments={
-            name: (np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32))
-            for name, (mean, std) in holdings.about.get("pool_moments", {}).items()
-        },
+        pools=pool_names,
+        pool_moments=pool_moments,
         feature_names=samples.about.get("feature_names"),
         indicators=samples.about.get("indicators"),
         fingerprint=hashlib.sha256((samples.digest + holdings.digest).encode()).hexdigest(),
-        _splits={name: (np.searchsorted(client[spans[name]], steps), sample[spans[name]]) for name in SPLITS},
-        _pools={name: sample[spans[name]] for name in pools},
+        _splits=splits,
+        _pools=pools,
         _origin=origin,
     )
 
 
 def cache_folder(data: DataConfig, cache: str | Path | None = None) -> Path:
     """The folder of prepared data, and of other results that a machine needs to compute only once."""
-    return Path(cache or data.cache or os.environ.get("RAYPFL_CACHE") or "~/.cache/raypfl").expanduser().absolute()
+    folder = cache or data.cache or os.environ.get("RAYPFL_CACHE") or "~/.cache/raypfl"
+    return Path(folder).expanduser().absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from raypfl.data.datasets.settings import SPLITS
 from raypfl.data.store import ClientData, FederatedData
 
 _RANGES = 10
-"""Of targets that are numbers, for which a summary counts ranges."""
+"""Ranges that targets which are numbers are counted in."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,15 @@ class Summary:
 
     Attributes
     ----------
-    name : of the data set.
-    input_shape : of a sample.
-    class_names : one for each class, label or token; if targets are numbers: ranges with equally many of them.
+    name : the data set's name.
+    input_shape : shape of a sample.
+    class_names : a name for each class, label or token; if targets are numbers: ranges with equally many of them.
     sizes : split -> ``int64[clients]``, samples of each client.
-    counts : ``int64[clients, classes]``, each client's training samples of each class; of several labels a sample: how
-        often each label is 1; of tokens: how often each is a target.
+    counts : ``int64[clients, classes]``, each client's training samples of each class. If samples have several labels:
+        how often each label is 1; if targets are tokens: how often each is a target.
     pools : name -> number of samples.
     unseen : ``int64[U]``, clients that are never trained.
-    kind : of the targets, one of :data:`raypfl.learning.objectives.KINDS`.
+    kind : kind of the targets, one of :data:`raypfl.learning.objectives.KINDS`.
     """
 
     name: str
@@ -43,14 +44,14 @@ class Summary:
     kind: str = "classes"
 
     @property
-    def one(self) -> str:
+    def unit(self) -> str:
         """What `class_names` are names of, in the singular."""
         return {"classes": "class", "labels": "label", "numbers": "range", "tokens": "token"}[self.kind]
 
     @property
-    def several(self) -> str:
-        """The same in the plural."""
-        return "classes" if self.one == "class" else f"{self.one}s"
+    def units(self) -> str:
+        """What `class_names` are names of, in the plural."""
+        return "classes" if self.unit == "class" else f"{self.unit}s"
 
     @property
     def num_clients(self) -> int:
@@ -64,28 +65,28 @@ class Summary:
 
     @property
     def classes_held(self) -> np.ndarray:
-        """``int64[clients]``, how many classes each client trains on."""
+        """The number of classes that each client trains on: ``int64[clients]``."""
         return (self.counts > 0).sum(axis=1)
 
     @property
     def entropy(self) -> np.ndarray:
-        """``float[clients]``, Shannon's, of each client's label mix, in bits: from 0 to log2(classes)."""
+        """Shannon's entropy of each client's label mix in bits, ``float[clients]``: from 0 to log2(classes)."""
         shares = self.shares
         return np.abs((shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=1))
 
     @property
     def distance(self) -> np.ndarray:
-        """``float[clients]``, earth mover's, between a client's label mix and that of all clients together.
+        """Earth mover's distance of each client's label mix from that of all clients together: ``float[clients]``.
 
         All classes are at distance 1 from each other, so this is half the sum of absolute differences, from 0 to 1;
         Zhao et al. 2018 state twice that.
         """
-        together = self.counts.sum(axis=0) / max(self.counts.sum(), 1)
-        return np.abs(self.shares - together).sum(axis=1) / 2
+        overall = self.counts.sum(axis=0) / max(self.counts.sum(), 1)
+        return np.abs(self.shares - overall).sum(axis=1) / 2
 
 
 def summarised(data: ClientData) -> Summary:
-    """The summary of a data set that `load_federated` opened.
+    """Summarise a data set that `load_federated` opened.
 
     Raises
     ------
@@ -96,7 +97,8 @@ def summarised(data: ClientData) -> Summary:
             f"{data.name!r} is a population, whose labels are known only when a client works; there are summaries only "
             f"of stored data sets."
         )
-    names, counts = _held(data)
+
+    names, counts = _count_targets(data)
     return Summary(
         name=data.name,
         input_shape=data.input_shape,
@@ -109,18 +111,28 @@ def summarised(data: ClientData) -> Summary:
     )
 
 
-def _held(data: FederatedData) -> tuple[list[str], np.ndarray]:
+def _count_targets(data: FederatedData) -> tuple[list[str], np.ndarray]:
     """Names, and how often each client's training samples have each: ``int64[clients, names]``."""
     if data.kind in ("classes", "labels"):
         return data.class_names, data.label_counts("train")
-    own = [data.labels[data.indices(client, "train")] for client in range(data.num_clients)]
+
+    targets = [data.labels[data.indices(client, "train")] for client in range(data.num_clients)]
     if data.kind == "tokens":
-        return data.class_names, np.stack([_counted(one[one >= 0], data.num_classes) for one in own])
-    first = [one.reshape(len(one), -1)[:, 0] for one in own]  # of several numbers, the first
-    edges = np.unique(np.quantile(np.concatenate(first), np.linspace(0, 1, _RANGES + 1)))
-    names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)] or [f"{edges[0]:.3g}"]
-    return names, np.stack([_counted(np.searchsorted(edges[1:-1], one), len(names)) for one in first])
+        # The padding of a sequence, -1, is no token.
+        tokens = (client_targets[client_targets >= 0] for client_targets in targets)
+        return data.class_names, _count_each(tokens, data.num_classes)
+
+    # Of several numbers a sample, the first counts.
+    numbers = [client_targets.reshape(len(client_targets), -1)[:, 0] for client_targets in targets]
+    edges = np.unique(np.quantile(np.concatenate(numbers), np.linspace(0, 1, _RANGES + 1)))
+    names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
+    # All numbers are equal: there is a single edge.
+    if not names:
+        names = [f"{edges[0]:.3g}"]
+    ranges = (np.searchsorted(edges[1:-1], client_numbers) for client_numbers in numbers)
+    return names, _count_each(ranges, len(names))
 
 
-def _counted(values: np.ndarray, count: int) -> np.ndarray:
-    return np.bincount(values, minlength=count)
+def _count_each(values: Iterable[np.ndarray], num_values: int) -> np.ndarray:
+    """How often each client has each value from 0: ``int64[clients, num_values]``."""
+    return np.stack([np.bincount(client_values, minlength=num_values) for client_values in values])

@@ -33,7 +33,7 @@ _BUBBLE = 340.0  # the largest, in square points
 
 def show(console: Console, summary: Summary) -> None:
     """Print what clients hold, split by split, how their labels differ, and the pools."""
-    shape, kinds = "x".join(map(str, summary.input_shape)), f"{len(summary.class_names)} {summary.several}"
+    shape, kinds = "x".join(map(str, summary.input_shape)), f"{len(summary.class_names)} {summary.units}"
     unseen = f", {len(summary.unseen)} of them never trained" if len(summary.unseen) else ""
     title = f": {shape}, {kinds}, {summary.num_clients} clients{unseen}"
     console.print(Text.assemble((summary.name, "bold"), title))
@@ -71,7 +71,7 @@ def sizes_of(summary: Summary) -> dict[str, dict[str, float]]:
 def labels_of(summary: Summary) -> dict[str, dict[str, float]]:
     """How clients' training labels differ, in three measures: min, median, mean and max of each."""
     return {
-        f"{summary.several} held": _over_clients(summary.classes_held),
+        f"{summary.units} held": _over_clients(summary.classes_held),
         f"label entropy (bits, at most {math.log2(len(summary.class_names)):.2f})": _over_clients(summary.entropy),
         "earth mover's distance to all clients' mix": _over_clients(summary.distance),
     }
@@ -172,8 +172,8 @@ def _label(above: Axes, below: Axes, summary: Summary, few: bool) -> None:
     below.set(ylim=(count - 0.5, -0.5), xlim=(-0.7, summary.num_clients - 0.3))
     below.xaxis.set_major_locator(MaxNLocator(min(summary.num_clients + 1, 13), integer=True, steps=[1, 2, 5, 10]))
     below.xaxis.set_minor_locator(NullLocator())
-    clients = "client" if few else f"clients, sorted by the {summary.one} that they have most of"
-    below.set(ylabel=summary.one, xlabel=clients + (" (grey: never trained)" if len(summary.unseen) else ""))
+    clients = "client" if few else f"clients, sorted by the {summary.unit} that they have most of"
+    below.set(ylabel=summary.unit, xlabel=clients + (" (grey: never trained)" if len(summary.unseen) else ""))
 
 
 def _over_clients(values: np.ndarray) -> dict[str, float]:
