@@ -8,9 +8,9 @@ import numpy as np
 
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.allocation import draw_owners, largest_remainders, rank_within
 from raypfl.data.datasets.settings import SPLITS, DataConfig
 from raypfl.data.partitions import Partition, Traits
+from raypfl.data.partitions.allocation import draw_owners, largest_remainders, rank_within
 
 _TRAIN, _VAL, _TEST = range(3)
 NOBODY = -1

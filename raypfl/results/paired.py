@@ -11,7 +11,7 @@ import numpy as np
 
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.data.datasets.population import is_described
-from raypfl.data.natural import ByColumn, FromFile
+from raypfl.data.partitions.natural import ByColumn, FromFile
 from raypfl.results import bootstrap
 from raypfl.results.compared import RunGroup
 from raypfl.results.numbers import client_scores

@@ -28,7 +28,7 @@ from raypfl.data import (
     PowerLaw,
     Traits,
 )
-from raypfl.data.allocation import apportion, fit_margins, largest_remainders
+from raypfl.data.partitions.allocation import apportion, fit_margins, largest_remainders
 
 DRAWN = [name for name in PARTITIONS if name != "from_file"]
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.natural import ByColumn
+from raypfl.data.partitions.natural import ByColumn
 from tests.support.datasets import WRITERS, leaf, leaf_images
 
 Opened = Callable[..., Any]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
-from raypfl.data.label_skew import Dirichlet
 from raypfl.data.partitions import Traits
+from raypfl.data.partitions.label_skew import Dirichlet
 from raypfl.methods.global_model.fedptr import pull_toward_anchor
 from raypfl.models import FlatModel
 from tests.support.federation import close

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import raypfl
-from raypfl.data.natural import ByColumn
+from raypfl.data.partitions.natural import ByColumn
 from raypfl.engine.prepared import Prepared
 from raypfl.studies.cells import StudyCell, plan, select
 from raypfl.studies.description import load

@@ -14,9 +14,11 @@ from PIL import Image, ImageOps
 from raypfl.common.errors import DataError
 from raypfl.data.datasets.source import Reader, require_size
 
-# Images in memory at a time, and their bytes. One thread decodes them: for small images, several threads are slower,
-# since they wait for each other at every call into Python.
-_IMAGES, _BYTES = 1024, 4 << 20
+# A block of decoded images ends at this number of images or of bytes. One thread decodes them: for small images,
+# several threads are slower, since they wait for each other at every call into Python.
+_BLOCK_IMAGES = 1024
+_BLOCK_BYTES = 4 << 20
+# First letters of Pillow's modes that have more than 8 bits a channel.
 _WIDE_MODES = ("I", "F")
 
 
@@ -27,7 +29,8 @@ class ImageReader(Reader):
     Attributes
     ----------
     size : height and width that images are scaled to; None: all images must have one size.
-    fit : ``stretch`` changes the proportions; ``crop`` scales the shorter side and cuts off the rest.
+    fit : way to make images square. ``stretch`` changes the proportions; ``crop`` scales the shorter side and cuts off
+        the rest.
     """
 
     size: int | None = None
@@ -37,15 +40,15 @@ class ImageReader(Reader):
         super().__post_init__()
         require_size(self.size)
 
-    def decoded(self, sources: Iterable[tuple[str, bytes | Path | None]]) -> Iterator[np.ndarray]:
-        """The pixels of encoded images, in blocks ``uint8[n, 3, H, W]``.
+    def decode(self, sources: Iterable[tuple[str, bytes | Path | None]]) -> Iterator[np.ndarray]:
+        """Decode images to their pixels, in blocks ``uint8[n, 3, H, W]``.
 
         Grey images get three equal channels, so that a data set may mix them with colour images; the store keeps one
         channel of a data set that is grey throughout.
 
         Parameters
         ----------
-        sources : for each image, its place as messages name it, and its bytes or file.
+        sources : for each image, what messages call its place, and its bytes or file.
 
         Raises
         ------
@@ -54,50 +57,59 @@ class ImageReader(Reader):
         first: tuple[str, np.ndarray] | None = None
         block: list[np.ndarray] = []
         for place, source in sources:
-            image = self._pixels(source, place)
+            image = self._decode_image(source, place)
             first = first or (place, image)
-            if image.shape != first[1].shape:
+            first_place, first_image = first
+            if image.shape != first_image.shape:
                 raise DataError(
-                    f"{place} holds an image of {_shape(image)}, but {first[0]} one of {_shape(first[1])}; "
+                    f"{place} holds an image of {_shape(image)}, but {first_place} one of {_shape(first_image)}; "
                     f"all images must have one shape, so set data.size, for example data.size=64."
                 )
+
             block.append(image)
-            if len(block) == _IMAGES or len(block) * image.nbytes >= _BYTES:
+            if len(block) == _BLOCK_IMAGES or len(block) * image.nbytes >= _BLOCK_BYTES:
                 yield np.stack(block)
                 block.clear()
         if block:
             yield np.stack(block)
 
-    def _pixels(self, source: bytes | Path | None, place: str) -> np.ndarray:
+    def _decode_image(self, source: bytes | Path | None, place: str) -> np.ndarray:
+        """The pixels of an image, ``uint8[3, H, W]``, scaled to `size`."""
         if not source:
             raise DataError(f"{place} has no image bytes.")
+
         try:
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
                 if image.mode.startswith(_WIDE_MODES):
                     raise DataError(f"{place} holds an image of Pillow mode {image.mode}; 8 bits a channel are needed.")
-                pixels = np.asarray(self._scaled(image.convert("RGB")))
+                pixels = np.asarray(self._scale(image.convert("RGB")))
         except FileNotFoundError as error:
             raise DataError(f"{place} names the image {source!s}, but there is no such file.") from error
         except DataError:
             raise
-        except Exception as error:  # a format's parser may raise anything on damaged bytes
+        # A format's parser may raise anything on damaged bytes.
+        except Exception as error:
             raise DataError(f"{place} holds a damaged image: {error}") from error
         return pixels.transpose(2, 0, 1)
 
-    def _scaled(self, image: Image.Image) -> Image.Image:
+    def _scale(self, image: Image.Image) -> Image.Image:
         if self.size is None or image.size == (self.size, self.size):
             return image
-        fitted = ImageOps.fit if self.fit == "crop" else Image.Image.resize
-        return fitted(image, (self.size, self.size), Image.Resampling.BILINEAR)
+
+        scale = ImageOps.fit if self.fit == "crop" else Image.Image.resize
+        return scale(image, (self.size, self.size), Image.Resampling.BILINEAR)
 
 
-def resized(block: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Images ``uint8[n, C, H, W]`` of another height and width, their proportions changed."""
+def resize(block: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resize images ``uint8[n, C, H, W]`` to another height and width; their proportions may change."""
     if block.shape[2:] == (height, width):
         return block
-    flat = block.reshape(-1, *block.shape[2:])
-    scaled = [np.asarray(Image.fromarray(one).resize((width, height), Image.Resampling.BILINEAR)) for one in flat]
-    return np.stack(scaled).reshape(*block.shape[:2], height, width)
+
+    resized_channels = []
+    for channel in block.reshape(-1, *block.shape[2:]):
+        image = Image.fromarray(channel).resize((width, height), Image.Resampling.BILINEAR)
+        resized_channels.append(np.asarray(image))
+    return np.stack(resized_channels).reshape(*block.shape[:2], height, width)
 
 
 def _shape(image: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""Checks of labels while the file and the row that they come from are still known."""
+"""Checks of labels that name the file and the row of a wrong one."""
 
 from __future__ import annotations
 
@@ -8,48 +8,59 @@ import numpy as np
 
 from raypfl.common.errors import DataError
 
-_MOST = 100_000
+_MAX_CLASSES = 100_000
 """Classes that numbered labels may stand for, unless there are more samples."""
 
 
 def checked_labels(labels: np.ndarray, num_classes: int | None, file: str, first: int = 0) -> np.ndarray:
-    """Labels that the file counts from `first`, as ``int64[n]`` in ``range(num_classes)``; None: any integers.
+    """Check labels that a file counts from `first`, and return them counted from 0, as ``int64[n]``.
+
+    Parameters
+    ----------
+    num_classes : number of classes; None: labels may be any integers.
+    file : the file as messages name it.
 
     Raises
     ------
     DataError : naming the file and the first wrong row.
     """
     if labels.dtype.kind in "fO" and labels.ndim == 1:
-        odd = [row for row, label in enumerate(labels.tolist()) if not _whole(label)]
-        if odd:
-            raise DataError(f"Row {odd[0]} of {file} has label {labels[odd[0]]}, which is not an integer.")
+        fractional = [row for row, label in enumerate(labels.tolist()) if not _is_whole(label)]
+        if fractional:
+            row = fractional[0]
+            raise DataError(f"Row {row} of {file} has label {labels[row]}, which is not an integer.")
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise DataError(f"The labels in {file} are {labels.dtype}{list(labels.shape)}, not a list of integers.")
-    outside = (labels < first) | (labels >= first + num_classes) if num_classes is not None else np.zeros(0)
-    if (wrong := np.flatnonzero(outside)).size:
-        raise DataError(
-            f"Row {wrong[0]} of {file} has label {labels[wrong[0]]}, but there are {num_classes} classes, "
-            f"counted from {first}."
-        )
+
+    if num_classes is not None:
+        outside = np.flatnonzero((labels < first) | (labels >= first + num_classes))
+        if outside.size:
+            raise DataError(
+                f"Row {outside[0]} of {file} has label {labels[outside[0]]}, but there are {num_classes} classes, "
+                f"counted from {first}."
+            )
     return labels.astype(np.int64) - first
 
 
 def class_count(files: Sequence[tuple[str, np.ndarray]]) -> int:
-    """The number of classes that the labels ``int[n]`` of all files stand for, which count them from 0.
+    """The number of classes that the labels of all files, ``int[n]`` each, stand for, counted from 0.
 
     Raises
     ------
     DataError : if a label is negative, or too large to be the number of a class.
     """
-    most = max(_MOST, sum(len(labels) for _, labels in files))
+    limit = max(_MAX_CLASSES, sum(len(labels) for _, labels in files))
+    num_classes = 0
     for file, labels in files:
-        wrong = np.flatnonzero((labels < 0) | (labels >= most))
+        wrong = np.flatnonzero((labels < 0) | (labels >= limit))
         if wrong.size:
             raise DataError(
                 f"Row {wrong[0]} of {file} has label {labels[wrong[0]]}, but labels must be numbers of classes, from 0 "
-                f"and below {most:,}; leave out samples without a label."
+                f"and below {limit:,}; leave out samples without a label."
             )
-    return max((int(labels.max()) for _, labels in files if len(labels)), default=-1) + 1
+        if len(labels):
+            num_classes = max(num_classes, int(labels.max()) + 1)
+    return num_classes
 
 
 def require_equal_lengths(images: int, images_file: object, labels: int, labels_file: object) -> None:
@@ -57,15 +68,22 @@ def require_equal_lengths(images: int, images_file: object, labels: int, labels_
 
     Raises
     ------
-    DataError : naming both, and the first row of the longer that the other does not have.
+    DataError : naming both, and the first row of the longer that the shorter does not have.
     """
-    if images != labels:
-        lacking, shorter = ("label", labels_file) if labels < images else ("image", images_file)
-        raise DataError(
-            f"{images_file} holds {images} images, but {labels_file} {labels} labels: row {min(images, labels)} has no "
-            f"{lacking}. Get {shorter} again, or write it again if it is yours."
-        )
+    if images == labels:
+        return
+
+    if labels < images:
+        lacking = "label"
+        shorter_file = labels_file
+    else:
+        lacking = "image"
+        shorter_file = images_file
+    raise DataError(
+        f"{images_file} holds {images} images, but {labels_file} {labels} labels: row {min(images, labels)} has no "
+        f"{lacking}. Get {shorter_file} again, or write it again if it is yours."
+    )
 
 
-def _whole(label: object) -> bool:
+def _is_whole(label: object) -> bool:
     return isinstance(label, int) or (isinstance(label, float) and label.is_integer())

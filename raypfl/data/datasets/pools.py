@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.datasets.images import resized
+from raypfl.data.datasets.images import resize
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.settings import DataConfig
 from raypfl.data.datasets.source import DataSource
@@ -19,15 +18,15 @@ UNLABELLED = -1
 
 
 class PoolSamples(NamedTuple):
-    """Samples of another data set.
+    """Samples of another data set that are a pool.
 
     Attributes
     ----------
-    name : of the pool.
-    raw : the data set as it was read.
+    name : the pool's name.
+    raw : the other data set as it was read.
     chosen : ``bool[N]``, which of its samples are in the pool.
-    labels : their labels, ``[M]`` or ``[M, L]``, in the numbering of the clients' data set; `UNLABELLED` if it does not
-        have these classes.
+    labels : the labels of these M samples, ``[M]`` or ``[M, L]``, in the numbering of the clients' data set;
+        `UNLABELLED` if it does not have these classes.
     """
 
     name: str
@@ -36,15 +35,17 @@ class PoolSamples(NamedTuple):
     labels: np.ndarray
 
     def blocks(self, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """Its inputs, block by block: ``[n, *shape]``; images are resized, and grey ones get equal channels."""
+        """The pool's inputs, block by block: ``[n, *shape]``; images are resized, and grey ones get equal channels."""
         start = 0
         for block in self.raw.blocks():
-            kept = block[self.chosen[start : start + len(block)]]
+            inputs = block[self.chosen[start : start + len(block)]]
             start += len(block)
-            if len(kept) and kept.dtype != np.uint8:
-                yield kept
-            elif len(kept):
-                yield resized(_channels(kept, shape[0]), *shape[1:])
+            if not len(inputs):
+                continue
+
+            if inputs.dtype == np.uint8:
+                inputs = resize(_convert_channels(inputs, shape[0]), *shape[1:])
+            yield inputs
 
 
 def pool_sources(data: DataConfig) -> dict[str, DataSource]:
@@ -62,26 +63,36 @@ def pool_sources(data: DataConfig) -> dict[str, DataSource]:
 
 def _for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
     root = source.folder("the .npy files of the pools")
-    image, label = (source.options.get(option, "") for option in ("image", "label"))
+    image = source.options.get("image", "")
+    labels_file = source.options.get("label", "") or "labels.npy"
     pattern = image if "*" in image else "*.npy"
-    files = [path.name for path in sorted(root.glob(pattern)) if path.name != (label or "labels.npy")]
-    if not files:
+
+    pools = {}
+    for path in sorted(root.glob(pattern)):
+        if path.name != labels_file:
+            pools[name.replace("*", path.stem)] = replace(source, options={**source.options, "image": path.name})
+    if not pools:
         raise ConfigError(f"data.pools has one called {name!r}, but there is no {pattern} in {root} for its star.")
-    return {
-        name.replace("*", Path(file).stem): replace(source, options={**source.options, "image": file}) for file in files
-    }
+    return pools
 
 
 def read_pool(name: str, source: DataSource, own: RawData) -> PoolSamples:
-    """The samples of the pool `name`. If its data set has a published test split, these are its training samples or,
-    if the name begins with ``ood/``, its test samples.
+    """Read the samples of a pool.
+
+    If its data set has a published test split, these are its training samples or, if the pool's name begins with
+    ``ood/``, its test samples.
+
+    Parameters
+    ----------
+    own : the clients' data set.
 
     Raises
     ------
     DataError : if there are none, or if a test pool has other classes than the clients' data set.
     """
-    raw = _with_features_of(source.read(), own, name)
+    raw = _match_features(source.read(), own, name)
     is_test = name.startswith("ood/")
+
     chosen = np.ones(len(raw.labels), dtype=bool)
     if raw.test_mask is not None and source.split == "auto":
         chosen = raw.test_mask if is_test else ~raw.test_mask
@@ -91,20 +102,21 @@ def read_pool(name: str, source: DataSource, own: RawData) -> PoolSamples:
         )
     if raw.scale != own.scale:
         raise DataError(f"A full pixel is {raw.scale} in the pool {name!r}, but {own.scale} in the clients' data.")
-    labels = _labels(raw, own, chosen)
+
+    labels = _own_labels(raw, own, chosen)
     if labels is None and is_test:
         raise DataError(
             f"The pool {name!r} is for tests, but not all its classes, {', '.join(raw.class_names[:5])}..., are among "
             f"the clients' classes, {', '.join(own.class_names[:5])}...."
         )
     if labels is None:
-        nothing = np.nan if own.kind == "numbers" else UNLABELLED
-        labels = np.full((int(chosen.sum()), *own.labels.shape[1:]), nothing, dtype=own.labels.dtype)
+        no_label = np.nan if own.kind == "numbers" else UNLABELLED
+        labels = np.full((int(chosen.sum()), *own.labels.shape[1:]), no_label, dtype=own.labels.dtype)
     return PoolSamples(name, raw, chosen, labels)
 
 
-def _with_features_of(raw: RawData, own: RawData, name: str) -> RawData:
-    """A data set with the features of the clients', by name; a category that it does not have is 0.
+def _match_features(raw: RawData, own: RawData, name: str) -> RawData:
+    """Bring a data set's features, by name, into the order of the clients'; a category that it does not have is 0.
 
     Raises
     ------
@@ -112,44 +124,58 @@ def _with_features_of(raw: RawData, own: RawData, name: str) -> RawData:
     """
     if raw.feature_names is None or own.feature_names is None or raw.feature_names == own.feature_names:
         return raw
+
     indicators = own.indicators or [False] * len(own.feature_names)
-    categories = {feature for feature, is_one in zip(own.feature_names, indicators, strict=True) if is_one}
+    optional = {feature for feature, is_indicator in zip(own.feature_names, indicators, strict=True) if is_indicator}
     wrong = [feature for feature in raw.feature_names if feature not in own.feature_names]
-    wrong += [f"no {feature}" for feature in own.feature_names if feature not in {*raw.feature_names, *categories}]
+    wrong += [f"no {feature}" for feature in own.feature_names if feature not in {*raw.feature_names, *optional}]
     if wrong:
         raise DataError(f"{name} has other features than the clients' data: {', '.join(wrong[:5])}.")
-    place = {feature: number for number, feature in enumerate(own.feature_names)}
 
-    def matched(block: np.ndarray) -> np.ndarray:
-        inputs = np.zeros((len(block), len(place)), block.dtype)
-        inputs[:, [place[feature] for feature in raw.feature_names or ()]] = block
+    column_of = {feature: column for column, feature in enumerate(own.feature_names)}
+    columns = [column_of[feature] for feature in raw.feature_names]
+
+    def match(block: np.ndarray) -> np.ndarray:
+        inputs = np.zeros((len(block), len(column_of)), block.dtype)
+        inputs[:, columns] = block
         return inputs
 
-    blocks = map(matched, raw.blocks())
+    blocks = map(match, raw.blocks())
     return replace(raw, inputs=blocks, feature_names=own.feature_names, indicators=own.indicators)
 
 
-def _labels(raw: RawData, own: RawData, chosen: np.ndarray) -> np.ndarray | None:
-    """The pool's labels in the clients' numbering, by class name or, if names are numbers, unchanged; None: other
-    classes."""
+def _own_labels(raw: RawData, own: RawData, chosen: np.ndarray) -> np.ndarray | None:
+    """The labels of the chosen samples in the clients' numbering; None: the data set has other classes.
+
+    Classes are matched by name or, if the pool's names are mere numbers, by number.
+    """
     if raw.kind != own.kind:
         return None
+    if raw.class_names == own.class_names:
+        return raw.labels[chosen]
     if raw.kind not in ("classes", "labels"):
-        return raw.labels[chosen] if raw.class_names == own.class_names else None
-    # Numbers that stand for other names; where the clients' names are numbers too, they say which they are.
-    unnamed = raw.class_names == [str(number) for number in range(len(raw.class_names))]
-    numbered = unnamed and not all(name.isdecimal() for name in own.class_names)
-    if raw.class_names == own.class_names or (numbered and len(raw.class_names) <= len(own.class_names)):
+        return None
+
+    # Where the clients' names are numbers too, the pool's say which classes they are, as names do.
+    are_numbers = raw.class_names == [str(number) for number in range(len(raw.class_names))]
+    is_unnamed = are_numbers and not all(name.isdecimal() for name in own.class_names)
+    if is_unnamed and len(raw.class_names) <= len(own.class_names):
         return raw.labels[chosen]
     if raw.labels.ndim > 1 or not set(raw.class_names) <= set(own.class_names):
         return None
-    return np.array([own.class_names.index(name) for name in raw.class_names])[raw.labels[chosen]]
+
+    own_numbers = np.array([own.class_names.index(name) for name in raw.class_names])
+    return own_numbers[raw.labels[chosen]]
 
 
-def _channels(block: np.ndarray, channels: int) -> np.ndarray:
+def _convert_channels(block: np.ndarray, channels: int) -> np.ndarray:
+    """Images ``uint8[n, C, H, W]`` with another number of channels, 1 or 3: grey ones repeated, or colours weighted."""
     if block.shape[1] == channels:
         return block
     if block.shape[1] == 1:
         return np.repeat(block, channels, axis=1)
-    red, green, blue = (block[:, i].astype(np.uint32) for i in range(3))
-    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).astype(np.uint8)[:, None]  # ITU-R BT.601
+
+    # Luma by ITU-R BT.601, in integers and rounded.
+    red, green, blue = (block[:, channel].astype(np.uint32) for channel in range(3))
+    luma = (299 * red + 587 * green + 114 * blue + 500) // 1000
+    return luma.astype(np.uint8)[:, None]

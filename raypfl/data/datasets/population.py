@@ -1,4 +1,4 @@
-"""Clients that are described, not stored: their samples are made or read where and when a client works."""
+"""Clients that are described, not stored: their samples are generated or read where and when a client works."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from raypfl.learning.objectives import kind_of
 CACHE_BYTES = 64 << 20
 """Bytes of samples that a process keeps, of the clients that it read last."""
 
-_STORED = {"classes": np.int64, "labels": np.int8, "numbers": np.float32, "tokens": np.int64}
-_PLACES = 32
-# A sample's number packs its client's, its split's, and its place there into 64 bits.
+_TARGET_TYPES = {"classes": np.int64, "labels": np.int8, "numbers": np.float32, "tokens": np.int64}
+# A sample's number has 64 bits: its row within its client's split in the lower 32, client and split in the upper.
+_ROW_BITS = 32
 
 
 class Population(ABC):
@@ -36,10 +36,11 @@ class Population(ABC):
 
     Attributes
     ----------
-    describes_clients : tells a population from a data set that a partition divides.
-    num_clients, num_classes : their numbers. If targets are labels or numbers: how many a sample has; if they are
-        tokens: how many there are.
-    input_shape : of a sample; of an image, (channels, height, width).
+    describes_clients : mark of a population, which tells it from a data set that a partition divides.
+    num_clients : number of clients.
+    num_classes : number of classes or, if targets are tokens, of tokens; if they are labels or numbers, how many of
+        them a sample has.
+    input_shape : shape of a sample; of an image, (channels, height, width).
     kind : kind of the targets, ``classes``, ``labels``, ``numbers`` or ``tokens``; see
         :data:`raypfl.learning.objectives.KINDS`.
     discrete : whether inputs are tokens, ``int64``, which networks get unchanged.
@@ -80,26 +81,42 @@ class DescribedData:
         for name in ("num_clients", "num_classes", "input_shape"):
             if not hasattr(self.population, name):
                 raise ConfigError(f"The data set {config.name!r} is not complete: it must have {name}.")
+
         self.config = config
         self.name = config.name
-        self.num_clients, self.num_classes = self.population.num_clients, self.population.num_classes
+        self.num_clients = self.population.num_clients
+        self.num_classes = self.population.num_classes
         self.input_shape = self.population.input_shape
         self.scale = self.population.scale
-        self.kind, self.discrete = self.population.kind, self.population.discrete
+        self.kind = self.population.kind
+        self.discrete = self.population.discrete
+
         channels = self.input_shape[0] if len(self.input_shape) == 3 else 1
         self.mean = np.full(channels, self.population.mean, np.float32)
         self.std = np.full(channels, self.population.std, np.float32)
         self.pools: tuple[str, ...] = ()
         self.unseen = np.zeros(0, dtype=np.int64)
+
         self._sizes: dict[str, np.ndarray] = {}
-        self._kept: OrderedDict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = OrderedDict()
-        self._bytes = 0
+        # The client that was read last is last in the cache.
+        self._cache: OrderedDict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._cached_bytes = 0
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the class's name and numbers and of all clients' sizes, the same on every machine."""
-        parts = (self.name, self.num_clients, self.num_classes, self.input_shape, self.scale, self.mean, self.std)
-        digest = hashlib.sha256(repr((*parts, self.kind, self.config.options)).encode())
+        description = (
+            self.name,
+            self.num_clients,
+            self.num_classes,
+            self.input_shape,
+            self.scale,
+            self.mean,
+            self.std,
+            self.kind,
+            self.config.options,
+        )
+        digest = hashlib.sha256(repr(description).encode())
         for split in SPLITS:
             digest.update(np.ascontiguousarray(self.sizes(split)).data)
         return digest.hexdigest()
@@ -108,6 +125,7 @@ class DescribedData:
         """The number of samples in each client's split: ``int64[num_clients]``."""
         if split not in SPLITS:
             raise ConfigError(f"There is no split called {split!r}; {did_you_mean(split, SPLITS)}")
+
         if split not in self._sizes:
             sizes = np.asarray(self.population.sizes(split))
             if sizes.shape != (self.num_clients,) or sizes.dtype.kind not in "iu" or (sizes < 0).any():
@@ -119,75 +137,94 @@ class DescribedData:
         return self._sizes[split]
 
     def pool(self, name: str) -> np.ndarray:
-        """Raises a ConfigError, since a population has no pools."""
+        """Raise a ConfigError, since a population has no pools."""
         raise ConfigError(f"There is no pool called {name!r}: the population {self.name} describes clients only.")
 
     def indices(self, client: int, split: str = "train") -> np.ndarray:
         """Numbers of a client's samples, ``int64[n]``, for `take`; nothing is fetched."""
         if not 0 <= client < self.num_clients:
             raise ConfigError(f"There is no client {client}; clients are numbered from 0 to {self.num_clients - 1}.")
-        count = int(self.sizes(split)[client])
-        return (len(SPLITS) * client + SPLITS.index(split) << _PLACES) + np.arange(count)
 
-    def take(self, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, ``[n, ...]`` each, of the samples that have these numbers."""
-        owner, place = where >> _PLACES, where & ((1 << _PLACES) - 1)
-        cuts = np.flatnonzero(np.diff(owner)) + 1
-        runs = zip(np.split(owner, cuts), np.split(place, cuts), strict=True)
-        parts = []
-        for owners, places in runs:
-            if len(owners):
-                client, split = divmod(int(owners[0]), len(SPLITS))
-                fetched, targets = self._samples(client, SPLITS[split])
-                parts.append((fetched[places], targets[places]))
-        if not parts:
-            inputs = np.zeros((0, *self.input_shape), np.int64 if self.discrete else np.float32)
-            return inputs, np.zeros((0, *[1] * (self.kind in ("labels", "tokens"))), _STORED[self.kind])
-        return np.concatenate([inputs for inputs, _ in parts]), np.concatenate([targets for _, targets in parts])
+        rows = np.arange(int(self.sizes(split)[client]))
+        client_and_split = len(SPLITS) * client + SPLITS.index(split)
+        return (client_and_split << _ROW_BITS) + rows
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, ``[n, ...]`` each, of the samples ``indices[n]``."""
+        if not len(indices):
+            return self._no_samples()
+
+        owners = indices >> _ROW_BITS
+        rows = indices & ((1 << _ROW_BITS) - 1)
+
+        # Samples of one client and split that follow each other are taken together.
+        starts = np.flatnonzero(np.diff(owners)) + 1
+        inputs = []
+        targets = []
+        for run_owners, run_rows in zip(np.split(owners, starts), np.split(rows, starts), strict=True):
+            client, split = divmod(int(run_owners[0]), len(SPLITS))
+            client_inputs, client_targets = self._samples(client, SPLITS[split])
+            inputs.append(client_inputs[run_rows])
+            targets.append(client_targets[run_rows])
+        return np.concatenate(inputs), np.concatenate(targets)
+
+    def _no_samples(self) -> tuple[np.ndarray, np.ndarray]:
+        inputs = np.zeros((0, *self.input_shape), np.int64 if self.discrete else np.float32)
+        shape = (0, 1) if self.kind in ("labels", "tokens") else (0,)
+        return inputs, np.zeros(shape, _TARGET_TYPES[self.kind])
 
     def _samples(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        held = self._kept.pop((client, split), None)
-        if held is None:
-            held = self._fetched(client, split)
-            self._bytes += held[0].nbytes + held[1].nbytes
-        self._kept[client, split] = held
-        while self._bytes > CACHE_BYTES and len(self._kept) > 1:
-            _, (inputs, labels) = self._kept.popitem(last=False)
-            self._bytes -= inputs.nbytes + labels.nbytes
-        return held
+        """A client's split, from the cache if it is there."""
+        samples = self._cache.pop((client, split), None)
+        if samples is None:
+            samples = self._fetch(client, split)
+            self._cached_bytes += sum(part.nbytes for part in samples)
 
-    def _fetched(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        given = self.population.samples(client, split)
-        inputs, labels = (as_array(part, "samples") for part in given)
+        self._cache[client, split] = samples
+        while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_bytes -= sum(part.nbytes for part in oldest)
+        return samples
+
+    def _fetch(self, client: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Get a client's split from the population, and check it."""
+        inputs, targets = (as_array(part, "samples") for part in self.population.samples(client, split))
         count = int(self.sizes(split)[client])
-        known = (np.int64,) if self.discrete else (np.uint8, np.float32, np.float64)
-        if inputs.shape != (count, *self.input_shape) or inputs.dtype not in known:
-            found, expected = f"{inputs.dtype}{list(inputs.shape)}", [count, *self.input_shape]
-            types = " or ".join(np.dtype(one).name for one in known[:2])
-            raise DataError(
-                f"{self.name} returns inputs {found} for client {client}'s {split} split; by its sizes and "
-                f"input_shape they must be {types} {expected}."
-            )
-        if labels.dtype.kind in "iu" and self.kind != "numbers":
-            stored = labels.astype(_STORED[self.kind])
-            labels = stored if np.array_equal(stored, labels) else labels
-        self._check(labels, count, f"{split} split of client {client}")
-        return inputs, labels
 
-    def _check(self, targets: np.ndarray, count: int, where: str) -> None:
-        kind = f"targets of kind {self.kind!r}"
+        types = (np.int64,) if self.discrete else (np.uint8, np.float32, np.float64)
+        if inputs.shape != (count, *self.input_shape) or inputs.dtype not in types:
+            expected_types = " or ".join(np.dtype(dtype).name for dtype in types[:2])
+            raise DataError(
+                f"{self.name} returns inputs {inputs.dtype}{list(inputs.shape)} for client {client}'s {split} split; "
+                f"by its sizes and input_shape they must be {expected_types} {[count, *self.input_shape]}."
+            )
+
+        if targets.dtype.kind in "iu" and self.kind != "numbers":
+            converted = targets.astype(_TARGET_TYPES[self.kind])
+            # Values that the type cannot hold are left as they are, and refused below.
+            if np.array_equal(converted, targets):
+                targets = converted
+        self._check_targets(targets, count, f"{split} split of client {client}")
+        return inputs, targets
+
+    def _check_targets(self, targets: np.ndarray, count: int, place: str) -> None:
         if targets.shape[:1] != (count,) or kind_of(targets) != self.kind:
-            found = f"{targets.dtype}{list(targets.shape)}"
-            raise DataError(f"{self.name} returns {found} for the {where}; it must return {count} {kind}.")
+            raise DataError(
+                f"{self.name} returns {targets.dtype}{list(targets.shape)} for the {place}; it must return {count} "
+                f"targets of kind {self.kind!r}."
+            )
         try:
             if count:
                 RawData(np.zeros((count, 1)), targets, [""] * self.num_classes)
         except DataError as error:
-            raise DataError(f"{self.name} returns wrong targets for the {where}: {error}") from error
+            raise DataError(f"{self.name} returns wrong targets for the {place}: {error}") from error
 
     def __repr__(self) -> str:
-        shape, targets = "x".join(map(str, self.input_shape)), f"{self.num_classes} {self.kind}"
-        return f"DescribedData({self.name}: {self.num_clients} clients, samples of {shape}, {targets})"
+        shape = "x".join(map(str, self.input_shape))
+        return (
+            f"DescribedData({self.name}: {self.num_clients} clients, samples of {shape}, "
+            f"{self.num_classes} {self.kind})"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DescribedData, (self.config,)

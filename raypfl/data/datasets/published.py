@@ -13,12 +13,12 @@ from raypfl.data.datasets.source import Reader
 
 @dataclass(frozen=True)
 class PublishedReader(Reader):
-    """A data set as its authors publish it.
+    """Reads a data set as its authors publish it.
 
     Attributes
     ----------
-    title : its name in messages.
-    home : where its archive is.
+    title : the data set's name in messages.
+    home : address of the page that has its archive.
     torchvision : name of torchvision's class, which downloads it.
     """
 
@@ -28,14 +28,15 @@ class PublishedReader(Reader):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of its files within ``data.root``; each may also be there with ``.gz`` at its end."""
+        """Names of the data set's files within ``data.root``; each may also be packed, with ``.gz`` at its end."""
 
     def torchvision_options(self) -> dict[str, Any]:
         """Further arguments of torchvision's class."""
         return {}
 
     def paths(self) -> list[Path]:
-        root, missing = self._root(), self._missing()
+        root = self._root()
+        missing = self._missing_names()
         if missing:
             raise ConfigError(
                 f"{self.title} is not in {root}: there is no {missing[0]}. Set data.download to true to download it "
@@ -44,15 +45,18 @@ class PublishedReader(Reader):
         return [_packed_or_not(root / name) for name in self.names()]
 
     def download(self) -> None:
-        if not self._missing():
+        if not self._missing_names():
             return
+
         root = self._root()
         try:
-            from torchvision import datasets  # slow to import, and needed once
+            # Slow to import, and needed once.
+            from torchvision import datasets
 
             root.mkdir(parents=True, exist_ok=True)
             getattr(datasets, self.torchvision)(str(root), download=True, **self.torchvision_options())
-        except Exception as error:  # whatever the network, the archive or the disk may raise
+        # The network, the archive and the disk may raise anything.
+        except Exception as error:
             raise DataError(
                 f"{self.title} could not be downloaded into {root}: {error}. Get it from {self.home} and unpack it "
                 f"there."
@@ -66,7 +70,7 @@ class PublishedReader(Reader):
             )
         return Path(self.config.root).expanduser()
 
-    def _missing(self) -> list[str]:
+    def _missing_names(self) -> list[str]:
         return [name for name in self.names() if not _packed_or_not(self._root() / name).is_file()]
 
 

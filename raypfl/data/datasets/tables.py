@@ -22,58 +22,79 @@ TEST_WORDS = {"test", "valid", "val", "validation"}
 """Words in the name of a table whose rows are the published test split."""
 
 
-def is_test(shown: str, words: Set[str]) -> bool:
+def has_word(file_name: str, words: Set[str]) -> bool:
     """Whether one of the words is in a file's name."""
-    return not words.isdisjoint(re.split(r"[^a-z]+", shown.lower()))
+    return not words.isdisjoint(re.split(r"[^a-z]+", file_name.lower()))
 
 
-def read_csv(path: Path, shown: str) -> pa.Table:
-    """A CSV file. The type of a column is one that all its values have.
+def read_csv(path: Path, file_name: str) -> pa.Table:
+    """Read a CSV file. The type of a column is one that all its values have.
 
     Raises
     ------
-    DataError : if it cannot be read; `shown` is its name in the message.
+    DataError : if it cannot be read; the message calls it `file_name`.
     """
-    short: list[str] = []
+    invalid_rows: list[str] = []
 
-    def note(row: pa_csv.InvalidRow) -> str:
+    def note_invalid_row(row: pa_csv.InvalidRow) -> str:
         # Arrow counts from 1, and the header too.
-        short.append(f"Row {row.number - 2} of {shown} has {row.actual_columns} columns, but its header")
-        short.append(f"{row.expected_columns}.")
+        invalid_rows.append(
+            f"Row {row.number - 2} of {file_name} has {row.actual_columns} columns, but its header "
+            f"{row.expected_columns}."
+        )
         return "error"
 
     try:
-        refuse_other_encodings(path, shown)
-        whole = min(path.stat().st_size + 1, 2**31 - 1)  # Arrow looks at the first block only to choose types
-        return pa_csv.read_csv(
+        # Arrow chooses types by the first block, so that the whole file is one; with threads, it would not know the
+        # numbers of invalid rows.
+        block_size = min(path.stat().st_size + 1, 2**31 - 1)
+        table = pa_csv.read_csv(
             path,
-            read_options=pa_csv.ReadOptions(use_threads=False, block_size=whole),  # threads would lose rows' numbers
-            parse_options=pa_csv.ParseOptions(invalid_row_handler=note),
+            read_options=pa_csv.ReadOptions(use_threads=False, block_size=block_size),
+            parse_options=pa_csv.ParseOptions(invalid_row_handler=note_invalid_row),
             convert_options=pa_csv.ConvertOptions(strings_can_be_null=True),
         )
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(" ".join(short) or f"{path} is not a readable CSV file: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path} is not a readable CSV file: {error}") from error
+    except pa.ArrowException as error:
+        # In another encoding, a row may seem to have too few columns.
+        _refuse_other_encodings(path, file_name)
+        raise DataError(" ".join(invalid_rows) or f"{path} is not a readable CSV file: {error}") from error
+
+    # The file is read again only to say where it is not UTF-8.
+    if not _is_utf8(table):
+        _refuse_other_encodings(path, file_name)
+    return table
 
 
-def refuse_other_encodings(path: Path, shown: str) -> None:
-    """Raise a DataError unless a file is UTF-8: Arrow would make bytes of its texts."""
+def _is_utf8(table: pa.Table) -> bool:
+    """Whether names and texts are UTF-8: Arrow reads a column of other texts as bytes."""
+    try:
+        table.column_names  # noqa: B018 - decodes the names
+    except UnicodeDecodeError:
+        return False
+    return not any(pa.types.is_binary(column_type) for column_type in table.schema.types)
+
+
+def _refuse_other_encodings(path: Path, file_name: str) -> None:
+    """Raise a DataError unless a file is UTF-8."""
     try:
         with path.open(encoding="utf-8") as file:
             for _ in file:
                 pass
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{shown} is not UTF-8 (byte {error.start} of a block is {error.object[error.start]:#x}). Convert it, as "
-            f"with `iconv -f LATIN1 -t UTF-8`."
+            f"{file_name} is not UTF-8 (byte {error.start} of a block is {error.object[error.start]:#x}). Convert it, "
+            f"as with `iconv -f LATIN1 -t UTF-8`."
         ) from error
 
 
 class ImageTable(ABC):
-    """One file with a row for each sample.
+    """A file with a row for each sample: its image, its label, and what else is known of it.
 
     Attributes
     ----------
-    shown : the file as messages name it.
+    file_name : the file as messages name it.
     is_test : whether its samples belong to the published test split, which the words in its name decide.
     types : type of each column, by name.
     """
@@ -81,8 +102,9 @@ class ImageTable(ABC):
     types: dict[str, pa.DataType]
 
     def __init__(self, path: Path, root: Path, test_words: set[str]):
-        self.path, self.shown = path, str(path.relative_to(root))
-        self.is_test = is_test(self.shown, test_words)
+        self.path = path
+        self.file_name = str(path.relative_to(root))
+        self.is_test = has_word(self.file_name, test_words)
 
     @abstractmethod
     def values(self, name: str) -> pa.ChunkedArray:
@@ -93,20 +115,30 @@ class ImageTable(ABC):
         """For each image in the column of this name: its row, as messages name it, and its bytes or file."""
 
     def column(self, option: str, name: str) -> np.ndarray:
-        """The column that ``data.<option>`` names, ``[n]``, without missing values."""
+        """The column that ``data.<option>`` names, ``[n]``.
+
+        Raises
+        ------
+        DataError : if a value is missing.
+        """
         self.type(option, name)
         values = self.values(name)
         if values.null_count:
             row = values.is_null().index(True).as_py()
-            raise DataError(f"Row {row} of {self.shown} has no {name!r}.")
+            raise DataError(f"Row {row} of {self.file_name} has no {name!r}.")
         return np.asarray(values.to_pylist()) if len(values) else np.zeros(0, np.int64)
 
     def type(self, option: str, name: str) -> pa.DataType:
-        """The type of the column that ``data.<option>`` names. Raises a ConfigError if there is none."""
+        """The type of the column that ``data.<option>`` names.
+
+        Raises
+        ------
+        ConfigError : if there is no such column.
+        """
         if name not in self.types:
             raise ConfigError(
-                f"data.{option} is {name!r}, but {self.shown} has no such column; {did_you_mean(name, self.types)} "
-                "This reader reads images; data.name=table reads tables of features."
+                f"data.{option} is {name!r}, but {self.file_name} has no such column; "
+                f"{did_you_mean(name, self.types)} This reader reads images; data.name=table reads tables of features."
             )
         return self.types[name]
 
@@ -130,37 +162,48 @@ class ImageTableReader(ImageReader):
 
     @abstractmethod
     def tables(self) -> Sequence[ImageTable]:
-        """The tables, opened."""
+        """Open the tables."""
 
     @abstractmethod
-    def labelled(self, tables: Any) -> tuple[list[np.ndarray], list[str]]:
-        """The labels in each of the `tables`, as of `RawData`, and the names of the classes."""
+    def read_labels(self, tables: Any) -> tuple[list[np.ndarray], list[str]]:
+        """The labels in each of the `tables`, as in `RawData`, and the names of the classes."""
 
     def root(self) -> Path:
         """The folder ``data.root``."""
         return self.config.folder("the data set's tables")
 
-    def found(self, pattern: str) -> list[Path]:
-        """The files in ``data.root`` that match. Raises a DataError if there are none."""
-        found = sorted(self.root().glob(pattern))
-        if not found:
+    def matching_paths(self, pattern: str) -> list[Path]:
+        """The files in ``data.root`` that match.
+
+        Raises
+        ------
+        DataError : if there are none.
+        """
+        paths = sorted(self.root().glob(pattern))
+        if not paths:
             raise DataError(f"There is no {self.files} in the folder {self.root()}, which data.root names.")
-        return found
+        return paths
 
     def read(self) -> RawData:
         tables = self.tables()
-        labels, class_names = self.labelled(tables)
-        is_test = np.repeat([table.is_test for table in tables], [len(part) for part in labels])
+        labels, class_names = self.read_labels(tables)
+        is_test = np.repeat([table.is_test for table in tables], [len(table_labels) for table_labels in labels])
+
+        groups = None
+        if self.group:
+            groups = np.concatenate([table.column("group", self.group) for table in tables])
         return RawData(
-            inputs=self.decoded(image for table in tables for image in table.images(self.image)),
+            inputs=self.decode(image for table in tables for image in table.images(self.image)),
             labels=np.concatenate(labels),
             class_names=class_names,
             test_mask=is_test if is_test.any() else None,
-            groups=np.concatenate([table.column("group", self.group) for table in tables]) if self.group else None,
+            groups=groups,
         )
 
 
-def numbered(tables: Sequence[ImageTable], labels: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
-    """Labels that are numbers of classes, as ``int64``, and these numbers as names."""
-    count = class_count([(table.shown, part) for table, part in zip(tables, labels, strict=True)])
-    return [part.astype(np.int64) for part in labels], [str(label) for label in range(count)]
+def numbered_classes(tables: Sequence[ImageTable], labels: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
+    """Labels that are numbers of classes, as ``int64``, and these numbers as the names of the classes."""
+    file_names = [table.file_name for table in tables]
+    count = class_count(list(zip(file_names, labels, strict=True)))
+    class_names = [str(label) for label in range(count)]
+    return [table_labels.astype(np.int64) for table_labels in labels], class_names

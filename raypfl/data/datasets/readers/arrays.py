@@ -10,7 +10,7 @@ import numpy as np
 from raypfl.common.errors import ConfigError, DataError
 from raypfl.data.datasets.labels import checked_labels, class_count
 from raypfl.data.datasets.raw_data import RawData
-from raypfl.data.datasets.readers.npy import opened
+from raypfl.data.datasets.readers.npy import open_npy
 from raypfl.data.datasets.source import DATASETS, Reader
 
 
@@ -23,7 +23,8 @@ class ArrayPair(Reader):
 
     Attributes
     ----------
-    input, target : names of the files.
+    input : name of the file of inputs.
+    target : name of the file of targets.
     """
 
     input: str = "inputs.npy"
@@ -37,20 +38,23 @@ class ArrayPair(Reader):
         return [root / self.input, root / self.target]
 
     def read(self) -> RawData:
-        inputs, targets = map(opened, self.paths())
-        inputs = _numbers(inputs, self.input, "inputs in floating point; images in uint8 are read by data.name=npy")
+        inputs, targets = (open_npy(path) for path in self.paths())
+        inputs = _as_numbers(inputs, self.input, "inputs in floating point; images in uint8 are read by data.name=npy")
+
         if targets.dtype.kind in "iu":
             targets = checked_labels(targets, None, self.target)
             names = [str(label) for label in range(class_count([(self.target, targets)]))]
         else:
-            targets = _numbers(targets, self.target, "classes, integers from 0, or numbers in floating point")
-            names = [f"target {i}" for i in range(targets[0].size if len(targets) else 1)]
+            targets = _as_numbers(targets, self.target, "classes, integers from 0, or numbers in floating point")
+            num_targets = targets[0].size if len(targets) else 1
+            names = [f"target {number}" for number in range(num_targets)]
+
         if len(inputs) != len(targets):
             raise DataError(f"{self.input} has {len(inputs)} samples, but {self.target} has {len(targets)}.")
         return RawData(inputs, targets, names)
 
 
-def _numbers(array: np.ndarray, file: str, wanted: str) -> np.ndarray:
+def _as_numbers(array: np.ndarray, file: str, expected: str) -> np.ndarray:
     if array.dtype.kind != "f" or not array.ndim:
-        raise DataError(f"{file} holds {array.dtype}{list(array.shape)}, not {wanted}.")
+        raise DataError(f"{file} holds {array.dtype}{list(array.shape)}, not {expected}.")
     return array.astype(np.float64)

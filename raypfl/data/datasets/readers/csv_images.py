@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from raypfl.common.errors import DataError
 from raypfl.data.datasets.source import DATASETS
-from raypfl.data.datasets.tables import TEST_WORDS, ImageTable, ImageTableReader, numbered, read_csv
+from raypfl.data.datasets.tables import TEST_WORDS, ImageTable, ImageTableReader, numbered_classes, read_csv
 
 
 @DATASETS.register("csv")
@@ -28,7 +28,7 @@ class Csv(ImageTableReader):
     Attributes
     ----------
     label : name of the column with the labels, or a list of columns if samples have several labels each.
-    uncertain : what an uncertain label (-1) among several counts as.
+    uncertain : value that an uncertain label (-1) among several counts as.
     """
 
     files: str = "*.csv"
@@ -40,24 +40,30 @@ class Csv(ImageTableReader):
             object.__setattr__(self, "label", tuple(self.label))
 
     def paths(self) -> list[Path]:
-        return [path for table in self.tables() for path in (table.path, *table.image_files(self.image))]
+        paths = []
+        for table in self.tables():
+            paths += [table.path, *table.image_paths(self.image)]
+        return paths
 
-    def tables(self) -> Sequence[_CsvFile]:
-        return [_CsvFile(path, self.root(), TEST_WORDS) for path in self.found(self.files)]
+    def tables(self) -> Sequence[_CsvTable]:
+        return [_CsvTable(path, self.root(), TEST_WORDS) for path in self.matching_paths(self.files)]
 
-    def labelled(self, tables: Sequence[_CsvFile]) -> tuple[list[np.ndarray], list[str]]:
+    def read_labels(self, tables: Sequence[_CsvTable]) -> tuple[list[np.ndarray], list[str]]:
         if not isinstance(self.label, str):
             return [self._label_sets(table) for table in tables], list(self.label)
-        labels = [table.column("label", self.label) for table in tables]
-        if all(part.dtype.kind == "i" for part in labels):
-            return numbered(tables, labels)
-        names = np.unique(np.concatenate([part.astype(str) for part in labels]))
-        return [np.searchsorted(names, part.astype(str)) for part in labels], names.tolist()
 
-    def _label_sets(self, table: _CsvFile) -> np.ndarray:
-        """``int8[n, L]`` of zeros and ones."""
-        given = np.stack([table.marks(name) for name in self.label], axis=1)
-        return np.where(given < 0, self.uncertain == "positive", given > 0).astype(np.int8)
+        labels = [table.column("label", self.label) for table in tables]
+        if all(table_labels.dtype.kind == "i" for table_labels in labels):
+            return numbered_classes(tables, labels)
+
+        texts = [table_labels.astype(str) for table_labels in labels]
+        class_names = np.unique(np.concatenate(texts))
+        return [np.searchsorted(class_names, table_texts) for table_texts in texts], class_names.tolist()
+
+    def _label_sets(self, table: _CsvTable) -> np.ndarray:
+        """The labels of a table's samples, ``int8[n, L]`` of zeros and ones."""
+        marks = np.stack([table.marks(name) for name in self.label], axis=1)
+        return np.where(marks < 0, self.uncertain == "positive", marks > 0).astype(np.int8)
 
 
 @DATASETS.register("chexpert")
@@ -73,44 +79,50 @@ class CheXpert(Csv):
     files: str = "train.csv"
 
 
-class _CsvFile(ImageTable):
-    """One CSV file."""
+class _CsvTable(ImageTable):
+    """A CSV file that lists image files."""
 
     def __init__(self, path: Path, root: Path, test_words: set[str]):
         super().__init__(path, root, test_words)
-        self.table = read_csv(path, self.shown)
+        self.table = read_csv(path, self.file_name)
         self.types = dict(zip(self.table.column_names, self.table.schema.types, strict=True))
 
     def values(self, name: str) -> pa.ChunkedArray:
         return self.table[name]
 
     def images(self, name: str) -> Iterator[tuple[str, Path]]:
-        return ((f"Row {row} of {self.shown}", path) for row, path in enumerate(self.image_files(name)))
+        for row, path in enumerate(self.image_paths(name)):
+            yield f"Row {row} of {self.file_name}", path
 
-    def image_files(self, name: str) -> list[Path]:
+    def image_paths(self, name: str) -> list[Path]:
         """The files that the column of this name lists."""
-        return [self._file(listed) for listed in self.column("image", name).astype(str)]
+        return [self._image_path(listed) for listed in self.column("image", name).astype(str)]
 
     def marks(self, name: str) -> np.ndarray:
-        """A label column's values ``float64[n]``, each 1, 0 or -1."""
+        """A label column's values, ``float64[n]``, each 1, 0 or -1."""
         self.type("label", name)
         values = self.table[name].to_pylist()
-        numbers = np.array([0.0 if value is None else _number(value) for value in values])
-        wrong = np.flatnonzero(~np.isin(numbers, (-1.0, 0.0, 1.0)))
+        marks = np.array([0.0 if value is None else _as_number(value) for value in values])
+
+        wrong = np.flatnonzero(~np.isin(marks, (-1.0, 0.0, 1.0)))
         if wrong.size:
             raise DataError(
-                f"Row {wrong[0]} of {self.shown} has {values[wrong[0]]!r} for {name!r}, which must be 1, 0, -1 or "
+                f"Row {wrong[0]} of {self.file_name} has {values[wrong[0]]!r} for {name!r}, which must be 1, 0, -1 or "
                 f"empty."
             )
-        return numbers
+        return marks
 
-    def _file(self, listed: str) -> Path:
+    def _image_path(self, listed: str) -> Path:
+        """The file of a listed path, which may begin with the folder's own name."""
         root = self.path.parent
-        path, within = root / listed, Path(*Path(listed).parts[1:])
-        return path if path.is_file() or within == Path() else root / within
+        path = root / listed
+        inner = Path(*Path(listed).parts[1:])
+        if path.is_file() or inner == Path():
+            return path
+        return root / inner
 
 
-def _number(value: Any) -> float:
+def _as_number(value: Any) -> float:
     """A label as a number, NaN if it is none."""
     try:
         return float(value)

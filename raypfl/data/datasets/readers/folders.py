@@ -18,11 +18,12 @@ from raypfl.data.datasets.source import DATASETS, files_under
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
 _LEVELS = ("class", "group", "split")
-_TRAIN, _TEST = {"train", "training"}, {"test", "val", "valid", "validation"}
+_TRAIN_NAMES = {"train", "training"}
+_TEST_NAMES = {"test", "val", "valid", "validation"}
 
 
-class _Listed(NamedTuple):
-    """An image and what its path or a list says about it."""
+class _ListedImage(NamedTuple):
+    """An image file, and what its path or a list says of it."""
 
     path: Path
     class_name: str
@@ -40,16 +41,25 @@ class _FolderReader(ImageReader):
     def paths(self) -> list[Path]:
         return [path for path in files_under(self.root()) if path.suffix.lower() in _SUFFIXES]
 
-    def raw(self, listed: list[_Listed], classes: list[str], names: list[str], split: bool, grouped: bool) -> RawData:
-        """The listed images, training images first; `split`, `grouped`: whether there are such columns."""
-        listed, root = sorted(listed, key=lambda image: image.is_test), self.root()
-        number = {name: place for place, name in enumerate(classes)}
+    def raw(
+        self, images: list[_ListedImage], folders: list[str], class_names: list[str], has_split: bool, has_groups: bool
+    ) -> RawData:
+        """The listed images, training images first.
+
+        Parameters
+        ----------
+        folders : for each class, what images have for their class name.
+        class_names : for each class, its name in the data set.
+        """
+        images = sorted(images, key=lambda image: image.is_test)
+        root = self.root()
+        label_of = {folder: label for label, folder in enumerate(folders)}
         return RawData(
-            inputs=self.decoded((f"The file {image.path.relative_to(root)}", image.path) for image in listed),
-            labels=np.array([number[image.class_name] for image in listed]),
-            class_names=names,
-            test_mask=np.array([image.is_test for image in listed]) if split else None,
-            groups=np.array([image.group for image in listed]) if grouped else None,
+            inputs=self.decode((f"The file {image.path.relative_to(root)}", image.path) for image in images),
+            labels=np.array([label_of[image.class_name] for image in images]),
+            class_names=class_names,
+            test_mask=np.array([image.is_test for image in images]) if has_split else None,
+            groups=np.array([image.group for image in images]) if has_groups else None,
         )
 
 
@@ -60,7 +70,7 @@ class ImageFolder(_FolderReader):
 
     Attributes
     ----------
-    layout : the levels of folders from the root down: ``class``, ``split/class``, ``group/split/class``, or
+    layout : levels of folders from the root down: ``class``, ``split/class``, ``group/split/class``, or
         ``group/class`` as for Office-Home's ``Art/Bed/00001.jpg``. A group is a domain, writer or the like. In a level
         of splits, everything but train is the published test split.
     """
@@ -77,53 +87,71 @@ class ImageFolder(_FolderReader):
             )
 
     def read(self) -> RawData:
-        root, paths, levels = self.root(), self.paths(), self.layout.split("/")
+        root = self.root()
+        paths = self.paths()
         if not paths:
             raise DataError(f"There is no image in the folder {root}, which data.root names.")
-        listed = [_placed(path, root, levels) for path in paths]
-        classes = sorted({image.class_name for image in listed})
-        self._refuse_splits_as_classes(classes)
-        if "group" not in levels:
-            self._warn_of_groups_as_classes(listed, classes)
-        return self.raw(listed, classes, classes, split="split" in levels, grouped="group" in levels)
 
-    def _refuse_splits_as_classes(self, classes: list[str]) -> None:
-        if len(classes) > 1 and {name.lower() for name in classes} <= _TRAIN | _TEST:
+        levels = self.layout.split("/")
+        images = [_image_of_path(path, root, levels) for path in paths]
+        class_names = sorted({image.class_name for image in images})
+        self._refuse_splits_as_classes(class_names)
+        if "group" not in levels:
+            self._warn_of_groups_as_classes(images, class_names)
+        return self.raw(images, class_names, class_names, has_split="split" in levels, has_groups="group" in levels)
+
+    def _refuse_splits_as_classes(self, class_names: list[str]) -> None:
+        if len(class_names) > 1 and {name.lower() for name in class_names} <= _TRAIN_NAMES | _TEST_NAMES:
             raise DataError(
-                f"With data.layout={self.layout}, the folders {_few(classes)} of {self.root()} are classes, but these "
-                f"are names of splits. Set data.layout={self._with('split')}."
+                f"With data.layout={self.layout}, the folders {_first_few(class_names)} of {self.root()} are classes, "
+                f"but these are names of splits. Set data.layout={self._layout_with('split')}."
             )
 
-    def _warn_of_groups_as_classes(self, listed: list[_Listed], classes: list[str]) -> None:
-        root, depth = self.root(), len(self.layout.split("/"))
-        inside = {(image.class_name, *image.path.relative_to(root).parts[depth:-1][:1]) for image in listed}
-        owners = Counter(folder for _, *folders in inside for folder in folders)
-        if len(shared := sorted(name for name, count in owners.items() if count > 1)) > 1:
+    def _warn_of_groups_as_classes(self, images: list[_ListedImage], class_names: list[str]) -> None:
+        """Warn if several classes have the same subfolders, which then are likely to be the classes."""
+        root = self.root()
+        depth = len(self.layout.split("/"))
+        subfolders = set()
+        for image in images:
+            folders_within_class = image.path.relative_to(root).parts[depth:-1]
+            if folders_within_class:
+                subfolders.add((image.class_name, folders_within_class[0]))
+
+        num_classes_with = Counter(subfolder for _, subfolder in subfolders)
+        shared = sorted(subfolder for subfolder, count in num_classes_with.items() if count > 1)
+        if len(shared) > 1:
             warnings.warn(
-                f"With data.layout={self.layout}, the classes in {root} are {_few(classes)}. Several have the same "
-                f"folders, {_few(shared)}; if those are the classes, set data.layout={self._with('group')}.",
+                f"With data.layout={self.layout}, the classes in {root} are {_first_few(class_names)}. Several have "
+                f"the same folders, {_first_few(shared)}; if those are the classes, set "
+                f"data.layout={self._layout_with('group')}.",
                 stacklevel=2,
             )
 
-    def _with(self, level: str) -> str:
+    def _layout_with(self, level: str) -> str:
         """The layout with another level above the classes."""
         return self.layout.replace("class", f"{level}/class")
 
 
-def _few(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     """The first names, and how many there are."""
-    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({len(names)})"
+    more = ", ..." if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} ({len(names)})"
 
 
-def _placed(path: Path, root: Path, levels: list[str]) -> _Listed:
-    shown = path.relative_to(root)
-    at = dict(zip(levels, shown.parts[:-1], strict=False))
-    if len(at) < len(levels):
-        raise DataError(f"The image {shown} does not lie in folders as data.layout={'/'.join(levels)} says.")
-    split = at.get("split", "train").lower()
-    if split not in _TRAIN | _TEST:
-        raise DataError(f"The image {shown} lies in {at['split']!r}, but folders of splits are called train and test.")
-    return _Listed(path, at["class"], at.get("group", ""), split in _TEST)
+def _image_of_path(path: Path, root: Path, levels: list[str]) -> _ListedImage:
+    """An image whose folders say its class, group and split."""
+    relative_path = path.relative_to(root)
+    folder_of = dict(zip(levels, relative_path.parts[:-1], strict=False))
+    if len(folder_of) < len(levels):
+        raise DataError(f"The image {relative_path} does not lie in folders as data.layout={'/'.join(levels)} says.")
+
+    split = folder_of.get("split", "train").lower()
+    if split not in _TRAIN_NAMES | _TEST_NAMES:
+        raise DataError(
+            f"The image {relative_path} lies in {folder_of['split']!r}, but folders of splits are called train and "
+            f"test."
+        )
+    return _ListedImage(path, folder_of["class"], folder_of.get("group", ""), split in _TEST_NAMES)
 
 
 @DATASETS.register("tiny_imagenet")
@@ -144,50 +172,56 @@ class TinyImageNet(_FolderReader):
 
     def read(self) -> RawData:
         root = self.root()
-        classes = [line.strip() for _, line in _lines("wnids.txt", root)]
-        if len(set(classes)) < len(classes):
-            repeated = next(name for place, name in enumerate(classes) if name in classes[:place])
+        wnids = [line.strip() for _, line in _read_lines("wnids.txt", root)]
+        if len(set(wnids)) < len(wnids):
+            repeated = next(wnid for row, wnid in enumerate(wnids) if wnid in wnids[:row])
             raise DataError(f"wnids.txt lists {repeated} more than once.")
-        listed = [*_trained(root, classes), *_validated(root, classes)]
-        return self.raw(listed, classes, _names(root, classes), split=True, grouped=False)
+
+        images = [*_training_images(root, wnids), *_validation_images(root, wnids)]
+        return self.raw(images, wnids, _class_names(root, wnids), has_split=True, has_groups=False)
 
 
-def _trained(root: Path, classes: list[str]) -> Iterator[_Listed]:
-    for wnid in classes:
-        images = sorted((root / "train" / wnid / "images").glob("*.JPEG"))
-        if not images:
+def _training_images(root: Path, wnids: list[str]) -> Iterator[_ListedImage]:
+    for wnid in wnids:
+        paths = sorted((root / "train" / wnid / "images").glob("*.JPEG"))
+        if not paths:
             raise DataError(f"There is no image in train/{wnid}/images of {root}, but wnids.txt lists {wnid}.")
-        yield from (_Listed(path, wnid, "", False) for path in images)
+        for path in paths:
+            yield _ListedImage(path, wnid, "", is_test=False)
 
 
-def _validated(root: Path, classes: list[str]) -> Iterator[_Listed]:
-    shown, folder, rows = "val/val_annotations.txt", root / "val" / "images", dict[str, int]()
-    for row, line in _lines(shown, root):
+def _validation_images(root: Path, wnids: list[str]) -> Iterator[_ListedImage]:
+    annotations = "val/val_annotations.txt"
+    folder = root / "val" / "images"
+    row_of: dict[str, int] = {}
+    for row, line in _read_lines(annotations, root):
         name, wnid, *_ = f"{line}\t".split("\t")
-        if wnid not in classes:
-            raise DataError(f"Row {row} of {shown} has {wnid!r} for a class; {did_you_mean(wnid, classes)}")
-        if name in rows:
-            raise DataError(f"Row {row} of {shown} lists {name}, as row {rows[name]} does; remove one of them.")
-        rows[name] = row
-        yield _Listed(folder / name, wnid, "", True)
-    unlisted = sorted(path.name for path in folder.glob("*.JPEG") if path.name not in rows)
+        if wnid not in wnids:
+            raise DataError(f"Row {row} of {annotations} has {wnid!r} for a class; {did_you_mean(wnid, wnids)}")
+        if name in row_of:
+            raise DataError(f"Row {row} of {annotations} lists {name}, as row {row_of[name]} does; remove one of them.")
+        row_of[name] = row
+        yield _ListedImage(folder / name, wnid, "", is_test=True)
+
+    unlisted = sorted(path.name for path in folder.glob("*.JPEG") if path.name not in row_of)
     if unlisted:
         raise DataError(
-            f"The image val/images/{unlisted[0]} of {root} and {len(unlisted) - 1} more have no line in {shown}; get "
-            f"the data set again."
+            f"The image val/images/{unlisted[0]} of {root} and {len(unlisted) - 1} more have no line in {annotations}; "
+            f"get the data set again."
         )
 
 
-def _names(root: Path, classes: list[str]) -> list[str]:
-    """The classes in words, from words.txt if it is there."""
+def _class_names(root: Path, wnids: list[str]) -> list[str]:
+    """The classes in words, from words.txt if it is there and tells them apart."""
     if not (root / "words.txt").is_file():
-        return classes
-    words = dict(line.partition("\t")[::2] for _, line in _lines("words.txt", root))
-    names = [words.get(wnid, wnid).partition(",")[0] for wnid in classes]
-    return names if len(set(names)) == len(names) else classes
+        return wnids
+
+    words = dict(line.partition("\t")[::2] for _, line in _read_lines("words.txt", root))
+    names = [words.get(wnid, wnid).partition(",")[0] for wnid in wnids]
+    return names if len(set(names)) == len(names) else wnids
 
 
-def _lines(name: str, root: Path) -> list[tuple[int, str]]:
+def _read_lines(name: str, root: Path) -> list[tuple[int, str]]:
     """The lines of a list that are not blank, and their rows."""
     try:
         lines = (root / name).read_text().splitlines()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from raypfl.common.errors import ConfigError, DataError, did_you_mean
 from raypfl.common.packages import not_installed
@@ -14,11 +13,11 @@ from raypfl.data.datasets.source import DATASETS
 
 
 @DATASETS.register("hf:NAME")
-def hugging_face(member: str) -> type[HuggingFace]:
+def hugging_face(hub_name: str) -> type[HuggingFace]:
     """A data set of images on the Hugging Face hub, such as hf:ylecun/mnist; options of parquet, and subset."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", member):
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_name):
         raise ConfigError(
-            f"data.name is 'hf:{member}'; it must be 'hf:' and a name on the hub, such as hf:ylecun/mnist."
+            f"data.name is 'hf:{hub_name}'; it must be 'hf:' and a name on the hub, such as hf:ylecun/mnist."
         )
     return HuggingFace
 
@@ -31,31 +30,34 @@ class HuggingFace(Parquet):
 
     Attributes
     ----------
-    subset : for data sets of several subsets: which one.
+    subset : name of the subset, for data sets that have several.
     """
 
     subset: str | None = None
 
     def root(self) -> Path:
         try:
-            folder = self._files(local_files_only=True)
+            folder = self._snapshot(local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"The data set {self._name} is not in the cache of Hugging Face's hub. Set data.download to true once, "
                 "on a machine with a network; after that no network is needed."
             ) from error
-        subsets = sorted(inner.name for inner in folder.iterdir() if inner.is_dir())
-        chosen = subsets[0] if self.subset is None and len(subsets) == 1 else self.subset
-        if chosen not in subsets:
+
+        subsets = sorted(subfolder.name for subfolder in folder.iterdir() if subfolder.is_dir())
+        subset = self.subset
+        if subset is None and len(subsets) == 1:
+            subset = subsets[0]
+        if subset not in subsets:
             raise ConfigError(
-                f"data.subset is {chosen!r}, but {self._name} has {len(subsets)} subsets; "
-                f"{did_you_mean(str(chosen), subsets)}"
+                f"data.subset is {subset!r}, but {self._name} has {len(subsets)} subsets; "
+                f"{did_you_mean(str(subset), subsets)}"
             )
-        return folder / chosen
+        return folder / subset
 
     def download(self) -> None:
         try:
-            self._files(local_files_only=False)
+            self._snapshot(local_files_only=False)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"The data set {self._name} could not be downloaded from Hugging Face's hub "
@@ -67,11 +69,19 @@ class HuggingFace(Parquet):
     def _name(self) -> str:
         return self.config.name.partition(":")[2]
 
-    def _files(self, **options: Any) -> Path:
+    def _snapshot(self, local_files_only: bool) -> Path:
+        """The folder of the data set in the hub's cache; it is downloaded first if it may be."""
         try:
             from huggingface_hub import snapshot_download
         except ImportError:
             raise not_installed(f"data is {self.config.name!r}", "huggingface_hub", "hf") from None
-        cache = Path(self.config.root).expanduser() if self.config.root else None
-        where: dict[str, Any] = {"repo_type": "dataset", "revision": "refs/convert/parquet", "cache_dir": cache}
-        return Path(str(snapshot_download(self._name, **where, **options)))
+
+        folder = snapshot_download(
+            self._name,
+            repo_type="dataset",
+            # The branch in which the hub keeps the Parquet files that it makes of every data set.
+            revision="refs/convert/parquet",
+            cache_dir=Path(self.config.root).expanduser() if self.config.root else None,
+            local_files_only=local_files_only,
+        )
+        return Path(str(folder))

@@ -14,15 +14,16 @@ import numpy as np
 
 from raypfl.common.errors import DataError
 from raypfl.data.datasets.raw_data import RawData
-from raypfl.data.datasets.readers.text import sequences
+from raypfl.data.datasets.readers.text import cut_into_sequences
 from raypfl.data.datasets.source import DATASETS, Reader, files_under, require_size
 
+# Pixels of an image's side.
 _SIDE = 28
-_LETTERS = "\n !\"&'(),-.0123456789:;>?" + string.ascii_uppercase + "[]" + string.ascii_lowercase + "}"
+_CHARACTERS = "\n !\"&'(),-.0123456789:;>?" + string.ascii_uppercase + "[]" + string.ascii_lowercase + "}"
 
 
 class _User(NamedTuple):
-    """One user's samples in one file."""
+    """The samples of a user in a file."""
 
     name: str
     inputs: np.ndarray
@@ -32,10 +33,16 @@ class _User(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LeafReader(Reader):
-    """The ``.json`` files of one of LEAF's data sets, in ``data.root``.
+    """Reads the ``.json`` files of one of LEAF's data sets, in ``data.root``.
 
-    That is ``data/all_data``, or ``data`` with ``train`` and ``test``, of which the latter is the published test split.
-    With ``partition: by_column``, each user is a client.
+    This is the folder ``data/all_data``, or ``data`` with ``train`` and ``test``, of which the latter is the published
+    test split. With ``partition: by_column``, each user is a client.
+
+    Attributes
+    ----------
+    title : the data set's name in messages.
+    user : what its users are called.
+    classes : names of its classes.
     """
 
     title: ClassVar[str]
@@ -43,22 +50,26 @@ class LeafReader(Reader):
     classes: ClassVar[list[str]]
 
     @abstractmethod
-    def samples(self, x: Any, y: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels of the user that messages call `where`, from what the file has of them."""
+    def samples(self, x: Any, y: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of a user, from the file's `x` and `y`; `place` is what messages call the user."""
 
     def paths(self) -> list[Path]:
         root = self._root()
-        found = [path for path in files_under(root) if path.suffix == ".json" and _is_data(path, root)]
-        if not found:
+        paths = [path for path in files_under(root) if path.suffix == ".json" and _is_data(path, root)]
+        if not paths:
             raise DataError(
                 f"There is no .json file in {root}, which data.root names. LEAF's preprocess.sh for "
                 f"{self.title.lower()} writes them to data/all_data, or to data/train and data/test."
             )
-        return found
+        return paths
 
     def read(self) -> RawData:
         root = self._root()
-        users = [user for path in self.paths() for user in self._users(path, root)]  # a file at a time as JSON
+        users: list[_User] = []
+        # Memory holds the JSON of a file at a time, which is far larger than its arrays.
+        for path in self.paths():
+            users += self._read_users(path, root)
+
         sizes = [len(user.labels) for user in users]
         is_test = np.repeat([user.is_test for user in users], sizes)
         return RawData(
@@ -72,21 +83,26 @@ class LeafReader(Reader):
     def _root(self) -> Path:
         return self.config.folder(f"LEAF's .json files of {self.title}")
 
-    def _users(self, path: Path, root: Path) -> Iterator[_User]:
-        shown = path.relative_to(root)
+    def _read_users(self, path: Path, root: Path) -> Iterator[_User]:
+        relative_path = path.relative_to(root)
         try:
             content = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise DataError(f"{shown} is damaged, or not JSON: {error}") from error
-        data = content.get("user_data") if isinstance(content, dict) else None
+            raise DataError(f"{relative_path} is damaged, or not JSON: {error}") from error
+
+        user_data = content.get("user_data") if isinstance(content, dict) else None
         names = content.get("users") if isinstance(content, dict) else None
-        if not isinstance(data, dict) or not isinstance(names, list):
-            raise DataError(f"{shown} has no 'users' and 'user_data', as LEAF's files have.")
+        if not isinstance(user_data, dict) or not isinstance(names, list):
+            raise DataError(f"{relative_path} has no 'users' and 'user_data', as LEAF's files have.")
+
         for name in names:
-            if not isinstance(own := data.get(str(name)), dict) or not own.keys() >= {"x", "y"}:
-                raise DataError(f"{shown} lists the {self.user} {name!r}, but has no x and y of that {self.user}.")
-            samples = self.samples(own["x"], own["y"], f"{self.user} {name!r} in {shown}")
-            yield _User(str(name), *samples, shown.parts[0] == "test")
+            user = user_data.get(str(name))
+            if not isinstance(user, dict) or not user.keys() >= {"x", "y"}:
+                raise DataError(
+                    f"{relative_path} lists the {self.user} {name!r}, but has no x and y of that {self.user}."
+                )
+            inputs, labels = self.samples(user["x"], user["y"], f"{self.user} {name!r} in {relative_path}")
+            yield _User(str(name), inputs, labels, is_test=relative_path.parts[0] == "test")
 
 
 @DATASETS.register("femnist")
@@ -98,10 +114,13 @@ class FEMNIST(LeafReader):
     user: ClassVar[str] = "writer"
     classes: ClassVar[list[str]] = [*string.digits, *string.ascii_uppercase, *string.ascii_lowercase]
 
-    def samples(self, x: Any, y: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-        pixels, labels = _array(x, "x", where), _array(y, "y", where)
-        _check(pixels, labels, where)
-        return np.rint(pixels * 255).astype(np.uint8).reshape(-1, 1, _SIDE, _SIDE), labels.astype(np.int64)
+    def samples(self, x: Any, y: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
+        pixels = _as_numbers(x, "x", place)
+        labels = _as_numbers(y, "y", place)
+        _check_images(pixels, labels, place)
+
+        images = np.rint(pixels * 255).astype(np.uint8).reshape(-1, 1, _SIDE, _SIDE)
+        return images, labels.astype(np.int64)
 
 
 @DATASETS.register("shakespeare")
@@ -114,72 +133,89 @@ class Shakespeare(LeafReader):
 
     Attributes
     ----------
-    size : characters of a sequence.
+    size : number of characters of a sequence.
     """
 
     size: int = 80
 
     title: ClassVar[str] = "Shakespeare"
     user: ClassVar[str] = "role"
-    classes: ClassVar[list[str]] = [*_LETTERS]
+    classes: ClassVar[list[str]] = [*_CHARACTERS]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_size(self.size)
 
-    def samples(self, x: Any, y: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-        parts = [sequences(_codes(text, where), self.size) for text in _passages(x, y, where)]
-        inputs, labels = zip(*parts, strict=True) if parts else ([np.zeros((0, self.size), np.int64)],) * 2
+    def samples(self, x: Any, y: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
+        inputs = [np.zeros((0, self.size), np.int64)]
+        labels = [np.zeros((0, self.size), np.int64)]
+        for text in _join_windows(x, y, place):
+            text_inputs, text_labels = cut_into_sequences(_character_codes(text, place), self.size)
+            inputs.append(text_inputs)
+            labels.append(text_labels)
         return np.concatenate(inputs), np.concatenate(labels)
 
 
-def _passages(x: Any, y: Any, where: str) -> list[str]:
+def _join_windows(x: Any, y: Any, place: str) -> list[str]:
     """Texts from windows and the character after each; a window that begins one character later continues a text."""
-    lists = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
-    if not lists or not all(isinstance(one, str) and one for one in [*x, *y]):
-        raise DataError(f"The x and y of {where} are not as many texts, a window and the character after it.")
-    passages: list[list[str]] = []
-    expected = None
-    for window, following in zip(x, y, strict=True):
-        if window != expected:
-            passages.append([window])
-        passages[-1].append(following)
-        expected = window[1:] + following
-    return ["".join(parts) for parts in passages]
+    are_lists = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
+    if not are_lists or not all(isinstance(text, str) and text for text in [*x, *y]):
+        raise DataError(f"The x and y of {place} are not as many texts, a window and the character after it.")
+
+    texts: list[list[str]] = []
+    expected_window = None
+    for window, next_character in zip(x, y, strict=True):
+        if window != expected_window:
+            texts.append([window])
+        texts[-1].append(next_character)
+        expected_window = window[1:] + next_character
+    return ["".join(parts) for parts in texts]
 
 
-def _codes(text: str, where: str) -> np.ndarray:
-    codes = np.array([_LETTERS.find(one) for one in text], dtype=np.int64)
+def _character_codes(text: str, place: str) -> np.ndarray:
+    codes = np.array([_CHARACTERS.find(character) for character in text], dtype=np.int64)
     if (codes < 0).any():
-        strange = text[int(np.flatnonzero(codes < 0)[0])]
-        raise DataError(f"The text of {where} has the character {strange!r}, which is none of LEAF's {len(_LETTERS)}.")
+        unknown = text[int(np.flatnonzero(codes < 0)[0])]
+        raise DataError(
+            f"The text of {place} has the character {unknown!r}, which is none of LEAF's {len(_CHARACTERS)}."
+        )
     return codes
 
 
 def _is_data(path: Path, root: Path) -> bool:
-    """Whether it is no intermediate file of LEAF's, where the whole of its ``data`` folder is given."""
-    inside = path.relative_to(root).parts
+    """Whether a file holds samples, and is no intermediate file of LEAF's, if `root` is its whole ``data`` folder."""
+    parts = path.relative_to(root).parts
     if (root / "train").is_dir() and (root / "test").is_dir():
-        return inside[0] in ("train", "test")
-    return len(inside) == 1 or inside[0] == "all_data"
+        return parts[0] in ("train", "test")
+    return len(parts) == 1 or parts[0] == "all_data"
 
 
-def _array(values: Any, key: str, where: str) -> np.ndarray:
+def _as_numbers(values: Any, key: str, place: str) -> np.ndarray:
     try:
-        found = np.array(values, dtype=np.float64)
+        numbers = np.array(values, dtype=np.float64)
     except (TypeError, ValueError):
-        raise DataError(f"The {key} of {where} has rows of different lengths, or values that are no numbers.") from None
-    return found if len(found) else found.reshape(0, *([_SIDE**2] if key == "x" else []))
+        raise DataError(f"The {key} of {place} has rows of different lengths, or values that are no numbers.") from None
+
+    # A list of no images has lost the length of its rows.
+    if not len(numbers):
+        return numbers.reshape((0, _SIDE**2) if key == "x" else (0,))
+    return numbers
 
 
-def _check(pixels: np.ndarray, labels: np.ndarray, where: str) -> None:
-    """Raise a DataError unless they are images with values from 0 to 1 and a class for each."""
+def _check_images(pixels: np.ndarray, labels: np.ndarray, place: str) -> None:
+    """Raise a DataError unless these are images with values from 0 to 1 and a class for each."""
     if pixels.ndim != 2 or pixels.shape[1] != _SIDE**2:
-        raise DataError(f"The x of {where} is {list(pixels.shape)}; it must have rows of {_SIDE**2} pixels.")
+        raise DataError(f"The x of {place} is {list(pixels.shape)}; it must have rows of {_SIDE**2} pixels.")
     if labels.shape != pixels.shape[:1]:
-        raise DataError(f"The writer has {len(pixels)} images, but labels {list(labels.shape)}: {where}.")
-    if (wrong := np.argwhere(~((pixels >= 0) & (pixels <= 1)))).size:
-        raise DataError(f"Image {wrong[0][0]} of {where} has the value {pixels[tuple(wrong[0])]}; LEAF's are 0 to 1.")
-    known = (labels >= 0) & (labels < len(FEMNIST.classes)) & (labels % 1 == 0)
-    if (odd := np.flatnonzero(~known)).size:
-        raise DataError(f"Image {odd[0]} of {where} has label {labels[odd[0]]:g}, but there are 62 classes, from 0.")
+        raise DataError(f"The writer has {len(pixels)} images, but labels {list(labels.shape)}: {place}.")
+
+    outside = np.argwhere(~((pixels >= 0) & (pixels <= 1)))
+    if outside.size:
+        value = pixels[tuple(outside[0])]
+        raise DataError(f"Image {outside[0][0]} of {place} has the value {value}; LEAF's are 0 to 1.")
+
+    is_class = (labels >= 0) & (labels < len(FEMNIST.classes)) & (labels % 1 == 0)
+    wrong = np.flatnonzero(~is_class)
+    if wrong.size:
+        label = labels[wrong[0]]
+        raise DataError(f"Image {wrong[0]} of {place} has label {label:g}, but there are 62 classes, from 0.")

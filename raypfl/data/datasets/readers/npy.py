@@ -17,45 +17,51 @@ from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.readers.cifar import CIFAR10_CLASSES
 from raypfl.data.datasets.source import DATASETS, Reader
 
-_BLOCK = 12 << 20  # bytes of images in memory at a time
+# Bytes of images in memory at a time.
+_BLOCK_BYTES = 12 << 20
 _SEVERITIES = 5
 _CHANNELS = (1, 3)
 
 
-class _Pair(Reader):
-    """A file of images and one of labels."""
+class _ImagePairReader(Reader):
+    """Reads a file of images and a file of their labels."""
 
     @abstractmethod
     def names(self) -> tuple[str, str]:
-        """Names of the two files."""
+        """Names of the file of images and of the file of labels."""
 
     def paths(self) -> list[Path]:
         root = self.config.folder("the .npy files")
         for name in self.names():
             if not (root / name).is_file():
-                there = ", ".join(sorted(path.name for path in root.glob("*.npy"))[:5]) or "no .npy file"
-                raise ConfigError(f"There is no {name} in {root}, which data.root names; there is {there}.")
+                present = sorted(path.name for path in root.glob("*.npy"))
+                listing = ", ".join(present[:5]) or "no .npy file"
+                raise ConfigError(f"There is no {name} in {root}, which data.root names; there is {listing}.")
         return [root / name for name in self.names()]
 
-    def opened(self) -> tuple[np.ndarray, np.ndarray]:
+    def open(self) -> tuple[np.ndarray, np.ndarray]:
         """Images ``uint8[n, H, W]`` or ``[n, H, W, C]``, mapped into memory, and labels."""
-        files = self.paths()
-        pixels, labels = (opened(path) for path in files)
-        found = f"{pixels.dtype}{list(pixels.shape)}"
+        images_file, labels_file = self.paths()
+        pixels = open_npy(images_file)
+        labels = open_npy(labels_file)
+
+        shape = f"{pixels.dtype}{list(pixels.shape)}"
         if pixels.ndim == 4 and pixels.shape[1] in _CHANNELS and pixels.shape[3] not in _CHANNELS:
             pixels = pixels.transpose(0, 2, 3, 1)
         if pixels.dtype != np.uint8 or pixels.ndim < 3 or pixels.shape[3:] not in ((), (1,), (3,)):
             raise DataError(
-                f"{files[0]} holds {found}, not images as uint8[n, H, W], uint8[n, H, W, 3] or uint8[n, 3, H, W]."
+                f"{images_file} holds {shape}, not images as uint8[n, H, W], uint8[n, H, W, 3] or uint8[n, 3, H, W]."
             )
-        if labels.ndim == 1:  # others are refused as labels
-            require_equal_lengths(len(pixels), files[0], len(labels), files[1])
+
+        # Labels of more dimensions are refused later, where labels are checked.
+        if labels.ndim == 1:
+            require_equal_lengths(len(pixels), images_file, len(labels), labels_file)
         return pixels, labels
 
 
 @DATASETS.register("npy")
 @dataclass(frozen=True, kw_only=True)
-class Npy(_Pair):
+class Npy(_ImagePairReader):
     """Two files in data.root: images and labels.
 
     Images are ``uint8[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]`` with 1 or 3 channels; channels are last if both
@@ -63,7 +69,8 @@ class Npy(_Pair):
 
     Attributes
     ----------
-    image, label : names of the files.
+    image : name of the file of images.
+    label : name of the file of labels.
     """
 
     image: str = "image.npy"
@@ -73,37 +80,41 @@ class Npy(_Pair):
         return self.image, self.label
 
     def read(self) -> RawData:
-        (pixels, labels), file = self.opened(), str(self.paths()[1])
-        labels = checked_labels(labels, None, file)
-        return RawData(_blocks(pixels), labels, [str(label) for label in range(class_count([(file, labels)]))])
+        pixels, labels = self.open()
+        _, labels_file = self.paths()
+        labels = checked_labels(labels, None, str(labels_file))
+        num_classes = class_count([(str(labels_file), labels)])
+        return RawData(_blocks(pixels), labels, [str(label) for label in range(num_classes)])
 
 
-class _LikeCifar10(_Pair):
-    """Images for CIFAR-10's classes, in its shape."""
+class _Cifar10TestReader(_ImagePairReader):
+    """Reads test images for CIFAR-10's classes, in its shape."""
 
     def read(self) -> RawData:
-        (pixels, labels), files = self.opened(), self.paths()
+        pixels, labels = self.open()
+        images_file, labels_file = self.paths()
         if pixels.shape[1:] != (32, 32, 3):
             raise DataError(
-                f"{files[0]} holds images as uint8{list(pixels.shape)}, but CIFAR-10's are uint8[n, 32, 32, 3]; get "
+                f"{images_file} holds images as uint8{list(pixels.shape)}, but CIFAR-10's are uint8[n, 32, 32, 3]; get "
                 f"the file again, or read it with data.name=npy."
             )
-        labels, chosen = checked_labels(labels, len(CIFAR10_CLASSES), str(files[1])), self.chosen(len(pixels))
-        return RawData(_blocks(pixels[chosen]), labels[chosen], CIFAR10_CLASSES)
+        labels = checked_labels(labels, len(CIFAR10_CLASSES), str(labels_file))
+        rows = self.rows(len(pixels))
+        return RawData(_blocks(pixels[rows]), labels[rows], CIFAR10_CLASSES)
 
-    def chosen(self, count: int) -> slice:
-        """Which of `count` images are read."""
+    def rows(self, count: int) -> slice:
+        """The rows that are read, of `count` images."""
         return slice(count)
 
 
 @DATASETS.register("cifar10_1")
 @dataclass(frozen=True, kw_only=True)
-class Cifar10Point1(_LikeCifar10):
+class Cifar10Point1(_Cifar10TestReader):
     """About 2,000 new images for CIFAR-10's classes (Recht et al. 2018); ``cifar10.1_v6_data.npy`` and its labels.
 
     Attributes
     ----------
-    variant : ``v6``, the usual one, or ``v4``.
+    variant : version of the data set: ``v6``, the usual one, or ``v4``.
     """
 
     variant: Literal["v6", "v4"] = "v6"
@@ -114,13 +125,13 @@ class Cifar10Point1(_LikeCifar10):
 
 @DATASETS.register("cifar10_c")
 @dataclass(frozen=True, kw_only=True)
-class Cifar10C(_LikeCifar10):
+class Cifar10C(_Cifar10TestReader):
     """CIFAR-10's test images under a corruption, in 5 severities (Hendrycks and Dietterich 2019).
 
     Attributes
     ----------
-    image : the corruption's file, such as ``gaussian_noise.npy``; or ``all`` corruptions, one after the other.
-    variant : the severity, 1 to 5; None: all of them.
+    image : file of the corruption, such as ``gaussian_noise.npy``; or ``all`` corruptions, one after the other.
+    variant : severity of the corruption, 1 to 5; None: all of them.
     """
 
     image: str | None = None
@@ -140,14 +151,19 @@ class Cifar10C(_LikeCifar10):
         return self.image, "labels.npy"
 
     def paths(self) -> list[Path]:
-        return list(dict.fromkeys(path for one in self._each() for path in super(Cifar10C, one).paths()))
+        paths: list[Path] = []
+        for reader in self._corruption_readers():
+            paths += super(Cifar10C, reader).paths()
+        # All corruptions share the file of labels.
+        return list(dict.fromkeys(paths))
 
     def read(self) -> RawData:
-        parts = [super(Cifar10C, one).read() for one in self._each()]
-        inputs = chain.from_iterable(part.blocks() for part in parts)
-        return RawData(inputs, np.concatenate([part.labels for part in parts]), CIFAR10_CLASSES)
+        corruptions = [super(Cifar10C, reader).read() for reader in self._corruption_readers()]
+        inputs = chain.from_iterable(raw.blocks() for raw in corruptions)
+        labels = np.concatenate([raw.labels for raw in corruptions])
+        return RawData(inputs, labels, CIFAR10_CLASSES)
 
-    def _each(self) -> list[Self]:
+    def _corruption_readers(self) -> list[Self]:
         """A reader for each file of images."""
         if self.image != "all":
             return [self]
@@ -157,18 +173,19 @@ class Cifar10C(_LikeCifar10):
             raise ConfigError(f"There is no .npy file of a corruption in {root}, which data.root names.")
         return [replace(self, image=file) for file in files]
 
-    def chosen(self, count: int) -> slice:
+    def rows(self, count: int) -> slice:
         if self.variant is None:
-            return super().chosen(count)
-        each, rest = divmod(count, _SEVERITIES)
-        if rest:
+            return super().rows(count)
+
+        images_per_severity, remainder = divmod(count, _SEVERITIES)
+        if remainder:
             raise DataError(
                 f"{self.image} holds {count} images, not {_SEVERITIES} severities of one length; get it again."
             )
-        return slice((self.variant - 1) * each, self.variant * each)
+        return slice((self.variant - 1) * images_per_severity, self.variant * images_per_severity)
 
 
-def opened(path: Path) -> np.ndarray:
+def open_npy(path: Path) -> np.ndarray:
     """The array of a ``.npy`` file, mapped into memory."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -177,7 +194,8 @@ def opened(path: Path) -> np.ndarray:
 
 
 def _blocks(pixels: np.ndarray) -> Iterator[np.ndarray]:
-    step = max(_BLOCK // pixels[0].nbytes, 1)
+    """Images in blocks ``uint8[n, C, H, W]``."""
+    step = max(_BLOCK_BYTES // pixels[0].nbytes, 1)
     for start in range(0, len(pixels), step):
         block = pixels[start : start + step]
         yield block[:, None] if block.ndim == 3 else block.transpose(0, 3, 1, 2)

@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 from raypfl.common.errors import DataError
 from raypfl.data.datasets.labels import checked_labels
 from raypfl.data.datasets.source import DATASETS
-from raypfl.data.datasets.tables import ImageTable, ImageTableReader, numbered
+from raypfl.data.datasets.tables import ImageTable, ImageTableReader, numbered_classes
 
-_ROWS = 256  # read at a time
+# Rows that are read at a time.
+_BATCH_ROWS = 256
 # Without a buffer, Arrow reads all images of a row group at once, and a file may have only one.
-_BUFFER = 1 << 20
+_BUFFER_BYTES = 1 << 20
 
 
 @DATASETS.register("parquet")
@@ -37,67 +38,76 @@ class Parquet(ImageTableReader):
     files: str = "*.parquet"
 
     def paths(self) -> list[Path]:
-        return self.found(f"**/{self.files}")
+        return self.matching_paths(f"**/{self.files}")
 
-    def tables(self) -> Sequence[_ParquetFile]:
-        return [_ParquetFile(path, self.root(), {"test", "validation"}) for path in self.paths()]
+    def tables(self) -> Sequence[_ParquetTable]:
+        return [_ParquetTable(path, self.root(), {"test", "validation"}) for path in self.paths()]
 
-    def labelled(self, tables: Sequence[_ParquetFile]) -> tuple[list[np.ndarray], list[str]]:
+    def read_labels(self, tables: Sequence[_ParquetTable]) -> tuple[list[np.ndarray], list[str]]:
         for table in tables:
-            if not pa.types.is_integer(kind := table.type("label", self.label)):
-                raise DataError(f"Column {self.label!r} of {table.shown} is of type {kind}, not integers.")
+            column_type = table.type("label", self.label)
+            if not pa.types.is_integer(column_type):
+                raise DataError(f"Column {self.label!r} of {table.file_name} is of type {column_type}, not integers.")
+
         labels = [table.column("label", self.label) for table in tables]
-        names = tables[0].class_names(self.label)
-        if names is None:
-            return numbered(tables, labels)
-        parts = zip(tables, labels, strict=True)
-        return [checked_labels(part, len(names), table.shown) for table, part in parts], names
+        class_names = tables[0].class_names(self.label)
+        if class_names is None:
+            return numbered_classes(tables, labels)
+
+        checked = []
+        for table, table_labels in zip(tables, labels, strict=True):
+            checked.append(checked_labels(table_labels, len(class_names), table.file_name))
+        return checked, class_names
 
 
-class _ParquetFile(ImageTable):
-    """One Parquet file; its images are read row by row."""
+class _ParquetTable(ImageTable):
+    """A Parquet file that holds images, which are read row by row."""
 
     def __init__(self, path: Path, root: Path, test_words: set[str]):
         super().__init__(path, root, test_words)
         try:
             self.schema = pq.read_schema(path)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self.shown} is not a readable Parquet file: {error}") from error
+            raise DataError(f"{self.file_name} is not a readable Parquet file: {error}") from error
         self.types = dict(zip(self.schema.names, self.schema.types, strict=True))
 
     def class_names(self, label: str) -> list[str] | None:
         """The label column's class names, where Hugging Face's `datasets` left them in the schema."""
-        described = json.loads((self.schema.metadata or {}).get(b"huggingface", b"{}"))
-        return described.get("info", {}).get("features", {}).get(label, {}).get("names")
+        metadata = self.schema.metadata or {}
+        description = json.loads(metadata.get(b"huggingface", b"{}"))
+        return description.get("info", {}).get("features", {}).get(label, {}).get("names")
 
     def values(self, name: str) -> pa.ChunkedArray:
         try:
             return pq.ParquetFile(self.path).read(columns=[name]).column(0)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"Column {name!r} of {self.shown} cannot be read: {error}") from error
+            raise DataError(f"Column {name!r} of {self.file_name} cannot be read: {error}") from error
 
     def images(self, name: str) -> Iterator[tuple[str, bytes | None]]:
-        as_struct = self._images_are_structs(name)
+        are_structs = self._images_are_structs(name)
         row = 0
         try:
-            file = pq.ParquetFile(self.path, pre_buffer=False, buffer_size=_BUFFER)
-            for batch in file.iter_batches(_ROWS, columns=[name]):
-                column = pc.struct_field(batch.column(0), "bytes") if as_struct else batch.column(0)
-                for encoded in column.to_pylist():
-                    yield f"Row {row} of {self.shown}", encoded
+            file = pq.ParquetFile(self.path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+            for batch in file.iter_batches(_BATCH_ROWS, columns=[name]):
+                column = batch.column(0)
+                if are_structs:
+                    column = pc.struct_field(column, "bytes")
+                for image_bytes in column.to_pylist():
+                    yield f"Row {row} of {self.file_name}", image_bytes
                     row += 1
         except pa.ArrowMemoryError as error:
-            raise DataError(f"There is too little memory to read the images of {self.shown}: {error}") from error
+            raise DataError(f"There is too little memory to read the images of {self.file_name}: {error}") from error
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self.shown} is damaged after row {row}: {error}") from error
+            raise DataError(f"{self.file_name} is damaged after row {row}: {error}") from error
 
     def _images_are_structs(self, name: str) -> bool:
-        kind = self.type("image", name)
-        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        """Whether images are structs with a field of bytes, and not bytes themselves."""
+        column_type = self.type("image", name)
+        if pa.types.is_struct(column_type) and column_type.get_field_index("bytes") >= 0:
             return True
-        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        if pa.types.is_binary(column_type) or pa.types.is_large_binary(column_type):
             return False
         raise DataError(
-            f"Column {name!r} of {self.shown} is of type {kind}, not encoded images (binary values, or structs with a "
-            f"field 'bytes')."
+            f"Column {name!r} of {self.file_name} is of type {column_type}, not encoded images (binary values, or "
+            f"structs with a field 'bytes')."
         )

@@ -33,11 +33,12 @@ def diabetes(config: DataSource) -> RawData:
     from sklearn.datasets import load_diabetes
 
     bunch = load_diabetes(scaled=False)
-    age, sex = bunch.data[:, 0], bunch.data[:, 1].astype(int)
-    thirds = np.searchsorted(np.quantile(age, [1 / 3, 2 / 3]), age)
+    age = bunch.data[:, 0]
+    sex = bunch.data[:, 1].astype(int)
+    age_third = np.searchsorted(np.quantile(age, [1 / 3, 2 / 3]), age)
     return RawData(
         inputs=bunch.data.astype(np.float64),
         labels=bunch.target.astype(np.float64),
         class_names=["progression"],
-        groups=3 * (sex - sex.min()) + thirds,
+        groups=3 * (sex - sex.min()) + age_third,
     )

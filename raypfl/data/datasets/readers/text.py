@@ -11,7 +11,7 @@ from raypfl.common.errors import DataError
 from raypfl.data.datasets.raw_data import RawData
 from raypfl.data.datasets.source import DATASETS, Reader, files_under, require_size
 
-_NONE = -1
+_NO_TARGET = -1
 
 
 @DATASETS.register("text")
@@ -24,7 +24,7 @@ class Text(Reader):
     Attributes
     ----------
     files : pattern of the files' names.
-    size : characters of a sequence.
+    size : number of characters of a sequence.
     """
 
     files: str = "*.txt"
@@ -35,30 +35,38 @@ class Text(Reader):
         require_size(self.size)
 
     def paths(self) -> list[Path]:
-        found = [path for path in files_under(self._root()) if path.match(self.files)]
-        if not found:
+        paths = [path for path in files_under(self._root()) if path.match(self.files)]
+        if not paths:
             raise DataError(f"There is no {self.files} in {self.config.root}; each writer needs a text file.")
-        return found
+        return paths
 
     def read(self) -> RawData:
-        files = self.paths()
-        texts = [_read(path) for path in files]
+        paths = self.paths()
+        texts = [_read_text(path) for path in paths]
         characters = sorted(set().union(*texts))
-        code = {character: i for i, character in enumerate(characters)}
-        parts = [sequences(np.array([code[c] for c in one], dtype=np.int64), self.size) for one in texts]
-        names = [str(path.relative_to(self._root())) for path in files]
+        code_of = {character: code for code, character in enumerate(characters)}
+
+        inputs = []
+        targets = []
+        for text in texts:
+            codes = np.array([code_of[character] for character in text], dtype=np.int64)
+            text_inputs, text_targets = cut_into_sequences(codes, self.size)
+            inputs.append(text_inputs)
+            targets.append(text_targets)
+
+        file_names = [str(path.relative_to(self._root())) for path in paths]
         return RawData(
-            inputs=np.concatenate([inputs for inputs, _ in parts]),
-            labels=np.concatenate([targets for _, targets in parts]),
+            inputs=np.concatenate(inputs),
+            labels=np.concatenate(targets),
             class_names=characters,
-            groups=np.repeat(names, [len(inputs) for inputs, _ in parts]),
+            groups=np.repeat(file_names, [len(text_inputs) for text_inputs in inputs]),
         )
 
     def _root(self) -> Path:
         return self.config.folder("text files, one for each writer")
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -68,9 +76,15 @@ def _read(path: Path) -> str:
     return text
 
 
-def sequences(codes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets ``int64[n, length]``, in order; the padding of the last sequence has no targets."""
-    count = -(-(len(codes) - 1) // length)
-    inputs, targets = np.zeros(count * length, np.int64), np.full(count * length, _NONE, np.int64)
-    inputs[: len(codes) - 1], targets[: len(codes) - 1] = codes[:-1], codes[1:]
+def cut_into_sequences(codes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut a text into sequences: inputs and targets, ``int64[n, length]`` each, in order.
+
+    The padding of the last sequence has no targets.
+    """
+    num_targets = len(codes) - 1
+    count = -(-num_targets // length)
+    inputs = np.zeros(count * length, np.int64)
+    targets = np.full(count * length, _NO_TARGET, np.int64)
+    inputs[:num_targets] = codes[:-1]
+    targets[:num_targets] = codes[1:]
     return inputs.reshape(count, length), targets.reshape(count, length)

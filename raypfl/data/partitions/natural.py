@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, DataError
-from raypfl.data.allocation import apportion, rank_within
-from raypfl.data.partitions import PARTITIONS, Partition, Traits, require
+from raypfl.data.partitions.allocation import apportion, rank_within
+from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, require
 
 
 @PARTITIONS.register("by_column")

@@ -9,8 +9,8 @@ import numpy as np
 
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError
-from raypfl.data.allocation import apportion, draw_owners, equal_sizes, fit_margins, raise_to_minimum
-from raypfl.data.partitions import PARTITIONS, Partition, Traits, require, require_enough
+from raypfl.data.partitions.allocation import apportion, draw_owners, equal_sizes, fit_margins, raise_to_minimum
+from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, require, require_enough
 
 
 @PARTITIONS.register("dirichlet")

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from raypfl.common import rng
-from raypfl.data.allocation import apportion, raise_to_minimum
-from raypfl.data.partitions import PARTITIONS, Partition, Traits, require_enough
+from raypfl.data.partitions.allocation import apportion, raise_to_minimum
+from raypfl.data.partitions.partition import PARTITIONS, Partition, Traits, require_enough
 
 
 @dataclass(frozen=True, kw_only=True)
