@@ -58,7 +58,7 @@ def test_what_a_process_keeps_is_bounded_and_asked_for_once(tmp_path, monkeypatc
     monkeypatch.setattr("raypfl.data.datasets.population.CACHE_BYTES", 2000)
     for client in range(10):
         data.take(data.indices(client))
-    assert 0 < sum(x.nbytes + y.nbytes for x, y in data._kept.values()) <= 2000
+    assert 0 < sum(x.nbytes + y.nbytes for x, y in data._cache.values()) <= 2000
 
 
 def test_described_data_travel_as_their_description(tmp_path):
