@@ -1,1 +1,1 @@
-"""A group of clients at work."""
+"""The clients' side of a round: groups of clients, their state and their local training."""

@@ -1,4 +1,4 @@
-"""What a method's client functions are given: a group of clients."""
+"""The group of clients that a method's client function gets."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ WITHOUT_CONTENTS = frozenset(
         *("compute", "generators", "log", "logits", "loss", "num_steps", "other", "pool", "randn", "weights"),
     }
 )
-"""Names of `Clients` whose values do not depend on what a client's samples are, only on how many there are."""
+"""Names of `Clients` that depend on the number of a client's samples, but not on their contents."""
 
 WITH_NOISE = frozenset({"minibatches", "sgd"})
-"""Names of `Clients` that read training samples by DP-SGD, if they are protected."""
+"""Names of `Clients` that read protected training samples by DP-SGD."""
 
 
 class Clients:
@@ -47,27 +47,28 @@ class Clients:
     ids : the clients' numbers.
     round : the round's number, from 1.
     lr : the learning rate that the schedule gives this round.
-    state : what stays on the clients between rounds.
+    state : the clients' state, which persists between rounds.
     model : the clients' network as a function of a flat vector.
     networks : the method's further networks.
-    loss : ``loss(p, batch) -> scalar``, the objective on one client's batch at the network's parameters ``p[P]``.
-    objective : what is learned: ``clients.objective.loss(outputs, batch)``.
+    loss : the objective on one client's batch at the network's parameters ``p[P]``: ``loss(p, batch) -> scalar``.
+    objective : the objective of training: ``clients.objective.loss(outputs, batch)``.
     training : the experiment's settings of local training.
-    num_classes : classes, or numbers that the network puts out.
-    input_shape : of one sample, such as ``(C, H, W)``.
-    seed : of the run.
-    device : where the group computes.
+    num_classes : the number of classes, or of the network's outputs.
+    input_shape : the shape of one sample, such as ``(C, H, W)``.
+    seed : the run's seed.
+    device : the device on which the group computes.
 
     If ``privacy.noise`` protects samples, only the names in `WITHOUT_CONTENTS` and `WITH_NOISE` can be used.
     """
 
     def __new__(cls, group: ClientGroup) -> Clients:
-        # No check where nothing is protected: it would cost time with every name that a method uses.
+        # Unprotected clients skip ProtectedClients' check, which takes time with every name that a method uses.
         return object.__new__(ProtectedClients if group.context.privacy.protects_samples else cls)
 
     def __init__(self, group: ClientGroup):
+        context = group.context
         self._group = group
-        context = self._context = group.context
+        self._context = context
         self.ids = group.ids
         self.round = group.round
         self.lr = group.lr
@@ -92,7 +93,7 @@ class Clients:
 
     @property
     def losses(self) -> Tensor | None:
-        """``[K]``: what the last training reported, or None if nothing was."""
+        """``[K]``: the losses that the last training reported; None if it reported none."""
         return self._group.losses
 
     @property
@@ -101,7 +102,7 @@ class Clients:
         return self._numbers(self._group.samples("train").sizes)
 
     def weights(self, weighting: Weighting) -> PerClient | None:
-        """Weights for :class:`raypfl.Mean`: ``[K]`` training samples, or None, which is the same for all."""
+        """Return weights for :class:`raypfl.Mean`: the training samples ``[K]``, or None for equal weights."""
         return self.num_samples if weighting == "samples" else None
 
     def num_steps(
@@ -109,9 +110,8 @@ class Clients:
     ) -> PerClient:
         """``[K]``: steps that :meth:`sgd` takes on each client with the same arguments, in floating point."""
         sizes = self._group.samples("train").sizes
-        return self._numbers(
-            num_steps(sizes, *self._group.pace(epochs, steps, batch_size), self.training.smallest_batch)
-        )
+        batch_size, epochs, steps = self._group.training_length(epochs, steps, batch_size)
+        return self._numbers(num_steps(sizes, batch_size, epochs, steps, self.training.smallest_batch))
 
     def label_counts(self, split: str = "train") -> PerClient:
         """``[K, num_classes]``: number of samples of each class; with several labels per sample, how often each is 1.
@@ -121,15 +121,20 @@ class Clients:
         MethodError : if targets are numbers or tokens.
         """
         self._refuse_without_classes("label_counts")
-        labels = [self._context.samples.labels_of(where) for where in self._group.split(split)]
-        rows = [y.sum(0) if y.dim() > 1 else torch.bincount(y, minlength=self.num_classes) for y in labels]
+        rows = []
+        for indices in self._group.split(split):
+            labels = self._context.samples.labels_of(indices)
+            if labels.dim() > 1:
+                rows.append(labels.sum(0))
+            else:
+                rows.append(torch.bincount(labels, minlength=self.num_classes))
         return per_client(torch.stack(rows).to(self.model.dtype))
 
     def other(self, theta: Tensor, model: FlatModel | None = None) -> Other:
-        """A frozen model for use in a loss: a teacher, an earlier model.
+        """Freeze a model for use in a loss: a teacher, an earlier model.
 
         With ``clients.sgd(loss, start, teacher=clients.other(theta))`` and ``loss(p, batch, teacher)``,
-        ``teacher(batch.x)`` gives outputs and ``teacher.features(batch.x)`` the input of the output layer, in
+        ``teacher(batch.x)`` returns outputs and ``teacher.features(batch.x)`` the input of the output layer, in
         evaluation mode, with the model's own statistics.
 
         Parameters
@@ -138,6 +143,7 @@ class Clients:
         model : the network; None: the clients'.
         """
         model = model or self.model
+
         if inside_a_loss():
             raise MethodError(
                 "clients.other was called inside a loss, where no gradient would reach its argument. Call it "
@@ -150,19 +156,22 @@ class Clients:
                 f"clients.other needs a whole model vector [{model.size}], or one for each of the group's {len(self)} "
                 f"clients; this has shape {list(theta.shape)}."
             )
+
         vector = unmarked(theta).detach()
         return Other(model, vector if vector.dim() == 1 else per_client(vector))
 
     def generators(self, stream: str = "") -> list[torch.Generator]:
-        """A random generator for each client, which depends on seed, round, client and stream, not on the group.
+        """Return a random generator for each client, keyed by seed, round, client and stream, not by the group.
 
         They draw on the CPU, so that all devices get the same numbers: ``torch.randn(3, generator=g).to(device)``.
         """
         return [torch.Generator().manual_seed(int(key)) for key in self._group.keys("generator" + stream)]
 
     def randn(self, *shape: int, stream: str = "") -> PerClient:
-        """``[K, *shape]`` standard normal draws from :meth:`generators`."""
-        rows = [torch.randn(shape, generator=g, dtype=self.model.dtype) for g in self.generators(stream)]
+        """Return standard normal draws ``[K, *shape]`` from :meth:`generators`."""
+        rows = []
+        for generator in self.generators(stream):
+            rows.append(torch.randn(shape, generator=generator, dtype=self.model.dtype))
         return per_client(torch.stack(rows).to(self.device))
 
     def sgd(
@@ -183,29 +192,29 @@ class Clients:
         report: ReportedLoss = "loss",
         **extras: Any,
     ) -> PerClient:
-        """Train each client from its start by gradient steps on its own training samples.
+        """Train each client by gradient steps on its own training samples.
 
         The round's training loss is the mean of `loss` over the mini-batches of all local steps, each at the model
         before the step. Two calls in one round visit the same batches unless they name different streams.
 
         Parameters
         ----------
-        loss : ``loss(p, batch, **extras) -> scalar`` of one client's parameters ``p[P]``. It may return a pair, the
-            loss and a penalty, if both come from one forward pass.
-        start : ``[P+B]`` for all clients, or ``[K, P+B]``.
-        epochs, steps, batch_size, lr, optimizer : instead of the experiment's.
+        loss : the loss of one client's parameters ``p[P]``: ``loss(p, batch, **extras) -> scalar``. It may return a
+            pair, the loss and a penalty, if both come from one forward pass.
+        start : the initial models, ``[P+B]`` for all clients, or ``[K, P+B]``.
+        epochs, steps, batch_size, lr, optimizer : the length and the rule of the training; None: the experiment's.
         train : the segments to train (see :meth:`FlatModel.names`), or ``bool[P+B]``; the rest keeps its
             bits. Batch norm that is not trained still normalises by the batch.
         decay : the trained segments, or ``bool[P+B]``, that the experiment's weight decay acts on; None: all.
-        stream : other names give other batches.
-        penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss and not reported.
-        correction : ``[P]`` or ``[P+B]`` for all clients, or a row per client: added to the gradient of every step,
-            before clipping and weight decay.
-        report : another function of the same form to report instead of `loss`; None: nothing, and the round has no
-            training loss.
-        extras : passed by name to the loss; with a penalty or a report, to each function that names them. Tensors with
-            a row per client (a state, a scattered row, a result) are passed row by row. A model vector is cut to its
-            parameters; a frozen model (:meth:`other`) is not.
+        stream : the name of a stream of batches; another name gives other batches.
+        penalty : a term that is added to the loss and not reported: ``penalty(p, batch, **extras) -> scalar``.
+        correction : a vector that is added to the gradient of every step, before clipping and weight decay: ``[P]`` or
+            ``[P+B]`` for all clients, or a row per client.
+        report : another function of the same form to report instead of `loss`; None: report nothing, so that the round
+            has no training loss.
+        extras : further arguments of the loss, by name; with a penalty or a report, of each function that names them.
+            Tensors with a row per client (a state, a scattered row, a result) are passed row by row. A model vector is
+            cut to its parameters; a frozen model (:meth:`other`) is not.
 
         Returns
         -------
@@ -217,27 +226,36 @@ class Clients:
         """
         group = self._group
         visits, keys, _, rule = group.training(epochs, steps, batch_size, stream)
-        moving, decayed = (self.model.mask(which) if isinstance(which, str) else which for which in (train, decay))
-        update = group.update(optimizer, lr, moving, decayed, rule)
-        rows, local_loss = group.models(start), LocalLoss(self.model, loss, penalty, report)
-        added, extras = group.corrections(correction), group.extras(extras)
+        trainable = self._mask(train)
+        update = group.update(optimizer, lr, trainable, self._mask(decay), rule)
+
+        rows = group.models(start)
+        local_loss = LocalLoss(self.model, loss, penalty, report)
+        corrections = group.corrections(correction)
+        extras = group.extras(extras)
         observe = None if group.observer is None else group.observer.training(rows, visits, update.lr)
+
         trained, losses = group.run(
             group.trainer(local_loss, rows, visits, extras),
-            lambda e: e.sgd(local_loss, rows, group.samples("train"), visits, update, keys, extras, added, observe),
+            lambda e: e.sgd(
+                local_loss, rows, group.samples("train"), visits, update, keys, extras, corrections, observe
+            ),
         )
+
         if rule is not None:
             group.refuse_moved_statistics(self.model.buffers(rows), self.model.buffers(trained))
-        group.report(trained, losses if report is not None and visits.index.shape[1] else None)
-        trained = trained if moving is None else torch.where(moving, trained, rows)
+        has_steps = visits.index.shape[1] > 0
+        group.report(trained, losses if report is not None and has_steps else None)
+        if trainable is not None:
+            trained = torch.where(trainable, trained, rows)
         if observe is not None:
-            observe.ended(trained)
+            observe.finish(trained)
         return per_client(trained)
 
     def minibatches(
         self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None, stream: str = ""
     ) -> Iterator[MiniBatch]:
-        """The mini-batches that :meth:`sgd` would visit, for local steps other than SGD on one model.
+        """Yield the mini-batches that :meth:`sgd` would visit, for local steps other than SGD on one model.
 
         ``for batch in clients.minibatches(): theta = batch.step(loss, theta)`` is ``sgd``; see :meth:`MiniBatch.step`.
         """
@@ -248,12 +266,16 @@ class Clients:
     def grad(self, loss: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
         """Gradient of each client's mean loss, ``[K, P]``, at ``at`` (``[P+B]`` or ``[K, P+B]``).
 
-        `batches` is what :meth:`batches` gave; None: all training samples of each client.
+        `batches` come from :meth:`batches`; None: all training samples of each client.
         """
-        group, local_loss = self._group, LocalLoss(self.model, loss)
-        keys, chosen, rows = group.draws(), batches or group.full_batches("train"), group.rows(at)
+        group = self._group
+        local_loss = LocalLoss(self.model, loss)
+        keys = group.draws()
+        chosen = batches or group.full_batches("train")
+        rows = group.rows(at)
         extras = group.extras(extras)
-        executor = group.executor_for(local_loss, rows[0], chosen[0].subset, _unequal(chosen), extras, train=True)
+
+        executor = group.executor_for(local_loss, rows[0], chosen[0].subset, _sizes_differ(chosen), extras, train=True)
         return per_client(group.run(executor, lambda e: e.grad(local_loss, rows, chosen, keys, extras)[0]))
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch] | None = None, **extras: Any) -> PerClient:
@@ -263,51 +285,60 @@ class Clients:
         each sample, ``[b, ...]``, the result is ``[K, b, ...]`` for the largest b, padded with zeros.
         """
         group = self._group
-        keys, chosen, rows = group.draws(), batches or group.full_batches("train"), group.rows(at)
+        keys = group.draws()
+        chosen = batches or group.full_batches("train")
+        rows = group.rows(at)
         extras = group.extras(extras)
+
         with self._context.evaluating():
-            executor = group.executor_for(function, rows[0], chosen[0].subset, _unequal(chosen), extras, train=False)
+            sizes_differ = _sizes_differ(chosen)
+            executor = group.executor_for(function, rows[0], chosen[0].subset, sizes_differ, extras, train=False)
             values = group.run(executor, lambda e: e.map(function, rows, chosen, keys, extras))
         return per_client(values.to(self.model.dtype) if values.is_floating_point() else values)
 
     def compute(self, function: Callable[..., Sequence[Tensor]], *rows: Tensor) -> list[PerClient]:
-        """``function(*rows)`` of tensors ``[n, ...]`` with a row for each of n clients, which gives such tensors.
+        """``function(*rows)``, from and to tensors ``[n, ...]`` with a row for each of n clients.
 
-        It is called once where clients are taken together, else with one client's rows at a time.
+        The function is called once if clients run together, else with one client's rows at a time.
         """
-        mine = [unmarked(one) for one in rows]
+        tensors = [unmarked(tensor) for tensor in rows]
 
-        def computed(executor: Executor) -> list[Tensor]:
-            size = len(mine[0]) if isinstance(executor, Vectorised) else 1
-            parts = [function(*part) for part in zip(*(one.split(size) for one in mine), strict=True)]
-            return [torch.cat(column) for column in zip(*parts, strict=True)]
+        def apply(executor: Executor) -> list[Tensor]:
+            size = len(tensors[0]) if isinstance(executor, Vectorised) else 1
+            pieces = [tensor.split(size) for tensor in tensors]
+            results = [function(*arguments) for arguments in zip(*pieces, strict=True)]
+            return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
-        return [per_client(column) for column in self._group.run(self._context.executor, computed)]
+        return [per_client(result) for result in self._group.run(self._context.executor, apply)]
 
     def vjp(
         self, function: LossFunction, at: Tensor, cotangent: Tensor, batches: list[Batch] | None = None, **extras: Any
     ) -> PerClient:
-        """Pull ``cotangent[K, ...]`` back through what :meth:`map` computes: ``[K, Q]`` for ``at[Q]`` or ``[K, Q]``."""
+        """Pull ``cotangent[K, ...]`` back through the result of :meth:`map`: ``[K, Q]`` for ``at[Q]`` or ``[K, Q]``."""
         p = self._group.rows(at).detach().clone().requires_grad_()
         with torch.enable_grad():
             rows = self.map(function, p, batches, **extras)
         return per_client(torch.autograd.grad(unmarked(rows), p, unmarked(cotangent))[0])
 
     def batches(self, size: int, stream: str, split: str = "train") -> list[Batch]:
-        """A random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream."""
+        """Draw a random batch of `size` samples of each client (all it has, if fewer), keyed by round and stream."""
         samples = self._group.samples(split)
         visits = epoch_order(self._group.keys("batch" + stream), samples.sizes, min(size, samples.width), steps=1)
-        positions = [torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]]) for k in range(len(self))]
-        return [samples.client(k, p.to(self.device)) for k, p in enumerate(positions)]
+
+        batches = []
+        for k in range(len(self)):
+            positions = torch.from_numpy(visits.index[k, 0, : visits.counts[k, 0]])
+            batches.append(samples.client(k, positions.to(self.device)))
+        return batches
 
     def class_means(
         self, features: Callable[[Tensor, Tensor], Tensor], at: Tensor, split: str = "train"
     ) -> tuple[PerClient, PerClient]:
-        """Mean feature of each class on each client; with several labels per sample, of the samples where each is 1.
+        """Mean feature of each class on each client; with several labels per sample, of the samples with the label.
 
         Parameters
         ----------
-        features : ``features(theta, x[b, ...]) -> [b, d]``.
+        features : the function ``features(theta, x[b, ...]) -> [b, d]``.
 
         Returns
         -------
@@ -316,18 +347,19 @@ class Clients:
         self._refuse_without_classes("class_means")
         classes = self.num_classes
 
-        def one(theta: Tensor, batch: Batch) -> Tensor:
+        def means_of_client(theta: Tensor, batch: Batch) -> Tensor:
             z = features(theta, batch.x)
             member = batch.y if batch.y.dim() > 1 else F.one_hot(batch.y, classes)
             member = member.to(self.model.dtype) * batch.weight[:, None]
             with torch.autocast(z.device.type, enabled=False):
                 return member.T @ z.to(self.model.dtype) / member.sum(0).clamp_min(1)[:, None]
 
-        return self.map(one, at, self._group.full_batches(split)), self.label_counts(split)
+        return self.map(means_of_client, at, self._group.full_batches(split)), self.label_counts(split)
 
     def logits(self, theta: Tensor, x: Tensor) -> PerClient:
         """Each client's model on the same inputs ``x[n, ...]``: ``[K, n, classes]``, without gradients."""
-        rows, parts = self._group.rows(theta), x.split(self._context.evaluation_batch)
+        rows = self._group.rows(theta)
+        parts = x.split(self._context.evaluation_batch)
         with self.model.mode(train=False):
             outputs = self._group.run(
                 self._context.executor, lambda e: [e.predict(rows, part, own=False) for part in parts]
@@ -335,7 +367,7 @@ class Clients:
         return per_client(torch.cat(outputs, dim=1).to(self.model.dtype))
 
     def pool(self, name: str) -> Pool:
-        """Samples that belong to no client (``data.pools``), in the same mini-batches as ``cohort.pool(name)``."""
+        """Return samples that belong to no client (``data.pools``), in the mini-batches of ``cohort.pool(name)``."""
         return self._context.pools.pool(name, self.round)
 
     def evaluate(self, theta: Tensor | Predictor, split: str) -> dict[str, PerClient]:
@@ -345,9 +377,11 @@ class Clients:
         ----------
         split : ``train``, ``val`` or ``test``. Training may not read test samples (:class:`raypfl.Method`).
         """
-        context, models = self._context, theta if isinstance(theta, Predictor) else self._group.rows(theta)
+        context = self._context
+        models = theta if isinstance(theta, Predictor) else self._group.rows(theta)
         metric_sums = MetricSums(context.measures)
         sums = metric_sums.of(context.model_outputs(models, self._group.split(split)), len(self))
+
         rows = metric_sums.values(sums).to(self.device)
         columns = dict(zip(context.measures.columns, rows.unbind(1), strict=True))
         return {name: per_client(columns[name]) for name in ("samples", *context.measures.metrics)}
@@ -366,6 +400,9 @@ class Clients:
                 )
             self._group.logged[name] = unmarked(values).detach()
 
+    def _mask(self, which: str | Tensor | None) -> Tensor | None:
+        return self.model.mask(which) if isinstance(which, str) else which
+
     def _numbers(self, counts: np.ndarray) -> PerClient:
         return per_client(torch.from_numpy(counts).to(self.device, self.model.dtype))
 
@@ -378,7 +415,7 @@ class Clients:
 
 
 class ProtectedClients(Clients):
-    """Clients whose training samples are protected: a name that is not known to protect them is refused."""
+    """Clients whose training samples are protected: names that could leak them are refused."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -391,5 +428,5 @@ class ProtectedClients(Clients):
         )
 
 
-def _unequal(batches: list[Batch]) -> bool:
+def _sizes_differ(batches: list[Batch]) -> bool:
     return len({len(batch.y) for batch in batches}) > 1

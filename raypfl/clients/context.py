@@ -1,4 +1,4 @@
-"""What the clients of one process share, and how it runs a function of one client for a group."""
+"""The context that all clients of one process share, and the fallback to simpler executors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from raypfl.models.flat import FlatModel
 from raypfl.models.predictor import Predictor
 
 ROOM = 512 * 2**20
+"""Default for :attr:`Context.room`, in bytes."""
 
 
 class FallbackWarning(UserWarning):
-    """PyTorch cannot run a function on the chosen executor, so a simpler one takes over."""
+    """Warning that a simpler executor takes over, since PyTorch cannot run a function on the chosen one."""
 
     BECAUSE = " torch says: "
 
@@ -47,16 +48,16 @@ class Context:
     Attributes
     ----------
     split : ``split(client, name) -> int64[n]``, the sample numbers of one client's split.
-    measures : the objective and the metrics that models are evaluated by.
-    privacy : how training is made private.
-    pools : samples that belong to no client.
-    networks : further networks of the method (:meth:`raypfl.Method.networks`).
-    loss_limit : a training loss above it is a failure.
-    evaluation_batch : samples per model and forward pass in evaluation.
+    measures : the objective, and the metrics that evaluate models.
+    privacy : the settings of private training.
+    pools : the samples that belong to no client.
+    networks : the method's further networks (:meth:`raypfl.Method.networks`).
+    loss_limit : the largest training loss; a larger one is a failure.
+    evaluation_batch : the number of samples per model and forward pass in evaluation.
     scale : the value of a full pixel.
-    unseen : clients that are never trained.
-    room : bytes on the device for corrupted test images, which all personal models share.
-    corrupted : those images, by corruption.
+    unseen : the clients that are never trained.
+    room : the number of bytes on the device for corrupted test images, which all personal models share.
+    corrupted : the corrupted test images, by corruption.
     """
 
     model: FlatModel
@@ -81,7 +82,7 @@ class Context:
 
     @property
     def objective(self) -> Objective:
-        """What is learned."""
+        """The objective of training."""
         return self.measures.objective
 
     @cached_property
@@ -90,11 +91,11 @@ class Context:
         return self.model.init(self.seed)
 
     def keys(self, purpose: str, round: int, clients: Sequence[int]) -> np.ndarray:
-        """``uint64[K]``, of these clients' draws for this purpose in this round."""
+        """Return the keys ``uint64[K]`` of the clients' random draws for this purpose in this round."""
         return rng.keys(self.seed, purpose, round, clients)
 
     def union(self, split: str) -> np.ndarray:
-        """The union of the splits of all clients that are trained, ``int64[N]``."""
+        """Return the union of the splits of all clients that are trained, ``int64[N]``."""
         if split not in self._unions:
             trained = (client for client in range(self.num_clients) if client not in self.unseen)
             self._unions[split] = np.concatenate([self.split(client, split) for client in trained])
@@ -102,43 +103,47 @@ class Context:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within: the clients' network and the method's own are in evaluation mode."""
+        """Put the clients' network and the method's further ones in evaluation mode."""
         with contextlib.ExitStack() as modes:
             for network in (self.model, *self.networks.values()):
                 modes.enter_context(network.mode(train=False))
             yield
 
     def model_outputs(
-        self, models: Tensor | Predictor, where: np.ndarray | Sequence[np.ndarray], change: InputChange | None = None
+        self, models: Tensor | Predictor, indices: np.ndarray | Sequence[np.ndarray], change: InputChange | None = None
     ) -> Iterator[ModelOutputs]:
-        """The outputs of M models, ``[M, P+B]`` or a predictor's, on the samples of these numbers, batch by batch.
+        """Yield the outputs of M models, ``[M, P+B]`` or a predictor's, batch by batch.
 
         Parameters
         ----------
-        where : ``int64[n]``, the same for all models, or a list of one such array per model.
-        change : of the inputs, where samples are the same for all.
+        indices : the numbers of the samples: ``int64[n]``, the same for all models, or one such array per model.
+        change : a change of the inputs, only if all models get the same samples; None: none.
         """
         models = models if isinstance(models, Predictor) else unmarked(models)
 
-        def begun(executor: Executor) -> tuple[ModelOutputs | None, Iterator[ModelOutputs]]:
-            if isinstance(where, np.ndarray):
-                parts = outputs_on_shared_samples(executor, self.samples, models, where, self.evaluation_batch, change)
+        # The first batch is computed within `run`, which replaces an executor that cannot run the network.
+        def first_and_rest(executor: Executor) -> tuple[ModelOutputs | None, Iterator[ModelOutputs]]:
+            size = self.evaluation_batch
+            if isinstance(indices, np.ndarray):
+                batches = outputs_on_shared_samples(executor, self.samples, models, indices, size, change)
             else:
-                parts = outputs_on_own_samples(executor, self.samples, models, where, self.evaluation_batch)
-            return next(parts, None), parts
+                batches = outputs_on_own_samples(executor, self.samples, models, indices, size)
+            return next(batches, None), batches
 
         with self.evaluating():
-            (first, rest), _ = self.run(self.executor, begun)
+            (first, rest), _ = self.run(self.executor, first_and_rest)
             if first is not None:
                 yield first
                 yield from rest
 
     def run(self, executor: Executor, work: Callable[[Executor], Any]) -> tuple[Any, Executor]:
-        """The result of ``work(executor)`` and the executor that gave it: a simpler one, with a warning, if need be.
+        """Return ``work(executor)`` and the executor that computed it.
+
+        If PyTorch cannot run the work on the executor, a simpler one takes over, with a warning.
 
         Raises
         ------
-        RuntimeError : of the simplest executor, if all fail.
+        RuntimeError : the error of the simplest executor, if all fail.
         """
         try:
             return work(executor), executor
@@ -146,39 +151,45 @@ class Context:
             if out_of_memory(error):
                 raise
             if isinstance(executor, Vectorised):
-                simpler, what = self.one_by_one, "cannot be vectorised, so clients run one by one"
+                simpler = self.one_by_one
+                problem = "cannot be vectorised, so clients run one by one"
             elif executor.precision.channels_last:
-                simpler, what = self._unlaid, "does not work on images channels last, so they stay as they are"
+                simpler = self._without_channels_last
+                problem = "does not work on images channels last, so they stay as they are"
             else:
                 raise
             reason = str(error).partition("\n")[0]
+
+        # Warn only once the simpler executor works: otherwise its error tells more.
         result = self.run(simpler, work)
         warnings.warn(
-            f"A function of this method {what}.{FallbackWarning.BECAUSE}{reason}", FallbackWarning, stacklevel=2
+            f"A function of this method {problem}.{FallbackWarning.BECAUSE}{reason}", FallbackWarning, stacklevel=2
         )
         return result
 
     def executor_for_padding(
-        self, function: LossFunction, at: Tensor, some: Callable[[int], Batch], extras: Extras, train: bool
+        self, function: LossFunction, at: Tensor, subset: Callable[[int], Batch], extras: Extras, train: bool
     ) -> Executor:
-        """The executor, or one that pads no batches if `function` gives other results on padded ones.
+        """Return the executor, or one that pads no batches if `function` gives other results on padded ones.
 
-        ``some(n)`` gives at most n samples of the first client, whose model is `at`.
+        ``subset(n)`` returns at most n samples of the first client, whose model is `at`.
         """
         if not isinstance(self.executor, Vectorised):
             return self.executor
-        problem = self.executor.unfit_for_padding(function, at, some(self.training.batch_size), extras, train)
+
+        problem = self.executor.unfit_for_padding(function, at, subset(self.training.batch_size), extras, train)
         if problem is None:
             return self.executor
+
         loss = getattr(function, "loss", function)
         warnings.warn(f"The function {getattr(loss, '__qualname__', loss)} {problem}", stacklevel=2)
         return self.one_by_one
 
     @cached_property
     def one_by_one(self) -> Executor:
-        """The executor for what cannot be vectorised."""
+        """The executor for functions that cannot be vectorised."""
         return Executor(self.model, self.executor.precision) if isinstance(self.executor, Vectorised) else self.executor
 
     @cached_property
-    def _unlaid(self) -> Executor:
+    def _without_channels_last(self) -> Executor:
         return Executor(self.model, replace(self.executor.precision, channels_last=False))

@@ -1,4 +1,4 @@
-"""A group of clients in one round: samples, keyed draws, steps, and the checks of what a method passes in."""
+"""A group of clients in one round: samples, keyed draws, steps, and checks of a method's arguments."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from raypfl.learning.vectorised import Vectorised
 
 
 class ClientGroup:
-    """K clients in one round, as the engine sees them; :class:`Clients` is what a method's function gets.
+    """K clients in one round, as the engine sees them; a method's function gets :class:`Clients`.
 
     Attributes
     ----------
     ids : the clients' numbers.
     round, lr : the round's number, from 1, and its learning rate.
-    state : what stays on the clients between rounds.
-    losses : ``[K]``, reported by the last training; None before any.
-    logged : name -> ``[K]`` numbers that the clients logged.
-    observer : shows local steps to analyses; None: none is due.
-    exchange : the client function, and what tells this exchange from others of the round.
+    state : the clients' state, which persists between rounds.
+    losses : the losses that the last training reported, ``[K]``; None before any.
+    logged : the numbers that the clients logged, name -> ``[K]``.
+    observer : the observer that shows local steps to analyses; None: no analysis is due.
+    exchange : the client function, and the part of the exchange's name that is unique in the round.
     reads_test : whether clients' test samples may be read.
     private_trainings : the private trainings so far.
     """
@@ -70,7 +70,7 @@ class ClientGroup:
         return len(self.ids)
 
     def portions(self) -> Iterator[ClientGroup]:
-        """The group whole, if its clients are taken together; else groups of one, whose states are read-only."""
+        """Yield the whole group if its clients run together, else groups of one, whose states are read-only."""
         if isinstance(self.context.executor, Vectorised) and len(self) > 1:
             yield self
         else:
@@ -78,7 +78,7 @@ class ClientGroup:
                 yield self.alone(k, read_only=True)
 
     def alone(self, k: int, read_only: bool = False) -> ClientGroup:
-        """The k-th client as a group of one; see :class:`ClientState` for `read_only`."""
+        """Return the k-th client as a group of one; see :class:`ClientState` for `read_only`."""
         states = [self.state._rows[k]]
         client = ClientGroup(
             self.context, (self.ids[k],), self.round, self.lr, states, read_only, self.exchange, self.reads_test
@@ -93,12 +93,14 @@ class ClientGroup:
     def loss(self, p: Tensor, batch: Batch) -> Tensor:
         """One client's objective on a batch, at parameters `p`."""
         outputs = self.model(p, batch.x)
-        if isinstance(outputs, Tensor) and (wrong := self.context.measures.output_mismatch(outputs)):
-            raise MethodError(f"clients.loss does not take what the network gives: it {wrong}")
+        if isinstance(outputs, Tensor):
+            mismatch = self.context.measures.output_mismatch(outputs)
+            if mismatch:
+                raise MethodError(f"clients.loss does not take what the network gives: it {mismatch}")
         return self.context.objective.loss(outputs, batch)
 
     def split(self, name: str) -> list[np.ndarray]:
-        """Numbers of the samples in each client's split, ``int64[n]`` per client.
+        """Return the numbers of the samples in each client's split, ``int64[n]`` per client.
 
         Raises
         ------
@@ -113,7 +115,7 @@ class ClientGroup:
         return [self.context.split(client, name) for client in self.ids]
 
     def samples(self, split: str) -> GroupSamples:
-        """The samples of a split, read once.
+        """Return the samples of a split, which are read once.
 
         Raises
         ------
@@ -121,7 +123,7 @@ class ClientGroup:
         """
         if split not in self._samples:
             indices = self.split(split)
-            empty = [c for c, where in zip(self.ids, indices, strict=True) if not len(where)]
+            empty = [client for client, samples in zip(self.ids, indices, strict=True) if not len(samples)]
             if empty and split == "train":
                 raise ClientError(
                     f"There is nothing to train on: client {empty[0]} has no samples in its train split. Give every "
@@ -133,43 +135,56 @@ class ClientGroup:
         return self._samples[split]
 
     def full_batches(self, split: str) -> list[Batch]:
-        """All samples of each client's split as one batch."""
+        """Return all samples of each client's split as one batch."""
         samples = self.samples(split)
         return [samples.client(k) for k in range(len(self))]
 
     def keys(self, purpose: str) -> np.ndarray:
-        """``uint64[K]``, of draws for this purpose in this round."""
+        """Return the keys ``uint64[K]`` of random draws for this purpose in this round."""
         return self.context.keys(purpose, self.round, self.ids)
 
     def draws(self, stream: str = "") -> Tensor:
-        """``int64[K]`` on the device: keys of what networks and losses draw."""
+        """Return the keys ``int64[K]``, on the device, of the draws of networks and losses."""
         return torch.from_numpy(self.keys("draws" + stream).astype(np.int64)).to(self.model.device)
 
-    def pace(self, epochs: int | None, steps: int | None, batch_size: int | None) -> tuple[int, int, int | None]:
-        """Batch size, epochs and steps: the experiment's where a call gives none."""
+    def training_length(
+        self, epochs: int | None, steps: int | None, batch_size: int | None
+    ) -> tuple[int, int, int | None]:
+        """Return batch size, epochs and steps of a training; None stands for the experiment's."""
         training = self.context.training
         if epochs is None and steps is None:
-            epochs, steps = training.epochs, training.steps
+            epochs = training.epochs
+            steps = training.steps
         return batch_size or training.batch_size, 1 if epochs is None else epochs, steps
 
     def training(
         self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str
     ) -> tuple[SampleOrder, Tensor, PrivateTraining | None, SampleRule | None]:
-        """The mini-batches of a local training, the keys ``int64[K]`` of its draws, and, if it is private, what it
-        spends and how. Each private training of a round has batches and noise of its own."""
+        """Prepare a local training.
+
+        Each private training of a round has its own batches and noise.
+
+        Returns
+        -------
+        The mini-batches; the keys ``int64[K]`` of the draws; and, if training is private, the record of the privacy
+        that it spends and the rule that adds noise, else None and None.
+        """
         privacy = self.context.privacy
         if not privacy.protects_samples:
             return self.visits(epochs, steps, batch_size, stream), self.draws(stream), None, None
+
         function, exchange = self.exchange
-        number = 1 + sum(self.ids == other.ids for other in self.private_trainings)
+        number = 1 + sum(self.ids == training.ids for training in self.private_trainings)
         stream = f"{stream} {exchange} {number}"
-        samples, (size, epochs, steps) = self.samples("train"), self.pace(epochs, steps, batch_size)
-        visits = self._augmented(
-            sampled_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps), stream
-        )
-        branch = PrivateTraining(f"{function} {number}", self.ids, sampling_rates(samples.sizes, size), visits.steps)
-        self.private_trainings.append(branch)
-        return visits, self.draws(stream), branch, NoisySum(privacy.clip, privacy.deviation, size)
+        samples = self.samples("train")
+        size, epochs, steps = self.training_length(epochs, steps, batch_size)
+        drawn_order = sampled_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps)
+        visits = self._with_augmentation(drawn_order, stream)
+
+        rates = sampling_rates(samples.sizes, size)
+        training = PrivateTraining(f"{function} {number}", self.ids, rates, visits.steps)
+        self.private_trainings.append(training)
+        return visits, self.draws(stream), training, NoisySum(privacy.clip, privacy.deviation, size)
 
     def refuse_moved_statistics(self, before: Tensor, after: Tensor) -> None:
         """Raise a PrivacyError if a private training changed the network's statistics ``[K, B]``: they get no noise."""
@@ -181,15 +196,18 @@ class ClientGroup:
             )
 
     def visits(self, epochs: int | None, steps: int | None, batch_size: int | None, stream: str) -> SampleOrder:
-        """The mini-batches of local training.
+        """Return the mini-batches of local training.
 
         Raises
         ------
         ClientError : if batch norm would see a batch of one sample.
         """
-        samples, (size, epochs, steps) = self.samples("train"), self.pace(epochs, steps, batch_size)
-        size, smallest = min(size, samples.width), self.context.training.smallest_batch
+        samples = self.samples("train")
+        size, epochs, steps = self.training_length(epochs, steps, batch_size)
+        size = min(size, samples.width)
+        smallest = self.context.training.smallest_batch
         visits = epoch_order(self.keys("batches" + stream), samples.sizes, size, epochs, steps, smallest)
+
         lone = np.flatnonzero((visits.counts == 1).any(1))
         if len(lone) and self.model.normalises_vectors:
             raise ClientError(
@@ -199,26 +217,34 @@ class ClientGroup:
                 clients=[self.ids[k] for k in lone],
                 repeatable=True,
             )
-        return self._augmented(visits, stream)
 
-    def _augmented(self, visits: SampleOrder, stream: str) -> SampleOrder:
-        if augmentation := self.context.samples.augmentation:
-            return visits.drawn(self.keys("augmentation" + stream), sum(one.draws for one in augmentation))
-        return visits
+        return self._with_augmentation(visits, stream)
+
+    def _with_augmentation(self, visits: SampleOrder, stream: str) -> SampleOrder:
+        augmentations = self.context.samples.augmentation
+        if not augmentations:
+            return visits
+        draws_per_image = sum(augmentation.draws for augmentation in augmentations)
+        return visits.with_draws(self.keys("augmentation" + stream), draws_per_image)
 
     def update(
         self,
         optimizer: LocalOptimizer | None = None,
         lr: float | None = None,
-        moving: Tensor | None = None,
+        trainable: Tensor | None = None,
         decayed: Tensor | None = None,
         rule: SampleRule | None = None,
     ) -> Update:
-        """A local step; None stands for the experiment's optimizer, the round's rate, and all entries ``bool[P+B]``.
+        """Describe a local step.
 
-        `rule` : what makes a batch's gradient of per-sample gradients; None: the optimizer, if it needs them.
+        Parameters
+        ----------
+        optimizer, lr : the optimizer and its rate; None: the experiment's and the round's.
+        trainable, decayed : the entries that are trained, and those with weight decay, ``bool[P+B]``; None: all.
+        rule : the rule that combines per-sample gradients; None: the optimizer's, if it needs them.
         """
-        training, optimizer = self.context.training, optimizer or self.context.training.local_optimizer
+        training = self.context.training
+        optimizer = optimizer or training.local_optimizer
         if optimizer.per_sample and rule is not None:
             raise PrivacyError(
                 f"{type(optimizer).__name__} makes a gradient of per-sample gradients, and so does privacy.noise; "
@@ -229,41 +255,48 @@ class ClientGroup:
                 f"{type(optimizer).__name__} needs the gradient of each sample, but batch norm mixes the samples of "
                 "a batch; choose a network with group norm."
             )
-        if moving is not None and decayed is not None:
-            decayed = decayed & moving
-        trained, decayed = (mask if mask is None else self.model.parameters(mask) for mask in (moving, decayed))
-        lr = self.lr if lr is None else lr
-        return Update(optimizer, lr, training.weight_decay, training.clip_norm, trained, decayed, rule)
+
+        if trainable is not None and decayed is not None:
+            decayed = decayed & trainable
+        return Update(
+            optimizer,
+            self.lr if lr is None else lr,
+            training.weight_decay,
+            training.clip_norm,
+            trained=None if trainable is None else self.model.parameters(trainable),
+            decayed=None if decayed is None else self.model.parameters(decayed),
+            rule=rule,
+        )
 
     def rows(self, vector: Tensor) -> Tensor:
-        """A vector for all clients, or one per client, as ``[K, ...]``."""
+        """Return a vector for all clients, or one per client, as ``[K, ...]``."""
         vector = unmarked(vector)
         return vector.expand(len(self), -1) if vector.dim() == 1 else vector
 
     def models(self, theta: Tensor) -> Tensor:
-        """``[K, P+B]``, of a model vector for all clients or one per client."""
+        """Return a model vector for all clients, or one per client, as ``[K, P+B]``."""
         return self._vectors("A model to train", theta, self.model.size)
 
     def corrections(self, correction: Tensor | None) -> Tensor | None:
-        """``[K, P]``, of what is added to gradients."""
+        """Return a correction of gradients for all clients, or one per client, as ``[K, P]``."""
         if correction is None:
             return None
         return self.model.parameters(
             self._vectors("A correction", correction, self.model.num_parameters, self.model.size)
         )
 
-    def _vectors(self, what: str, given: Tensor, *lengths: int) -> Tensor:
-        rows = unmarked(given)
+    def _vectors(self, what: str, vectors: Tensor, *lengths: int) -> Tensor:
+        rows = unmarked(vectors)
         if rows.shape[-1:] and rows.shape[-1] in lengths and rows.shape[:-1] in ((), (len(self),)):
             return self.rows(rows)
-        of = " or ".join(map(str, sorted(set(lengths))))
+        allowed = " or ".join(map(str, sorted(set(lengths))))
         raise MethodError(
-            f"{what} has the shape {list(rows.shape)}; it must be a vector of {of} numbers for all clients, or "
-            f"[{len(self)}, {of}], a row for each client of the group."
+            f"{what} has the shape {list(rows.shape)}; it must be a vector of {allowed} numbers for all clients, or "
+            f"[{len(self)}, {allowed}], a row for each client of the group."
         )
 
     def extras(self, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """The extras of a call.
+        """Check and return the extras of a call.
 
         Raises
         ------
@@ -279,49 +312,51 @@ class ClientGroup:
         return dict(extras)
 
     def trainer(self, loss: LocalLoss, rows: Tensor, visits: SampleOrder, extras: Mapping[str, Any]) -> Executor:
-        """The executor that trains models ``rows[K, P+B]`` on these mini-batches."""
+        """Return the executor that trains models ``rows[K, P+B]`` on these mini-batches."""
         loss.refuse_unknown(extras)
-        some = partial(self.samples("train").subset, 0)
-        return self.executor_for(loss, rows[0], some, visits.sizes_differ, extras, train=True)
+        subset = partial(self.samples("train").subset, 0)
+        return self.executor_for(loss, rows[0], subset, visits.sizes_differ, extras, train=True)
 
     def executor_for(
         self,
         function: LossFunction,
         at: Tensor,
-        some: Callable[[int], Batch],
+        subset: Callable[[int], Batch],
         sizes_differ: bool,
         extras: Mapping[str, Any],
         train: bool,
     ) -> Executor:
-        """The group's executor, unless batches are `sizes_differ` and `function` gives other results on padded ones."""
+        """Return the executor of `function`: the group's, unless batches must be padded and the function minds it."""
         weighs = self.context.objective.weighs and function in (self.loss, LocalLoss(self.model, self.loss))
         if weighs or not sizes_differ:
             return self.context.executor
-        return self.context.executor_for_padding(function, at, some, extras, train)
+        return self.context.executor_for_padding(function, at, subset, extras, train)
 
     def run(self, executor: Executor, work: Callable[[Executor], Any]) -> Any:
-        """See :meth:`Context.run`."""
+        """Return ``work(executor)``, or a simpler executor's result; see :meth:`Context.run`."""
         return self.context.run(executor, work)[0]
 
     def report(self, trained: Tensor, losses: Tensor | None) -> None:
-        """Take ``losses[K]``, if any, as the round's.
+        """Record ``losses[K]``, if any, as the round's.
 
         Raises
         ------
         ClientError : for clients whose loss or trained model is not finite, or whose loss is above the limit.
         """
-        # A sum is finite only if all its terms are, and takes a fraction of the time that looking at each would.
-        good, limit = torch.isfinite(trained.sum(1)), self.context.loss_limit
+        limit = self.context.loss_limit
+        # A sum is finite only if all its terms are, and takes a fraction of the time of a check of each.
+        good = torch.isfinite(trained.sum(1))
         if losses is not None:
             good &= torch.isfinite(losses) & (losses <= limit)
             self.losses = losses
         if bool(good.all()):
             return
+
         bad = (~good).nonzero().flatten().tolist()
         k = bad[0]
-        how = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
+        reason = "its model is not finite" if losses is None else f"mean loss {float(losses[k]):.3g}, limit {limit:.3g}"
         raise ClientError(
-            f"Training diverged on client {self.ids[k]} in round {self.round}: {how}. "
+            f"Training diverged on client {self.ids[k]} in round {self.round}: {reason}. "
             f"Lower training.lr ({self.lr:.3g} now) or set training.clip_norm.",
             clients=[self.ids[i] for i in bad],
             repeatable=True,

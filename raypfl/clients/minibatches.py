@@ -1,4 +1,4 @@
-"""A group's mini-batches one by one, for a local step that is more than one of SGD on one model."""
+"""A group's mini-batches one by one, for local steps other than SGD on one model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ class ModelInTraining:
 
     Attributes
     ----------
-    executor : what its gradients are computed with.
-    losses : ``[K]``, sums of what its steps report. steps : ``[K]``, how many these are.
-    rows : ``[K, P+B]``, the model after its last step.
-    observe : shows its steps to analyses.
+    executor : the executor that computes its gradients.
+    losses : the sum of the losses that its steps report, ``[K]``.
+    steps : the number of steps that report a loss, ``[K]``.
+    rows : the model after its last step, ``[K, P+B]``.
+    memories : the state of each optimizer that steps on it.
+    observe : the function that shows its steps to analyses; None: no analysis is due.
     """
 
     executor: Executor
@@ -50,13 +52,13 @@ class MiniBatches:
         group: ClientGroup,
         visits: SampleOrder,
         keys: Tensor,
-        branch: PrivateTraining | None,
+        private_training: PrivateTraining | None,
         rule: SampleRule | None,
     ):
         self.group = group
         self.visits = visits
         self.keys = keys
-        self.branch = branch
+        self.private_training = private_training
         self.rule = rule
         self._models: dict[str, ModelInTraining] = {}
 
@@ -66,11 +68,11 @@ class MiniBatches:
 
     @cached_property
     def stacked(self) -> StackedBatches:
-        """Gathers the batches of several clients at once."""
+        """A function that gathers the batches of several clients at once."""
         return self.group.samples("train").stacked(np.arange(len(self.group)), self.visits)
 
     def trained(self, of: str, loss: LocalLoss, rows: Tensor, lr: float, extras: Mapping[str, Any]) -> ModelInTraining:
-        """The model `of`; its first step decides on the executor."""
+        """Return the model named `of`; its first step decides on the executor."""
         if of not in self._models:
             executor = self.group.trainer(loss, rows, self.visits, self.group.extras(extras))
             losses, steps = torch.zeros(2, len(rows), dtype=rows.dtype, device=rows.device)
@@ -85,7 +87,7 @@ class MiniBatches:
             reported = bool(model.steps.any())
             self.group.report(model.rows, model.losses / model.steps.clamp_min(1) if reported else None)
             if model.observe is not None:
-                model.observe.ended(model.rows)
+                model.observe.finish(model.rows)
 
 
 class MiniBatch:
@@ -93,20 +95,23 @@ class MiniBatch:
 
     Attributes
     ----------
-    active : ``bool[K, 1]``, those clients.
+    active : ``bool[K, 1]``, whether a client has a mini-batch in this step.
     """
 
     def __init__(self, steps: MiniBatches, s: int):
-        samples, visits, device = steps.group.samples("train"), steps.visits, steps.keys.device
-        here = np.flatnonzero(visits.steps > s)
+        samples = steps.group.samples("train")
+        visits = steps.visits
+        device = steps.keys.device
+        active = np.flatnonzero(visits.steps > s)
+
         self._steps = steps
         self._number = s
-        self._rows = torch.from_numpy(here).to(device)
-        self._everybody = len(here) == len(steps.keys)
+        self._rows = torch.from_numpy(active).to(device)
+        self._all_active = len(active) == len(steps.keys)
         self._keys = steps.keys[self._rows] + s
         self._batches = StepBatches(
-            alone=lambda: [samples.step(k, visits, s) for k in here.tolist()],
-            padded=lambda: steps.stacked(self._rows, s, int(visits.counts[here, s].max())),
+            alone=lambda: [samples.step(k, visits, s) for k in active.tolist()],
+            padded=lambda: steps.stacked(self._rows, s, int(visits.counts[active, s].max())),
         )
         self._uses = 0
         self.active = torch.zeros(len(steps.keys), 1, dtype=torch.bool, device=device)
@@ -125,60 +130,71 @@ class MiniBatch:
         report: ReportedLoss = "loss",
         **extras: Any,
     ) -> PerClient:
-        """One step down a loss on this mini-batch, with the experiment's clipping and weight decay.
+        """Take one step down a loss on this mini-batch, with the experiment's clipping and weight decay.
 
         Parameters
         ----------
         loss, optimizer, penalty, correction, report, extras : as for :meth:`Clients.sgd`.
-        theta : where the step begins, ``[K, P+B]``, or ``[P+B]`` for all; it does not change.
-        of : which of the method's models this is: the optimizer has a memory for each.
-        lr : instead of the round's.
+        theta : the models before the step, ``[K, P+B]``, or ``[P+B]`` for all; they are not modified.
+        of : the name of the method's model that takes the step; the optimizer has a memory for each.
+        lr : the learning rate; None: the round's.
 
         Returns
         -------
         ``[K, P+B]``, in which the rows of clients that are not active are those of `theta`.
         """
-        group, here, rows = self._steps.group, self._rows, self._steps.group.models(theta)
-        size, local_loss = group.model.num_parameters, LocalLoss(group.model, loss, penalty, report)
+        group = self._steps.group
+        active = self._rows
+        rows = group.models(theta)
+        num_parameters = group.model.num_parameters
+        local_loss = LocalLoss(group.model, loss, penalty, report)
         update = group.update(optimizer, lr, rule=self._steps.rule)
         trained = self._steps.trained(of, local_loss, rows, update.lr, extras)
-        mine = extras if self._everybody else of_clients(extras, here)
-        moved = rows.clone(memory_format=torch.contiguous_format) if self._everybody else rows[here]
-        keys = self._keys_of_use()
+
+        active_extras = extras if self._all_active else of_clients(extras, active)
+        moved = rows.clone(memory_format=torch.contiguous_format) if self._all_active else rows[active]
+        keys = self._next_keys()
         if trained.observe is not None:
-            for k, model in zip(here.tolist(), moved, strict=True):
+            for k, model in zip(active.tolist(), moved, strict=True):
                 trained.observe(k, self._number, model)
+
         (gradient, reported, statistics), trained.executor = group.context.run(
-            trained.executor, lambda e: e.grad(local_loss, moved, self._batches, keys, mine, update)
+            trained.executor, lambda e: e.grad(local_loss, moved, self._batches, keys, active_extras, update)
         )
-        if (added := group.corrections(correction)) is not None:
-            gradient += self._mine(added)
+        corrections = group.corrections(correction)
+        if corrections is not None:
+            gradient += self._of_active(corrections)
+
         if update.optimizer not in trained.memories:
-            trained.memories[update.optimizer] = update.init(rows[:, :size])
+            trained.memories[update.optimizer] = update.init(rows[:, :num_parameters])
         memory = trained.memories[update.optimizer]
-        active = {name: self._mine(kept) for name, kept in memory.items()}
-        update.step_(moved[:, :size], gradient, active)
+        active_memory = {name: self._of_active(values) for name, values in memory.items()}
+        update.step_(moved[:, :num_parameters], gradient, active_memory)
+
         if self._steps.rule is not None:
-            group.refuse_moved_statistics(moved[:, size:], statistics)
-        moved[:, size:] = statistics
-        if not self._everybody:
-            for name, kept in memory.items():
-                kept[here] = active[name]
-        trained.rows = moved if self._everybody else rows.clone().index_copy_(0, here, moved)
+            group.refuse_moved_statistics(moved[:, num_parameters:], statistics)
+        moved[:, num_parameters:] = statistics
+        if not self._all_active:
+            # The optimizer stepped on copies of the active clients' rows.
+            for name, values in memory.items():
+                values[active] = active_memory[name]
+
+        trained.rows = moved if self._all_active else rows.clone().index_copy_(0, active, moved)
         if report is not None:
-            trained.losses[here] += reported
-            trained.steps[here] += 1
+            trained.losses[active] += reported
+            trained.steps[active] += 1
         return per_client(trained.rows)
 
-    def _keys_of_use(self) -> Tensor:
-        """Keys of a step's draws. Where steps are private, each on this mini-batch has noise of its own."""
-        if (branch := self._steps.branch) is None:
+    def _next_keys(self) -> Tensor:
+        """Return the keys of a step's draws; each private step on this mini-batch gets its own noise."""
+        training = self._steps.private_training
+        if training is None:
             return self._keys
         keys = self._keys + self._uses * 0x2545F4914F6CDD1D
         self._uses += 1
-        branch.uses = max(branch.uses, self._uses)
+        training.uses = max(training.uses, self._uses)
         return keys
 
-    def _mine(self, rows: Tensor) -> Tensor:
-        """Those of clients that are active; not a copy if all are."""
-        return rows if self._everybody else rows[self._rows]
+    def _of_active(self, rows: Tensor) -> Tensor:
+        """Return the rows of the active clients; not a copy if all are active."""
+        return rows if self._all_active else rows[self._rows]

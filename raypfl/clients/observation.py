@@ -1,4 +1,4 @@
-"""What analyses see of local training: every client's model before each of its steps, and after the last."""
+"""Local training as analyses see it: every client's model before each of its steps, and after the last."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ class LocalStep:
 
     Attributes
     ----------
-    client, round : their numbers. step : from 0; after the last one, the number of steps.
-    training : which of the trainings of the client in this round it is, from 0; most methods have one.
-    theta : the model ``[P+B]`` from which the step starts, a copy. start : the one from which the training started.
-    steps : how many steps the training has.
-    batch : positions of the step's mini-batch in the client's training samples; none after the last one.
+    client, round : the numbers of the client and the round.
+    training : the number of the training among the client's in this round, from 0; most methods have one.
+    step : the number of the step, from 0; after the last one, the number of steps.
+    steps : the number of steps in the training.
+    theta : the model ``[P+B]`` before the step, a copy.
+    start : the model ``[P+B]`` before the training, a copy.
+    batch : the positions of the step's mini-batch in the client's training samples; empty after the last step.
     lr : the learning rate.
-    model : the network as a function of a flat vector. objective : what is learned.
+    model : the network as a function of a flat vector.
+    objective : the objective of training.
     """
 
     client: int
@@ -54,25 +57,25 @@ class LocalStep:
 
     @property
     def num_clients(self) -> int:
-        """Clients of the run, whether they take part or not."""
+        """Number of clients in the run, whether they take part or not."""
         return self._context.num_clients
 
     def samples(self, client: int | None = None) -> Batch:
-        """All training samples of a client, by default of this one."""
+        """Return all training samples of a client, by default of this one."""
         return training_samples(self._context, self.client if client is None else client)
 
     def pool(self, name: str) -> Pool:
-        """Samples that belong to no client (``data.pools``)."""
+        """Return samples that belong to no client (``data.pools``)."""
         return self._context.pools.pool(name, self.round)
 
 
 def training_samples(context: Context, client: int) -> Batch:
-    """All training samples of any client, as the network sees them."""
+    """Return all training samples of any client, as the network sees them."""
     return GroupSamples(context.samples, [context.split(client, "train")]).client(0)
 
 
 class Observation(NamedTuple):
-    """What an analysis keeps of a local step: arrays by name."""
+    """An analysis's record of a local step: arrays by name."""
 
     client: int
     training: int
@@ -89,11 +92,11 @@ class AnalysisHooks(Protocol):
 
 
 class Observer:
-    """Shows a group's local steps to analyses, and collects what they keep.
+    """Shows a group's local steps to analyses, and collects their observations.
 
     Parameters
     ----------
-    analyses : by their numbers in the experiment.
+    analyses : the analyses, by their numbers in the experiment.
     """
 
     def __init__(self, context: Context, analyses: Mapping[int, AnalysisHooks], ids: Sequence[int], round: int):
@@ -102,57 +105,69 @@ class Observer:
         self._ids = ids
         self._round = round
         self._trainings = 0
-        self._seen: dict[int, dict[tuple[int, int, int], Observation]] = {number: {} for number in analyses}
+        self._observations: dict[int, dict[tuple[int, int, int], Observation]] = {number: {} for number in analyses}
 
     @property
-    def seen(self) -> dict[int, list[Observation]]:
-        """What each analysis keeps, in the order of clients and their steps."""
-        return {number: [seen[key] for key in sorted(seen)] for number, seen in self._seen.items() if seen}
+    def observations(self) -> dict[int, list[Observation]]:
+        """The observations of each analysis, in the order of clients and their steps."""
+        in_order = {}
+        for number, by_step in self._observations.items():
+            if by_step:
+                in_order[number] = [by_step[key] for key in sorted(by_step)]
+        return in_order
 
     def training(self, start: Tensor, visits: SampleOrder, lr: float) -> ObservedTraining:
-        """A training of the group from ``start[K, P+B]``."""
-        number, self._trainings = self._trainings, self._trainings + 1
+        """Begin a training of the group from ``start[K, P+B]``."""
+        number = self._trainings
+        self._trainings += 1
         return ObservedTraining(self, number, unmarked(start).detach(), visits, lr)
 
-    def show(self, what: str, k: int, **own: Any) -> None:
-        """Call the function `what` of each analysis with a step of the group's k-th client, of which `own` is known."""
+    def show(self, hook: str, k: int, **fields: Any) -> None:
+        """Call the method `hook` of each analysis with a step of the group's k-th client.
+
+        `fields` are the fields of :class:`LocalStep` that differ between the group's steps.
+        """
         context = self._context
-        seen = LocalStep(
+        step = LocalStep(
             client=self._ids[k],
             round=self._round,
             model=context.model,
             objective=context.objective,
             _context=context,
-            **own,
+            **fields,
         )
         device = context.model.device
-        when = f"before step {seen.step}" if what == "before_step" else "after the training"
+        when = f"before step {step.step}" if hook == "before_step" else "after the training"
+
         for number, analysis in self._analyses.items():
-            function = getattr(analysis, what)
+            function = getattr(analysis, hook)
             # Neither random draws nor the network's mode nor autocast may differ from a run without analyses.
             with streams.forked(device), context.evaluating(), torch.autocast(device.type, enabled=False):
                 try:
-                    kept = function(seen)
+                    values = function(step)
                 except RaypflError:
                     raise
                 except Exception as error:
                     raise MethodError(
-                        f"{where_defined(function)} failed {when} of client {seen.client} in round {seen.round}: "
+                        f"{where_defined(function)} failed {when} of client {step.client} in round {step.round}: "
                         f"{type(error).__name__}: {with_location(error)}"
                     ) from error
-            if kept:
-                arrays = {name: _array(value) for name, value in kept.items()}
-                key = (seen.client, seen.training, seen.step)
-                self._seen[number][key] = Observation(*key, arrays)
+
+            if values:
+                arrays = {name: _array(value) for name, value in values.items()}
+                key = (step.client, step.training, step.step)
+                self._observations[number][key] = Observation(*key, arrays)
 
 
 @dataclass(frozen=True, eq=False)
 class ObservedTraining:
-    """A training that analyses see: called before each step of the group's k-th client, with its model.
+    """A training that analyses see; call it before each step of the group's k-th client, with its model.
 
     Attributes
     ----------
-    number : which one of the round's it is. start : ``[K, P+B]``.
+    number : the number of the training in the round.
+    start : the models before the training, ``[K, P+B]``.
+    visits : the mini-batches of the training.
     """
 
     observer: Observer
@@ -164,14 +179,14 @@ class ObservedTraining:
     def __call__(self, k: int, s: int, theta: Tensor) -> None:
         self._show("before_step", k, s, theta, self.visits.index[k, s, : self.visits.counts[k, s]])
 
-    def ended(self, trained: Tensor) -> None:
-        """Show what came out, ``[K, P+B]``."""
+    def finish(self, trained: Tensor) -> None:
+        """Show the trained models ``[K, P+B]``."""
         for k, theta in enumerate(unmarked(trained)):
             self._show("after_training", k, int(self.visits.steps[k]), theta, np.zeros(0, dtype=np.int64))
 
-    def _show(self, what: str, k: int, s: int, theta: Tensor, batch: np.ndarray) -> None:
+    def _show(self, hook: str, k: int, s: int, theta: Tensor, batch: np.ndarray) -> None:
         self.observer.show(
-            what,
+            hook,
             k,
             training=self.number,
             step=s,

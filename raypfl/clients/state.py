@@ -1,4 +1,4 @@
-"""What stays with a group's clients between rounds."""
+"""The state of a group's clients, which persists between rounds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Default = Tensor | Callable[[Tensor], Tensor]
 
 
 class ClientState(MutableMapping[str, Tensor]):
-    """What stays with the group's clients between rounds: name -> ``Tensor[K, ...]``.
+    """The state of K clients, which persists between rounds: name -> ``Tensor[K, ...]``.
 
-    It is loaded with the group and stored when its function returns.
+    The state is loaded with the group and stored when the client function returns.
 
     Parameters
     ----------
-    read_only : give the state of a group of one without a copy, as :class:`ReadOnly`.
+    read_only : whether a group of one gets its state without a copy, as :class:`ReadOnly`.
     """
 
     def __init__(self, rows: list[Mapping[str, np.ndarray]], device: torch.device, read_only: bool = False):
@@ -36,31 +36,38 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = False
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The clients' values of `name` ``[K, ...]``; clients without one get `default`.
+        """Return the clients' values of `name`, ``[K, ...]``; clients without one get `default`.
 
-        A default is one row, rows ``[K, ...]``, or a function ``default(new)`` that gives rows ``[n, ...]`` for the
-        positions ``int64[n]`` of these clients in the group, if there are any.
+        A default is one row, rows ``[K, ...]``, or a function ``default(new)``. The function gets the positions
+        ``int64[n]`` of the clients without a value and returns their rows ``[n, ...]``; it is not called if n is 0.
         """
         if name in self._new:
             return self._new[name]
+
         new = [k for k, row in enumerate(self._rows) if name not in row]
         if len(new) == len(self._rows):
             return None if default is None else self._default_rows(default, new)
+
         if default is None and new:
             raise KeyError(
                 f"Some clients of the group have no {name!r} yet; give clients.state.get a default: a row for all, or "
                 "a function default(new) that gives the rows of the clients at these positions."
             )
+
         if self._read_only:
-            with warnings.catch_warnings(action="ignore"):  # that the array is read-only
+            # torch warns that the array is read-only, which is intended here.
+            with warnings.catch_warnings(action="ignore"):
                 return torch.from_numpy(np.asarray(self._rows[0][name]))[None].as_subclass(ReadOnly)
+
         # One copy of each row, since a state may be large.
-        one = next(row[name] for row in self._rows if name in row)
-        stored = np.empty((len(self._rows), *one.shape), one.dtype)
+        example = next(row[name] for row in self._rows if name in row)
+        stored = np.empty((len(self._rows), *example.shape), example.dtype)
         for k, row in enumerate(self._rows):
             if name in row:
                 stored[k] = row[name]
-        rows = torch.from_numpy(stored).to(self._device, default.dtype if isinstance(default, Tensor) else None)
+
+        dtype = default.dtype if isinstance(default, Tensor) else None
+        rows = torch.from_numpy(stored).to(self._device, dtype)
         if new:
             rows[new] = unmarked(self._default_rows(default, new)).to(rows.dtype)
         return per_client(rows)
@@ -81,32 +88,47 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = True
 
     def __delitem__(self, name: str) -> None:
-        if name not in list(self):  # names that any client has
+        if name not in list(self):
             raise KeyError(f"The clients have no {name!r}.")
         self._new.pop(name, None)
-        self.changed = self._deleted = True
-        self._rows = [{n: v for n, v in row.items() if n != name} for row in self._rows]
+        self.changed = True
+        self._deleted = True
+
+        remaining = []
+        for row in self._rows:
+            remaining.append({key: value for key, value in row.items() if key != name})
+        self._rows = remaining
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({name for row in self._rows for name in row} | set(self._new)))
+        names = set(self._new)
+        for row in self._rows:
+            names.update(row)
+        return iter(sorted(names))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def stack(self) -> tuple[Stack, Contents]:
-        """What was set; if a name was deleted, or states are rewritten to share one stack, everything."""
+        """Stack the new values, or the whole states if a name was deleted or nothing is new.
+
+        A stack without new values is asked for when sparse stacks are rewritten to share one.
+        """
         whole = self._deleted or not self._new
         changes = {name: unmarked(value).cpu().numpy() for name, value in self._new.items()}
-        stack = Stack.updated(self._rows if whole else [{} for _ in self._rows], changes)
+        unchanged = self._rows if whole else [{} for _ in self._rows]
+        stack = Stack.updated(unchanged, changes)
         return stack, stack.contents(len(self._rows), whole)
 
     def _default_rows(self, default: Default, new: list[int]) -> PerClient:
-        """The rows of the clients at the positions `new`."""
+        """Return the default rows of the clients at the positions `new`."""
         if isinstance(default, PerClient):
             return default if len(new) == len(self._rows) else per_client(default[new])
+
         if not isinstance(default, Tensor):
             return per_client(unmarked(default(torch.tensor(new))).to(self._device))
+
         if self._read_only:
             return default.to(self._device)[None].as_subclass(ReadOnly)
+
         # A copy, so that a change in place does not reach the initial model.
         return per_client(default.to(self._device).repeat(len(new), *[1] * default.dim()))

@@ -1,4 +1,4 @@
-"""One group's share of an exchange: what is sent to where the clients are, what is done there, what comes back."""
+"""One group's share of an exchange: the call that it gets, the work on its clients, and the reply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from raypfl.learning.unkeyed import ON_CLIENTS, refuse_unkeyed
 from raypfl.storage.states import Contents, Stack, StackRef
 from raypfl.storage.tree import leaves, unflatten
 
-Open = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
+FetchObjects = Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
+"""Returns the arrays behind references of the backend."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +34,29 @@ class SharedTensors:
 
     Attributes
     ----------
-    where : name -> number of the object that holds the tensor, and its key in it.
+    locations : name -> number of the object that contains the tensor, and its key in it.
     objects : number -> ``{key: array}``, or a reference to it.
-    kept : numbers of objects that later calls may use again.
+    reusable : numbers of objects that later calls may use again.
     """
 
-    where: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    locations: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     objects: Mapping[int, Any] = field(default_factory=dict)
-    kept: frozenset[int] = frozenset()
+    reusable: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Call:
-    """What every group of an exchange is sent.
+    """The message to every group of an exchange.
 
     Attributes
     ----------
-    function : name of the method's client function, or a function ``f(group, method, **arguments)`` of the engine's.
-    round, lr : of the round; rounds are numbered from 1.
+    function : the name of the method's client function, or a function ``f(group, method, **arguments)`` of the engine.
+    round, lr : the round's number, from 1, and its learning rate.
+    sent : the tensors of the arguments and of the server's state.
     arguments : name -> number or string, or a :class:`raypfl.storage.tree.Leaf` for each tensor, in dicts and lists.
-    exchange : what tells this exchange from others of the round.
-    server : the server's state in the same form, if the function may look at it; tensors are fetched on first use.
-    observers : numbers of the experiment's analyses that see the local steps.
+    exchange : a name that is unique among the function's exchanges in the round.
+    server : the server's state in the same form, if the function may read it; tensors are fetched on first use.
+    observers : the numbers of the experiment's analyses that see the local steps.
     masked : all clients of the exchange, if they send sums under masks.
     training : whether the exchange is part of training.
     """
@@ -77,13 +79,15 @@ class Group:
 
     Attributes
     ----------
-    index : its position among the groups, in whose order partial sums are added.
-    clients : their numbers. positions : theirs in the cohort.
-    scattered : name -> ``[K, ...]``.
-    states : where each client's states are, the oldest first.
-    length : expected duration, in any unit. seconds : the same in seconds, or 0 if unknown.
-    tries : how many are left, this one included. A try ends with a reply or an error.
-    deaths : how often its actor may die in a row while no group finishes.
+    index : the group's position; partial sums are added in the order of the groups.
+    clients : the clients' numbers.
+    positions : the clients' positions in the cohort.
+    scattered : the rows of scattered arguments, name -> ``[K, ...]``.
+    states : the locations of each client's states, the oldest first.
+    length : the expected duration, in any unit.
+    seconds : the expected duration in seconds; 0 if unknown.
+    tries : the number of remaining tries, this one included. A try ends with a reply or an error.
+    deaths : the number of times in a row that its actor may die while no group finishes.
     alone : whether its actor runs no other group, so that the cause of the actor's death is known.
     """
 
@@ -106,9 +110,11 @@ class Value:
     Attributes
     ----------
     kind : ``each`` (rows per client), or a partial ``sum`` or ``mean`` with its total `weight`.
-    numbers : ``int64[K]``, how many numbers each client sends; zeros if it is not charged.
-    masked : what `array` is under its masks; None: it has none.
-    contributors : under masks, how many clients' rows are not all zeros.
+    array : the rows, or their partial sum.
+    weight : the total weight of a mean.
+    numbers : the count of numbers that each client sends, ``int64[K]``; zeros if the value is not charged.
+    masked : the dtype of the sum without its masks; None: there are no masks.
+    contributors : under masks, the number of clients whose rows are not all zeros.
     """
 
     kind: Literal["each", "sum", "mean"]
@@ -125,19 +131,20 @@ class Reply:
 
     Attributes
     ----------
-    losses : ``[K]`` mean training losses, or None if nothing was trained.
-    seconds : that the group took.
-    kept : what its clients' new states contain; None if they did not change.
-    notes : warnings.
+    values : the values that the client function returned, by name.
+    losses : mean training losses, ``[K]``; None if nothing was trained.
+    seconds : the duration of the work.
+    new_states : the contents of the clients' new states; None if they did not change.
+    notes : the warnings of the work.
     logged : the numbers that clients logged, as means.
-    observed : what analyses keep of the local steps, by their numbers.
-    spent : of the clients' privacy.
+    observed : the observations of analyses, by the analyses' numbers.
+    spent : the privacy that the clients spent.
     """
 
     values: dict[str, Value]
     losses: np.ndarray | None
     seconds: float
-    kept: Contents | None = None
+    new_states: Contents | None = None
     notes: list[str] = field(default_factory=list)
     logged: dict[str, Value] = field(default_factory=dict)
     observed: dict[int, list[Observation]] = field(default_factory=dict)
@@ -153,52 +160,72 @@ class Worker:
         self.analyses = analyses
         self._objects: dict[int, dict[str, Tensor]] = {}
 
-    @torch.enable_grad()  # whatever this process did before
+    # A process may have switched gradients off before, for example if Ctrl-C left it in a `no_grad` block.
+    @torch.enable_grad()
     def work(
         self,
         call: Call,
-        opened: Open,
+        fetch_objects: FetchObjects,
         group: Group,
         states: list[Mapping[str, np.ndarray]],
     ) -> tuple[Reply, Stack | None]:
-        """Run the call's function for a group; returns its reply, and its clients' changed states or None.
+        """Run the call's function for a group; return its reply, and its clients' changed states or None.
 
-        `opened` fetches the arrays behind the backend's references; large ones are fetched once.
+        `fetch_objects` returns the arrays behind the backend's references; large ones are fetched once.
         """
-        begun = time.perf_counter()
-        name = call.function if isinstance(call.function, str) else "personal model"
-        exchange = (name, call.exchange)
-        reads_test = not call.training or getattr(self.method, "test_data_in_training", False)
-        clients = ClientGroup(
-            self.context, group.clients, call.round, call.lr, states, exchange=exchange, reads_test=reads_test
-        )
-        if call.observers:
-            analyses = {number: self.analyses[number] for number in call.observers}
-            clients.observer = Observer(self.context, analyses, group.clients, call.round)
+        started = time.perf_counter()
+        clients = self._client_group(call, group, states)
         versions: dict[str, tuple[Tensor, int]] = {}
 
-        def fetched(skeleton: Any) -> Any:
-            tensors = self._tensors(call.sent, leaves(skeleton), opened)
+        def fetch(skeleton: Any) -> Any:
+            tensors = self._tensors(call.sent, leaves(skeleton), fetch_objects)
             versions.update({name: (tensor, tensor._version) for name, tensor in tensors.items()})
             clients.received(tensors.values())
             return unflatten(skeleton, tensors)
 
         rows = {name: per_client(self._tensor(array)) for name, array in group.scattered.items()}
-        arguments = {**fetched(dict(call.arguments)), **rows}
+        arguments = {**fetch(dict(call.arguments)), **rows}
         if call.server is not None:
-            arguments["server"] = _ServerState(call.server, fetched)
+            arguments["server"] = _ServerState(call.server, fetch)
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             returned = self._run(call, clients, arguments)
         self._refuse_changed(versions)
+
         values = self._values(call, returned, clients.ids, arguments)
-        losses = None if clients.losses is None else clients.losses.cpu().numpy()
-        notes = sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
-        stack, kept = clients.state.stack() if clients.state.changed else (None, None)
-        logged = _logged(clients)
-        observed = clients.observer.seen if clients.observer else {}
-        spent = [row for branch in clients.private_trainings for row in branch.rows()]
-        return Reply(values, losses, time.perf_counter() - begun, kept, notes, logged, observed, spent), stack
+        stack, new_states = clients.state.stack() if clients.state.changed else (None, None)
+        spent: list[Spending] = []
+        for training in clients.private_trainings:
+            spent += training.rows()
+        reply = Reply(
+            values=values,
+            losses=None if clients.losses is None else clients.losses.cpu().numpy(),
+            notes=sorted({str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)}),
+            logged=_logged(clients),
+            observed=clients.observer.observations if clients.observer else {},
+            new_states=new_states,
+            spent=spent,
+            seconds=time.perf_counter() - started,
+        )
+        return reply, stack
+
+    def _client_group(self, call: Call, group: Group, states: list[Mapping[str, np.ndarray]]) -> ClientGroup:
+        name = call.function if isinstance(call.function, str) else "personal model"
+        reads_test = not call.training or getattr(self.method, "test_data_in_training", False)
+        clients = ClientGroup(
+            self.context,
+            group.clients,
+            call.round,
+            call.lr,
+            states,
+            exchange=(name, call.exchange),
+            reads_test=reads_test,
+        )
+        if call.observers:
+            analyses = {number: self.analyses[number] for number in call.observers}
+            clients.observer = Observer(self.context, analyses, group.clients, call.round)
+        return clients
 
     def _run(self, call: Call, clients: ClientGroup, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(call.function, str):
@@ -216,24 +243,32 @@ class Worker:
                 f"{who} returned a {type(returned).__name__}; it must return a dict, such as "
                 '{"theta": Mean(trained)}.'
             )
-        if self.context.privacy.protects_clients and isinstance(call.function, str):
-            returned = {name: self._clipped(who, name, value, arguments) for name, value in (returned or {}).items()}
-        if call.masked:
-            return {name: self._masked(call, who, name, value, ids) for name, value in (returned or {}).items()}
-        return {name: _reduced(who, name, value, len(ids)) for name, value in (returned or {}).items()}
 
-    def _masked(self, call: Call, who: str, name: str, value: Any, ids: tuple[int, ...]) -> Value:
-        """A sum of what clients send under masks, in which no row has gaps."""
-        plain = _reduced(who, name, value, len(ids))
+        clips_updates = self.context.privacy.protects_clients and isinstance(call.function, str)
+        values = {}
+        for name, value in (returned or {}).items():
+            if clips_updates:
+                value = self._clip(who, name, value, arguments)
+            if call.masked:
+                values[name] = self._masked_sum(call, who, name, value, ids)
+            else:
+                values[name] = _reduce(who, name, value, len(ids))
+        return values
+
+    def _masked_sum(self, call: Call, who: str, name: str, value: Any, ids: tuple[int, ...]) -> Value:
+        """Sum the clients' rows under masks; a client is charged for whole rows, since masks hide its zeros."""
+        plain = _reduce(who, name, value, len(ids))
         if isinstance(value, Each):
             raise PrivacyError(
                 f"{who} returns {name!r} as a row for each client, but with privacy.secure_aggregation the server sees "
                 "sums over the cohort only. Choose a method that needs no more (fedavg, ditto, ...), or set it to "
                 "false."
             )
+
         rows = unmarked(value.rows).detach().double()
         if isinstance(value, Mean) and value.weight is not None:
             rows = rows * unmarked(value.weight).double().view(-1, *[1] * (rows.dim() - 1))
+
         masks = Masks(call.masked, self.context.seed, f"mask {call.exchange} {name}", call.round)
         numbers = numbers_charged(name, True, len(ids), rows[0].numel())
         contributors = int((rows.reshape(len(rows), -1) != 0).any(1).sum())
@@ -245,10 +280,10 @@ class Worker:
             contributors=contributors,
         )
 
-    def _clipped(self, who: str, name: str, value: object, arguments: Mapping[str, Any]) -> Mean:
-        """A mean of updates, each clipped."""
-        sent = arguments.get(name)
-        if not (isinstance(value, Mean) and isinstance(sent, Tensor) and value.rows.shape[1:] == sent.shape):
+    def _clip(self, who: str, name: str, value: object, arguments: Mapping[str, Any]) -> Mean:
+        """Clip each client's update in a mean."""
+        before = arguments.get(name)
+        if not (isinstance(value, Mean) and isinstance(before, Tensor) and value.rows.shape[1:] == before.shape):
             raise PrivacyError(
                 f"{who} returns {name!r}, which is not the mean of an argument of that name after training, so that "
                 "the server cannot clip clients' updates of it and add noise. Choose a method that returns only such "
@@ -259,22 +294,26 @@ class Worker:
                 f"{who} weights {name!r}, so that clients would need noise of different size; set "
                 "method.weighting=uniform, or no privacy."
             )
-        return replace(value, rows=clipped_updates(unmarked(value.rows), sent, self.context.privacy))
+        return replace(value, rows=clipped_updates(unmarked(value.rows), before, self.context.privacy))
 
-    def _tensors(self, sent: SharedTensors, names: list[str], opened: Open) -> dict[str, Tensor]:
-        """The tensors of these names. What was opened for this call, or is kept for later ones, is not opened again."""
-        self._objects = {n: tensors for n, tensors in self._objects.items() if n in sent.objects or n in sent.kept}
-        places = {name: sent.where[name] for name in names}
-        missing = sorted({number for number, _ in places.values()} - self._objects.keys())
-        for number, arrays in zip(missing, opened([sent.objects[n] for n in missing]), strict=True):
-            self._objects[number] = {key: self._own(array) for key, array in arrays.items()}
-        return {name: self._objects[number][key] for name, (number, key) in places.items()}
+    def _tensors(self, sent: SharedTensors, names: list[str], fetch_objects: FetchObjects) -> dict[str, Tensor]:
+        """Return the tensors of these names; objects that this process already has are not fetched again."""
+        still_needed = sent.objects.keys() | sent.reusable
+        self._objects = {number: tensors for number, tensors in self._objects.items() if number in still_needed}
 
-    def _own(self, array: np.ndarray) -> Tensor:
+        locations = {name: sent.locations[name] for name in names}
+        missing = sorted({number for number, _ in locations.values()} - self._objects.keys())
+        objects = fetch_objects([sent.objects[number] for number in missing])
+        for number, arrays in zip(missing, objects, strict=True):
+            self._objects[number] = {key: self._writable(array) for key, array in arrays.items()}
+        return {name: self._objects[number][key] for name, (number, key) in locations.items()}
+
+    def _writable(self, array: np.ndarray) -> Tensor:
         # Ray's arrays are read-only shared memory: a tensor must not write to them, and Ray cannot free them while
         # one refers to them. The inline backend makes copies.
-        mine = array.flags.owndata and array.flags.writeable
-        return torch.from_numpy(array).to(self.context.model.device) if mine else self._tensor(array)
+        if array.flags.owndata and array.flags.writeable:
+            return torch.from_numpy(array).to(self.context.model.device)
+        return self._tensor(array)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self.context.model.device)
@@ -290,10 +329,11 @@ class Worker:
 
 
 class _ServerState(Mapping[str, Any]):
-    """The server's state, of which an entry is fetched on first use."""
+    """The server's state, whose entries are fetched on first use."""
 
     def __init__(self, entries: Mapping[str, Any], fetch: Callable[[Any], Any]):
-        self._entries, self._fetch = entries, fetch
+        self._entries = entries
+        self._fetch = fetch
         self._fetched: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -309,17 +349,18 @@ class _ServerState(Mapping[str, Any]):
 
 
 def _logged(clients: ClientGroup) -> dict[str, Value]:
-    """The numbers that clients logged, summed up; a client that logged NaN has none."""
+    """Sum the numbers that clients logged; NaN stands for a client without one."""
     values = {}
     for name, rows in clients.logged.items():
         numbers = rows.double()[~rows.isnan()]
         if len(numbers):
-            free = np.zeros(len(numbers), np.int64)
-            values[name] = Value("mean", numbers.sum().cpu().numpy(), len(numbers), free)
+            not_charged = np.zeros(len(numbers), np.int64)
+            values[name] = Value("mean", numbers.sum().cpu().numpy(), len(numbers), not_charged)
     return values
 
 
-def _reduced(who: str, name: str, value: object, clients: int) -> Value:
+def _reduce(who: str, name: str, value: object, clients: int) -> Value:
+    """Reduce a returned value to one row for the group, or keep its rows if it is `Each`."""
     if not isinstance(value, Mean | Sum | Each):
         raise MethodError(f"{who} returned {name!r} as a {type(value).__name__}; wrap it in Mean, Sum or Each.")
     rows = unmarked(value.rows).detach()
@@ -328,23 +369,27 @@ def _reduced(who: str, name: str, value: object, clients: int) -> Value:
             f"{who} returned {name!r} of shape {tuple(rows.shape)}, but the group has {clients} clients: "
             "its first axis must run over them."
         )
+
     numbers = numbers_charged(name, value.charged, clients, rows[0].numel())
     if isinstance(value, Each):
         return Value("each", rows.cpu().numpy(), 0.0, numbers)
     if isinstance(value, Sum):
         return Value("sum", rows.sum(0).cpu().numpy(), 0.0, numbers)
+
     if not isinstance(value.weight, torch.Tensor | None):
         raise MethodError(
             f"The weight of Mean {name!r}, which {who} returned, is a {type(value.weight).__name__}; it must be a "
             "tensor with a number for each client, such as clients.num_samples."
         )
-    weight = (
-        torch.ones(clients, dtype=rows.dtype, device=rows.device) if value.weight is None else unmarked(value.weight)
-    )
+    if value.weight is None:
+        weight = torch.ones(clients, dtype=rows.dtype, device=rows.device)
+    else:
+        weight = unmarked(value.weight)
     if weight.shape != (clients,) or bool((weight < 0).any()):
         raise MethodError(
             f"The weight of Mean {name!r}, which {who} returned, must be a non-negative number for each of the "
             f"group's {clients} clients; it is {weight.tolist()}."
         )
-    partial = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
-    return Value("mean", partial.cpu().numpy(), float(weight.double().sum()), numbers)
+
+    weighted_sum = torch.tensordot(weight.to(rows.dtype), rows, dims=1)
+    return Value("mean", weighted_sum.cpu().numpy(), float(weight.double().sum()), numbers)

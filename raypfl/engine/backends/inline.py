@@ -46,7 +46,7 @@ class Inline:
             except Exception as error:
                 yield group, failure(error)
             else:
-                yield group, Done(reply, [] if reply.kept is None else [(group.clients, stack, reply.kept)])
+                yield group, Done(reply, [] if reply.new_states is None else [(group.clients, stack, reply.new_states)])
 
     def put_states(self, stack: Stack) -> Any:
         return stack

@@ -176,13 +176,13 @@ class RayBackend:
         if isinstance(reply, Failed):
             return reply
         reply.seconds = self._speeds.note(task.actor.place, call.function, task.group, reply.seconds)
-        if reply.kept is None:
+        if reply.new_states is None:
             return Done(reply)
-        clients, kept = task.group.clients, [reply.kept]
+        clients, kept = task.group.clients, [reply.new_states]
         owners = [clients]
         if len(task.stacks) == len(clients):
-            owners, kept = [(client,) for client in clients], reply.kept.apart()
-        self._apart[call.function] = reply.kept.nbytes >= APART * len(clients)
+            owners, kept = [(client,) for client in clients], reply.new_states.apart()
+        self._apart[call.function] = reply.new_states.nbytes >= APART * len(clients)
         return Done(reply, list(zip(owners, task.stacks, kept, strict=True)), task.actor.place[1])
 
     def _push(self, call: Call, dispatch: Dispatch, submitted: dict[Any, _Submitted]) -> None:
