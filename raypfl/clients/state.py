@@ -94,7 +94,7 @@ class ClientState(MutableMapping[str, Tensor]):
         self.changed = True
         self._deleted = True
 
-        remaining = []
+        remaining: list[Mapping[str, np.ndarray]] = []
         for row in self._rows:
             remaining.append({key: value for key, value in row.items() if key != name})
         self._rows = remaining

@@ -1,1 +1,1 @@
-"""Local training of a group of models: batches, executors, steps."""
+"""Local training of a group of models: batches, losses, executors and augmentation."""

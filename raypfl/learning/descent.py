@@ -1,4 +1,4 @@
-"""Steps down gradients that come segment by segment, or sample by sample."""
+"""Gradient steps from gradients of segments, or of single samples."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from raypfl.learning.optimizers import Memory, StepDraws, Update
 from raypfl.models.flat import FlatModel
 
 ROOM = 2**24
-"""Numbers in the per-sample gradients that a group holds at a time, of one sample per client at least."""
+"""Size limit of a group's per-sample gradients in numbers; at least one sample per client is computed at a time."""
 
 
 class Descent:
-    """Steps of ``theta[..., P]`` in place, down gradients that come segment by segment.
+    """Gradient steps that update ``theta[..., P]`` in place.
 
     Parameters
     ----------
     tensors : views of `theta`, a leaf per segment.
-    memory : of the optimizer.
-    correction : of `theta`'s shape, added to every gradient; or None.
+    memory : the optimizer's memory.
+    correction : a tensor of `theta`'s shape that is added to every gradient; None: none.
     """
 
     def __init__(
@@ -60,74 +60,102 @@ class Descent:
             self.update.step_(self.theta, gradient, self.memory)
 
     def _descend(self, grads: Sequence[Tensor | None], direct: Tensor | None) -> None:
-        moved = [(t, g) for t, g in zip(self.tensors, grads, strict=True) if g is not None]
-        if moved:
-            torch._foreach_add_([t for t, _ in moved], [g for _, g in moved], alpha=-self.update.lr)
+        tensors = []
+        gradients = []
+        for tensor, gradient in zip(self.tensors, grads, strict=True):
+            if gradient is not None:
+                tensors.append(tensor)
+                gradients.append(gradient)
+        if tensors:
+            torch._foreach_add_(tensors, gradients, alpha=-self.update.lr)
         if direct is not None:
             self.theta.sub_(direct, alpha=self.update.lr)
 
 
 def segments(model: FlatModel, flat: Tensor) -> list[Tensor]:
-    """Views of parameters ``[..., P]``, segment by segment."""
+    """Return views of parameters ``[..., P]``, segment by segment."""
     return list(model.unflatten(flat).values())
 
 
 def assemble(views: Sequence[Tensor], grads: Sequence[Tensor | None], direct: Tensor | None, *, into: Tensor) -> None:
     """Write the gradients of segments into the `views` of a flat gradient, and add the `direct` one."""
-    for view, g in zip(views, grads, strict=True):
-        view.zero_() if g is None else view.copy_(g)
+    for view, gradient in zip(views, grads, strict=True):
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient)
     if direct is not None:
         into.add_(direct)
 
 
-def by_samples(
-    update: Update, at: Tensor, weight: Tensor, keys: Tensor, rows: Callable[[int, int], tuple[Tensor, Tensor]]
+def gradient_by_sample(
+    update: Update,
+    at: Tensor,
+    weight: Tensor,
+    keys: Tensor,
+    gradients_of_samples: Callable[[int, int], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """The gradient ``[..., P]`` that an update makes of per-sample gradients, and the mean of what is reported.
+    """Combine per-sample gradients by the update's rule.
 
     Parameters
     ----------
-    at : ``[..., P]``. weight : ``[..., b]`` of the samples. keys : ``int64[...]``, of the step's draws.
-    rows : ``rows(start, stop)`` gives gradients ``[..., n, P]`` and reported losses ``[..., n]`` of these samples.
+    at : the parameters, ``[..., P]``.
+    weight : the samples' weights, ``[..., b]``.
+    keys : the keys of the step's draws, ``int64[...]``.
+    gradients_of_samples : the function ``(start, stop)`` that returns gradients ``[..., n, P]`` and reported losses
+        ``[..., n]`` of these samples.
+
+    Returns
+    -------
+    The gradient ``[..., P]``, and the mean reported loss ``[...]``.
     """
-    rule, count = update.sample_rule, weight.sum(-1, keepdim=True)
+    rule = update.sample_rule
     assert rule is not None
-    total, reported = torch.zeros_like(at), torch.zeros_like(weight[..., 0])
-    many, each = weight.shape[-1], max(1, ROOM // at.numel())
+    count = weight.sum(-1, keepdim=True)
+    total = torch.zeros_like(at)
+    reported = torch.zeros_like(weight[..., 0])
+
+    # All per-sample gradients at once might not fit into memory.
+    num_samples = weight.shape[-1]
+    chunk = max(1, ROOM // at.numel())
     with torch.no_grad():
-        for start in range(0, many, each):
+        for start in range(0, num_samples, chunk):
             with torch.enable_grad():
-                gradients, values = rows(start, min(start + each, many))
+                gradients, losses = gradients_of_samples(start, min(start + chunk, num_samples))
             if update.trained is not None:
                 gradients.mul_(update.trained)
-            mine = weight[..., start : start + each]
-            total += rule.reduce(gradients, mine)
-            reported += (values * mine).sum(-1)
-        return rule.finish(total, count, StepDraws(keys, at)), reported / count.squeeze(-1).clamp_min(1)
+            chunk_weight = weight[..., start : start + chunk]
+            total += rule.reduce(gradients, chunk_weight)
+            reported += (losses * chunk_weight).sum(-1)
+
+        gradient = rule.finish(total, count, StepDraws(keys, at))
+        return gradient, reported / count.squeeze(-1).clamp_min(1)
 
 
 def sample_keys(keys: Tensor, start: int, stop: int) -> Tensor:
-    """``int64[..., n]``: keys of single samples, from the step's keys ``int64[...]``."""
+    """Derive keys of single samples, ``int64[..., n]``, from the step's keys ``int64[...]``."""
     return (keys * 6364136223846793005)[..., None] + torch.arange(start, stop, device=keys.device)
 
 
-def still_segments(model: FlatModel, update: Update) -> frozenset[str]:
-    """Segments in which no entry moves, so that their gradients need not be computed."""
+def frozen_segments(model: FlatModel, update: Update) -> frozenset[str]:
+    """Names of the segments without a trained entry, whose gradients need not be computed."""
     if update.trained is None:
         return frozenset()
-    parts = model.unflatten(update.trained)
-    return frozenset(name for name in model.parameter_names if not bool(parts[name].any()))
+    trained = model.unflatten(update.trained)
+    return frozenset(name for name in model.parameter_names if not bool(trained[name].any()))
 
 
 def gradients_of(
     value: Tensor, tensors: Sequence[Tensor], theta: Tensor
 ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """Gradients of `value` for `tensors` and `theta`; None for what it does not use and what does not move."""
+    """Gradients of `value` for `tensors` and `theta`; None for unused tensors and for frozen ones."""
     if not value.requires_grad:
         return [None] * len(tensors), None
-    moving = [t for t in tensors if t.requires_grad]
-    *found, direct = torch.autograd.grad(value, [*moving, theta], allow_unused=True)
-    if len(moving) == len(tensors):
-        return found, direct
-    rest = iter(found)
-    return [next(rest) if t.requires_grad else None for t in tensors], direct
+
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    *gradients, direct = torch.autograd.grad(value, [*trained, theta], allow_unused=True)
+    if len(trained) == len(tensors):
+        return gradients, direct
+
+    remaining = iter(gradients)
+    return [next(remaining) if tensor.requires_grad else None for tensor in tensors], direct

@@ -1,4 +1,4 @@
-"""A group's models on test samples, batch by batch."""
+"""Outputs of a group's models on test samples, batch by batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from raypfl.learning.vectorised import Vectorised
 from raypfl.models.predictor import Predictor
 
 InputChange = Callable[[Tensor, np.ndarray, int], Tensor]
-"""``change(x, where, first)``: the inputs ``uint8[n, C, H, W]`` to test on, of the samples ``where[n]``, which begin at
+"""``change(x, indices, first)``: the changed inputs ``uint8[n, C, H, W]`` of the samples ``indices[n]``, which begin at
 position `first` of the test set."""
 
-TOGETHER = 25
-"""Models that get full batches in one forward pass; more models get smaller batches, which bounds memory."""
+MODELS_WITH_FULL_BATCHES = 25
+"""Number of models that get full batches in one forward pass; more models get smaller ones, which bounds memory."""
 
 
 class ModelOutputs(NamedTuple):
@@ -27,11 +27,13 @@ class ModelOutputs(NamedTuple):
 
     Attributes
     ----------
-    models : which of the group's.
-    outputs : ``[k, b, ...]``.
-    y : classes ``int64[k, b]``, or L labels a sample, ``[k, b, L]`` zeros and ones; k is 1 if all models see the same.
-    weight : ``[k, b]``, 0 for padding; None: there is none.
-    owners : ``int64[b]``, the clients whose samples one model was tested on; None: each model's answers are its own.
+    models : the positions of the models in the group.
+    outputs : the outputs, ``[k, b, ...]``.
+    y : the classes ``int64[k, b]``, or L labels of zeros and ones per sample, ``[k, b, L]``; k is 1 if all models see
+        the same samples.
+    weight : the samples' weights, ``[k, b]``, 0 for padding; None: there is no padding.
+    owners : the clients to whom the samples belong, ``int64[b]``, where one model is tested for several clients; None:
+        each model is tested on its own client's samples.
     """
 
     models: slice
@@ -42,15 +44,16 @@ class ModelOutputs(NamedTuple):
 
 
 def outputs_on_own_samples(
-    executor: Executor, samples: Samples, models: Tensor | Predictor, where: Sequence[np.ndarray], size: int
+    executor: Executor, samples: Samples, models: Tensor | Predictor, indices: Sequence[np.ndarray], size: int
 ) -> Iterator[ModelOutputs]:
-    """Each of K models, ``[K, P+B]`` or a predictor's, on its samples ``where[k]``, at most `size` per forward pass."""
+    """Run each of K models, ``[K, P+B]`` or a predictor's, on its samples ``indices[k]``, at most `size` at a time."""
     if isinstance(executor, Vectorised) and len(models) > 1:
-        yield from _together(executor, samples, models, where, size)
+        yield from _vectorised_on_own_samples(executor, samples, models, indices, size)
         return
-    for k, mine in enumerate(where):
-        for first in range(0, len(mine), size):
-            x, y = samples.take(mine[first : first + size])
+
+    for k, model_indices in enumerate(indices):
+        for first in range(0, len(model_indices), size):
+            x, y = samples.take(model_indices[first : first + size])
             outputs = executor.predict(models[k : k + 1], samples.normalise(x)[None], own=True)
             yield ModelOutputs(slice(k, k + 1), outputs, y[None], None)
 
@@ -59,32 +62,40 @@ def outputs_on_shared_samples(
     executor: Executor,
     samples: Samples,
     models: Tensor | Predictor,
-    where: np.ndarray,
+    indices: np.ndarray,
     size: int,
     change: InputChange | None = None,
 ) -> Iterator[ModelOutputs]:
-    """All of K models, ``[K, P+B]`` or a predictor's, on the samples ``where[n]``."""
-    for first in range(0, len(where), size):
-        part = where[first : first + size]
-        x, y = samples.take(part)
-        x = samples.normalise(x if change is None else change(x, part, first))
-        yield ModelOutputs(slice(0, len(models)), executor.predict(models, x, own=False), y[None], None)
+    """Run all of K models, ``[K, P+B]`` or a predictor's, on the samples ``indices[n]``."""
+    for first in range(0, len(indices), size):
+        batch_indices = indices[first : first + size]
+        x, y = samples.take(batch_indices)
+        if change is not None:
+            x = change(x, batch_indices, first)
+        outputs = executor.predict(models, samples.normalise(x), own=False)
+        yield ModelOutputs(slice(0, len(models)), outputs, y[None], None)
 
 
-def _together(
-    executor: Executor, samples: Samples, models: Tensor | Predictor, where: Sequence[np.ndarray], size: int
+def _vectorised_on_own_samples(
+    executor: Executor, samples: Samples, models: Tensor | Predictor, indices: Sequence[np.ndarray], size: int
 ) -> Iterator[ModelOutputs]:
-    sizes = np.array([len(mine) for mine in where])
-    size = min(size, max(1, TOGETHER * size // len(where)))
-    index = np.zeros((len(where), int(sizes.max(initial=0))), dtype=np.int64)
-    for row, mine in zip(index, where, strict=True):
-        row[: len(mine)] = mine
-    for first in range(0, index.shape[1], size):
-        part = index[:, first : first + size]
-        left = sizes[:, None] - first
+    sizes = np.array([len(model_indices) for model_indices in indices])
+    size = min(size, max(1, MODELS_WITH_FULL_BATCHES * size // len(indices)))
+
+    # Sample 0 pads the rows of models with fewer samples than the largest; it gets weight 0 below.
+    padded = np.zeros((len(indices), int(sizes.max(initial=0))), dtype=np.int64)
+    for row, model_indices in zip(padded, indices, strict=True):
+        row[: len(model_indices)] = model_indices
+
+    for first in range(0, padded.shape[1], size):
+        part = padded[:, first : first + size]
+        remaining = sizes[:, None] - first
         x, y = samples.take(part.reshape(-1))
-        x, y = (t.reshape(*part.shape, *t.shape[1:]) for t in (samples.normalise(x), y))
+        x = samples.normalise(x)
+        x = x.reshape(*part.shape, *x.shape[1:])
+        y = y.reshape(*part.shape, *y.shape[1:])
+
         weight = None
-        if int(left.min()) < part.shape[1]:
-            weight = torch.from_numpy(np.arange(part.shape[1]) < left).to(x)
+        if int(remaining.min()) < part.shape[1]:
+            weight = torch.from_numpy(np.arange(part.shape[1]) < remaining).to(x)
         yield ModelOutputs(slice(0, len(models)), executor.predict(models, x, own=True), y, weight)

@@ -16,7 +16,10 @@ from raypfl.learning.objectives.batch import Batch
 from raypfl.models.flat import FlatModel
 
 LossFunction = Callable[..., Any]
+"""A function ``loss(p, batch, **extras)`` of one client."""
+
 ReportedLoss = LossFunction | Literal["loss"] | None
+"""The value that a training reports: its loss, another function's value, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,101 +29,117 @@ class LocalLoss:
     Attributes
     ----------
     model : the network; a separate `report` does not move its statistics.
-    loss : ``loss(p, batch, **extras) -> scalar``; or a pair of scalars from one forward pass, the loss and a penalty
-        that is not reported.
-    penalty : ``penalty(p, batch, **extras) -> scalar``, added to the loss and not reported.
-    report : what is reported: ``"loss"``, another function of the same form, or None for nothing.
-    apart : whether the penalty is left out of the loss, since :meth:`pull` gives its gradient.
+    loss : the function ``loss(p, batch, **extras) -> scalar``; or one that returns a pair of scalars from one forward
+        pass, the loss and a penalty that is not reported.
+    penalty : a term that is added to the loss and not reported: ``penalty(p, batch, **extras) -> scalar``.
+    report : the reported value: ``"loss"``, another function of the same form, or None for nothing.
+    penalty_is_separate : whether the penalty is left out of the loss, since :meth:`separate_penalty` gives its
+        gradient.
     """
 
     model: FlatModel
     loss: LossFunction
     penalty: LossFunction | None = None
     report: ReportedLoss = "loss"
-    apart: bool = False
+    penalty_is_separate: bool = False
 
     def __call__(self, p: Tensor, batch: Batch, **extras: Any) -> tuple[Tensor, Tensor]:
-        """The value to descend and the value to report, which is NaN if nothing is reported."""
-        value, reported = self._parted(self.loss(p, batch, **self._for(self.loss, extras)))
-        if self.penalty is not None and not self.apart:
-            value = value + self.penalty(p, batch, **self._for(self.penalty, extras))
+        """Return the value to descend and the value to report, which is NaN if nothing is reported."""
+        value, reported = self._total_and_reported(self.loss(p, batch, **self._extras_for(self.loss, extras)))
+        if self.penalty is not None and not self.penalty_is_separate:
+            value = value + self.penalty(p, batch, **self._extras_for(self.penalty, extras))
+
         if self.report is None:
             return value, torch.full_like(value.detach(), torch.nan)
         if self.report == "loss":
             return value, reported
         with torch.no_grad(), self.model.side_call():
-            return value, self.report(p.detach(), batch, **self._for(self.report, extras))
+            return value, self.report(p.detach(), batch, **self._extras_for(self.report, extras))
 
-    def for_samples(self, p: Tensor, extras: Mapping[str, Any]) -> LocalLoss:
-        """The loss of single samples: a penalty that does not look at the batch is apart from it."""
+    def per_sample(self, p: Tensor, extras: Mapping[str, Any]) -> LocalLoss:
+        """Return the loss of single samples, without a penalty that does not depend on the batch.
+
+        Under DP-SGD, such a penalty is added after the noise and is not clipped (docs/privacy.md).
+        """
         if self.penalty is None:
             return self
         try:
             with torch.no_grad():
-                self._penalty_alone(p, extras)
-        except _Looked:
+                self._penalty_without_batch(p, extras)
+        except _BatchUsed:
             return self
-        return replace(self, apart=True)
+        return replace(self, penalty_is_separate=True)
 
-    def pull(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
-        """The value of a penalty that is apart; it has a gradient at ``p[P]``."""
-        return self._penalty_alone(p, extras) + 0 * p.sum()
+    def separate_penalty(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
+        """Return the value of a separate penalty; it has a gradient at ``p[P]``."""
+        # Without the second term, autograd would fail for a penalty that does not depend on p.
+        return self._penalty_without_batch(p, extras) + 0 * p.sum()
 
-    def _penalty_alone(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
+    def _penalty_without_batch(self, p: Tensor, extras: Mapping[str, Any]) -> Tensor:
         assert self.penalty is not None
-        nothing: Any = _Nothing()
-        return self.penalty(p, nothing, **self._for(self.penalty, dict(extras)))
+        no_batch: Any = _NoBatch()
+        return self.penalty(p, no_batch, **self._extras_for(self.penalty, dict(extras)))
 
     def refuse_unknown(self, extras: Mapping[str, Any]) -> None:
         """Raise a MethodError for an extra that no function takes."""
-        taken = {name for names in self._names.values() for name in (extras if names is None else names)}
-        if self._names and (strange := sorted(set(extras) - taken)):
+        if not self._extra_names:
+            return
+
+        accepted: set[str] = set()
+        for names in self._extra_names.values():
+            accepted.update(extras if names is None else names)
+        unknown = sorted(set(extras) - accepted)
+        if unknown:
             raise MethodError(
-                f"Neither the loss nor its penalty or report takes {strange[0]!r}, which is passed to them by name; "
+                f"Neither the loss nor its penalty or report takes {unknown[0]!r}, which is passed to them by name; "
                 "give one of them a parameter of that name, or leave it out."
             )
 
     @cached_property
-    def _names(self) -> dict[LossFunction, frozenset[str] | None]:
+    def _extra_names(self) -> dict[LossFunction, frozenset[str] | None]:
         """The extras that each function takes, None for all; empty if there is only the loss, which gets all extras."""
-        functions = [f for f in (self.loss, self.penalty, self.report) if callable(f)]
-        return {f: _extras_of(f) for f in functions} if len(functions) > 1 else {}
+        functions = [function for function in (self.loss, self.penalty, self.report) if callable(function)]
+        if len(functions) == 1:
+            return {}
+        return {function: _extras_of(function) for function in functions}
 
-    def _for(self, function: LossFunction, extras: dict[str, Any]) -> dict[str, Any]:
-        names = self._names.get(function)
-        return extras if names is None else {name: extra for name, extra in extras.items() if name in names}
+    def _extras_for(self, function: LossFunction, extras: dict[str, Any]) -> dict[str, Any]:
+        names = self._extra_names.get(function)
+        if names is None:
+            return extras
+        return {name: extra for name, extra in extras.items() if name in names}
 
     @staticmethod
-    def _parted(returned: Any) -> tuple[Tensor, Tensor]:
+    def _total_and_reported(returned: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(returned, tuple):
             return returned, returned
-        loss, added = returned
-        return loss + added, loss
+        loss, penalty = returned
+        return loss + penalty, loss
 
 
-class _Looked(Exception):
-    """A penalty looks at the batch."""
+class _BatchUsed(Exception):
+    """A penalty depends on the batch."""
 
 
-class _Nothing:
-    """In place of a batch that must not be looked at."""
+class _NoBatch:
+    """In place of a batch; any use raises `_BatchUsed`."""
 
     def __getattr__(self, name: str) -> Any:
-        raise _Looked
+        raise _BatchUsed
 
     def __getitem__(self, index: Any) -> Any:
-        raise _Looked
+        raise _BatchUsed
 
     def __iter__(self) -> Any:
-        raise _Looked
+        raise _BatchUsed
 
     def __len__(self) -> int:
-        raise _Looked
+        raise _BatchUsed
 
 
 def _extras_of(function: LossFunction) -> frozenset[str] | None:
     """Names of the parameters after ``p`` and ``batch``; None if the function takes any."""
     parameters = list(inspect.signature(function).parameters.values())
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(one.name for one in parameters[2:])
+    return frozenset(parameter.name for parameter in parameters[2:])

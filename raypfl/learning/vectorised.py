@@ -12,8 +12,16 @@ from torch import Tensor, vmap
 
 from raypfl.common import streams
 from raypfl.learning.batches import Batches, GroupSamples, SampleOrder, StepBatches
-from raypfl.learning.descent import Descent, assemble, by_samples, gradients_of, sample_keys, segments, still_segments
-from raypfl.learning.executor import Executor, StepCallback, copied
+from raypfl.learning.descent import (
+    Descent,
+    assemble,
+    frozen_segments,
+    gradient_by_sample,
+    gradients_of,
+    sample_keys,
+    segments,
+)
+from raypfl.learning.executor import Executor, StepCallback, copy_rows
 from raypfl.learning.loss import LocalLoss, LossFunction
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.optimizers import Update
@@ -24,7 +32,7 @@ from raypfl.models.rowwise import RowWise
 
 
 class Vectorised(Executor):
-    """All clients of a group at once with ``vmap``; unequal batches are padded, and padding has weight 0."""
+    """Runs all clients of a group at once with ``vmap``; unequal batches are padded, and padding has weight 0."""
 
     @torch.enable_grad()
     def sgd(
@@ -41,118 +49,150 @@ class Vectorised(Executor):
     ) -> tuple[Tensor, Tensor]:
         # Clients with most steps come first, so that those that still have some are always the first rows.
         rank = np.argsort(-visits.steps, kind="stable")
-        batches, steps = samples.stacked(rank, visits), visits.steps[rank]
-        ranked = None if bool((rank[1:] > rank[:-1]).all()) else torch.from_numpy(rank).to(start.device)
-        theta, statistics = (copied(part, ranked) for part in (self.model.parameters(start), self.model.buffers(start)))
+        steps = visits.steps[rank]
+        batches = samples.stacked(rank, visits)
+        already_in_order = bool((rank[1:] > rank[:-1]).all())
+        ranked = None if already_in_order else torch.from_numpy(rank).to(start.device)
+        theta = copy_rows(self.model.parameters(start), ranked)
+        statistics = copy_rows(self.model.buffers(start), ranked)
         if ranked is not None:
-            keys, extras = keys[ranked], of_clients(extras, ranked)
+            keys = keys[ranked]
+            extras = of_clients(extras, ranked)
             correction = None if correction is None else correction[ranked]
-        memory, losses = update.init(theta), torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
-        mine = list(rows_of(extras).values())
+
+        memory = update.init(theta)
+        losses = torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
+        extra_rows = list(rows_of(extras).values())
         if update.sample_rule is not None:
-            loss = self._for_samples(loss, theta, extras)
-        step, still = self._step_of_all(loss, extras), still_segments(self.model, update)
+            loss = self._per_sample(loss, theta, extras)
+        step = self._vectorised_step(loss, extras)
+        frozen = frozen_segments(self.model, update)
+
         descent: Descent | None = None
-        with self.model.mode(train=True), self._inside(None):
+        with self.model.mode(train=True), self._loss_context(None):
             for s in range(steps.max(initial=0)):
+                # The first k rows take this step.
                 k = int((steps > s).sum())
                 if observe is not None:
                     for row, *model in zip(rank[:k].tolist(), theta, statistics, strict=False):
                         observe(row, s, torch.cat(model))
+
                 if descent is None or len(descent.theta) > k:
-                    own = {name: rows[:k] for name, rows in memory.items()}
-                    added, leaves = None if correction is None else correction[:k], self._leaves(theta[:k], still)
-                    descent = Descent(self.model, update, theta[:k], leaves, own, added)
-                batch, active = batches(slice(k), s), [rows[:k] for rows in mine]
+                    active_memory = {name: rows[:k] for name, rows in memory.items()}
+                    active_correction = None if correction is None else correction[:k]
+                    leaves = self._leaves(theta[:k], frozen)
+                    descent = Descent(self.model, update, theta[:k], leaves, active_memory, active_correction)
+
+                batch = batches(slice(k), s)
+                active_extras = [rows[:k] for rows in extra_rows]
+                step_keys = keys[:k] + s
                 if update.sample_rule is not None:
-                    whole, value = self._by_samples_of_all(step, update, descent.theta, keys[:k] + s, batch, active)
-                    self._add_pulls(loss, descent.theta, extras, active, whole)
-                    descent.step_whole(whole)
+                    gradients, reported = self._gradients_by_sample(
+                        step, update, descent.theta, step_keys, batch, active_extras
+                    )
+                    self._add_penalty_gradients(loss, descent.theta, extras, active_extras, gradients)
+                    descent.step_whole(gradients)
                 else:
-                    grads, direct, value, moved = step(
-                        descent.theta, descent.tensors, statistics[:k], keys[:k] + s, batch, active
+                    grads, direct, reported, moved = step(
+                        descent.theta, descent.tensors, statistics[:k], step_keys, batch, active_extras
                     )
                     descent.step(grads, direct)
                     if self.model.num_buffers:
                         statistics[:k] = moved
-                losses[:k] += value
+                losses[:k] += reported
+
         losses /= torch.from_numpy(steps).to(losses).clamp_min(1)
         trained = torch.cat([theta, statistics], dim=1) if self.model.num_buffers else theta
         if ranked is None:
             return trained, losses
-        back = ranked.argsort()
-        return trained[back], losses[back]
+        original_order = ranked.argsort()
+        return trained[original_order], losses[original_order]
 
-    def _by_samples_of_all(
+    def _gradients_by_sample(
         self,
         step: Callable[..., Any],
         update: Update,
         theta: Tensor,
         keys: Tensor,
         batch: Batch,
-        mine: Sequence[Tensor],
+        extra_rows: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Gradients ``[K, P]`` and reported losses ``[K]``, with every sample vectorised as a client of its own."""
+        """Return gradients ``[K, P]`` and reported losses ``[K]``, with every sample vectorised like a client."""
 
-        def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            shape = (len(theta), stop - start)
-            at, *extras = (rows.repeat_interleave(stop - start, 0) for rows in (theta, *mine))
-            alone = Batch(*(part[:, start:stop].flatten(0, 1)[:, None] for part in batch))
-            leaves, none = self._leaves(at, still_segments(self.model, update)), at[:, :0]
-            grads, direct, values, _ = step(at, leaves, none, sample_keys(keys, start, stop).flatten(), alone, extras)
+        def gradients_of_samples(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            count = stop - start
+            at = theta.repeat_interleave(count, 0)
+            extras = [rows.repeat_interleave(count, 0) for rows in extra_rows]
+            single_samples = Batch(*(field[:, start:stop].flatten(0, 1)[:, None] for field in batch))
+            leaves = self._leaves(at, frozen_segments(self.model, update))
+            # A network whose gradients are taken by sample has no batch norm; its statistics do not move.
+            no_statistics = at[:, :0]
+            step_keys = sample_keys(keys, start, stop).flatten()
+            grads, direct, values, _ = step(at, leaves, no_statistics, step_keys, single_samples, extras)
+
             gradients = torch.empty_like(at)
             assemble(segments(self.model, gradients), grads, direct, into=gradients)
+            shape = (len(theta), count)
             return gradients.unflatten(0, shape), values.unflatten(0, shape)
 
-        return by_samples(update, theta, batch.weight, keys, rows)
+        return gradient_by_sample(update, theta, batch.weight, keys, gradients_of_samples)
 
-    def _for_samples(self, loss: LocalLoss, theta: Tensor, extras: Extras) -> LocalLoss:
-        return loss.for_samples(theta[0], without_buffers(self.model, of_client(extras, 0)))
+    def _per_sample(self, loss: LocalLoss, theta: Tensor, extras: Extras) -> LocalLoss:
+        return loss.per_sample(theta[0], without_buffers(self.model, of_client(extras, 0)))
 
-    def _add_pulls(
-        self, loss: LocalLoss, theta: Tensor, extras: Extras, mine: Sequence[Tensor], gradients: Tensor
+    def _add_penalty_gradients(
+        self, loss: LocalLoss, theta: Tensor, extras: Extras, extra_rows: Sequence[Tensor], gradients: Tensor
     ) -> None:
-        """Add the gradients of a penalty that is apart from the samples' loss."""
-        if not loss.apart:
+        """Add the gradients of a penalty that is separate from the samples' loss."""
+        if not loss.penalty_is_separate:
             return
-        names, p = list(rows_of(extras)), theta.detach().requires_grad_()
+        names = list(rows_of(extras))
+        p = theta.detach().requires_grad_()
 
-        def one(p: Tensor, *mine: Tensor) -> Tensor:
-            rows = with_rows(extras, dict(zip(names, mine, strict=True)))
-            return loss.pull(p, without_buffers(self.model, rows))
+        def penalty_of_client(p: Tensor, *client_rows: Tensor) -> Tensor:
+            rows = with_rows(extras, dict(zip(names, client_rows, strict=True)))
+            return loss.separate_penalty(p, without_buffers(self.model, rows))
 
-        gradients += torch.autograd.grad(vmap(one)(p, *mine).sum(), p)[0]
+        gradients += torch.autograd.grad(vmap(penalty_of_client)(p, *extra_rows).sum(), p)[0]
 
     @torch.enable_grad()
     def grad(
         self, loss: LocalLoss, at: Tensor, batches: Batches, keys: Tensor, extras: Extras, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        theta, statistics = self.model.parameters(at), self.model.buffers(at)
-        mine = list(rows_of(extras).values())
-        with self.model.mode(train=True), self._inside(None):
-            batch = _padded(batches)
+        theta = self.model.parameters(at)
+        statistics = self.model.buffers(at)
+        extra_rows = list(rows_of(extras).values())
+        with self.model.mode(train=True), self._loss_context(None):
+            batch = _pad(batches)
             if update is not None and update.sample_rule is not None:
-                loss = self._for_samples(loss, theta, extras)
-                step = self._step_of_all(loss, extras)
-                whole, value = self._by_samples_of_all(step, update, theta, keys, batch, mine)
-                self._add_pulls(loss, theta, extras, mine, whole)
-                return whole, value, statistics
-            step = self._step_of_all(loss, extras)
-            grads, direct, value, moved = step(theta, self._leaves(theta), statistics, keys, batch, mine)
-        gradient = torch.empty_like(theta, memory_format=torch.contiguous_format)
-        assemble(segments(self.model, gradient), grads, direct, into=gradient)
-        return gradient, value, moved
+                loss = self._per_sample(loss, theta, extras)
+                step = self._vectorised_step(loss, extras)
+                gradients, reported = self._gradients_by_sample(step, update, theta, keys, batch, extra_rows)
+                self._add_penalty_gradients(loss, theta, extras, extra_rows, gradients)
+                return gradients, reported, statistics
+
+            step = self._vectorised_step(loss, extras)
+            grads, direct, reported, moved = step(theta, self._leaves(theta), statistics, keys, batch, extra_rows)
+
+        gradients = torch.empty_like(theta, memory_format=torch.contiguous_format)
+        assemble(segments(self.model, gradients), grads, direct, into=gradients)
+        return gradients, reported, moved
 
     def map(self, function: LossFunction, at: Tensor, batches: list[Batch], keys: Tensor, extras: Extras) -> Tensor:
-        one, padded = vmap(lambda p, batch, mine: function(p, batch, **with_rows(extras, mine))), _padded(batches)
-        with self.model.mode(train=False), self._inside(None):
-            values = one(at, padded, rows_of(extras))
-            if values.shape[1:2] != padded.y.shape[1:2] or not self._gives_rows(function, at, batches, extras):
+        all_clients = vmap(lambda p, batch, client_rows: function(p, batch, **with_rows(extras, client_rows)))
+        padded = _pad(batches)
+        with self.model.mode(train=False), self._loss_context(None):
+            values = all_clients(at, padded, rows_of(extras))
+            may_have_rows = values.shape[1:2] == padded.y.shape[1:2]
+            if not may_have_rows or not self._returns_rows(function, at, batches, extras):
                 return values
-        return values.masked_fill(padded.weight.reshape(*padded.weight.shape, *[1] * (values.dim() - 2)) == 0, 0)
 
-    def _gives_rows(self, function: LossFunction, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
-        """Whether a function gives a row for each sample, tried on the client with fewest, if others have more."""
+        # Rows of padding become zeros.
+        is_padding = padded.weight.reshape(*padded.weight.shape, *[1] * (values.dim() - 2)) == 0
+        return values.masked_fill(is_padding, 0)
+
+    def _returns_rows(self, function: LossFunction, at: Tensor, batches: list[Batch], extras: Extras) -> bool:
+        """Whether a function returns a row for each sample, tried on the client with fewest, if others have more."""
         sizes = [len(batch.y) for batch in batches]
         k = int(np.argmin(sizes))
         return sizes[k] < max(sizes) and len(function(at[k], batches[k], **of_client(extras, k))) == sizes[k]
@@ -168,64 +208,78 @@ class Vectorised(Executor):
     def unfit_for_padding(
         self, function: LossFunction, at: Tensor, batch: Batch, extras: Extras, train: bool
     ) -> str | None:
-        """Why `function` would give other results on padded batches, or None; tried on samples of the first client.
+        """Say why `function` would give other results on padded batches; None if it would not.
 
-        `at` is that client's model vector; a loss is tried in training mode. The answer is not remembered: it may
-        change over rounds, and must not depend on which groups this process ran before.
+        It is tried on samples of the first client, whose model vector is `at`; a loss is tried in training mode. The
+        answer is not remembered: it may change over rounds, and must not depend on which groups this process ran
+        before.
         """
-        twice, none = torch.cat([batch.x, batch.x]), torch.zeros_like(batch.weight)
-        other = batch.x.flip(0)
-        strange = torch.cat([batch.x, other.neg().add(1.0) if other.is_floating_point() else other])
-        weight = torch.cat([batch.weight, none])
-        padded = [
-            Batch(twice, torch.cat([batch.y, batch.y.flip(0)]), weight),
-            Batch(strange, torch.cat([batch.y, torch.zeros_like(batch.y)]), weight),
+        weight = torch.cat([batch.weight, torch.zeros_like(batch.weight)])
+        flipped = batch.x.flip(0)
+        unlike = flipped.neg().add(1.0) if flipped.is_floating_point() else flipped
+        # Two kinds of padding: the samples again with other targets, and unlike samples.
+        padded_batches = [
+            Batch(torch.cat([batch.x, batch.x]), torch.cat([batch.y, batch.y.flip(0)]), weight),
+            Batch(torch.cat([batch.x, unlike]), torch.cat([batch.y, torch.zeros_like(batch.y)]), weight),
         ]
+
         with streams.forked(at.device):
             before = streams.state(at.device)
-            alone, *values = [self._tried(function, at, b, extras, train) for b in (batch, *padded)]
+            unpadded = self._try(function, at, batch, extras, train)
+            padded = [self._try(function, at, padded_batch, extras, train) for padded_batch in padded_batches]
             if not torch.equal(before, streams.state(at.device)):
                 return "draws random numbers, so its clients run one by one, each with a stream of its own."
-        if alone.shape[:1] == batch.y.shape[:1]:  # perhaps a row for each sample, padding included
-            values = [value[: len(alone)] for value in values]
+
+        if unpadded.shape[:1] == batch.y.shape[:1]:
+            # Perhaps a row for each sample, padding included.
+            padded = [value[: len(unpadded)] for value in padded]
+
         # In bf16 a matrix product with more rows may round differently.
         rtol = 2e-2 if self.precision.autocast else 1e-4
-        if all(v.shape == alone.shape and torch.allclose(alone, v, rtol, 1e-6, equal_nan=True) for v in values):
-            return None
-        return (
-            "does not weigh its samples with batch.weight, so its clients run one by one; use batch.mean(values) to "
-            "run them together."
-        )
+        for value in padded:
+            if value.shape != unpadded.shape or not torch.allclose(unpadded, value, rtol, 1e-6, equal_nan=True):
+                return (
+                    "does not weigh its samples with batch.weight, so its clients run one by one; use "
+                    "batch.mean(values) to run them together."
+                )
+        return None
 
-    def _tried(self, function: LossFunction, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
-        mine = of_client(extras, 0)
-        with self.model.mode(train), self._inside(None):
+    def _try(self, function: LossFunction, at: Tensor, batch: Batch, extras: Extras, train: bool) -> Tensor:
+        client_extras = of_client(extras, 0)
+        with self.model.mode(train), self._loss_context(None):
             if not train:
-                return function(at.detach(), batch, **mine).detach()
-            key, p = torch.zeros((), dtype=torch.int64, device=batch.y.device), self.model.parameters(at)
-            with FunctionalCall(self.model, self.model.buffers(at)), self._rows(batch, key):
+                return function(at.detach(), batch, **client_extras).detach()
+
+            key = torch.zeros((), dtype=torch.int64, device=batch.y.device)
+            p = self.model.parameters(at)
+            with FunctionalCall(self.model, self.model.buffers(at)), self._row_wise(batch, key):
                 # A loss may itself differentiate.
-                value = function(p.detach().requires_grad_(), batch, **without_buffers(self.model, mine))
+                value = function(p.detach().requires_grad_(), batch, **without_buffers(self.model, client_extras))
                 return torch.stack(value).detach()
 
-    def _leaves(self, theta: Tensor, still: Set[str] = frozenset()) -> list[Tensor]:
-        return [part.detach().requires_grad_(name not in still) for name, part in self.model.unflatten(theta).items()]
+    def _leaves(self, theta: Tensor, frozen: Set[str] = frozenset()) -> list[Tensor]:
+        segments = self.model.unflatten(theta)
+        return [segment.detach().requires_grad_(name not in frozen) for name, segment in segments.items()]
 
-    def _step_of_all(self, loss: LocalLoss, extras: Extras) -> Callable[..., Any]:
-        names, segments = list(rows_of(extras)), len(self.model.parameter_names)
+    def _vectorised_step(self, loss: LocalLoss, extras: Extras) -> Callable[..., Any]:
+        """Return ``step``, which computes gradients, reported losses and statistics of all rows."""
+        names = list(rows_of(extras))
+        num_segments = len(self.model.parameter_names)
 
         # Separate tensors, not a Batch and a dict: flattening those takes vmap a tenth of a small step.
-        def one(
+        def loss_of_client(
             p: Tensor, statistics: Tensor, key: Tensor, x: Tensor, y: Tensor, weight: Tensor, *rest: Tensor
         ) -> tuple[Tensor, ...]:
-            tensors, mine = rest[:segments], rest[segments:]
-            batch, call = Batch(x, y, weight), FunctionalCall(self.model, statistics, p, tensors)
-            with call, self._rows(batch, key):
-                own = without_buffers(self.model, with_rows(extras, dict(zip(names, mine, strict=True))))
-                value, reported = loss(p, batch, **own)
+            tensors = rest[:num_segments]
+            client_rows = rest[num_segments:]
+            batch = Batch(x, y, weight)
+            call = FunctionalCall(self.model, statistics, p, tensors)
+            with call, self._row_wise(batch, key):
+                client_extras = with_rows(extras, dict(zip(names, client_rows, strict=True)))
+                value, reported = loss(p, batch, **without_buffers(self.model, client_extras))
             return (value, call.moved()) if reported is value else (value, call.moved(), reported)
 
-        rows = vmap(one)
+        losses_of_clients = vmap(loss_of_client)
 
         # One backward pass through all rows gives the gradients of torch.func.grad, which imports the compiler: longer
         # than a small run. Gradients stay per segment: assembling one for `p` takes a fifth of a small step.
@@ -235,32 +289,36 @@ class Vectorised(Executor):
             statistics: Tensor,
             keys: Tensor,
             batch: Batch,
-            mine: Sequence[Tensor],
+            extra_rows: Sequence[Tensor],
         ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor, Tensor]:
             p = theta.detach().requires_grad_()
-            values, moved, *reported = rows(p, statistics, keys, *batch, *tensors, *mine)
+            values, moved, *reported = losses_of_clients(p, statistics, keys, *batch, *tensors, *extra_rows)
             # The sum, not values with a gradient of ones, whose shape PyTorch checks with sympy: a slow import.
             grads, direct = gradients_of(values.sum(), tensors, p)
             return grads, direct, (reported[0] if reported else values).detach(), moved.detach()
 
         return step
 
-    def _rows(self, batch: Batch, key: Tensor) -> contextlib.AbstractContextManager[Any]:
+    def _row_wise(self, batch: Batch, key: Tensor) -> contextlib.AbstractContextManager[Any]:
         if self.model.mixes_rows or self.model.has_dropout or self.model.num_buffers:
             return RowWise(batch.weight, key)
         return contextlib.nullcontext()
 
 
-def _padded(batches: Batches) -> Batch:
-    """Batches of unequal length as one, ``[K, b, ...]``, padded with rows of weight 0."""
+def _pad(batches: Batches) -> Batch:
+    """Stack batches of unequal length to one, ``[K, b, ...]``, padded with rows of weight 0."""
     if isinstance(batches, StepBatches):
         return batches.padded
-    width = max(len(b.y) for b in batches)
+    width = max(len(batch.y) for batch in batches)
 
-    def stack(parts: list[Tensor]) -> Tensor:
-        out = parts[0].new_zeros((len(parts), width, *parts[0].shape[1:]))
-        for row, part in zip(out, parts, strict=True):
-            row[: len(part)] = part
-        return out
+    def stack(tensors: list[Tensor]) -> Tensor:
+        stacked = tensors[0].new_zeros((len(tensors), width, *tensors[0].shape[1:]))
+        for row, tensor in zip(stacked, tensors, strict=True):
+            row[: len(tensor)] = tensor
+        return stacked
 
-    return Batch(stack([b.x for b in batches]), stack([b.y for b in batches]), stack([b.weight for b in batches]))
+    return Batch(
+        x=stack([batch.x for batch in batches]),
+        y=stack([batch.y for batch in batches]),
+        weight=stack([batch.weight for batch in batches]),
+    )

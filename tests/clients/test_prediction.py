@@ -86,8 +86,8 @@ def test_nobody_is_left_out_and_no_cohort_is_larger_than_in_training(tmp_path):
 
 
 def test_the_ledger_keeps_prediction_apart_and_a_hypernetwork_stays_at_home(tmp_path, monkeypatch):
-    taken, take = set(), Worker._own
-    monkeypatch.setattr(Worker, "_own", lambda self, array: taken.add(array.size) or take(self, array))
+    taken, take = set(), Worker._writable
+    monkeypatch.setattr(Worker, "_writable", lambda self, array: taken.add(array.size) or take(self, array))
     base = experiment(tmp_path, rounds=2, evaluation__every=2, cohort__size=6, **NEWCOMERS)
     result = raypfl.run(base.replace(method=Hypernetwork(size=7)))
     (embed,), model = taken, result.metadata["parameters"]

@@ -166,7 +166,7 @@ def test_a_groups_padded_batches_hold_the_same_samples_as_each_clients_own(augme
     group = GroupSamples(fed.context.samples, fed.split)
     visits = epoch_order(keys_for(3), np.array([7, 4, 11]), 4, epochs=2)
     if augmentation:
-        visits = visits.drawn(keys_for(3, seed=1), 7)
+        visits = visits.with_draws(keys_for(3, seed=1), 7)
     chosen = np.array([2, 0, 1])
     batches = group.stacked(chosen, visits)
     for s in range(visits.index.shape[1]):
@@ -191,7 +191,7 @@ def test_batches_of_some_clients_are_gathered_at_once_and_no_wider_than_is_asked
     group = GroupSamples(fed.context.samples, fed.split)
     visits = epoch_order(keys_for(3), np.array([7, 3, 11]), 4)
     if augmentation:
-        visits = visits.drawn(keys_for(3, seed=1), 1)
+        visits = visits.with_draws(keys_for(3, seed=1), 1)
     batches = group.stacked(np.arange(3), visits)
     for s, clients, width in [(0, [1, 2], 4), (0, [1], 3), (1, [0, 2], 4), (2, [2], 3)]:
         together = batches(torch.tensor(clients), s, width)

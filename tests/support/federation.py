@@ -236,7 +236,7 @@ class Federation:
         if not self.augmentation:
             return batches
         keys = rng.keys(self.seed, "augmentation" + stream, round, [client])
-        draws = torch.from_numpy(visits.drawn(keys, sum(one.draws for one in self.augmentation)).draws[0])
+        draws = torch.from_numpy(visits.with_draws(keys, sum(one.draws for one in self.augmentation)).draws[0])
         black = torch.from_numpy(-MEAN / STD).to(self.model.dtype).reshape(-1, 1, 1)
         return [
             (augmented(x, self.augmentation, u[: len(x)], black), y) for (x, y), u in zip(batches, draws, strict=True)
