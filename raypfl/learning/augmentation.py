@@ -1,7 +1,7 @@
-"""Random changes of training images: of whole batches, on the training device, from given random numbers.
+"""Random changes of training images, batch by batch on the training device.
 
-Augmentations follow each other in the order of ``data.augmentation``. Images are normalised before, so that black has
-another value in each channel, and the mean colour is 0.
+Augmentations are applied in the order of ``data.augmentation``. Images are normalised before, so that black has another
+value in each channel, and the mean colour is 0.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Augmentation(ABC):
 
     Attributes
     ----------
-    draws : number of random numbers that it needs for an image.
+    draws : the number of random numbers for each image.
     """
 
     draws: ClassVar[int]
 
     @abstractmethod
     def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
-        """The changed images, of the same shape; `images` itself is not modified.
+        """Return the changed images, of the same shape; `images` itself is not modified.
 
         Parameters
         ----------
-        images : ``[n, C, H, W]``, normalised.
-        u : ``float64[n, draws]``, uniform in [0, 1), the only source of randomness.
-        black : ``[C, 1, 1]``, a black pixel, normalised.
+        images : the normalised images, ``[n, C, H, W]``.
+        u : uniform random numbers in [0, 1), the only source of randomness, ``float64[n, draws]``.
+        black : a black pixel, normalised, ``[C, 1, 1]``.
         """
 
 
@@ -54,7 +54,7 @@ class ByChance(Augmentation):
 
     Attributes
     ----------
-    p : probability that an image is changed.
+    p : the probability that an image is changed.
     """
 
     p: float = 1.0
@@ -64,23 +64,24 @@ class ByChance(Augmentation):
             raise ConfigError(f"data.augmentation: p is {self.p}, but must be between 0 and 1.")
 
     def __call__(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
-        return torch.where((u[:, 0] < self.p)[:, None, None, None], self.changed(images, u[:, 1:], black), images)
+        selected = (u[:, 0] < self.p)[:, None, None, None]
+        return torch.where(selected, self.changed(images, u[:, 1:], black), images)
 
     @abstractmethod
     def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
-        """All images, changed, by the remaining draws ``u[n, draws - 1]``."""
+        """Return all images, changed by the remaining draws ``u[n, draws - 1]``."""
 
 
 @AUGMENTATIONS.register("crop")
 @dataclass(frozen=True, kw_only=True)
 class Crop(ByChance):
-    """A random window of the image's own size in the image with a border.
+    """A random window of the image's size in the padded image, as torchvision's ``RandomCrop(size, padding=4)``.
 
-    As torchvision's ``RandomCrop(size, padding=4)``: all (2 padding + 1)² windows are equally likely.
+    All (2 padding + 1)² windows are equally likely.
 
     Attributes
     ----------
-    padding : pixels on each side.
+    padding : the number of pixels on each side.
     fill : the border's colour: ``black``, as with ``RandomCrop`` before ``Normalize``, or ``mean``, as after it.
     """
 
@@ -97,6 +98,7 @@ class Crop(ByChance):
         pad = self.padding
         canvas = _coloured(self.fill, black).expand(count, channels, height + 2 * pad, width + 2 * pad).clone()
         canvas[:, :, pad : pad + height, pad : pad + width] = images
+
         windows = canvas.unfold(2, height, 1).unfold(3, width, 1).permute(0, 2, 3, 1, 4, 5)
         top, left = (u * (2 * pad + 1)).long().T
         return windows[torch.arange(count, device=u.device), top, left]
@@ -105,7 +107,7 @@ class Crop(ByChance):
 @AUGMENTATIONS.register("flip")
 @dataclass(frozen=True, kw_only=True)
 class Flip(ByChance):
-    """Left and right exchanged, as by torchvision's ``RandomHorizontalFlip``."""
+    """A horizontal flip, as torchvision's ``RandomHorizontalFlip``."""
 
     p: float = 0.5
     draws: ClassVar[int] = 1
@@ -121,7 +123,7 @@ class Cutout(ByChance):
 
     Attributes
     ----------
-    size : pixels of a side.
+    size : the side of the square in pixels.
     fill : the square's colour: ``mean``, as if cut out of normalised images, or ``black``.
     """
 
@@ -134,29 +136,33 @@ class Cutout(ByChance):
         _require_count("size", self.size)
 
     def changed(self, images: Tensor, u: Tensor, black: Tensor) -> Tensor:
-        rows, columns = (self._covered(u[:, axis], images.shape[2 + axis]) for axis in (0, 1))
+        rows = self._covered(u[:, 0], images.shape[2])
+        columns = self._covered(u[:, 1], images.shape[3])
         hole = rows[:, None, :, None] & columns[:, None, None, :]
         return torch.where(hole, _coloured(self.fill, black), images)
 
     def _covered(self, u: Tensor, length: int) -> Tensor:
-        """``bool[n, length]``, the rows or columns that the square covers."""
+        """Return the rows or columns that the square covers, ``bool[n, length]``."""
         first = (u * length).long()[:, None] - self.size // 2
-        at = torch.arange(length, device=u.device)
-        return (at >= first) & (at < first + self.size)
+        position = torch.arange(length, device=u.device)
+        return (position >= first) & (position < first + self.size)
 
 
 def augmented(images: Tensor, augmentations: Sequence[Augmentation], u: Tensor, black: Tensor) -> Tensor:
-    """Images ``[..., C, H, W]`` after all augmentations, by their draws ``u[..., D]``."""
-    flat, rest = images.flatten(0, -4), u.flatten(0, -2)
+    """Apply all augmentations to images ``[..., C, H, W]`` by their draws ``u[..., D]``."""
+    flat = images.flatten(0, -4)
+    remaining = u.flatten(0, -2)
     for augmentation in augmentations:
-        mine, rest = rest[:, : augmentation.draws], rest[:, augmentation.draws :]
-        changed = augmentation(flat, mine, black)
+        draws = remaining[:, : augmentation.draws]
+        remaining = remaining[:, augmentation.draws :]
+        changed = augmentation(flat, draws, black)
         if changed.shape != flat.shape:
             raise MethodError(
                 f"The augmentation {AUGMENTATIONS.name_of(type(augmentation))!r} returned {list(changed.shape)} for "
                 f"images {list(flat.shape)}; it must not change their shape."
             )
         flat = changed
+
     return flat.reshape(images.shape)
 
 

@@ -21,25 +21,26 @@ class Pools:
 
     Attributes
     ----------
-    samples : of which pools are a part.
-    indices : name -> ``int64[M]``, the numbers of a pool's samples.
-    apart : name -> the same samples, normalised by the pool's own mean and standard deviation.
+    samples : the data set's samples, which include those of pools.
+    indices : the numbers of each pool's samples, name -> ``int64[M]``.
+    own_samples : the samples of pools that are normalised by their own mean and standard deviation, by name.
+    seed : the run's seed.
     """
 
     samples: Samples
     indices: Mapping[str, np.ndarray] = field(default_factory=dict)
-    apart: Mapping[str, Samples] = field(default_factory=dict)
+    own_samples: Mapping[str, Samples] = field(default_factory=dict)
     seed: int = 0
 
     def pool(self, name: str, round: int) -> Pool:
-        """A pool, whose mini-batches are drawn for this round.
+        """Return a pool, whose mini-batches are drawn for this round.
 
         Raises
         ------
         ConfigError : if there is no such pool.
         """
         indices = self.indices[known_pool(name, self.indices)]
-        return Pool(name, self.apart.get(name, self.samples), indices, self.seed, round)
+        return Pool(name, self.own_samples.get(name, self.samples), indices, self.seed, round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +53,12 @@ class Pool:
 
     name: str
     _samples: Samples
-    _where: np.ndarray
+    _indices: np.ndarray
     _seed: int
     _round: int
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._indices)
 
     def batches(
         self,
@@ -69,46 +70,52 @@ class Pool:
         augment: bool = False,
         stream: str = "",
     ) -> PoolBatches:
-        """Mini-batches of freshly shuffled epochs; the last of an epoch takes what is left.
+        """Return mini-batches of freshly shuffled epochs; the last of an epoch may be smaller.
 
         Parameters
         ----------
-        size : samples per batch.
-        epochs, steps : number of passes, or exact number of batches; neither: one pass.
-        fraction : share of the samples that is used, rounded down. It has the same samples in all rounds, and a larger
-            share contains a smaller one.
+        size : the number of samples per batch.
+        epochs, steps : the number of passes, or the exact number of batches; neither: one pass.
+        fraction : the share of the samples that is used, rounded down. It has the same samples in all rounds, and a
+            larger share contains a smaller one.
         augment : whether images are augmented by the experiment's ``data.augmentation``.
-        stream : other names give other batches.
+        stream : the name of a stream of batches; another name gives other batches.
         """
         if size < 1 or not 0 < fraction <= 1 or (epochs is not None and steps is not None):
             raise MethodError(
                 f"Batches of the pool {self.name!r} need a size of at least 1, a fraction above 0 and at most 1, and "
                 f"epochs or steps, not both; they are {size}, {fraction}, {epochs} and {steps}."
             )
+
+        # The tolerance keeps 0.29 * 100, which is 28.999999999999996, at 29.
         count = int(fraction * len(self) + 1e-9)
         if count == 0:
             raise MethodError(f"A fraction of {fraction} of the pool {self.name!r}, {len(self)} samples, has none.")
-        key = rng.key(self._seed, f"pool fraction/{self.name}")
-        chosen = np.sort(rng.permutations(np.array([key], dtype=np.uint64), len(self))[0, :count])
+        fraction_key = rng.key(self._seed, f"pool fraction/{self.name}")
+        shuffled = rng.permutations(np.array([fraction_key], dtype=np.uint64), len(self))[0]
+        chosen = np.sort(shuffled[:count])
+
         if steps is None:
             steps = -(-count // size) * (1 if epochs is None else epochs)
         samples = self._samples if augment else replace(self._samples, augmentation=())
-        keys = [
-            rng.key(self._seed, f"pool {what}/{self.name}/{stream}", self._round)
-            for what in ("batches", "augmentation")
-        ]
-        return PoolBatches(samples, self._where[chosen], size, steps, np.array(keys, dtype=np.uint64))
+        batches_key = rng.key(self._seed, f"pool batches/{self.name}/{stream}", self._round)
+        augmentation_key = rng.key(self._seed, f"pool augmentation/{self.name}/{stream}", self._round)
+        keys = np.array([batches_key, augmentation_key], dtype=np.uint64)
+        return PoolBatches(samples, self._indices[chosen], size, steps, keys)
 
 
 @dataclass(frozen=True, eq=False)
 class PoolBatches:
-    """Mini-batches of a pool, made one by one, and the same in every iteration; ``len`` is their number.
+    """Mini-batches of a pool, produced one by one, and the same in every iteration; ``len`` is their number.
 
     Attributes
     ----------
-    indices : ``int64[m]``, the samples that they are drawn from.
-    keys : ``uint64[2]``, of the order of samples, and of augmentation.
-    targets : ``[v, ...]``, in place of labels: a row for each input, in the order of :meth:`once`.
+    samples : the samples that `indices` refers to.
+    indices : the numbers of the samples that batches are drawn from, ``int64[m]``.
+    size : the number of samples per batch.
+    steps : the number of batches.
+    keys : the keys of the order of samples and of augmentation, ``uint64[2]``.
+    targets : a row for each input, in the order of :meth:`once`, that replaces labels, ``[v, ...]``; None: labels.
     """
 
     samples: Samples
@@ -122,62 +129,69 @@ class PoolBatches:
         return self.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        shuffled, visited, seen = self._shuffled(0), self._visited(), 0
+        shuffled = self._shuffled(0)
+        visited = self._visited()
+        num_seen = 0
         for step in range(self.steps):
-            epoch, place = divmod(step, self._per_epoch)
-            if step and not place:
+            epoch, batch_in_epoch = divmod(step, self._batches_per_epoch)
+            if step and not batch_in_epoch:
                 shuffled = self._shuffled(epoch)
-            index = shuffled[place * self.size : (place + 1) * self.size]
+            index = shuffled[batch_in_epoch * self.size : (batch_in_epoch + 1) * self.size]
             batch = self.samples.augmented(self._batch(index), self._draws(step, len(index)))
+
             if self.targets is not None:
-                rows = np.searchsorted(visited, index)
                 if self.samples.augmentation:
-                    rows = np.arange(seen, seen + len(index))
+                    rows = np.arange(num_seen, num_seen + len(index))
+                else:
+                    rows = np.searchsorted(visited, index)
                 targets = self.targets[torch.from_numpy(rows).to(self.targets.device)]
                 batch = batch._replace(y=targets.to(batch.weight.device))
-            seen += len(index)
+            num_seen += len(index)
             yield batch
 
     def once(self, size: int) -> Iterator[Batch]:
-        """Every input once, at most `size` per batch: the visited samples in ascending order.
+        """Yield every input once, at most `size` per batch: the visited samples in ascending order.
 
-        If they are augmented, every visit is another input: then these are the mini-batches themselves.
+        If images are augmented, every visit is another input, so these are the mini-batches themselves.
         """
         if self.samples.augmentation:
             for batch in self:
-                yield from (Batch(*part) for part in zip(*(field.split(size) for field in batch), strict=True))
+                pieces = [field.split(size) for field in batch]
+                for fields in zip(*pieces, strict=True):
+                    yield Batch(*fields)
             return
+
         visited = self._visited()
         for first in range(0, len(visited), size):
             yield self._batch(visited[first : first + size])
 
     def with_targets(self, rows: Tensor) -> PoolBatches:
-        """The same batches with rows ``[v, ...]`` in place of labels, where :meth:`once` gives v inputs.
+        """Return the same batches with rows ``[v, ...]`` in place of labels, where :meth:`once` yields v inputs.
 
         A teacher then runs once on each input, however often the student sees it.
         """
-        if len(rows) != self._inputs:
+        if len(rows) != self._num_inputs:
             raise MethodError(
-                f"Targets have {len(rows)} rows, but {self._inputs} samples are visited. Give a row for each "
+                f"Targets have {len(rows)} rows, but {self._num_inputs} samples are visited. Give a row for each "
                 "sample of once(), in that order."
             )
         return replace(self, targets=rows)
 
     @property
-    def _inputs(self) -> int:
-        """How many inputs :meth:`once` gives."""
+    def _num_inputs(self) -> int:
+        """The number of inputs that :meth:`once` yields."""
         if not self.samples.augmentation:
             return len(self._visited())
-        epochs, rest = divmod(self.steps, self._per_epoch)
-        return epochs * len(self.indices) + min(rest * self.size, len(self.indices))
+        epochs, steps_of_last = divmod(self.steps, self._batches_per_epoch)
+        return epochs * len(self.indices) + min(steps_of_last * self.size, len(self.indices))
 
     @property
-    def _per_epoch(self) -> int:
+    def _batches_per_epoch(self) -> int:
         return -(-len(self.indices) // self.size)
 
     def _visited(self) -> np.ndarray:
         """Positions in `indices` of the visited samples, ascending."""
-        if self.steps >= self._per_epoch:
+        if self.steps >= self._batches_per_epoch:
             return np.arange(len(self.indices))
         return np.sort(self._shuffled(0)[: self.steps * self.size])
 
@@ -196,5 +210,5 @@ class PoolBatches:
             return None
         with np.errstate(over="ignore"):
             key = rng.mix(self.keys[1:] + np.uint64(step))
-        drawn = draws(key, count, sum(one.draws for one in self.samples.augmentation))[0]
-        return torch.from_numpy(drawn).to(self.samples.gain.device)
+        draws_per_image = sum(augmentation.draws for augmentation in self.samples.augmentation)
+        return torch.from_numpy(draws(key, count, draws_per_image)[0]).to(self.samples.gain.device)

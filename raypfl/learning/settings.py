@@ -67,7 +67,7 @@ class TrainingSettings:
         return SGD(momentum=self.momentum, nesterov=self.nesterov)
 
     def learning_rate(self, round: int, rounds: int) -> float:
-        """The learning rate under the schedule after `round` of `rounds` rounds."""
+        """Return the learning rate under the schedule after `round` of `rounds` rounds."""
         lr = self.lr
         if self.schedule == "exponential":
             lr *= self.decay**round

@@ -1,4 +1,4 @@
-"""A method's code must not draw from global random streams, whose numbers depend on what was drawn before."""
+"""A check that a method does not draw from global random streams, whose numbers depend on all earlier draws."""
 
 from __future__ import annotations
 
@@ -22,33 +22,41 @@ ON_CLIENTS = "clients.generators(stream) or clients.randn(*shape, stream=...), k
 AT_START = "torch.Generator().manual_seed(task.seed)"
 ON_SERVER = "cohort.generator(stream), keyed by seed and round"
 
-_HIDDEN: dict[str, tuple[Any, ...]] = {
+_SOURCES: dict[str, tuple[Any, ...]] = {
     "NumPy's": (np, np.random, np.random.mtrand._rand),
     "Python's": (random, random._inst),
 }
-"""What a module must refer to in order to draw from a stream: a module, or the object whose methods draw."""
+"""Modules, and objects whose methods draw: code must refer to one of them in order to draw from the stream."""
 
 
 @contextmanager
 def refuse_unkeyed(function: Any, device: torch.device, instead: str) -> Iterator[None]:
-    """Raise a MethodError if the method's function that runs within draws from a global stream, or seeds one.
+    """Raise a MethodError if the method's function, called within, draws from a global stream, or seeds one.
 
     NumPy's and Python's streams are checked only if the method's module refers to them, since threads of other
     libraries may draw from them at any time.
+
+    Parameters
+    ----------
+    function : the method's function, bound to the method.
+    instead : the source of keyed draws that the error recommends.
     """
     modules = tuple(base.__module__ for base in type(function.__self__).__mro__)
-    # A notebook's module grows: what was found in it counts until it has other names.
-    mentioned = _mentioned(modules, tuple(len(vars(sys.modules[name])) for name in modules if name in sys.modules))
-    with exclusive:  # another thread that seeds the streams meanwhile would look like this function
+    # A notebook's module grows, so the cached answer holds only while the modules have as many names.
+    sizes = tuple(len(vars(sys.modules[name])) for name in modules if name in sys.modules)
+    mentioned = _mentioned(modules, sizes)
+
+    # Another thread that seeds the streams meanwhile would look like this function.
+    with exclusive:
         before = _states(device, mentioned)
         yield
         after = _states(device, mentioned)
 
-    for whose, state in after.items():
-        if state != before[whose]:
+    for library, state in after.items():
+        if state != before[library]:
             raise MethodError(
-                f"{where_defined(function)} draws from {whose} global random stream (or seeds it), so that two runs of "
-                f"one experiment would differ. Draw from {instead}."
+                f"{where_defined(function)} draws from {library} global random stream (or seeds it), so that two runs "
+                f"of one experiment would differ. Draw from {instead}."
             )
 
 
@@ -64,8 +72,19 @@ def _states(device: torch.device, mentioned: frozenset[str]) -> dict[str, Any]:
 
 @lru_cache
 def _mentioned(modules: tuple[str, ...], sizes: tuple[int, ...]) -> frozenset[str]:
-    """Whose streams these modules, which have so many names, refer to, except modules of raypfl."""
+    """Return the libraries whose streams these modules refer to; raypfl's own modules are left out.
+
+    `sizes` are the modules' numbers of names; they are part of the cache's key only.
+    """
     names = {name for name in modules if name.partition(".")[0] != "raypfl"} & sys.modules.keys()
-    values = [value for name in names for value in vars(sys.modules[name]).values()]
+    values: list[Any] = []
+    for name in names:
+        values += vars(sys.modules[name]).values()
     values += [value.__self__ for value in values if isinstance(value, BuiltinMethodType | MethodType)]
-    return frozenset(whose for whose, those in _HIDDEN.items() if any(v is one for v in values for one in those))
+
+    libraries = set()
+    for library, sources in _SOURCES.items():
+        # Identity, not equality: a module may hold arrays, whose comparison gives no single truth value.
+        if any(value is source for value in values for source in sources):
+            libraries.add(library)
+    return frozenset(libraries)

@@ -17,8 +17,8 @@ class Adam(LocalOptimizer):
 
     Attributes
     ----------
-    beta1, beta2 : decay of the first and of the second moment.
-    eps : added to the root of the second moment.
+    beta1, beta2 : decay rates of the first and of the second moment.
+    eps : constant that is added to the root of the second moment.
     """
 
     beta1: float = 0.9
@@ -33,7 +33,8 @@ class Adam(LocalOptimizer):
             raise ConfigError(f"eps of Adam is {self.eps}; it must be above 0.")
 
     def init(self, theta: Tensor) -> Memory:
-        first, second = (torch.zeros_like(theta, memory_format=torch.contiguous_format) for _ in range(2))
+        first = torch.zeros_like(theta, memory_format=torch.contiguous_format)
+        second = torch.zeros_like(theta, memory_format=torch.contiguous_format)
         steps = torch.zeros((*theta.shape[:-1], 1), dtype=torch.float64, device=theta.device)
         return {"first": first, "second": second, "steps": steps}
 
@@ -41,10 +42,12 @@ class Adam(LocalOptimizer):
         steps = memory["steps"].add_(1)
         first = memory["first"].lerp_(grad, 1 - self.beta1)
         second = memory["second"].mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
-        root = (1 - self.beta2**steps).sqrt().to(theta.dtype)
-        size = (lr / (1 - self.beta1**steps)).to(theta.dtype)
-        denominator = grad.copy_(second).sqrt_().div_(root).add_(self.eps)
-        theta.sub_(torch.div(first, denominator, out=grad).mul_(size))
+
+        # As torch.optim.Adam corrects the moments' bias towards zero; `grad` serves as scratch memory.
+        correction = (1 - self.beta2**steps).sqrt().to(theta.dtype)
+        step_size = (lr / (1 - self.beta1**steps)).to(theta.dtype)
+        denominator = grad.copy_(second).sqrt_().div_(correction).add_(self.eps)
+        theta.sub_(torch.div(first, denominator, out=grad).mul_(step_size))
 
 
 @OPTIMIZERS.register("adamw")

@@ -1,4 +1,4 @@
-"""What a local optimizer is, and one step of local training with it: clipping, weight decay, the optimizer's rule."""
+"""The base class of local optimizers, and a step of local training: clipping, weight decay, the optimizer's rule."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Memory = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepDraws:
-    """Random numbers for an optimizer's step. They depend on the client and the step only.
+    """Random numbers for an optimizer's step, which depend on the client and the step only.
 
     Attributes
     ----------
-    keys : ``int64[...]``, one for each vector.
-    like : ``[..., P]``; draws have its shape, device and dtype.
+    keys : a key for each vector, ``int64[...]``.
+    like : a tensor ``[..., P]`` with the shape, device and dtype of the draws.
     """
 
     keys: Tensor
     like: Tensor
 
     def normal(self) -> Tensor:
-        """Standard normal numbers, ``[..., P]``; every call returns the same ones."""
+        """Return standard normal numbers ``[..., P]``; every call returns the same ones."""
         rows = [self._row(key) for key in self.keys.reshape(-1).tolist()]
         return torch.stack(rows).reshape(self.like.shape)
 
@@ -64,15 +64,15 @@ class LocalOptimizer(Component):
         return False
 
     def init(self, theta: Tensor) -> Memory:
-        """The state before the first step of vectors ``theta[..., P]``; by default empty.
+        """Return the memory before the first step of vectors ``theta[..., P]``; by default empty.
 
         Every tensor has the leading axes of `theta` and one more, ``[..., P]`` or ``[..., 1]``, so that some of the
-        rows can take a step with their part of the state.
+        rows can take a step with their part of the memory.
         """
         return {}
 
     def reduce(self, gradients: Tensor, weight: Tensor) -> Tensor:
-        """The sum ``[..., P]`` of ``gradients[..., n, P]`` of some of a batch's samples, with ``weight[..., n]``.
+        """Return the sum ``[..., P]`` of ``gradients[..., n, P]`` of some of a batch's samples, ``weight[..., n]``.
 
         It is called with as many samples as memory allows, and the results are added. Samples of weight 0 are padding.
         Gradients of frozen entries are 0.
@@ -80,7 +80,7 @@ class LocalOptimizer(Component):
         return (gradients * weight[..., None]).sum(-2)
 
     def finish(self, total: Tensor, count: Tensor, draws: StepDraws) -> Tensor:
-        """A batch's gradient ``[..., P]`` from the `total` of `reduce` over ``count[..., 1]`` samples."""
+        """Return a batch's gradient ``[..., P]`` from the `total` of `reduce` over ``count[..., 1]`` samples."""
         return total / count.clamp_min(1)
 
     def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
@@ -89,7 +89,7 @@ class LocalOptimizer(Component):
 
 
 class SampleRule(Protocol):
-    """What makes a batch's gradient of per-sample gradients; see :class:`LocalOptimizer`."""
+    """A rule that combines per-sample gradients to a batch's gradient; see :class:`LocalOptimizer`."""
 
     def reduce(self, gradients: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`LocalOptimizer.reduce`."""
@@ -107,10 +107,10 @@ class Update:
 
     Attributes
     ----------
-    clip_norm : largest norm of a gradient; None: no clipping.
-    trained : ``bool[P]``, the entries that are trained; None: all.
-    decayed : ``bool[P]``, the entries with weight decay; None: all trained ones.
-    rule : what makes a batch's gradient of per-sample gradients; None: the optimizer, if it needs them.
+    clip_norm : the largest norm of a gradient; None: no clipping.
+    trained : the entries that are trained, ``bool[P]``; None: all.
+    decayed : the entries with weight decay, ``bool[P]``; None: all trained ones.
+    rule : a rule that combines per-sample gradients; None: the optimizer's, if it needs them.
     """
 
     optimizer: LocalOptimizer
@@ -123,31 +123,36 @@ class Update:
 
     @property
     def sample_rule(self) -> SampleRule | None:
-        """What makes a batch's gradient of per-sample gradients; None: they are not needed."""
-        return self.rule or (self.optimizer if self.optimizer.per_sample else None)
+        """The rule that combines per-sample gradients; None: the step needs none."""
+        if self.rule is not None:
+            return self.rule
+        return self.optimizer if self.optimizer.per_sample else None
 
     @property
     def plain(self) -> bool:
         """Whether a step is exactly ``theta - lr * grad``."""
-        alone = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
-        return alone and self.optimizer.plain and self.sample_rule is None
+        unmodified = self.weight_decay == 0 and self.clip_norm is None and self.trained is None
+        return unmodified and self.optimizer.plain and self.sample_rule is None
 
     def init(self, theta: Tensor) -> Memory:
-        """The optimizer's state before the first step of ``theta[..., P]``."""
+        """Return the optimizer's memory before the first step of ``theta[..., P]``."""
         return self.optimizer.init(theta)
 
     def step_(self, theta: Tensor, grad: Tensor, memory: Memory) -> None:
         """Update ``theta[..., P]`` in place; overwrites `grad` (same shape) and `memory`."""
         if self.trained is not None:
             grad.mul_(self.trained)
+
         if self.clip_norm is not None:
             norm = grad.norm(dim=-1, keepdim=True)
             grad.mul_((self.clip_norm / (norm + 1e-6)).clamp_max(1.0))
+
         if self.weight_decay:
-            acts = self.trained if self.decayed is None else self.decayed
-            decaying = theta if acts is None else theta * acts
+            mask = self.trained if self.decayed is None else self.decayed
+            decayed = theta if mask is None else theta * mask
             if self.optimizer.decoupled:
-                theta.sub_(decaying, alpha=self.lr * self.weight_decay)
+                theta.sub_(decayed, alpha=self.lr * self.weight_decay)
             else:
-                grad.add_(decaying, alpha=self.weight_decay)
+                grad.add_(decayed, alpha=self.weight_decay)
+
         self.optimizer.step_(theta, grad, memory, self.lr)

@@ -31,7 +31,9 @@ class SGD(LocalOptimizer):
         return self.momentum == 0 and type(self).step_ is SGD.step_
 
     def init(self, theta: Tensor) -> Memory:
-        return {"velocity": torch.zeros_like(theta, memory_format=torch.contiguous_format)} if self.momentum else {}
+        if not self.momentum:
+            return {}
+        return {"velocity": torch.zeros_like(theta, memory_format=torch.contiguous_format)}
 
     def step_(self, theta: Tensor, grad: Tensor, memory: Memory, lr: float) -> None:
         if self.momentum:

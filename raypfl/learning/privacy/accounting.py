@@ -1,4 +1,4 @@
-"""Epsilons of what was spent, by Opacus' accountant for Renyi differential privacy."""
+"""Epsilons of spent privacy, by Opacus' accountant for Renyi differential privacy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypfl.learning.privacy.settings import PrivacySettings
 from raypfl.learning.privacy.spending import SPENDING, Spending
 
 ALL = "all"
-"""The branch that stands for the composition of all others."""
+"""Name of the composition of all branches."""
 
 Mechanism = tuple[float, float]
 """A sampled Gaussian: the sampling rate and the noise multiplier."""
@@ -30,51 +30,63 @@ def refuse_without_accountant(settings: PrivacySettings) -> None:
 
 
 def epsilon(steps: Mapping[Mechanism, int], delta: float) -> float:
-    """The epsilon of this many steps of each mechanism, composed; infinite without noise."""
-    if not any(steps.values()):
+    """Return the epsilon of this many steps of each mechanism, composed; infinite without noise."""
+    steps = {mechanism: count for mechanism, count in steps.items() if count}
+    if not steps:
         return 0.0
-    if any(noise == 0 for (_, noise), count in steps.items() if count):
+    if any(noise == 0 for _, noise in steps):
         return math.inf
+
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
-    total = sum(count * np.array(_renyi(rate, noise)) for (rate, noise), count in steps.items() if count)
+    # Renyi divergences of composed mechanisms add up.
+    total = sum(count * np.array(_renyi(rate, noise)) for (rate, noise), count in steps.items())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that another order might be better: the epsilon holds
+        # Opacus warns that another order might give a smaller epsilon; the larger one holds too.
+        warnings.simplefilter("ignore")
         spent, _ = get_privacy_spent(orders=_orders(), rdp=total, delta=delta)
     return max(0.0, float(spent))
 
 
 def epsilons_of(spent: Iterable[Spending], settings: PrivacySettings) -> dict[int, float]:
-    """The epsilon of each client for all that it spent, composed."""
-    rows = [(0, "training", *one) for one in spent]
-    table = accounted({name: [row[i] for row in rows] for i, name in enumerate(SPENDING)}, settings)
-    columns = zip(table["client"], table["branch"], table["epsilon"], strict=True)
-    return {client: value for client, branch, value in columns if branch == ALL}
+    """Return the epsilon of all that each client spent, composed, by client."""
+    rows = [(0, "training", *spending) for spending in spent]
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(SPENDING)}
+    table = accounted(columns, settings)
+    epsilons = {}
+    for client, branch, value in zip(table["client"], table["branch"], table["epsilon"], strict=True):
+        if branch == ALL:
+            epsilons[client] = value
+    return epsilons
 
 
 def accounted(table: Mapping[str, list[Any]], settings: PrivacySettings) -> dict[str, list[Any]]:
     """Columns client, branch, steps and epsilon: a row for each client and branch, and one for all branches composed.
 
-    Of predictions, which train from the models of a round and are not trained on, only the last ones count.
+    Only the last predictions count: they train from the models of a round, and nothing trains on their results.
 
     Parameters
     ----------
-    table : columns of `SPENDING`.
+    table : the columns of `SPENDING`.
     """
     rows = list(zip(*(table[name] for name in SPENDING), strict=True))
-    last = max((row[0] for row in rows if row[1] == "prediction"), default=0)
+    last_prediction = max((row[0] for row in rows if row[1] == "prediction"), default=0)
+
     spent: dict[int, dict[str, Counter[Mechanism]]] = defaultdict(lambda: defaultdict(Counter))
     for round, phase, client, branch, rate, steps, uses in rows:
-        if phase == "training" or round == last:
+        if phase == "training" or round == last_prediction:
+            # Several noisy sums of one batch reveal as much as one with less noise.
             mechanism = (rate, (settings.noise or 0.0) / math.sqrt(uses))
-            for name in (branch, ALL):
-                spent[client][name][mechanism] += steps
+            spent[client][branch][mechanism] += steps
+            spent[client][ALL][mechanism] += steps
+
     columns: dict[str, list[Any]] = {"client": [], "branch": [], "steps": [], "epsilon": []}
     for client, branches in sorted(spent.items()):
-        for branch, steps in sorted(branches.items(), key=lambda pair: (pair[0] == ALL, pair[0])):
-            row = (client, branch, sum(steps.values()), epsilon(steps, settings.delta))
-            for column, value in zip(columns.values(), row, strict=True):
-                column.append(value)
+        for branch, counts in sorted(branches.items(), key=lambda item: (item[0] == ALL, item[0])):
+            columns["client"].append(client)
+            columns["branch"].append(branch)
+            columns["steps"].append(sum(counts.values()))
+            columns["epsilon"].append(epsilon(counts, settings.delta))
     return columns
 
 

@@ -18,8 +18,8 @@ class NoisySum:
 
     Attributes
     ----------
-    clip : largest norm of a sample's gradient.
-    deviation : of the noise.
+    clip : the largest norm of a sample's gradient.
+    deviation : the standard deviation of the noise.
     expected : the expected batch size; the actual one is not public.
     """
 
@@ -28,27 +28,29 @@ class NoisySum:
     expected: float
 
     def reduce(self, gradients: Tensor, weight: Tensor) -> Tensor:
-        """The sum ``[..., P]`` of clipped ``gradients[..., n, P]``; samples of weight 0 are padding."""
+        """Return the sum ``[..., P]`` of clipped ``gradients[..., n, P]``; samples of weight 0 are padding."""
         return (clipped(gradients, self.clip) * weight[..., None]).sum(-2)
 
     def finish(self, total: Tensor, count: Tensor, draws: StepDraws) -> Tensor:
-        """A batch's gradient ``[..., P]``."""
-        return (total + self.deviation * draws.normal() if self.deviation else total) / self.expected
+        """Return a batch's gradient ``[..., P]``."""
+        if self.deviation:
+            total = total + self.deviation * draws.normal()
+        return total / self.expected
 
 
 def clipped(rows: Tensor, clip: float) -> Tensor:
-    """Rows ``[..., P]``, those with a norm above `clip` scaled to it."""
+    """Scale rows ``[..., P]`` with a norm above `clip` to that norm."""
     return rows * (clip / rows.norm(dim=-1, keepdim=True)).clamp_max(1.0)
 
 
-def clipped_updates(rows: Tensor, sent: Tensor, settings: PrivacySettings) -> Tensor:
-    """``sent + clipped(rows - sent)``, of what clients return, ``[K, ...]``, and what they were sent, ``[...]``."""
-    updates = (rows - sent).flatten(1)
-    return sent + clipped(updates, settings.clip).view_as(rows)
+def clipped_updates(rows: Tensor, start: Tensor, settings: PrivacySettings) -> Tensor:
+    """Clip the updates of clients that returned ``rows[K, ...]`` from the same ``start[...]``."""
+    updates = (rows - start).flatten(1)
+    return start + clipped(updates, settings.clip).view_as(rows)
 
 
 def server_noise(like: Tensor, settings: PrivacySettings, clients: int, seed: int, name: str, *path: int) -> Tensor:
-    """Noise for a mean over `clients`, in the shape of `like`; keyed by `name` and `path`, such as the round."""
+    """Draw noise for a mean over `clients`, in the shape of `like`; keyed by `name` and `path`, such as the round."""
     generator = torch.Generator().manual_seed(rng.key(seed, "privacy " + name, *path))
     draws = torch.randn(like.shape, generator=generator, dtype=like.dtype)
     return draws.to(like.device) * (settings.deviation / clients)

@@ -1,4 +1,4 @@
-"""What a run spends of its clients' privacy, as it is measured where noise is added."""
+"""The record of the privacy that clients spend, written where noise is added."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPENDING = {
     "steps": "int32",
     "uses": "int32",
 }
-"""Columns of the table of what was spent; see `Spending`. ``phase`` is ``training`` or ``prediction``."""
+"""Columns of the table of spent privacy; see `Spending`. ``phase`` is ``training`` or ``prediction``."""
 
 
 class Spending(NamedTuple):
@@ -25,11 +25,11 @@ class Spending(NamedTuple):
 
     Attributes
     ----------
-    client : its number.
-    branch : the client function, and the number of the training in it.
-    rate : the chance of a sample to be in a batch; 1 where nothing is sampled.
-    steps : how many steps there were.
-    uses : noisy sums of the same batch in each step.
+    client : the client's number.
+    branch : the name of the client function, and the number of the training in it.
+    rate : the probability of a sample to be in a batch; 1 without sampling.
+    steps : the number of steps.
+    uses : the number of noisy sums of the same batch in each step.
     """
 
     client: int
@@ -45,8 +45,10 @@ class PrivateTraining:
 
     Attributes
     ----------
-    ids : the K clients. rates, steps : of each, ``[K]``.
-    name, uses : see `Spending`.
+    name : the branch of `Spending`.
+    ids : the numbers of the K clients.
+    rates, steps : each client's sampling rate and number of steps, ``[K]``.
+    uses : the number of noisy sums of the same batch in each step.
     """
 
     name: str
@@ -56,6 +58,6 @@ class PrivateTraining:
     uses: int = 1
 
     def rows(self) -> Iterator[Spending]:
-        """What each client spent."""
+        """Yield the spending of each client."""
         for client, rate, steps in zip(self.ids, self.rates.tolist(), self.steps.tolist(), strict=True):
             yield Spending(client, self.name, rate, steps, self.uses)
