@@ -137,8 +137,8 @@ class LadenFT(FedAvgFT):
 
 @pytest.mark.parametrize(("method", "sent"), [(Laden(), 1), (LadenDitto(), 1), (LadenFT(), 2), (Local(), 0)])
 def test_an_entry_of_the_server_that_no_client_asks_for_is_not_transferred(tmp_path, monkeypatch, method, sent):
-    taken, take = [], Worker._own
-    monkeypatch.setattr(Worker, "_own", lambda self, array: taken.append(array.size) or take(self, array))
+    taken, take = [], Worker._writable
+    monkeypatch.setattr(Worker, "_writable", lambda self, array: taken.append(array.size) or take(self, array))
     raypfl.run(experiment(tmp_path, rounds=1).replace(method=method))
     trained_on = 0 if isinstance(method, Local) else 1
     assert len(taken) == trained_on + sent and 100_000 not in taken
