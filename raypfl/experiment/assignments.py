@@ -10,46 +10,59 @@ from raypfl.experiment.yaml_text import parse
 
 
 def parse_assignments(assignments: Iterable[str]) -> list[tuple[list[str], Any]]:
-    """Paths and values, shorter paths first, so that ``method=ditto`` does not undo ``method.lam=1``.
+    """Parse assignments into paths and values, shorter paths first: ``method=ditto`` must not undo ``method.lam=1``.
 
     Raises
     ------
-    ConfigError : if one has no ``=`` or its value is not YAML.
+    ConfigError : if an assignment has no ``=`` or its value is not YAML.
     """
     if isinstance(assignments, str | Mapping):
         raise ConfigError(
             f"{assignments!r} is a {type(assignments).__name__}; assignments are a list such as ['training.lr=0.05']."
         )
+
     pairs = []
     for text in assignments:
         key, equals, value = text.partition("=")
         path = key.strip().split(".")
         if not equals or not all(path):
             raise ConfigError(f"{text!r} is not an assignment; write dotted.key=value, such as training.lr=0.05.")
+
         # In YAML a star starts an alias. Here it can only mean a pattern, such as *.bias.
-        pattern = value.lstrip().startswith("*")
-        pairs.append((path, value.strip() if pattern else parse(value, f"The value in {text!r}")))
+        if value.lstrip().startswith("*"):
+            pairs.append((path, value.strip()))
+        else:
+            pairs.append((path, parse(value, f"The value in {text!r}")))
+
     return sorted(pairs, key=lambda pair: len(pair[0]))
 
 
 def last_of_each(assignments: Iterable[str]) -> list[str]:
-    """The last assignment to each key."""
-    return list({text.partition("=")[0].strip(): text for text in assignments}.values())
+    """Keep the last assignment to each key."""
+    by_key = {text.partition("=")[0].strip(): text for text in assignments}
+    return list(by_key.values())
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with ``dotted.key`` paths."""
+    """Turn nested dicts into one dict with ``dotted.key`` paths."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
 def assign(values: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the entry at `path` in nested dicts, in place; ``method: ditto`` becomes a dict if an option is set."""
+    """Set the entry at `path` in nested dicts, in place.
+
+    A component given by its name, such as ``method: ditto``, becomes a dict when one of its options is set.
+    """
     for depth, key in enumerate(path[:-1], start=1):
         inner = values.get(key)
-        if isinstance(inner, str) and (depth == 1 or path[:depth] == ["training", "optimizer"]):
+        may_be_component = depth == 1 or path[:depth] == ["training", "optimizer"]
+        if isinstance(inner, str) and may_be_component:
             inner = {"name": inner}
         if not isinstance(inner, dict | None):
             raise ConfigError(

@@ -16,43 +16,54 @@ from raypfl.experiment.validation import one_message
 from raypfl.experiment.yaml_text import read
 
 _PER_METHOD = ("training", "model", "cohort", "rounds")
-"""Settings that a method of a comparison may have of its own."""
+"""Sections and settings that may differ between the methods of a comparison."""
 
 
 def experiments(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> list[Experiment]:
-    """The experiments of a comparison: each of its methods with each of its seeds, method by method.
+    """Return the experiments of a comparison: each method with each seed, method by method.
 
     Parameters
     ----------
     source : an `Experiment` as YAML text, file or mapping, in which ``methods: [fedavg, {name: ditto, lam: 1}]`` may
-        take the place of ``method``, and ``seeds: 3`` runs each with three seeds, from ``seed`` on. A method may have
-        settings of its own, as in ``{name: ditto, settings: {training.lr: 0.05}}``.
-    assignments : ``dotted.key=value``; ``method.lam=1`` applies to each method that has a `lam`. A method's own
-        settings win over them.
+        take the place of ``method``, and ``seeds: 3`` runs each method with three seeds, from ``seed`` on. A method may
+        have its own settings, as in ``{name: ditto, settings: {training.lr: 0.05}}``.
+    assignments : ``dotted.key=value``; ``method.lam=1`` applies to each method with a `lam`. A method's own settings
+        take precedence.
 
     Raises
     ------
-    ConfigError : as `Experiment` does, before anything is run; or if two methods are the same, with the same options
-        and settings: their runs would be taken for two seeds.
+    ConfigError : as `Experiment` does, before anything runs; or if two methods have the same name, options and
+        settings, since their runs would be mistaken for two seeds.
     """
     values = deepcopy(dict(source)) if isinstance(source, Mapping) else read(source)
+
+    # An option of a method applies to the methods that have it, once all methods are known.
     options = []
     changes = []
     for path, value in parse_assignments(assignments):
         if path[0] == "method" and len(path) > 1:
             options.append((path, value))
         else:
-            values.pop({"method": "methods", "methods": "method"}.get(path[0], ""), None)
+            # A command's `method` replaces a file's `methods`, and the other way round.
+            replaced_key = {"method": "methods", "methods": "method"}.get(path[0], "")
+            values.pop(replaced_key, None)
             changes.append((path, value))
     require_effect(assign_all(values, changes))
-    methods, seeds = _methods(values), _seeds(values)
+
+    methods = _take_methods(values)
+    seeds = _take_seeds(values)
     base = Experiment(**values)
-    compared = _with_options([_with_settings(base, method) for method in methods], options)
+    compared = [_with_settings(base, method) for method in methods]
+    compared = _with_options(compared, options)
     _refuse_repetition(compared)
-    return [one.replace(seed=one.seed + i) for one in compared for i in range(seeds)]
+
+    planned = []
+    for experiment in compared:
+        planned += [experiment.replace(seed=experiment.seed + i) for i in range(seeds)]
+    return planned
 
 
-def _methods(values: dict[str, Any]) -> list[Any]:
+def _take_methods(values: dict[str, Any]) -> list[Any]:
     if "method" in values and "methods" in values:
         raise ConfigError("Both method and methods are given; keep one of them.")
     if isinstance(values.get("method"), list):
@@ -63,34 +74,39 @@ def _methods(values: dict[str, Any]) -> list[Any]:
     return methods
 
 
-def _seeds(values: dict[str, Any]) -> int:
+def _take_seeds(values: dict[str, Any]) -> int:
     seeds = values.pop("seeds", 1)
     if not isinstance(seeds, int) or isinstance(seeds, bool) or not 1 <= seeds <= 10_000:
-        raise ConfigError(f"seeds is {seeds!r}; it must be from 1 to 10000: how often each method is run.")
+        raise ConfigError(f"seeds is {seeds!r}; it must be from 1 to 10000, the number of seeds for each method.")
     return seeds
 
 
 def _with_settings(base: Experiment, method: Any) -> Experiment:
-    """`base` with a method and the settings of its own.
+    """Return `base` with a method and that method's own settings.
 
-    A section is changed in the keys that are given, or replaced if it has a name: ``model: {name: cnn}``.
+    A section with a name replaces the whole section (``model: {name: cnn}``); otherwise only the keys in it change.
     """
     if not isinstance(method, Mapping) or "settings" not in method:
         return base.replace(method=method)
-    name, settings = method.get("name"), method["settings"]
+
+    name = method.get("name")
+    settings = method["settings"]
     if not isinstance(settings, Mapping):
         raise ConfigError(
             f"settings of method {name!r} is {settings!r}; it must be dotted keys and values, such as "
             "{training.lr: 0.05}."
         )
-    values = base.replace(method={key: value for key, value in method.items() if key != "settings"}).to_dict()
+
+    without_settings = {key: value for key, value in method.items() if key != "settings"}
+    values = base.replace(method=without_settings).to_dict()
     changes = setting_paths(settings)
     for path, _ in changes:
         if path[0] not in _PER_METHOD:
             raise ConfigError(
-                f"settings of method {name!r} has {'.'.join(path)}, which all methods of a comparison share; one may "
-                f"have its own {', '.join(_PER_METHOD)}."
+                f"settings of method {name!r} has {'.'.join(path)}, which all methods of a comparison share; only "
+                f"{', '.join(_PER_METHOD)} may differ between methods."
             )
+
     try:
         require_effect(assign_all(values, changes))
         return Experiment(**values)
@@ -99,16 +115,16 @@ def _with_settings(base: Experiment, method: Any) -> Experiment:
 
 
 def setting_paths(settings: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
-    """Paths and values of settings that are nested or have dotted keys, shorter paths first.
+    """Return paths and values of settings that are nested or have dotted keys, shorter paths first.
 
-    A section is taken key by key or, if it has a name, as a whole.
+    A section counts as one value if it has a name, and key by key otherwise.
     """
     return sorted(_paths(settings, ()), key=lambda pair: len(pair[0]))
 
 
-def _paths(settings: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[list[str], Any]]:
+def _paths(settings: Mapping[str, Any], prefix: tuple[str, ...]) -> Iterator[tuple[list[str], Any]]:
     for key, value in settings.items():
-        path = (*above, *str(key).split("."))
+        path = (*prefix, *str(key).split("."))
         if isinstance(value, Mapping) and "name" not in value:
             yield from _paths(value, path)
         else:
@@ -116,36 +132,48 @@ def _paths(settings: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tupl
 
 
 def _with_options(compared: list[Experiment], options: list[tuple[list[str], Any]]) -> list[Experiment]:
-    """`compared`, with each of the `options` ``method.KEY`` set in the methods in which it has an effect."""
-    described = [one.to_dict()["method"] for one in compared]
-    for path, _ in options:
-        if not any(path[1] in method for method in described):
-            names = " or ".join(method["name"] for method in described)
-            known = {key for method in described for key in method} - {"name"}
-            kinds = [type(one.method) for one in compared]
-            raise ConfigError(f"method.{path[1]} {unknown_option(path[1], names, known, *kinds)}")
+    """Set each of the options ``method.KEY`` in the methods in which it has an effect."""
+    methods = [experiment.to_dict()["method"] for experiment in compared]
+    _refuse_unknown_options(compared, methods, options)
 
     changed = []
-    idle: dict[str, str] = {}
-    used: set[str] = set()
-    for experiment, method in zip(compared, described, strict=True):
+    refusals_by_option: dict[str, str] = {}
+    options_with_effect: set[str] = set()
+    for experiment, method in zip(compared, methods, strict=True):
         values = {"method": dict(method)}
         refusals = assign_all(values, [(path, value) for path, value in options if path[1] in method])
-        for (_, name), sentence in refusals.items():
+        for (_, name), message in refusals.items():
             del values["method"][name]
-            idle[name] = sentence
-        used |= {name for name in method if ("method", name) not in refusals}
+            refusals_by_option[name] = message
+        options_with_effect |= {name for name in method if ("method", name) not in refusals}
         changed.append(experiment.replace(**values))
-    if sentences := [sentence for name, sentence in idle.items() if name not in used]:
-        raise ConfigError(one_message(sentences, "The experiment"))
+
+    # It is enough that an option has an effect in one of the methods.
+    messages = [message for name, message in refusals_by_option.items() if name not in options_with_effect]
+    if messages:
+        raise ConfigError(one_message(messages, "The experiment"))
     return changed
 
 
+def _refuse_unknown_options(
+    compared: Sequence[Experiment], methods: Sequence[Mapping[str, Any]], options: Sequence[tuple[list[str], Any]]
+) -> None:
+    for path, _ in options:
+        option = path[1]
+        if any(option in method for method in methods):
+            continue
+        names = " or ".join(method["name"] for method in methods)
+        known_options = {key for method in methods for key in method} - {"name"}
+        classes = [type(experiment.method) for experiment in compared]
+        raise ConfigError(f"method.{option} {unknown_option(option, names, known_options, *classes)}")
+
+
 def _refuse_repetition(compared: Sequence[Experiment]) -> None:
-    described = [one.to_dict() for one in compared]
-    for i, one in enumerate(described):
-        if one in described[:i]:
+    descriptions = [experiment.to_dict() for experiment in compared]
+    for i, description in enumerate(descriptions):
+        if description in descriptions[:i]:
+            name = description["method"]["name"]
             raise ConfigError(
-                f"methods has {one['method']['name']} twice, with the same options and settings; keep one of them. "
+                f"methods has {name} twice, with the same options and settings; keep one of them. "
                 "seeds=2 runs each method twice, with different seeds."
             )

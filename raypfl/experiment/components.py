@@ -1,4 +1,4 @@
-"""Registered components: made from a name and options, described by them, and their options checked."""
+"""Registered components (methods, partitions, ...): built from a name and options, and turned back into them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raypfl.learning.optimizers import OPTIMIZERS, LocalOptimizer
 from raypfl.methods import METHODS, Method
 
 GIVEN_BY_ENGINE = ("input_shape", "num_classes")
-"""Parameters of a model that are no options: the data decides them."""
+"""Parameters of a model that are not options: the data decide them."""
 
 Option = inspect.Parameter
 
@@ -41,11 +41,12 @@ _DEFAULTS = {Method: "fedavg", Partition: "dirichlet", LocalOptimizer: "sgd"}
 
 
 def build(base: type, value: Any, where: str = "") -> Any:
-    """An instance of `base`: given as such, by its class, its name, or options with a name (else the default's).
+    """Build an instance of `base` from an instance, a class, a name, or options with a name.
 
     Parameters
     ----------
-    where : the setting, as messages name it; empty: what the registry's entries are called.
+    value : options without a name belong to the default component of `base`.
+    where : the setting as messages name it; empty: what the registry calls its entries.
 
     Raises
     ------
@@ -53,10 +54,12 @@ def build(base: type, value: Any, where: str = "") -> Any:
     """
     if isinstance(value, base):
         return value
+
     registry = _REGISTRIES[base]
     where = where or registry.kind
     if isinstance(value, type) and issubclass(value, base):
         return instantiate(value, value.__name__, {}, where)
+
     name, options = name_and_options(value, where, _DEFAULTS.get(base))
     entry = look_up(registry, name)
     if not (isinstance(entry, type) and issubclass(entry, base)):
@@ -65,7 +68,7 @@ def build(base: type, value: Any, where: str = "") -> Any:
 
 
 def describe(value: Any) -> dict[str, Any] | None:
-    """Name and options from which `build` makes an equal instance; None for what is no component."""
+    """Return the name and options from which `build` makes an equal instance; None if `value` is not a component."""
     registry = next((registry for base, registry in _REGISTRIES.items() if isinstance(value, base)), None)
     if registry is None:
         return None
@@ -74,23 +77,26 @@ def describe(value: Any) -> dict[str, Any] | None:
 
 
 def name_and_options(value: Any, where: str, default: str | None) -> tuple[str, dict[str, Any]]:
-    """Name and options of ``"ditto"``, of ``{"name": "ditto", "lam": 0.75}``, or of options without a name."""
+    """Split ``"ditto"``, ``{"name": "ditto", "lam": 0.75}``, or options without a name, into name and options."""
     if isinstance(value, str):
         return value, {}
-    keys_are_texts = isinstance(value, dict) and all(isinstance(key, str) for key in value)
-    if keys_are_texts and isinstance(name := value.get("name", default), str):
-        return name, {key: option for key, option in value.items() if key != "name"}
+
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        name = value.get("name", default)
+        if isinstance(name, str):
+            return name, {key: option for key, option in value.items() if key != "name"}
+
     hint = ""
-    kind = value if isinstance(value, type | FunctionType) else type(value)
     if not isinstance(value, type(None) | bool | int | float | str | bytes | list | tuple | dict):
-        hint = f" A class or function of your own is named by its module: '{kind.__module__}:{kind.__qualname__}'."
+        named = value if isinstance(value, type | FunctionType) else type(value)
+        hint = f" Name a class or function of your own by its module: '{named.__module__}:{named.__qualname__}'."
     raise ValueError(
         f"{where} is {value!r}; it must be a name, or options as 'key: value' with a name among them.{hint}"
     )
 
 
 def look_up(registry: Registry, name: str) -> Callable[..., Any]:
-    """The registered entry; if there is none, a ValueError, which pydantic reports with all other mistakes."""
+    """Return the registered entry; if there is none, raise a ValueError, which pydantic reports with other mistakes."""
     try:
         return registry.get(name)
     except ConfigError as error:
@@ -98,9 +104,10 @@ def look_up(registry: Registry, name: str) -> Callable[..., Any]:
 
 
 def instantiate(entry: Callable[..., Any], name: str, options: dict[str, Any], where: str) -> Any:
-    """What `entry` returns for `options`, which are checked first; raises as `build` does."""
+    """Check `options` and call `entry` with them; raises as `build` does."""
     options = checked_options(entry, name, options, where)
-    if missing := undefined(entry):
+    missing = undefined(entry)
+    if missing:
         raise ValueError(f"{where} is {name!r}, which is not complete: define {missing}.")
     try:
         return entry(**options)
@@ -111,7 +118,7 @@ def instantiate(entry: Callable[..., Any], name: str, options: dict[str, Any], w
 
 
 def options_of(entry: Callable[..., Any], hidden: Iterable[str] = ()) -> dict[str, Option]:
-    """Keyword parameters of a class or function, without the `hidden` ones."""
+    """Return the keyword parameters of a class or function, without the `hidden` ones."""
     by_keyword = (Option.POSITIONAL_OR_KEYWORD, Option.KEYWORD_ONLY)
     parameters = inspect.signature(entry).parameters
     return {name: option for name, option in parameters.items() if option.kind in by_keyword and name not in hidden}
@@ -125,7 +132,11 @@ def checked_options(
     hidden: Iterable[str] = (),
     shared: type | None = None,
 ) -> dict[str, Any]:
-    """`options`, converted to the types that `entry` declares, or the dataclass `shared` of what all entries share.
+    """Convert `options` to the types that `entry` declares.
+
+    Parameters
+    ----------
+    shared : dataclass with the options that all entries have.
 
     Raises
     ------
@@ -135,14 +146,14 @@ def checked_options(
         known, model = _options_model(entry, where, tuple(hidden), shared)
     except (TypeError, ValueError):
         raise ValueError(f"{where} is {name!r}, which is not a class or function with options.") from None
-    given = {key: value for key, value in options.items() if key in model.model_fields}
-    lines = [
-        line
-        for key, value in given.items()
-        for line in boolean_mistakes(model.model_fields[key].annotation, value, f"{where}.{key}")
-    ]
+
+    lines = []
+    for key, value in options.items():
+        if key in model.model_fields:
+            lines += boolean_mistakes(model.model_fields[key].annotation, value, f"{where}.{key}")
     if lines:
         raise Mistakes(lines)
+
     try:
         valid = model(**options)
     except ValidationError as error:
@@ -157,13 +168,18 @@ def checked_options(
 def _options_model(
     entry: Callable[..., Any], where: str, hidden: tuple[str, ...], shared: type | None
 ) -> tuple[dict[str, Option], type[BaseModel]]:
-    known, hints = options_of(entry, hidden), _hints(entry)
+    """Return the options of an entry, and a pydantic model that checks and converts them."""
+    known = options_of(entry, hidden)
+    hints = _hints(entry)
     if shared:
-        known, hints = {**known, **options_of(shared, ("name", "options"))}, {**hints, **_hints(shared)}
-    fields: dict[str, Any] = {
-        key: (_built(hints.get(key, Any), f"{where}.{key}"), ... if option.default is Option.empty else option.default)
-        for key, option in known.items()
-    }
+        known = {**known, **options_of(shared, ("name", "options"))}
+        hints = {**hints, **_hints(shared)}
+
+    fields: dict[str, Any] = {}
+    for key, option in known.items():
+        default = ... if option.default is Option.empty else option.default
+        fields[key] = (_with_builders(hints.get(key, Any), f"{where}.{key}"), default)
+
     takes_any = any(option.kind is Option.VAR_KEYWORD for option in inspect.signature(entry).parameters.values())
     config = ConfigDict(extra="allow" if takes_any else "forbid", arbitrary_types_allowed=True, protected_namespaces=())
     return known, create_model("Options", __config__=config, **fields)
@@ -172,24 +188,34 @@ def _options_model(
 def unknown_option(
     option: str, name: str, known: Iterable[str], *entries: Callable[..., Any], where: str = "method"
 ) -> str:
-    """What to say after an option that none of `entries` has, which are called `name` and have the `known` ones."""
+    """Return the text that follows an unknown option in a message.
+
+    Parameters
+    ----------
+    name : how the message calls the `entries`, none of which has the option.
+    known : the options that they have.
+    """
     for entry in entries:
         value = getattr(entry, option, None)
         if isinstance(value, (bool, int, float, str)):
-            kind = f"{type(value).__name__} = {value!r}"
-            has = f"{entry.__name__} has {option}, but without a type"
-            return f"is no option yet: {has}; write `{option}: {kind}` in the class."
-    if hint := suggestion(option, where):
+            declaration = f"{option}: {type(value).__name__} = {value!r}"
+            problem = f"{entry.__name__} has {option}, but without a type"
+            return f"is no option yet: {problem}; write `{declaration}` in the class."
+
+    hint = suggestion(option, where)
+    if not hint and known:
+        hint = did_you_mean(option, known)
+    if hint:
         return f"is not an option of {name}; {hint}"
-    return f"is not an option of {name}" + (f"; {did_you_mean(option, known)}" if known else ", which has none.")
+    return f"is not an option of {name}, which has none."
 
 
-def _built(hint: Any, where: str) -> Any:
-    """The type of an option; where it is or holds components, their names and options are accepted too."""
+def _with_builders(hint: Any, where: str) -> Any:
+    """Return the type of an option, extended to accept names and options in place of components."""
     if hint in _REGISTRIES:
         return Annotated[hint, PlainValidator(partial(build, hint, where=where))]
     if get_origin(hint) is tuple and get_args(hint)[0] in _REGISTRIES:
-        return tuple[_built(get_args(hint)[0], where), ...]  # type: ignore[misc]
+        return tuple[_with_builders(get_args(hint)[0], where), ...]  # type: ignore[misc]
     if LocalOptimizer in get_args(hint):
         return Annotated[hint, BeforeValidator(partial(_optimizer, where=where))]
     return hint
@@ -205,5 +231,6 @@ def _hints(entry: Callable[..., Any]) -> dict[str, Any]:
         annotated = inspect.getattr_static(entry, "__init__")
     try:
         return get_type_hints(annotated)
-    except NameError:  # a name that is imported for the type checker only: the option is not checked
+    except NameError:
+        # A name is imported for the type checker only: the options are not checked.
         return {}

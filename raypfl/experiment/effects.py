@@ -1,13 +1,14 @@
-"""Settings that are given but have no effect: refused where they were set, dropped where they were inherited.
+"""Settings without effect: refused where they were set, dropped where they were inherited.
 
 A setting's declaration names the condition under which it has an effect (:mod:`raypfl.common.conditions`). The setting
-is *idle* where that does not hold. A description may have idle settings at their defaults, as a complete one does. It
-is refused if
+is *idle* if the condition does not hold. Idle settings at their defaults are fine, since a complete description has all
+settings. A description is refused if
 
 - an idle setting differs from its default, or
-- an idle setting is given, and the one that it depends on is not: ``privacy: {clip: 1}`` without ``noise``.
+- an idle setting is set, but the setting that it depends on is not: ``privacy: {clip: 1}`` without ``noise``.
 
-What an assignment makes idle is not the assignment's fault: ``training.steps=20`` drops a recipe's ``training.epochs``.
+A setting that becomes idle by an assignment is dropped, not refused: ``training.steps=20`` drops a recipe's
+``training.epochs``.
 """
 
 from __future__ import annotations
@@ -36,84 +37,90 @@ class IdleSetting(NamedTuple):
     Attributes
     ----------
     is_default : whether it has its default.
-    depends_on : the setting on which that depends; empty: none could give it an effect.
-    sentence : says so, and how to mend it.
+    depends_on : the setting that decides whether it has an effect; empty: no setting could give it one.
+    message : what is wrong, and how to mend it.
     """
 
     path: SettingPath
     is_default: bool
     depends_on: SettingPath
-    sentence: str
+    message: str
 
 
-def refused_settings(values: Mapping[str, Any], given: Collection[SettingPath] = ()) -> dict[SettingPath, str]:
-    """A sentence for each idle setting that is refused, by its path.
+def refused_settings(values: Mapping[str, Any], set_paths: Collection[SettingPath] = ()) -> dict[SettingPath, str]:
+    """Return a message for each idle setting that is refused, by its path.
 
     Parameters
     ----------
-    values : a description in plain values, as YAML has it.
-    given : the paths that were set on purpose, see :func:`paths_set_in`.
+    values : a description in plain values, as in YAML.
+    set_paths : the paths that were set on purpose, see :func:`paths_set_in`.
     """
-    sentences = {}
+    messages = {}
     for setting in _idle(values):
-        is_alone = _is_in(setting.path, given) and not _is_in(setting.depends_on, given)
-        if is_alone or not setting.is_default:
-            sentences[setting.path] = setting.sentence
-    return sentences
+        is_set_alone = _is_in(setting.path, set_paths) and not _is_in(setting.depends_on, set_paths)
+        if is_set_alone or not setting.is_default:
+            messages[setting.path] = setting.message
+    return messages
 
 
 def paths_set_in(values: Mapping[str, Any]) -> set[SettingPath]:
-    """The paths that a description sets in plain values."""
+    """Return the paths that a description sets, down to the settings of a section."""
     paths: set[SettingPath] = set()
-    for section, inside in values.items():
-        if isinstance(inside, Mapping):
-            paths |= {(section, str(key)) for key in inside}
+    for section, value in values.items():
+        if isinstance(value, Mapping):
+            paths |= {(section, str(key)) for key in value}
         else:
             paths.add((section,))
     return paths
 
 
 def assign_all(values: dict[str, Any], assignments: Iterable[tuple[list[str], Any]]) -> dict[SettingPath, str]:
-    """Assign to a description, in place, and drop the inherited settings to which that leaves no effect.
+    """Change a description in place, and drop inherited settings that have no effect any more.
 
     Returns
     -------
-    A sentence for each assigned setting that has no effect, by its path.
+    A message for each assigned setting without effect, by its path.
     """
     pairs = list(assignments)
     idle_before = {setting.path for setting in _idle(values)}
     for path, value in pairs:
         assign(values, path, value)
-    given = {tuple(path) for path, _ in pairs}
-    drop_idle(values, given | idle_before)
-    return {path: sentence for path, sentence in refused_settings(values, given).items() if _is_in(path, given)}
+
+    assigned = {tuple(path) for path, _ in pairs}
+    drop_idle(values, assigned | idle_before)
+    refused = refused_settings(values, assigned)
+    return {path: message for path, message in refused.items() if _is_in(path, assigned)}
 
 
-def require_effect(sentences: Mapping[SettingPath, str]) -> None:
-    """Raise a ConfigError with these sentences, if there are some."""
-    if sentences:
-        raise ConfigError(one_message(list(sentences.values()), "The experiment"))
+def require_effect(messages: Mapping[SettingPath, str]) -> None:
+    """Raise a ConfigError with these messages, if there are any."""
+    if messages:
+        raise ConfigError(one_message(list(messages.values()), "The experiment"))
 
 
-def drop_idle(values: dict[str, Any], given: Collection[SettingPath] = ()) -> None:
-    """Drop the idle settings of a description, in place, except those that were `given` on purpose."""
+def drop_idle(values: dict[str, Any], set_paths: Collection[SettingPath] = ()) -> None:
+    """Drop the idle settings of a description, in place, except those that were set on purpose."""
     for setting in list(_idle(values)):
-        if not _is_in(setting.path, given):
-            inside = values
-            for key in setting.path[:-1]:
-                inside[key] = dict(inside[key])
-                inside = inside[key]
-            del inside[setting.path[-1]]
+        if _is_in(setting.path, set_paths):
+            continue
+        *sections, name = setting.path
+        section = values
+        for key in sections:
+            # Copied, since another description may share the section.
+            section[key] = dict(section[key])
+            section = section[key]
+        del section[name]
 
 
-def _is_in(path: SettingPath, given: Collection[SettingPath]) -> bool:
-    """Whether a path, or a section that it is in, was given."""
-    return any(path[: depth + 1] in given for depth in range(len(path)))
+def _is_in(path: SettingPath, paths: Collection[SettingPath]) -> bool:
+    """Whether a path, or a section around it, is among `paths`."""
+    return any(path[: depth + 1] in paths for depth in range(len(path)))
 
 
 def _idle(values: Mapping[str, Any]) -> Iterator[IdleSetting]:
-    for section, kind in SECTIONS.items():
-        yield from _idle_in((section,), kind, values)
+    for section, settings_class in SECTIONS.items():
+        yield from _idle_in((section,), settings_class, values)
+
     for path, (registry, default) in COMPONENTS.items():
         entry = _entry(registry, default, _at(values, path))
         if isinstance(entry, type) and dataclasses.is_dataclass(entry):
@@ -124,58 +131,75 @@ def _idle(values: Mapping[str, Any]) -> Iterator[IdleSetting]:
                 yield from _undivided(path, entry, values)
 
 
-def _idle_in(section: SettingPath, kind: type, values: Mapping[str, Any]) -> Iterator[IdleSetting]:
-    """The idle ones of the settings that a class declares."""
-    inside = _at(values, section)
-    if not isinstance(inside, Mapping):
+def _idle_in(section: SettingPath, declaring_class: type, values: Mapping[str, Any]) -> Iterator[IdleSetting]:
+    """Yield the idle settings among those that a class declares."""
+    settings = _at(values, section)
+    if not isinstance(settings, Mapping):
         return
-    for name, conditions in declared(kind, Condition).items():
-        if name not in inside:
+    for name, conditions in declared(declaring_class, Condition).items():
+        if name not in settings:
             continue
-        is_default = _plain(inside[name]) == _plain(_default(kind, name))
+        path = (*section, name)
+        is_default = _plain(settings[name]) == _plain(_default(declaring_class, name))
+
         for condition in conditions:
-            other = _governor(section, condition)
-            value = _value_at(values, other, kind)
-            if not _holds(condition, value):
-                path = (*section, name)
-                yield IdleSetting(path, is_default, other, _sentence(path, inside[name], other, value, condition))
+            governor = _governor(section, condition)
+            governor_value = _value_at(values, governor, declaring_class)
+            if not _holds(condition, governor_value):
+                message = _message(path, settings[name], governor, governor_value, condition)
+                yield IdleSetting(path, is_default, governor, message)
                 break
 
 
 def _unread(section: SettingPath, method: Any, values: Mapping[str, Any]) -> Iterator[IdleSetting]:
-    inside = _at(values, section)
-    if not isinstance(inside, Mapping):
+    """Yield the changed options of a method that its code never reads."""
+    options = _at(values, section)
+    if not isinstance(options, Mapping):
         return
-    changed = [name for name in inside if _plain(inside[name]) != _plain(_default(method, name, inside[name]))]
-    for name in changed and unread_options(method).intersection(changed):
-        said = f"method.{name} is {_said(inside[name])}, which nothing that {method.__name__} does in a run reads"
-        yield IdleSetting((*section, name), False, (), f"{said}; read self.{name}, or leave it out.")
+    changed = []
+    for name, value in options.items():
+        if _plain(value) != _plain(_default(method, name, value)):
+            changed.append(name)
+    if not changed:
+        return
+
+    for name in unread_options(method).intersection(changed):
+        value = _as_yaml(options[name])
+        message = (
+            f"method.{name} is {value}, which nothing that {method.__name__} does in a run reads; read self.{name}, or "
+            "leave it out."
+        )
+        yield IdleSetting((*section, name), False, (), message)
 
 
 def _undivided(section: SettingPath, partition: type[Partition], values: Mapping[str, Any]) -> Iterator[IdleSetting]:
-    """All of a partition, if the data are a population."""
+    """Yield all settings of a partition, if the data are a population."""
     data = _at(values, ("data",))
     population = _entry(*COMPONENTS["data",], data)
     if not getattr(population, "describes_clients", False):
         return
-    other = ("data", "name")
+
+    governor = ("data", "name")
     mend = "leave {this} out, since a Population decides who holds what"
-    condition = Condition(".".join(other), lambda name: False, mend)
+    condition = Condition(".".join(governor), lambda name: False, mend)
     for name, value in _at(values, section).items():
         default = COMPONENTS[section][1] if name == "name" else _default(partition, name, value)
         path = (*section, name)
-        sentence = _sentence(path, value, other, data["name"], condition)
-        yield IdleSetting(path, _plain(value) == _plain(default), other, sentence)
+        message = _message(path, value, governor, data["name"], condition)
+        yield IdleSetting(path, _plain(value) == _plain(default), governor, message)
 
 
-def _sentence(path: SettingPath, value: Any, other: SettingPath, others: Any, condition: Condition) -> str:
+def _message(path: SettingPath, value: Any, governor: SettingPath, governor_value: Any, condition: Condition) -> str:
     name = ".".join(path)
-    governor = ".".join(other)
-    mend = condition.mend.replace("{other}", governor).replace("{this}", name)
-    return f"{name} is {_said(value)}, which has no effect while {governor} is {_said(others)}; {mend}."
+    governor_name = ".".join(governor)
+    mend = condition.mend.replace("{other}", governor_name).replace("{this}", name)
+    return (
+        f"{name} is {_as_yaml(value)}, which has no effect while {governor_name} is {_as_yaml(governor_value)}; {mend}."
+    )
 
 
 def _governor(section: SettingPath, condition: Condition) -> SettingPath:
+    """Return the path of the setting on which a condition depends."""
     if "." in condition.setting:
         return tuple(condition.setting.split("."))
     return (*section, condition.setting)
@@ -184,55 +208,67 @@ def _governor(section: SettingPath, condition: Condition) -> SettingPath:
 def _holds(condition: Condition, value: Any) -> bool:
     try:
         return condition.holds(value)
-    except (TypeError, ConfigError):  # of a wrong type, or unknown, which is another mistake
+    except (TypeError, ConfigError):
+        # The value has a wrong type or is unknown, which is reported as a mistake of its own.
         return True
 
 
-def _value_at(values: Mapping[str, Any], path: SettingPath, kind: type) -> Any:
-    """A setting, or its default in the class `kind` of its section."""
-    inside = _at(values, path[:-1])
-    if isinstance(inside, Mapping) and path[-1] in inside:
-        value = inside[path[-1]]
-        # `optimizer: {name: sgd}` says what `optimizer: sgd` says.
-        return value["name"] if isinstance(value, Mapping) and "name" in value else value
-    return _default(SECTIONS.get(path[0], kind), path[-1])
+def _value_at(values: Mapping[str, Any], path: SettingPath, declaring_class: type) -> Any:
+    """Return a setting, or its default in the class of its section."""
+    *section, name = path
+    settings = _at(values, tuple(section))
+    if not isinstance(settings, Mapping) or name not in settings:
+        return _default(SECTIONS.get(path[0], declaring_class), name)
+
+    value = settings[name]
+    if isinstance(value, Mapping) and "name" in value:
+        # `optimizer: {name: sgd}` means the same as `optimizer: sgd`.
+        return value["name"]
+    return value
 
 
 def _at(values: Mapping[str, Any], path: SettingPath) -> Any:
-    """What is at a path; an empty mapping where there is nothing, and for a name alone."""
-    inside: Any = values
+    """Return the value at a path; an empty mapping if there is none, and ``{"name": ...}`` for a name alone."""
+    value: Any = values
     for key in path:
-        if not isinstance(inside, Mapping):
+        if not isinstance(value, Mapping):
             return {}
-        inside = inside.get(key, {})
-    return {"name": inside} if isinstance(inside, str) else inside
+        value = value.get(key, {})
+    return {"name": value} if isinstance(value, str) else value
 
 
-def _entry(registry: Registry, default: str, inside: Any) -> Any:
-    """The component that a section names; None if there is no such one, which is another mistake."""
-    name = inside.get("name", default) if isinstance(inside, Mapping) else None
+def _entry(registry: Registry, default: str, section: Any) -> Any:
+    """Return the component that a section names; None for an unknown one, which is reported elsewhere."""
+    name = section.get("name", default) if isinstance(section, Mapping) else None
+    if not isinstance(name, str):
+        return None
     try:
-        return registry.get(name) if isinstance(name, str) else None
+        return registry.get(name)
     except ConfigError:
         return None
 
 
-def _default(kind: type, name: str, otherwise: Any = None) -> Any:
-    for field in dataclasses.fields(kind):
-        if field.name == name:
-            return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _default(declaring_class: type, name: str, otherwise: Any = None) -> Any:
+    for field in dataclasses.fields(declaring_class):
+        if field.name != name:
+            continue
+        if field.default_factory is dataclasses.MISSING:
+            return field.default
+        return field.default_factory()
     return otherwise
 
 
 def _plain(value: Any) -> Any:
-    """Lists and tuples compare alike."""
+    """Turn lists into tuples, so that both compare alike."""
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _said(value: Any) -> str:
-    """A value as YAML writes it."""
+def _as_yaml(value: Any) -> str:
+    """Write a value as in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(list(value) if isinstance(value, tuple) else value)
+    if isinstance(value, tuple):
+        return repr(list(value))
+    return repr(value)

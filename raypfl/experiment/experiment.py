@@ -1,4 +1,4 @@
-"""The description of an experiment: typed, checked before anything runs, read from YAML and written to it."""
+"""The description of an experiment: typed, checked before anything runs, and read from and written to YAML."""
 
 from __future__ import annotations
 
@@ -63,77 +63,91 @@ from raypfl.models.weights import is_file
 
 
 def _data(value: Any) -> DataConfig:
+    if isinstance(value, DataConfig):
+        return value
     if isinstance(value, dict):
         value = dict(value)
-        if isinstance(pools := value.get("pools"), dict):
-            value["pools"] = {name: _pool(name, given) for name, given in pools.items()}
-    return value if isinstance(value, DataConfig) else _source(DataConfig, value, "data")
+        pools = value.get("pools")
+        if isinstance(pools, dict):
+            value["pools"] = {name: _pool(name, pool) for name, pool in pools.items()}
+    return _source(DataConfig, value, "data")
 
 
 def _source(section: type[DataSource], value: Any, where: str) -> Any:
-    """A data set, described by the fields of `section` and the options of its reader."""
-    name, given = name_and_options(value, where, section.name)
+    """Build a data set from the fields of `section` and the options of its reader."""
+    name, settings = name_and_options(value, where, section.name)
     reader = look_up(DATASETS, name)
     try:
+        # A reader's first parameter is the description itself.
         config, *_ = options_of(reader) or [""]
     except (TypeError, ValueError):
         raise ValueError(f"{where} is {name!r}, which is not a function, a Reader or a Population.") from None
-    options, fields = _parted(section, reader, name, given, where, (config,))
+
+    options, fields = _options_and_fields(section, reader, name, settings, where, (config,))
     try:
         return section(name=name, options=options, **fields)
     except ConfigError as error:
         raise ValueError(str(error)) from None
 
 
-def _pool(name: str, given: Any) -> Any:
-    described = isinstance(given, dict) and "name" in given
-    return _source(DataSource, given, f"data.pools.{name}") if described else given
+def _pool(name: str, pool: Any) -> Any:
+    is_data_set = isinstance(pool, dict) and "name" in pool
+    return _source(DataSource, pool, f"data.pools.{name}") if is_data_set else pool
 
 
 def _model(value: Any) -> ModelSettings:
-    given = _to_plain(value) if isinstance(value, ModelSettings) else value
-    name, given = name_and_options(given, "model", ModelSettings.name)
-    options, fields = _parted(ModelSettings, look_up(MODELS, name), name, given, "model", GIVEN_BY_ENGINE)
+    plain = _to_plain(value) if isinstance(value, ModelSettings) else value
+    name, settings = name_and_options(plain, "model", ModelSettings.name)
+    entry = look_up(MODELS, name)
+    options, fields = _options_and_fields(ModelSettings, entry, name, settings, "model", GIVEN_BY_ENGINE)
+
     if fields.get("frozen") is not None and fields.get("trained") is not None:
         raise ValueError("model.frozen and model.trained are both set; set what is frozen, or what alone is trained.")
-    if (weights := fields.get("weights")) and is_file(weights):
-        fields["weights"] = str(Path(weights).expanduser().absolute())  # processes have other working directories
+    weights = fields.get("weights")
+    if weights and is_file(weights):
+        # Client actors have other working directories.
+        fields["weights"] = str(Path(weights).expanduser().absolute())
     return ModelSettings(name=name, options=_to_plain(options), **fields)
 
 
-def _parted(
-    section: type, entry: Callable[..., Any], name: str, given: dict[str, Any], where: str, hidden: Iterable[str]
+def _options_and_fields(
+    section: type, entry: Callable[..., Any], name: str, settings: dict[str, Any], where: str, hidden: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is `given`, checked: options of a registered entry, and fields of the section that names it."""
-    valid = checked_options(entry, name, given, where, hidden, shared=section)
-    fields = {field.name for field in dataclasses.fields(section)}
-    options = {key: value for key, value in valid.items() if key not in fields}
-    return options, {key: value for key, value in valid.items() if key in fields}
+    """Check settings, and part the options of a registered entry from the fields of the section that names it."""
+    valid = checked_options(entry, name, settings, where, hidden, shared=section)
+    field_names = {field.name for field in dataclasses.fields(section)}
+    options = {key: value for key, value in valid.items() if key not in field_names}
+    fields = {key: value for key, value in valid.items() if key in field_names}
+    return options, fields
 
 
 def _training(value: Any, validate: Callable[[Any], TrainingSettings]) -> TrainingSettings:
-    given = vars(value) if isinstance(value, TrainingSettings) else value
-    if not isinstance(given, dict) or given.get("optimizer", "sgd") == "sgd":
+    plain = vars(value) if isinstance(value, TrainingSettings) else value
+    if not isinstance(plain, dict) or plain.get("optimizer", "sgd") == "sgd":
         return validate(value)
-    optimizer = build(LocalOptimizer, given["optimizer"], "training.optimizer")
+
+    optimizer = build(LocalOptimizer, plain["optimizer"], "training.optimizer")
     if type(optimizer) is SGD and optimizer != SGD():
         raise ValueError("training.optimizer is sgd, whose options are training.momentum and training.nesterov.")
-    settings = validate({key: one for key, one in given.items() if key != "optimizer"})
-    return settings if type(optimizer) is SGD else dataclasses.replace(settings, optimizer=optimizer)
+    settings = validate({key: setting for key, setting in plain.items() if key != "optimizer"})
+    if type(optimizer) is SGD:
+        return settings
+    return dataclasses.replace(settings, optimizer=optimizer)
 
 
 def _evaluation(value: EvaluationSettings) -> EvaluationSettings:
-    metrics = tuple(build(Metric, one, "evaluation.metrics") for one in value.metrics)
+    metrics = tuple(build(Metric, metric, "evaluation.metrics") for metric in value.metrics)
     return dataclasses.replace(value, metrics=metrics)
 
 
 def _analyses(value: Any) -> tuple[Analysis, ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"analyses is {value!r}; it must be a list of names, or of options with a name.")
-    made = tuple(build(Analysis, one, "analyses") for one in value)
-    if len({name_of(one) for one in made}) < len(made):
-        raise ValueError("analyses names the same one twice, whose files would have the same names.")
-    return made
+        raise ValueError(f"analyses is {value!r}; it must be a list of names, or of mappings with 'name' and options.")
+    analyses = tuple(build(Analysis, analysis, "analyses") for analysis in value)
+    names = {name_of(analysis) for analysis in analyses}
+    if len(names) < len(analyses):
+        raise ValueError("analyses names the same analysis twice, whose files would have the same names.")
+    return analyses
 
 
 def _objective(value: Any) -> Objective | None:
@@ -143,8 +157,8 @@ def _objective(value: Any) -> Objective | None:
 class Experiment(BaseModel):
     """Everything that decides a run's result, and how it is executed.
 
-    Every part can be given as a YAML file gives it (``method="ditto"``, ``training={"lr": 0.05}``) or as an object
-    (``method=Ditto(lam=1.0)``). An experiment never changes; `override` and `replace` give new ones.
+    Every part can be given as in YAML (``method="ditto"``, ``training={"lr": 0.05}``) or as an object
+    (``method=Ditto(lam=1.0)``). An experiment never changes; `override` and `replace` return new ones.
 
     Attributes
     ----------
@@ -160,8 +174,8 @@ class Experiment(BaseModel):
 
     Raises
     ------
-    ConfigError : with a sentence and the dotted path for each setting that is unknown, of the wrong type, out of range
-        or contrary to another one.
+    ConfigError : with a sentence and the dotted path for each setting that is unknown, has the wrong type, is out of
+        range or contradicts another one.
 
     Examples
     --------
@@ -193,41 +207,41 @@ class Experiment(BaseModel):
 
     @property
     def measures(self) -> Measures:
-        """The metrics of its models; those of classification where the data will decide the objective."""
+        """The metrics of the models; those of classification if the data decide on the objective."""
         return Measures(self.objective or Classification(), self.evaluation.metrics)
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Experiment:
-        """From a YAML file (a Path, or one line that ends in ``.yaml`` or ``.yml``) or from YAML text."""
+        """Read an experiment from a YAML file (a Path, or a line ending in ``.yaml`` or ``.yml``) or from YAML text."""
         return cls(**read(source))
 
     @classmethod
     def from_record(cls, source: str | Path) -> Experiment:
-        """What a run recorded, as `from_yaml`, but without settings that have no effect, which once were accepted."""
+        """Read the experiment that a run recorded, without settings that have no effect: old versions accepted them."""
         values = read(source)
         drop_idle(values)
         return cls(**values)
 
     def to_yaml(self) -> str:
-        """YAML text of all settings, defaults included, from which `from_yaml` makes an equal experiment."""
+        """Write all settings, defaults included, as YAML text; `from_yaml` reads an equal experiment from it."""
         return write(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested dicts and lists of numbers and texts, as in YAML."""
+        """Return nested dicts and lists of numbers and texts, as in YAML."""
         return {name: _to_plain(value) for name, value in self}
 
     def override(self, assignments: Iterable[str]) -> Experiment:
-        """A changed copy, by ``dotted.key=value`` assignments, whose values are YAML.
+        """Return a copy changed by ``dotted.key=value`` assignments, whose values are YAML.
 
-        ``method=ditto`` starts from that method's defaults, wherever in the list it is. Settings to which a change
-        leaves no effect get their defaults again: ``training.steps=20`` drops ``training.epochs``.
+        ``method=ditto`` starts from that method's defaults, wherever it stands in the list. A setting that loses its
+        effect by a change returns to its default: ``training.steps=20`` drops ``training.epochs``.
         """
         values = self.to_dict()
         require_effect(assign_all(values, parse_assignments(assignments)))
         return Experiment(**values)
 
     def replace(self, **changes: Any) -> Experiment:
-        """A copy with other fields, e.g. ``replace(seed=1, method=Ditto(lam=1.0))``."""
+        """Return a copy with other fields, as in ``replace(seed=1, method=Ditto(lam=1.0))``."""
         return Experiment(**dict(self) | changes)
 
     @model_validator(mode="wrap")
@@ -238,34 +252,40 @@ class Experiment(BaseModel):
                 experiment = validate(values)
         except ValidationError as error:
             raise ConfigError(one_message(validation_mistakes(error, _unknown), "The experiment")) from None
-        given = paths_set_in(values) if isinstance(values, dict) else ()
-        if lines := [*experiment._contradictions(), *refused_settings(experiment.to_dict(), given).values()]:
+
+        set_paths = paths_set_in(values) if isinstance(values, dict) else ()
+        refused = refused_settings(experiment.to_dict(), set_paths)
+        lines = [*experiment._contradictions(), *refused.values()]
+        if lines:
             raise ConfigError(one_message(lines, "The experiment"))
         return experiment
 
     @field_validator("ray", mode="before")
     @classmethod
     def _without_clients_per_actor(cls, value: Any) -> Any:
-        """Runs from before it became ``engine.group_size`` have it, mostly null, in their descriptions."""
+        """Drop a setting that old runs record, mostly as null: it became ``engine.group_size``."""
         if not isinstance(value, dict) or "clients_per_actor" not in value:
             return value
         if value["clients_per_actor"] is not None:
             raise ValueError("ray.clients_per_actor has become engine.group_size; set that instead.")
-        return {name: one for name, one in value.items() if name != "clients_per_actor"}
+        return {name: setting for name, setting in value.items() if name != "clients_per_actor"}
 
     @field_validator("*", mode="before")
     @classmethod
     def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
-        given = vars(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-        if lines := boolean_mistakes(cls.model_fields[name].annotation, given, name):
+        is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        plain = vars(value) if is_instance else value
+        lines = boolean_mistakes(cls.model_fields[name].annotation, plain, name)
+        if lines:
             raise Mistakes(lines)
         return value
 
     @field_validator("*", mode="after")
     @classmethod
     def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:
-        if lines := outside_limits(str(info.field_name), value):
+        lines = outside_limits(str(info.field_name), value)
+        if lines:
             raise Mistakes(lines)
         return value
 
@@ -281,6 +301,7 @@ class Experiment(BaseModel):
 
 
 def _unknown(path: tuple[int | str, ...]) -> str:
+    """Return the text that follows an unknown key in a message."""
     *sections, key = [str(part) for part in path]
     if sections:
         hint = suggestion(key, sections[0]) or did_you_mean(key, _keys(sections[0]))
@@ -290,27 +311,35 @@ def _unknown(path: tuple[int | str, ...]) -> str:
 
 
 def _keys(section: str) -> list[str]:
-    kind = Experiment.model_fields[section].annotation
-    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    section_class = Experiment.model_fields[section].annotation
+    if not dataclasses.is_dataclass(section_class):
+        return []
+    return [field.name for field in dataclasses.fields(section_class)]
 
 
 def _to_plain(value: Any) -> Any:
+    """Turn settings and components into nested dicts and lists of numbers and texts."""
     if isinstance(value, DataSource):
-        shared = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return _to_plain({"name": value.name, **shared.pop("options"), **shared})
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        options = fields.pop("options")
+        return _to_plain({"name": value.name, **options, **fields})
     if isinstance(value, ModelSettings):
-        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        options = given.pop("options")
-        return _to_plain(given | options)
-    if component := describe(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        options = fields.pop("options")
+        return _to_plain(fields | options)
+
+    component = describe(value)
+    if component:
         return _to_plain(component)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: _to_plain(one) for key, one in value.items()}
+        return {key: _to_plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_plain(one) for one in value]
-    for kind in (bool, int, float, str):  # also of NumPy's and enum's subclasses, which Ray Tune samples
-        if isinstance(value, kind):
-            return kind(value)
+        return [_to_plain(part) for part in value]
+
+    # Also for the subclasses of NumPy and enum, which Ray Tune samples.
+    for plain_type in (bool, int, float, str):
+        if isinstance(value, plain_type):
+            return plain_type(value)
     return value

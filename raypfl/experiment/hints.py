@@ -1,9 +1,9 @@
-"""Where a setting is that was looked for elsewhere, or under the name that another library gives it."""
+"""Suggestions for an unknown key: where the setting really is, or what it is called here."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,7 @@ from raypfl.common.errors import RaypflError
 from raypfl.common.registry import Registry
 from raypfl.experiment.sections import COMPONENTS, SECTIONS
 
-_ELSEWHERE = {
+_NAMES_ELSEWHERE = {
     "algorithm": "method",
     "architecture": "model",
     "batchsize": "training.batch_size",
@@ -48,53 +48,66 @@ _ELSEWHERE = {
     "strategy": "method",
     "workers": "ray.actors",
 }
-"""What other libraries call a setting."""
+"""Name of a setting in other libraries -> its name here."""
 
 _NO_OPTIONS = {"config", "input_shape", "member", "name", "num_classes", "options"}
-_NAMED = 5
-"""Components that a hint names at most."""
+_MOST_NAMES = 5
+"""Largest number of components that a suggestion names."""
 
 
 def suggestion(key: str, section: str = "") -> str:
-    """``"did you mean 'training.lr'?"`` for a key that a section lacks; empty if nothing else has it.
+    """Return ``"did you mean 'training.lr'?"`` for a key that a section lacks; an empty text if nothing has it.
 
     Settings come first, then other components of the section (``"mlp has it."``), then components of other sections.
     """
-    if places := list(dict.fromkeys(_settings(key))):
-        return f"did you mean {' or '.join(map(repr, places))}?"
-    if takers := _takers(tuple(section.split(".")), key):
-        more = f" and {len(takers) - _NAMED} more" if len(takers) > _NAMED else ""
-        return f"{', '.join(takers[:_NAMED])}{more} {'has' if len(takers) == 1 else 'have'} it."
-    places = [".".join((*path, key)) for path in COMPONENTS if _takers(path, key)]
-    return f"did you mean {' or '.join(map(repr, places))}?" if places else ""
+    settings = list(dict.fromkeys(_settings(key)))
+    if settings:
+        return _did_you_mean(settings)
+
+    components = _components_with(tuple(section.split(".")), key)
+    if components:
+        names = ", ".join(components[:_MOST_NAMES])
+        if len(components) > _MOST_NAMES:
+            names += f" and {len(components) - _MOST_NAMES} more"
+        verb = "has" if len(components) == 1 else "have"
+        return f"{names} {verb} it."
+
+    in_other_sections = [".".join((*path, key)) for path in COMPONENTS if _components_with(path, key)]
+    return _did_you_mean(in_other_sections) if in_other_sections else ""
+
+
+def _did_you_mean(keys: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(map(repr, keys))}?"
 
 
 def _settings(key: str) -> Iterator[str]:
-    if key in _ELSEWHERE:
-        yield _ELSEWHERE[key]
-    for section, kind in SECTIONS.items():
-        if key in _parameters(kind):
+    if key in _NAMES_ELSEWHERE:
+        yield _NAMES_ELSEWHERE[key]
+    for section, settings_class in SECTIONS.items():
+        if key in _parameters(settings_class):
             yield f"{section}.{key}"
 
 
 @lru_cache
-def _takers(path: tuple[str, ...], key: str) -> tuple[str, ...]:
-    """The components registered for a section that have this option."""
+def _components_with(path: tuple[str, ...], key: str) -> tuple[str, ...]:
+    """Return the names of a section's registered components that have this option."""
     if path not in COMPONENTS:
         return ()
     registry, _ = COMPONENTS[path]
-    return tuple(name for name in registry if ":" not in name and key in _parameters(_loaded(registry, name)))
+    names = [name for name in registry if ":" not in name]
+    return tuple(name for name in names if key in _parameters(_loaded(registry, name)))
 
 
 def _loaded(registry: Registry, name: str) -> Any:
     try:
         return registry.get(name)
-    except RaypflError:  # of an installed package that cannot be imported
+    except RaypflError:
+        # An installed package registers it, but cannot be imported.
         return None
 
 
-def _parameters(kind: Any) -> set[str]:
+def _parameters(component: Any) -> set[str]:
     try:
-        return {*inspect.signature(kind).parameters} - _NO_OPTIONS
+        return {*inspect.signature(component).parameters} - _NO_OPTIONS
     except (TypeError, ValueError):
         return set()

@@ -11,47 +11,57 @@ from raypfl.experiment.experiment import Experiment
 
 _NO_EFFECT = ("name", "output", "ray", "checkpoint", "tracking")
 _STAYS = ("name", "output", "checkpoint.location")
-"""Where a run is: no change of it continues the run."""
+"""Location of a run: a run with another one would not be continued."""
 
 
 def deciding_settings(experiment: Experiment) -> dict[str, Any]:
-    """Everything in a description that may change its result."""
+    """Return all settings that may change an experiment's result."""
     values = {key: value for key, value in experiment.to_dict().items() if key not in _NO_EFFECT}
+
     data = {key: value for key, value in values["data"].items() if key not in ("cache", "download")}
-    engine = {key: value for key, value in values["engine"].items() if key != "backend"}
     if data["root"]:
         data["root"] = str(Path(data["root"]).expanduser().absolute())
+
+    engine = {key: value for key, value in values["engine"].items() if key != "backend"}
     return values | {"data": data, "engine": engine}
 
 
-def differences(asked: Experiment, begun: Experiment) -> list[str]:
-    """The settings of a begun run by which its result is not the one asked for; what was left open may be settled."""
-    wanted, there = flatten(deciding_settings(asked)), flatten(deciding_settings(begun))
-    settled = []
-    if asked.objective is None:
-        settled.append("objective")
-    if asked.engine.executor in ("auto", "fastest"):
-        settled.append("engine.executor")
-    if asked.training.channels_last is None:
-        settled.append("training.channels_last")
-    if asked.model.needed_pools():
-        settled.append("model.weights")
-    return [
-        key
-        for key in {**wanted, **there}
-        if wanted.get(key) != there.get(key) and not any(is_in(key, one) for one in settled)
-    ]
+def differences(requested: Experiment, started: Experiment) -> list[str]:
+    """Return the settings by which a started run differs in its result from the requested experiment.
+
+    A setting that the request leaves open (``executor: auto``) does not count: the start has chosen its value.
+    """
+    chosen_at_start = []
+    if requested.objective is None:
+        chosen_at_start.append("objective")
+    if requested.engine.executor in ("auto", "fastest"):
+        chosen_at_start.append("engine.executor")
+    if requested.training.channels_last is None:
+        chosen_at_start.append("training.channels_last")
+    if requested.model.needed_pools():
+        chosen_at_start.append("model.weights")
+
+    requested_settings = flatten(deciding_settings(requested))
+    started_settings = flatten(deciding_settings(started))
+    different = []
+    for key in {**requested_settings, **started_settings}:
+        is_chosen = any(is_in(key, section) for section in chosen_at_start)
+        if requested_settings.get(key) != started_settings.get(key) and not is_chosen:
+            different.append(key)
+    return different
 
 
-def harmless_changes(asked: Experiment, begun: Experiment) -> list[str]:
-    """Assignments with which a started run continues as requested now, with the same result."""
-    wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
-    kept = {*flatten(deciding_settings(asked)), *_STAYS}
-    return [
-        f"{key}={json.dumps(value)}" for key, value in wanted.items() if value != there.get(key) and key not in kept
-    ]
+def harmless_changes(requested: Experiment, started: Experiment) -> list[str]:
+    """Return the assignments with which a started run continues as requested, to the same result."""
+    started_settings = flatten(started.to_dict())
+    fixed = {*flatten(deciding_settings(requested)), *_STAYS}
+    changes = []
+    for key, value in flatten(requested.to_dict()).items():
+        if value != started_settings.get(key) and key not in fixed:
+            changes.append(f"{key}={json.dumps(value)}")
+    return changes
 
 
 def is_in(key: str, section: str) -> bool:
-    """Whether a dotted key is this section's, or is it."""
+    """Whether a dotted key is `section` or lies within it."""
     return f"{key}.".startswith(f"{section}.")

@@ -1,4 +1,4 @@
-"""Ranges of settings, and settings that contradict each other."""
+"""Ranges of settings, and contradictions between settings."""
 
 from __future__ import annotations
 
@@ -65,57 +65,75 @@ LIMITS = {path: limit for limit, paths in _SETTINGS.items() for path in paths.sp
 
 
 def outside_limits(field: str, value: Any) -> list[str]:
-    """A sentence for every number out of range in an experiment's `field`."""
+    """Return a sentence for every number out of range in an experiment's `field`."""
     lines = []
     for path, limit in LIMITS.items():
         section, _, key = path.partition(".")
-        if section == field:
-            if key and not hasattr(value, key):  # a pool of actors has some of the settings of its section
-                continue
-            setting = getattr(value, key) if key else value
-            numbers = setting if isinstance(setting, tuple) else () if setting is None else (setting,)
-            lines += [f"{path} is {one!r}; it must be {limit.text}." for one in numbers if not limit.holds(one)]
-            bound = 63 if path == "seed" else 31  # bits that tables and random draws have for it
-            too_large = (one for one in numbers if isinstance(one, int) and one >= 2**bound)
-            lines += [f"{path} is {one}; it must be below 2^{bound}." for one in too_large]
+        if section != field:
+            continue
+        # A pool of actors has only some of the settings of its section.
+        if key and not hasattr(value, key):
+            continue
+
+        setting = getattr(value, key) if key else value
+        bits = 63 if path == "seed" else 31  # as tables and random draws store it
+        for number in _as_tuple(setting):
+            if not limit.holds(number):
+                lines.append(f"{path} is {number!r}; it must be {limit.text}.")
+        for number in _as_tuple(setting):
+            if isinstance(number, int) and number >= 2**bits:
+                lines.append(f"{path} is {number}; it must be below 2^{bits}.")
     return lines
 
 
+def _as_tuple(setting: Any) -> tuple[Any, ...]:
+    if setting is None:
+        return ()
+    return setting if isinstance(setting, tuple) else (setting,)
+
+
 def cohort_mistakes(cohort: CohortSettings, clients: int | None) -> list[str]:
-    """A sentence for every contradiction; `clients` is how many there are, if the partition says so."""
+    """Return a sentence for every contradiction; `clients` is the partition's number of clients, if it has one."""
     lines = []
     if cohort.size and clients and cohort.size > clients:
         lines.append(f"cohort.size is {cohort.size}, but partition.clients is {clients}; draw at most that many.")
-    reach = cohort.availability
-    if reach is not None and not (set(reach) == {"low", "high"} and 0 <= reach["low"] <= reach["high"] <= 1):
-        lines.append(f"cohort.availability is {reach}; it must be {{low: p, high: q}} with 0 <= p <= q <= 1.")
+
+    bounds = cohort.availability
+    if bounds is not None:
+        is_valid = set(bounds) == {"low", "high"} and 0 <= bounds["low"] <= bounds["high"] <= 1
+        if not is_valid:
+            lines.append(f"cohort.availability is {bounds}; it must be {{low: p, high: q}} with 0 <= p <= q <= 1.")
     return lines
 
 
 def ray_mistakes(ray: RaySettings) -> list[str]:
-    """A sentence for every contradiction, and for every number of a pool that is out of range."""
-    lines, none = [], ActorPool()
+    """Return a sentence for every contradiction, and for every number of a pool that is out of range."""
+    lines = []
     for number, pool in enumerate(ray.pools):
-        mistakes = outside_limits("ray", pool)
-        lines += [line.replace("ray.", f"ray.pools[{number}].", 1) for line in mistakes]
+        for line in outside_limits("ray", pool):
+            lines.append(line.replace("ray.", f"ray.pools[{number}].", 1))
+
     if ray.pools:
-        given = [name for name, default in vars(none).items() if getattr(ray, name) != default]
-        lines += [f"ray.{name} and ray.pools are both set; give each pool its own {name}." for name in given]
+        for name, default in vars(ActorPool()).items():
+            if getattr(ray, name) != default:
+                lines.append(f"ray.{name} and ray.pools are both set; give each pool its own {name}.")
+
     for number, pool in enumerate(ray.actor_pools):
         if pool.actors is not None and pool.max_actors is not None:
             where = f"ray.pools[{number}]" if ray.pools else "ray"
             lines.append(f"{where}.actors and {where}.max_actors are both set; set one of them.")
-    kinds = {(pool.gpus_per_actor != 0, pool.accelerator) for pool in ray.pools}
-    if len(kinds) > 1 and not ray.mixed_devices:
+
+    devices = {(pool.gpus_per_actor != 0, pool.accelerator) for pool in ray.pools}
+    if len(devices) > 1 and not ray.mixed_devices:
         lines.append(
-            "ray.pools has actors on devices of several types, on which rounding differs, so that results would depend "
-            "on which group met which device; set ray.mixed_devices=true to allow that, or name one type of device."
+            "ray.pools has actors on devices of several types, which round differently, so results would depend on "
+            "which group runs on which device; set ray.mixed_devices=true to allow that, or name one type of device."
         )
     return lines
 
 
 def training_mistakes(training: TrainingSettings, rounds: int) -> list[str]:
-    """A sentence for every contradiction."""
+    """Return a sentence for every contradiction."""
     lines = []
     if training.schedule == "step" and not training.milestones:
         lines.append(
@@ -130,7 +148,7 @@ def training_mistakes(training: TrainingSettings, rounds: int) -> list[str]:
 
 
 def privacy_mistakes(privacy: PrivacySettings, failures: FailureSettings) -> list[str]:
-    """A sentence for every contradiction."""
+    """Return a sentence for every contradiction."""
     lines = []
     if privacy.noise and privacy.clip == inf:
         lines.append(
@@ -145,23 +163,30 @@ def privacy_mistakes(privacy: PrivacySettings, failures: FailureSettings) -> lis
 
 
 def evaluation_mistakes(evaluation: EvaluationSettings, objective: Objective | None) -> list[str]:
-    """A sentence for every contradiction, as far as is known before the data is read."""
+    """Return a sentence for every contradiction that is known before the data are read."""
     lines = [*mistakes(evaluation.protocols), *mask_mistakes(evaluation.masks, evaluation.protocols)]
+
     names = [metric.name for metric in evaluation.metrics]
-    lines += [f"evaluation.metrics has a metric without a name: {one!r}." for one in names if not one]
-    taken = () if objective is None else Measures(objective).columns
-    lines += [
-        f"evaluation.metrics has {name!r}, which models are judged by already; leave it out."
-        for i, name in enumerate(names)
-        if name in taken or name in names[:i]
-    ]
+    for name in names:
+        if not name:
+            lines.append(f"evaluation.metrics has a metric without a name: {name!r}.")
+    columns = () if objective is None else Measures(objective).columns
+    for i, name in enumerate(names):
+        if name in columns or name in names[:i]:
+            lines.append(f"evaluation.metrics has {name!r}, which models are judged by already; leave it out.")
+
     known = aggregates(objective, evaluation.metrics)
-    if (metric := evaluation.metric) is not None and metric not in known:
+    metric = evaluation.metric
+    if metric is not None and metric not in known:
         lines.append(f"evaluation.metric is {metric!r}, which is no metric; {did_you_mean(metric, known)}")
     return lines
 
 
 def aggregates(objective: Objective | None, metrics: tuple[Metric, ...]) -> set[str]:
-    """The aggregates that a summary may have; of any objective where the data will decide it."""
-    objectives = [OBJECTIVES.get(name)() for name in OBJECTIVES] if objective is None else [objective]
-    return {name for one in objectives for name in Measures(one, metrics).aggregates}
+    """Return the aggregates that a summary may have; those of all objectives if the data decide on it."""
+    if objective is not None:
+        return set(Measures(objective, metrics).aggregates)
+    names: set[str] = set()
+    for name in OBJECTIVES:
+        names |= set(Measures(OBJECTIVES.get(name)(), metrics).aggregates)
+    return names

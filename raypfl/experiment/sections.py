@@ -1,4 +1,4 @@
-"""The sections of a description: what declares their settings, and where their components are registered."""
+"""The sections of an experiment: the dataclasses of their settings, and the registries of their components."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECTIONS: dict[str, type] = {
     "failures": FailureSettings,
     "privacy": PrivacySettings,
 }
-"""The sections with settings of their own."""
+"""Section -> dataclass of its settings."""
 
 COMPONENTS: dict[tuple[str, ...], tuple[Registry, str]] = {
     ("data",): (DATASETS, DataConfig.name),
@@ -36,4 +36,4 @@ COMPONENTS: dict[tuple[str, ...], tuple[Registry, str]] = {
     ("model",): (MODELS, ModelSettings.name),
     ("training", "optimizer"): (OPTIMIZERS, "sgd"),
 }
-"""The sections that name a component, its registry and the default."""
+"""Section that names a component -> its registry and default."""

@@ -1,4 +1,4 @@
-"""Sections of a description that no room below reads: model, Ray, checkpoints, tracking."""
+"""Settings of the sections model, ray, checkpoint and tracking, which the rooms above this one do not read."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ class ModelSettings:
     options: dict[str, Any] = field(default_factory=dict)
 
     def needed_pools(self) -> tuple[str, ...]:
-        """The pool on which the network is pretrained, if it is: weights that are given take precedence."""
-        return () if self.pretrain is None or self.weights is not None else (self.pretrain,)
+        """Return the pool for pretraining, if there is any: with `weights`, no pretraining takes place."""
+        if self.pretrain is None or self.weights is not None:
+            return ()
+        return (self.pretrain,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +102,17 @@ class RaySettings(ActorPool):
 
     @property
     def actor_pools(self) -> tuple[ActorPool, ...]:
-        """The client actors by kind."""
+        """The kinds of client actors."""
         return self.pools or (self,)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether client actors have a GPU, or a share of one."""
+        """Whether any client actor reserves a GPU, or a share of one."""
         return any(pool.gpus_per_actor != 0 for pool in self.actor_pools)
 
     @property
     def gpus(self) -> float:
-        """The most that a client actor has; 0 where that is still to be measured."""
+        """The largest number of GPUs per client actor; 0 stands for ``auto``, which is measured before the run."""
         return max(0.0 if pool.gpus_per_actor == "auto" else pool.gpus_per_actor for pool in self.actor_pools)
 
 

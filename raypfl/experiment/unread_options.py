@@ -1,4 +1,4 @@
-"""Which options of a method its code never reads, by the names that occur in the functions that a run can reach."""
+"""Options that a method declares but never reads, found by the names in the functions that a run can reach."""
 
 from __future__ import annotations
 
@@ -13,31 +13,36 @@ from typing import Any
 from raypfl.methods import Method
 
 _CHECKS = {"__post_init__", "check"}
-"""Functions that only judge the options: to read one there gives it no effect."""
+"""Functions that only check options: an option read there alone has no effect."""
 
 _BY_ANY_NAME = {"getattr", "vars", "asdict", "astuple", "fields", "__dict__", "replace"}
-"""What may read an option whose name does not occur."""
+"""Names by which code may read an option without its name."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 @lru_cache(maxsize=512)
 def unread_options(method: Any) -> frozenset[str]:
-    """The options of a method's class that no function reads which a run can reach; none if that is not sure.
+    """Return the options of a method's class that no function in reach of a run reads; none if that is uncertain.
 
-    A function counts as reached if its name occurs in one that is: a function of the class, of one of its bases where
-    ``super()`` is called, or of a module. So an option that is returned here is never read under its name, while one
-    that is not may still have no effect.
+    A function is in reach if its name occurs in another one in reach: functions of the class, of its bases if
+    ``super()`` is called, and of modules. So an option returned here is certainly never read under its name, but one
+    that is not returned may have no effect either.
     """
     options = {field.name for field in dataclasses.fields(method)}
     names = _names_reached(method)
-    return frozenset() if names & _BY_ANY_NAME else frozenset(options - names)
+    if names & _BY_ANY_NAME:
+        return frozenset()
+    return frozenset(options - names)
 
 
 def _names_reached(method: type) -> set[str]:
-    """All names that occur in the functions that a run of a method can reach."""
-    entries = {name for name in vars(Method) if not name.startswith("__")} - _CHECKS
-    waiting = [code for name in entries for code in _resolved(method, name)]
+    """Return all names that occur in the functions that a run of a method can reach."""
+    hooks = {name for name in vars(Method) if not name.startswith("__")} - _CHECKS
+    waiting: list[FunctionType] = []
+    for name in hooks:
+        waiting += _resolved(method, name)
+
     reached: set[str] = set()
     visited = set()
     while waiting:
@@ -45,6 +50,7 @@ def _names_reached(method: type) -> set[str]:
         if function in visited:
             continue
         visited.add(function)
+
         names = set(_names(function.__code__))
         reached |= names
         for name in names - _CHECKS:
@@ -54,7 +60,7 @@ def _names_reached(method: type) -> set[str]:
 
 
 def _resolved(method: type, name: str) -> Iterator[FunctionType]:
-    """The function ``self.name``, and those of bases that it may call by ``super()``."""
+    """Yield the function ``self.name``, and those of base classes that it may call by ``super()``."""
     for owner in method.__mro__:
         if owner is object or name not in vars(owner):
             continue
@@ -65,24 +71,25 @@ def _resolved(method: type, name: str) -> Iterator[FunctionType]:
 
 
 def _global(function: FunctionType, name: str) -> Iterator[FunctionType]:
-    """The function, or the functions of the class, that a name means in the module of `function`."""
+    """Yield the function, or the functions of the class, to which a name refers in the module of `function`."""
     value = function.__globals__.get(name)
     if hasattr(builtins, name) or value is None:
         return
-    inside = vars(value).values() if isinstance(value, type) else [value]
-    for item in inside:
-        yield from filter(_may_read, _functions(item))
+    candidates = vars(value).values() if isinstance(value, type) else [value]
+    for candidate in candidates:
+        yield from filter(_may_read, _functions(candidate))
 
 
 def _may_read(function: FunctionType) -> bool:
-    """Whether a function may read options of a method that it is handed: of raypfl, only what is in the same room."""
-    room = (*function.__module__.split("."), "", "")[:2]
-    is_another_room = room[0] == "raypfl" and room[1] != "methods"
-    return not is_another_room and not function.__code__.co_filename.startswith(_LIBRARIES)
+    """Whether a function may read options of a method: not in libraries, and in raypfl only among the methods."""
+    package, room = (*function.__module__.split("."), "", "")[:2]
+    is_another_room = package == "raypfl" and room != "methods"
+    is_library = function.__code__.co_filename.startswith(_LIBRARIES)
+    return not is_another_room and not is_library
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """The Python functions in what a class or module has under a name."""
+    """Yield the Python function behind an attribute of a class or module: a property, partial, wrapper, ..."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, cached_property):
@@ -97,12 +104,13 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names and texts that occur in a function and in those that it defines."""
+    """Yield the names and texts that occur in a function and in the functions that it defines."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
-        elif isinstance(constant, tuple):  # the attributes in `case Mine(lam=value)`
+        elif isinstance(constant, tuple):
+            # The attributes in `case Mine(lam=value)`.
             yield from (item for item in constant if isinstance(item, str))
         elif isinstance(constant, CodeType):
             yield from _names(constant)

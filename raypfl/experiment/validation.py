@@ -1,9 +1,9 @@
-"""The errors that pydantic found, as sentences with dotted paths."""
+"""Mistakes found by pydantic, as sentences with dotted paths."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from textwrap import indent
 from types import UnionType
@@ -27,7 +27,7 @@ _EXPECTED = {
 
 
 class Mistakes(ValueError):
-    """Several mistakes in one value, a sentence each, which pydantic reports with all others."""
+    """Several mistakes in one value, a sentence for each; pydantic reports them with all others."""
 
     def __init__(self, lines: Sequence[str]):
         super().__init__("\n".join(lines))
@@ -35,62 +35,93 @@ class Mistakes(ValueError):
 
 
 def validation_mistakes(error: ValidationError, unknown: Callable[[KeyPath], str], prefix: KeyPath = ()) -> list[str]:
-    """One sentence for each mistake.
+    """Return a sentence for each mistake.
 
     Parameters
     ----------
-    unknown : what to say after the path of an unknown key: ``"is not an option of ditto; did you mean 'lam'?"``.
+    unknown : text that follows the path of an unknown key: ``"is not an option of ditto; did you mean 'lam'?"``.
     prefix : path of the value that was validated.
     """
-    return [line for detail in error.errors() for line in _sentence(detail, unknown, prefix)]
+    lines = []
+    for detail in error.errors():
+        lines += _sentences(detail, unknown, prefix)
+    return lines
 
 
 def one_message(lines: list[str], subject: str) -> str:
-    """A single sentence unchanged, several as a list; a traceback is below its sentence."""
+    """Return a single sentence unchanged and several as a list; a traceback stays below its sentence."""
     if len(lines) == 1:
         return lines[0]
-    return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *(indent(line, "    ").lstrip() for line in lines)])
+    items = [indent(line, "    ").lstrip() for line in lines]
+    return "\n  - ".join([f"{subject} has {len(lines)} mistakes:", *items])
 
 
 def boolean_mistakes(hint: Any, value: Any, where: str) -> list[str]:
-    """A sentence for each true or false in place of a number, for which pydantic would take 1 or 0.
+    """Return a sentence for each true or false in place of a number, which pydantic would read as 1 or 0.
 
     Parameters
     ----------
-    hint : the declared type of `value`. where : its dotted path.
+    hint : the declared type of `value`.
+    where : the dotted path of `value`.
     """
-    kinds = _alternatives(hint)
+    allowed_types = _alternatives(hint)
     if isinstance(value, bool):
-        expected = [said for kind, said in ((float, "a number"), (int, "a whole number")) if kind in kinds]
-        return [f"{where} is {value}; it must be {expected[0]}."] if expected and bool not in kinds else []
-    inside: list[tuple[Any, Any, str]] = []
-    for kind in kinds:
-        arguments = get_args(kind)
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            inside += [(_hints(kind).get(key), inner, f"{where}.{key}") for key, inner in value.items()]
-        elif get_origin(kind) is dict and isinstance(value, dict):
-            inside += [(arguments[1], inner, f"{where}.{key}") for key, inner in value.items()]
-        elif arguments and get_origin(kind) is not dict and isinstance(value, list | tuple):
-            inside += [(arguments[0], inner, f"{where}[{i}]") for i, inner in enumerate(value)]
-    return [line for part in inside for line in boolean_mistakes(*part)]
+        if bool in allowed_types:
+            return []
+        if float in allowed_types:
+            return [f"{where} is {value}; it must be a number."]
+        if int in allowed_types:
+            return [f"{where} is {value}; it must be a whole number."]
+        return []
+
+    lines = []
+    for inner_hint, inner_value, inner_where in _parts(allowed_types, value, where):
+        lines += boolean_mistakes(inner_hint, inner_value, inner_where)
+    return lines
+
+
+def _parts(allowed_types: Sequence[Any], value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield declared type, value and dotted path of each part of a dataclass, mapping or list."""
+    for allowed in allowed_types:
+        arguments = get_args(allowed)
+        if isinstance(allowed, type) and dataclasses.is_dataclass(allowed) and isinstance(value, dict):
+            for key, inner in value.items():
+                yield _hints(allowed).get(key), inner, f"{where}.{key}"
+        elif get_origin(allowed) is dict and isinstance(value, dict):
+            for key, inner in value.items():
+                yield arguments[1], inner, f"{where}.{key}"
+        elif arguments and get_origin(allowed) is not dict and isinstance(value, list | tuple):
+            for i, inner in enumerate(value):
+                yield arguments[0], inner, f"{where}[{i}]"
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types that a union allows, or the only one."""
+    """Return the types that a union allows, or the only type."""
     if get_origin(hint) is Annotated:
         return _alternatives(get_args(hint)[0])
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        return get_args(hint)
+    return (hint,)
 
 
 @lru_cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _hints(section: type) -> dict[str, Any]:
+    return get_type_hints(section)
 
 
-def _sentence(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) -> list[str]:
-    kind, path = detail["type"], (*prefix, *detail["loc"])
-    # ("training", "milestones", 0) is training.milestones[0].
-    dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+def _dotted(path: KeyPath) -> str:
+    """Write ``("training", "milestones", 0)`` as ``training.milestones[0]``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def _sentences(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) -> list[str]:
+    kind = detail["type"]
+    path = (*prefix, *detail["loc"])
+    dotted = _dotted(path)
+
     if kind == "value_error":
         raised = detail["ctx"]["error"]
         return raised.lines if isinstance(raised, Mistakes) else [str(raised)]
@@ -98,6 +129,7 @@ def _sentence(detail: Any, unknown: Callable[[KeyPath], str], prefix: KeyPath) -
         return [f"{dotted} {unknown(path)}"]
     if kind in {"missing", "missing_argument"}:
         return [f"{dotted} is needed and has no default."]
+
     expected = _expected(detail)
     if expected == "a list" and isinstance(detail["input"], str):
         expected = f"a list, such as [{detail['input']}]"

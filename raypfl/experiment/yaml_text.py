@@ -1,4 +1,4 @@
-"""YAML, in which ``1e-3`` is a number and a key that is given twice is an error."""
+"""YAML in which ``1e-3`` is a number and a repeated key is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from raypfl.common.errors import ConfigError
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark)
             seen.add(key.value)
@@ -36,11 +38,11 @@ _Dumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(_L
 
 
 def parse(text: str, where: str) -> Any:
-    """The value that YAML `text` describes.
+    """Parse a YAML text; `where` names the text in messages.
 
     Raises
     ------
-    ConfigError : if it is not valid YAML, or gives a key twice; `where` names the text in the message.
+    ConfigError : if the text is not valid YAML, or repeats a key.
     """
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
@@ -54,24 +56,32 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{where} is not valid YAML: it is nested too deeply.") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:  # as PyYAML does for 2001-99-99 or !!int x
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        # PyYAML lets these through, for 2001-99-99 or !!int x.
         raise ConfigError(f"{where} is not valid YAML: a value is not of the type it looks like ({error}).") from None
 
 
-def _refuse_cycles(value: Any, inside: tuple[Any, ...] = ()) -> None:
-    """Raise a ValueError for a list or mapping that holds itself, as YAML can say: ``&a [*a]``."""
+def _refuse_cycles(value: Any, containers: tuple[Any, ...] = ()) -> None:
+    """Raise a ValueError for a list or mapping that contains itself, as YAML allows: ``&a [*a]``."""
     if not isinstance(value, list | dict):
         return
-    if any(value is container for container in inside):
-        raise ValueError("a list or mapping holds itself")
-    for part in value.values() if isinstance(value, dict) else value:
-        _refuse_cycles(part, (*inside, value))
+    if any(value is container for container in containers):
+        raise ValueError("a list or mapping contains itself")
+    parts = value.values() if isinstance(value, dict) else value
+    for part in parts:
+        _refuse_cycles(part, (*containers, value))
 
 
 def read(source: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file (a Path, or one line that ends in ``.yaml`` or ``.yml``) or in YAML text."""
+    """Read the mapping in a YAML file (a Path, or one line that ends in ``.yaml`` or ``.yml``) or in YAML text."""
     is_file = isinstance(source, Path) or ("\n" not in source and source.endswith((".yaml", ".yml")))
-    text, where = (_text(Path(source)), str(source)) if is_file else (str(source), "The experiment's text")
+    if is_file:
+        where = str(source)
+        text = _text(Path(source))
+    else:
+        where = "The experiment's text"
+        text = str(source)
+
     values = parse(text, where)
     if values is None and not is_file:
         return {}
@@ -83,7 +93,7 @@ def read(source: str | Path) -> dict[str, Any]:
 
 
 def write(values: dict[str, Any]) -> str:
-    """YAML text, one setting a line."""
+    """Return YAML text, one setting per line."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

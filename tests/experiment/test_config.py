@@ -423,5 +423,5 @@ def test_a_recipe_that_does_not_exist_is_told_with_the_nearest():
 
 
 def test_a_list_that_holds_itself_is_refused():
-    with pytest.raises(ConfigError, match=r"not valid YAML: .*holds itself"):
+    with pytest.raises(ConfigError, match=r"not valid YAML: .*contains itself"):
         experiments({}, ["ray.mixed_devices=&a [*a]"])

@@ -1,4 +1,4 @@
-"""Experiments that come with the package, by name."""
+"""Recipes: experiments that come with the package, by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ RECIPES = Packaged(__name__, "recipe")
 
 
 def settings_of(recipe: str) -> dict[str, Any]:
-    """The settings of a recipe, by its name, or of a file ending in ``.yaml`` or ``.yml``, whose name is the file's."""
-    from raypfl.experiment.yaml_text import read  # late: a list of recipes needs no YAML
+    """Read the settings of a recipe by its name, or of a file ending in ``.yaml`` or ``.yml``, named after the file."""
+    # A list of recipes needs no YAML.
+    from raypfl.experiment.yaml_text import read
 
     if not recipe.endswith((".yaml", ".yml")):
         return read(RECIPES.text(recipe))
