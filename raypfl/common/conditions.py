@@ -1,7 +1,7 @@
 """The condition under which a setting has an effect, which it names where it is declared.
 
 ``clip: Annotated[float, needs("noise")] = 1.0`` has no effect while ``noise`` is null. A description that sets it then
-is refused; see :mod:`raypfl.experiment.effects`.
+is refused; see :mod:`raypfl.experiment.checks.effects`.
 """
 
 from __future__ import annotations

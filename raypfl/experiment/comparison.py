@@ -9,10 +9,10 @@ from typing import Any
 
 from raypfl.common.errors import ConfigError
 from raypfl.experiment.assignments import parse_assignments
+from raypfl.experiment.checks.effects import assign_all, require_effect
+from raypfl.experiment.checks.validation import one_message
 from raypfl.experiment.components import unknown_option
-from raypfl.experiment.effects import assign_all, require_effect
 from raypfl.experiment.experiment import Experiment
-from raypfl.experiment.validation import one_message
 from raypfl.experiment.yaml_text import read
 
 _PER_METHOD = ("training", "model", "cohort", "rounds")

@@ -16,8 +16,8 @@ from raypfl.common.component import undefined
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.registry import Registry
 from raypfl.data import PARTITIONS, Partition
-from raypfl.experiment.hints import suggestion
-from raypfl.experiment.validation import Mistakes, boolean_mistakes, validation_mistakes
+from raypfl.experiment.checks.hints import suggestion
+from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, validation_mistakes
 from raypfl.learning.augmentation import AUGMENTATIONS, Augmentation
 from raypfl.learning.objectives import METRICS, OBJECTIVES, Metric, Objective
 from raypfl.learning.optimizers import OPTIMIZERS, LocalOptimizer

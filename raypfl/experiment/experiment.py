@@ -30,6 +30,17 @@ from raypfl.data.datasets.population import is_described
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.assignments import parse_assignments
+from raypfl.experiment.checks.effects import assign_all, drop_idle, paths_set_in, refused_settings, require_effect
+from raypfl.experiment.checks.hints import suggestion
+from raypfl.experiment.checks.limits import (
+    cohort_mistakes,
+    evaluation_mistakes,
+    outside_limits,
+    privacy_mistakes,
+    ray_mistakes,
+    training_mistakes,
+)
+from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
 from raypfl.experiment.components import (
     GIVEN_BY_ENGINE,
     build,
@@ -39,18 +50,7 @@ from raypfl.experiment.components import (
     name_and_options,
     options_of,
 )
-from raypfl.experiment.effects import assign_all, drop_idle, paths_set_in, refused_settings, require_effect
-from raypfl.experiment.hints import suggestion
-from raypfl.experiment.limits import (
-    cohort_mistakes,
-    evaluation_mistakes,
-    outside_limits,
-    privacy_mistakes,
-    ray_mistakes,
-    training_mistakes,
-)
 from raypfl.experiment.settings import CheckpointSettings, ModelSettings, RaySettings, TrackingSettings
-from raypfl.experiment.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read, write
 from raypfl.federation.settings import CohortSettings, EngineSettings, FailureSettings
 from raypfl.learning.objectives import Classification, Metric, Objective

@@ -14,9 +14,9 @@ from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.evaluation.masking import with_masks
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, flatten, parse_assignments
-from raypfl.experiment.effects import drop_idle, paths_set_in
+from raypfl.experiment.checks.effects import drop_idle, paths_set_in
+from raypfl.experiment.checks.limits import aggregates
 from raypfl.experiment.identity import deciding_settings
-from raypfl.experiment.limits import aggregates
 from raypfl.studies.description import Study, Variation, is_source, merged, plain_label
 
 _STATED = re.compile(r"\{([^{}]+) ([\w.]+)\}")

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.experiment.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
+from raypfl.experiment.checks.validation import Mistakes, boolean_mistakes, one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read
 from raypfl.studies import STUDIES
 

@@ -15,7 +15,7 @@ from raypfl import Cohort, Experiment
 from raypfl.common.errors import ConfigError
 from raypfl.experiment import experiments
 from raypfl.experiment.assignments import assign, parse_assignments
-from raypfl.experiment.unread_options import unread_options
+from raypfl.experiment.checks.unread_options import unread_options
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.methods import METHODS, FedAvg
 

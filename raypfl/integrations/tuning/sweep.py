@@ -13,10 +13,10 @@ from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.evaluation.masking import mask_of, unmasked_name
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.assignments import assign, parse_assignments
+from raypfl.experiment.checks.effects import assign_all, require_effect
+from raypfl.experiment.checks.validation import one_message, validation_mistakes
 from raypfl.experiment.comparison import setting_paths
-from raypfl.experiment.effects import assign_all, require_effect
 from raypfl.experiment.recipes import settings_of
-from raypfl.experiment.validation import one_message, validation_mistakes
 from raypfl.experiment.yaml_text import read
 from raypfl.integrations.tuning.spaces import KINDS, Space, chosen, placed, spaces_of
 

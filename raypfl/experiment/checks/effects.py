@@ -23,9 +23,9 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.registry import Registry
 from raypfl.data import Partition
 from raypfl.experiment.assignments import assign
+from raypfl.experiment.checks.unread_options import unread_options
+from raypfl.experiment.checks.validation import one_message
 from raypfl.experiment.sections import COMPONENTS, SECTIONS
-from raypfl.experiment.unread_options import unread_options
-from raypfl.experiment.validation import one_message
 from raypfl.methods import Method
 
 SettingPath = tuple[str, ...]

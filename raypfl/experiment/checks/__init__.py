@@ -1,0 +1,1 @@
+"""Checks of a description: types, ranges, contradictions, and settings without effect."""
