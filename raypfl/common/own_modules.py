@@ -1,4 +1,8 @@
-"""The files of the user's own modules, which are installed nowhere and must go wherever an experiment goes."""
+"""The files of the user's own modules, which are installed nowhere and must go wherever an experiment goes.
+
+Ray's runtime environment sends a module that is named to it, but does not find which ones an experiment names or what
+these import, and sends all of a folder.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,13 @@ _LEFT_OUT = {"__pycache__", "mlruns", "mlartifacts", "node_modules"}
 
 
 def named_in(values: Iterable[object]) -> list[str]:
-    """The modules that values of a description name, as in ``my_methods:Mine``."""
-    found = (_ENTRY.fullmatch(value.strip()) for value in values if isinstance(value, str))
-    return list(dict.fromkeys(one[1] for one in found if one))
+    """Return the modules that values of a description name, as in ``my_methods:Mine``."""
+    matches = (_ENTRY.fullmatch(value.strip()) for value in values if isinstance(value, str))
+    return list(dict.fromkeys(match[1] for match in matches if match))
 
 
 def own_files(modules: Iterable[str]) -> dict[str, Path]:
-    """The files of these modules and of all that they import, except for what is installed, by their paths.
+    """Return the files of these modules and of all that they import, except for what is installed, by their paths.
 
     Paths are relative to the folder that Python finds a module in. Environments, folders of runs, caches and what is
     hidden are left out.
@@ -35,18 +39,22 @@ def own_files(modules: Iterable[str]) -> dict[str, Path]:
     ------
     ConfigError : if a link leads out of that folder.
     """
-    waiting, known, found = [_top(module) for module in modules], set[str](), dict[str, Path]()
+    waiting = [_top(module) for module in modules]
+    visited: set[str] = set()
+    own: dict[str, Path] = {}
     while waiting:
         name = waiting.pop()
-        if name in known:
+        if name in visited:
             continue
-        known.add(name)
-        if path := _location(name):
+        visited.add(name)
+
+        path = _location(name)
+        if path is not None:
             files = _files_of(path)
-            found |= files
+            own |= files
             for file in files.values():
                 waiting += _imported(file)
-    return found
+    return own
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
@@ -58,6 +66,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
 
 
 def _files_of(path: Path) -> dict[str, Path]:
+    """Return the files of a module, which is a file or a folder, by their paths from the folder that it is in."""
     root = path.parent.resolve()
     _refuse_leading_out(path, root)
     if path.is_file():
@@ -68,10 +77,10 @@ def _files_of(path: Path) -> dict[str, Path]:
 def _walk(folder: Path, root: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not _is_left_out(Path(parent, name))]
-        kept = [name for name in files if not name.startswith(".") and not name.endswith(".pyc")]
-        for name in [*folders, *kept]:
+        names = [name for name in files if not name.startswith(".") and not name.endswith(".pyc")]
+        for name in [*folders, *names]:
             _refuse_leading_out(Path(parent, name), root)
-        yield from (Path(parent, name) for name in kept)
+        yield from (Path(parent, name) for name in names)
 
 
 def _is_left_out(folder: Path) -> bool:
@@ -89,22 +98,27 @@ def _refuse_leading_out(path: Path, root: Path) -> None:
 
 
 def _location(name: str) -> Path | None:
-    """The file or folder of a module; None if it is installed, part of Python, or not there."""
+    """Return the file or folder of a module; None if it is installed, part of Python, or missing."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
     if spec is None or name == "raypfl":
         return None
+
     folders = list(spec.submodule_search_locations or ())
-    place = folders[0] if folders else spec.origin if spec.has_location else None
-    if place is None or _INSTALLED & {*Path(place).parts} or Path(place).is_relative_to(sysconfig.get_path("stdlib")):
+    if folders:
+        path = Path(folders[0])
+    elif spec.has_location and spec.origin:
+        path = Path(spec.origin)
+    else:
         return None
-    return Path(place)
+    is_installed = bool(_INSTALLED & set(path.parts)) or path.is_relative_to(sysconfig.get_path("stdlib"))
+    return None if is_installed else path
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The modules that a Python file imports, anywhere in it."""
+    """Yield the modules that a Python file imports, anywhere in it."""
     if file.suffix != ".py":
         return
     with suppress(SyntaxError, UnicodeDecodeError):

@@ -15,31 +15,39 @@ from raypfl.engine.backends.cluster import token_error
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""Where an address may be set, in addition to ``--address``. Ray lets both win over an address that is given."""
-_TALKATIVE = ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging")
+_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Environment variables that may have an address, beside ``--address``. In Ray both win over an address argument."""
+
+_TALKATIVE_LOGGERS = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+)
 
 
 def client(address: str | None) -> JobSubmissionClient:
-    """A client of the cluster at an address, of its dashboard (``http://HEAD:8265``) or of its head (``HEAD:6379``).
+    """Return a client of the job server of a cluster.
 
     Parameters
     ----------
-    address : None: ``$RAY_API_SERVER_ADDRESS``, else ``$RAY_ADDRESS``.
+    address : the address of the cluster's dashboard (``http://HEAD:8265``) or head (``HEAD:6379``); None:
+        ``$RAY_API_SERVER_ADDRESS``, else ``$RAY_ADDRESS``.
 
     Raises
     ------
     ConfigError : if no address is named, no job server answers there, or it refuses the token.
     """
-    address = address or next((os.environ[name] for name in _ADDRESSES if os.environ.get(name)), None)
+    address = address or next((os.environ[name] for name in _ADDRESS_VARIABLES if os.environ.get(name)), None)
     if address is None:
         raise ConfigError("No cluster is named: give --address http://HEAD:8265, or set RAY_ADDRESS.")
+
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # with an explicit address, Ray does not switch it on by itself
     from ray.job_submission import JobSubmissionClient
 
-    for name in _TALKATIVE:
-        logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)
-    hidden = {name: os.environ.pop(name) for name in _ADDRESSES if name in os.environ}
+    for name in _TALKATIVE_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    hidden = {name: os.environ.pop(name) for name in _ADDRESS_VARIABLES if name in os.environ}
     try:
         with sentences(address):
             return JobSubmissionClient(address)
@@ -49,7 +57,7 @@ def client(address: str | None) -> JobSubmissionClient:
 
 @contextmanager
 def sentences(address: str = "") -> Iterator[None]:
-    """Within: errors of the job server are errors of raypfl's."""
+    """While active, errors of Ray's job server become errors of raypfl's, each a sentence."""
     import ray
     import requests
 
@@ -71,9 +79,11 @@ def sentences(address: str = "") -> Iterator[None]:
 
 
 class Unreachable(ConfigError):
-    """The job server does not answer.
+    """Error for a job server that does not answer.
 
-    `refused` : whether its machine does, and says that nothing listens at the port.
+    Attributes
+    ----------
+    refused : whether the server's machine answers, and says that nothing listens at the port.
     """
 
     def __init__(self, message: str, refused: bool = False):
@@ -82,7 +92,7 @@ class Unreachable(ConfigError):
 
 
 def _reason(error: BaseException) -> str:
-    """The last line of a server's traceback, or the first of its text."""
+    """Return the last line of a server's traceback, or the first line of any other text."""
     text = re.sub(r"^Request failed with status code \d+: ", "", str(error).strip())
     lines = text.splitlines() or [type(error).__name__]
     return lines[-1] if "Traceback" in text else lines[0]

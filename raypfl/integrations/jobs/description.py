@@ -1,4 +1,4 @@
-"""What a job is about: the words after `raypfl submit`, the files that they name, and the paths in those."""
+"""The description of a job: the words after `raypfl submit`, the files that they name, and the paths in those."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from raypfl.models.weights import is_file
 from raypfl.studies.cells import plan, select
 from raypfl.studies.description import load as load_study
 
-_PATH = re.compile(
+_PATH_SETTING = re.compile(
     r"(?:^|\.)(data(?:\.pools\.[^.]+)?\.root|datasets\.[^.]+(?:\.root)?|data\.cache|model\.weights|checkpoint\.location|tracking\.uri)"
     r"(?:\.choice|\.grid)?$"
 )
+"""The keys of settings that are paths, in an experiment, a study or a sweep."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ class Description:
 
     Attributes
     ----------
-    name : of the recipe, study or sweep. output : the folder for results.
-    files : the YAML files that it is read from, as they are named. values : what is in them, unchanged.
+    name : the name of the recipe, study or sweep.
+    output : the folder for results.
+    files : the YAML files that it is read from, as the user named them.
+    values : the content of these files, unchanged.
     changes : ``dotted.key=value`` assignments.
     """
 
@@ -44,23 +47,27 @@ class Description:
 
     @classmethod
     def of_run(cls, recipe: str, changes: Sequence[str]) -> Description:
-        """Of the words of `raypfl run`."""
+        """Return the description for the words of `raypfl run`."""
         first = experiments(settings_of(recipe), changes)[0]
         return cls(first.name, first.output, *_read([recipe]), changes)
 
     @classmethod
     def of_study(cls, source: str, only: Sequence[str], changes: Sequence[str]) -> Description:
-        """Of the words of `raypfl study`."""
+        """Return the description for the words of `raypfl study`."""
         study, _ = load_study(source)
         cells = plan(select(study, only), changes)
+
         sources = [source]
-        while _is_file(sources[-1]) and isinstance(base := read(Path(sources[-1])).get("extends"), str):
+        while _is_file(sources[-1]):
+            base = read(Path(sources[-1])).get("extends")
+            if not isinstance(base, str):
+                break
             sources.append(base)
         return cls(study.name, cells[0].experiment.output, *_read(sources), changes)
 
     @classmethod
     def of_sweep(cls, source: str, changes: Sequence[str]) -> Description:
-        """Of the words of `raypfl tune`."""
+        """Return the description for the words of `raypfl tune`."""
         sweep = load_sweep(source, changes)
         sweep.first()
         return cls(sweep.name, sweep.base.output, *_read([source, sweep.recipe]), changes)
@@ -75,31 +82,35 @@ class Description:
 
         Parameters
         ----------
-        run_dir : the folder of the run, if it is given.
+        run_dir : the folder of the run; None: it is in `output`.
         """
-        lines = [
-            f"{key} is {str(path)!r}. A job's working directory is a folder of Ray's, which is deleted after the job "
-            f"with all results in it: name a folder that outlives the job and that all nodes share, such as {hint}."
-            for key, path, hint in (
-                ("output", self.output, "output=/shared/runs"),
-                ("--run-dir", run_dir, "--run-dir /shared/runs/mine"),
-            )
-            if path is not None and not Path(path).is_absolute()
-        ]
+        mistakes = []
+        for key, folder, example in (
+            ("output", self.output, "output=/shared/runs"),
+            ("--run-dir", run_dir, "--run-dir /shared/runs/mine"),
+        ):
+            if folder is not None and not Path(folder).is_absolute():
+                mistakes.append(
+                    f"{key} is {str(folder)!r}. A job's working directory is a folder of Ray's, which is deleted after "
+                    "the job with all results in it: name a folder that outlives the job and that all nodes share, "
+                    f"such as {example}."
+                )
         for key, path in self._paths():
             if _is_relative(key, path):
-                lines.append(
+                mistakes.append(
                     f"{key} is {path!r}. A job takes along its description and your modules, and no other files: write "
                     "the absolute path that it has on the cluster, or a URI."
                 )
-        if lines:
-            raise ConfigError("\n".join(lines))
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
 
     def _paths(self) -> list[tuple[str, str]]:
-        """The settings that are paths, and their values; an assignment replaces what is in the files."""
-        changed = _paths_in(self._changed())
-        named = [key for key, _ in changed]
-        return changed + [one for values in self.values for one in _paths_in(_leaves(values)) if one[0] not in named]
+        """Return the settings that are paths, and their values; an assignment replaces what is in the files."""
+        paths = _paths_in(self._changed())
+        changed = {key for key, _ in paths}
+        for values in self.values:
+            paths += [(key, path) for key, path in _paths_in(_leaves(values)) if key not in changed]
+        return paths
 
     def _leaves(self) -> Iterator[tuple[str, Any]]:
         for values in self.values:
@@ -107,10 +118,14 @@ class Description:
         yield from self._changed()
 
     def _changed(self) -> list[tuple[str, Any]]:
-        return [leaf for path, value in parse_assignments(self.changes) for leaf in _leaves(value, ".".join(path))]
+        leaves: list[tuple[str, Any]] = []
+        for path, value in parse_assignments(self.changes):
+            leaves += _leaves(value, ".".join(path))
+        return leaves
 
 
 def _read(sources: Iterable[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return those sources that are files, and their contents."""
     files = [source for source in sources if _is_file(source)]
     return files, [read(Path(file)) for file in files]
 
@@ -119,20 +134,25 @@ def _is_file(source: str) -> bool:
     return source.endswith((".yaml", ".yml"))
 
 
-def _leaves(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """All values in nested mappings and lists, with their dotted keys; a list's position is no part of a key."""
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values in nested mappings and lists, with their dotted keys; a list's position is no part of a key."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(inner, f"{above}.{key}" if above else str(key))
+            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _leaves(inner, above)
+            yield from _leaves(inner, prefix)
     else:
-        yield above, value
+        yield prefix, value
 
 
 def _paths_in(leaves: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    return [(found[1], value) for key, value in leaves if isinstance(value, str) and (found := _PATH.search(key))]
+    paths = []
+    for key, value in leaves:
+        match = _PATH_SETTING.search(key)
+        if match and isinstance(value, str):
+            paths.append((match[1], value))
+    return paths
 
 
 def _is_relative(key: str, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Following a job: its log as it is written, however often the stream breaks, and its exit code at the end."""
+"""Follow a job: its log as it is written, however often the stream breaks, and its exit code at the end."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ if TYPE_CHECKING:
 
 POLL = 1.0
 """Seconds between looks at a job whose log has ended."""
+
 SILENCE = 60.0
-"""Seconds without a word after which a log's stream is opened again: a connection may be lost without an end."""
+"""Seconds of silence after which a log's stream is opened again: a connection may be lost without an end."""
+
 PATIENCE = 300.0
 """Seconds to wait for a job server that does not answer."""
+
 REFUSED = 15.0
-"""Seconds to wait if its machine answers that nothing listens there: the head's processes are gone."""
+"""Seconds to wait if the server's machine answers that nothing listens there: the head's processes are gone."""
+
 STOPPED = 130
 """The exit code of a job that was stopped: what a shell expects after Ctrl-C."""
 
-Show = Callable[[str], None]
 
-
-def follow(client: JobSubmissionClient, job: str, show: Show) -> JobDetails:
-    """Show a job's log until it has ended; returns how.
+def follow(client: JobSubmissionClient, job: str, show: Callable[[str], None]) -> JobDetails:
+    """Show a job's log until the job has ended; return its details.
 
     Ray's stream of a log may end while the job runs, and begins from the start when it is opened again.
 
     Parameters
     ----------
-    show : is called with each new piece of the log.
+    show : a function that is called with each new piece of the log.
 
     Raises
     ------
     RaypflError : if the job server does not answer for `PATIENCE` seconds.
     """
-    log = _Log(show)
+    log = _RepeatedLog(show)
     while True:
         _tail(client, job, log)
         details = _details(client, job)
         if details.status.is_terminal():
-            with contextlib.suppress(RaypflError), sentences():  # what a broken stream has not brought
+            with contextlib.suppress(RaypflError), sentences():  # a broken stream may have missed the end
                 log.restart()
                 log.add(client.get_job_logs(job))
             return details
@@ -54,14 +56,14 @@ def follow(client: JobSubmissionClient, job: str, show: Show) -> JobDetails:
 
 
 def wait(client: JobSubmissionClient, job: str) -> JobDetails:
-    """How a job ended, once it has."""
+    """Wait until a job has ended; return its details."""
     while not (details := _details(client, job)).status.is_terminal():
         time.sleep(POLL)
     return details
 
 
 def exit_code(details: JobDetails) -> int:
-    """The exit code of a job's command; 130 if it was stopped, and 128 + N if signal N killed it."""
+    """Return the exit code of a job's command: 130 if it was stopped, and 128 + N if signal N killed it."""
     status = details.status.value
     if status == "STOPPED":
         return STOPPED
@@ -69,25 +71,26 @@ def exit_code(details: JobDetails) -> int:
     return code if code >= 0 else 128 - code
 
 
-class _Log:
-    """Shows what is new in a text that comes from its start again and again."""
+class _RepeatedLog:
+    """A log that is received from its start again and again, and is shown once."""
 
-    def __init__(self, show: Show):
+    def __init__(self, show: Callable[[str], None]):
         self._show = show
-        self._shown = self._received = 0
+        self._length_shown = 0
+        self._length_received = 0  # since the last start
 
     def restart(self) -> None:
-        self._received = 0
+        self._length_received = 0
 
     def add(self, text: str) -> None:
-        new = text[max(0, self._shown - self._received) :]
-        self._received += len(text)
-        self._shown = max(self._shown, self._received)
+        new = text[max(0, self._length_shown - self._length_received) :]
+        self._length_received += len(text)
+        self._length_shown = max(self._length_shown, self._length_received)
         if new:
             self._show(new)
 
 
-def _tail(client: JobSubmissionClient, job: str, log: _Log) -> None:
+def _tail(client: JobSubmissionClient, job: str, log: _RepeatedLog) -> None:
     """Show the log until the stream ends, breaks, or is silent for long."""
     import aiohttp
 
@@ -102,13 +105,14 @@ def _tail(client: JobSubmissionClient, job: str, log: _Log) -> None:
 
 
 def _details(client: JobSubmissionClient, job: str) -> JobDetails:
-    since = time.monotonic()
+    """Return a job's details, as soon as the job server answers."""
+    start = time.monotonic()
     while True:
         try:
             with sentences():
                 return client.get_job_info(job)
         except Unreachable as error:
-            waited = time.monotonic() - since
+            waited = time.monotonic() - start
             if error.refused and waited > REFUSED:
                 raise RaypflError(
                     "The cluster's head has died or was stopped: its machine answers, but nothing listens at the job "

@@ -1,8 +1,12 @@
-"""The files that go with a job: its description, and the user's own modules. Nothing else, and nothing from outside."""
+"""The files that go with a job: its description and the user's own modules, nothing else and nothing from outside.
+
+Ray packs a folder, sends it and puts it on the path of the job's processes (`runtime_env`), but takes all that is in
+it: data and secrets, and what links lead to. So the files are chosen here, and only they are put into that folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from raypfl.common.errors import ConfigError
@@ -13,12 +17,12 @@ LIMIT = 100 * 2**20
 
 
 def collect(files: Iterable[str], modules: Iterable[str]) -> dict[str, Path]:
-    """Where each file of a package is, by its path in the package.
+    """Return the files of a package, by their paths in it.
 
     Parameters
     ----------
     files : YAML files, in the current folder or below it.
-    modules : names of modules; what they import goes along, unless it is installed.
+    modules : names of modules. What they import goes along, unless it is installed.
 
     Raises
     ------
@@ -30,14 +34,15 @@ def collect(files: Iterable[str], modules: Iterable[str]) -> dict[str, Path]:
 
 
 def inside(file: str) -> str:
-    """The path of a file in the package: its path from the current folder."""
-    here, path = Path.cwd().resolve(), Path(file).resolve()
-    if not path.is_relative_to(here):
+    """Return the path of a file in the package, which is its path from the current folder."""
+    folder = Path.cwd().resolve()
+    path = Path(file).resolve()
+    if not path.is_relative_to(folder):
         raise ConfigError(
-            f"{file} is outside the current folder {here}, and a job takes along nothing from outside: change to a "
+            f"{file} is outside the current folder {folder}, and a job takes along nothing from outside: change to a "
             "folder that has all of it."
         )
-    return path.relative_to(here).as_posix()
+    return path.relative_to(folder).as_posix()
 
 
 def _refuse_too_large(package: Mapping[str, Path]) -> None:
@@ -52,8 +57,10 @@ def _refuse_too_large(package: Mapping[str, Path]) -> None:
 
 
 def listed(package: Mapping[str, Path]) -> str:
-    """The files of a package in a few words: ``mine.yaml, my_methods.py (2 files, 3 KiB)``."""
-    names: Sequence[str] = sorted(package)
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    """Return the files of a package in a few words: ``mine.yaml, my_methods.py (2 files, 3 KiB)``."""
+    if not package:
+        return "no files"
+    names = sorted(package)
+    first_names = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     size = sum(path.stat().st_size for path in package.values()) / 2**10
-    return f"{shown} ({len(names)} file{'s' * (len(names) != 1)}, {size:.0f} KiB)" if names else "no files"
+    return f"{first_names} ({len(names)} file{'s' * (len(names) != 1)}, {size:.0f} KiB)"
