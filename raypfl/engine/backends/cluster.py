@@ -63,30 +63,32 @@ def connected(settings: RaySettings, emit: Listener = lambda event: None) -> Ite
         yield ray
         return
     emit(Progress("connecting to Ray" if address else "starting Ray"))
-    with interrupting(), _local(ray, settings.dashboard) if address is None else _attached(ray, address):
+    cluster = _local(ray, settings.dashboard) if address is None else _attached(ray, address)
+    with interrupting(), cluster as dashboard:
         _silence_deaths(ray)
-        if address is None and settings.dashboard:
+        if dashboard:
             token = os.environ.get("RAY_AUTH_TOKEN")
             asks = f" It asks for this token: {token}" if token else ""
-            emit(Progress(f"Ray's dashboard: http://{ray._private.worker.get_dashboard_url()}.{asks}", stays=True))
+            emit(Progress(f"Ray's dashboard: http://{dashboard}.{asks}", stays=True))
         yield ray
 
 
 @contextlib.contextmanager
-def _local(ray: Any, dashboard: bool) -> Iterator[None]:
+def _local(ray: Any, dashboard: bool) -> Iterator[str | None]:
+    """While active, a local cluster runs; gives the address of its dashboard, if it has one."""
     system = FREE_AT_ONCE if dashboard else FREE_AT_ONCE | NO_TASK_EVENTS
     folder = ""
     try:
         with undisturbed(), hangups_ignored(), _without_sigterm_handler(ray):
             folder = tempfile.mkdtemp(prefix="raypfl-", dir="/tmp")  # not $TMPDIR: the paths of sockets must be short
             try:
-                ray.init(include_dashboard=dashboard, _temp_dir=folder, _system_config=system, **QUIET)
+                context = ray.init(include_dashboard=dashboard, _temp_dir=folder, _system_config=system, **QUIET)
             except Exception as error:
                 raise RaypflError(
                     f"Ray could not be started on this machine: {str(error).splitlines()[0]} Try again when it is less "
                     "busy, or run without Ray: engine.backend=inline."
                 ) from error
-        yield
+        yield context.dashboard_url if dashboard else None
     finally:
         with undisturbed():
             ray.shutdown()
@@ -134,6 +136,7 @@ def _knock(address: str) -> None:
 
 def has_died(ray: Any) -> bool:
     """Whether a cluster that this process started is gone. Ray would end the process a minute later, or hang."""
+    # What is public asks the cluster itself, and so hangs with it.
     processes = ray._private.worker._global_node.all_processes
     return any(one.process.poll() is not None for kind in ("gcs_server", "raylet") for one in processes.get(kind, ()))
 
@@ -259,17 +262,24 @@ def _authenticate(local: bool) -> None:
 
 @contextlib.contextmanager
 def _without_sigterm_handler(ray: Any) -> Iterator[None]:
-    """While active, `ray.init` installs no Python handler by which SIGTERM ends this process."""
+    """While active, `ray.init` installs no Python handler by which SIGTERM ends this process.
+
+    It has no option for that, and does so before it starts its processes, which takes seconds. Restoring the handler
+    afterwards is too late: a SIGTERM meanwhile would break the start off, instead of being held back until its end.
+    Blocking the signal is no way either, since Ray's processes would inherit that.
+    """
     utils = ray._private.utils
-    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        utils.set_sigterm_handler = theirs
+        utils.set_sigterm_handler = set_handler
 
 
 def _silence_deaths(ray: Any) -> None:
-    # Whatever its log settings, Ray prints a paragraph for every process that dies. The run says it in a sentence.
+    # Whatever its log settings, Ray prints a paragraph for every process that dies: `log_to_driver=False` does not
+    # reach its thread for errors, which nothing public turns off. The run says it in a sentence.
     worker = ray._private.worker
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda *args, **kwargs: None
