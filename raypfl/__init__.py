@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raypfl.experiment import Experiment as Experiment
     from raypfl.federation.cohort import Cohort as Cohort
     from raypfl.integrations.tracking.listener import MLflowListener as MLflowListener
-    from raypfl.integrations.tuning.outcome import tune as tune
+    from raypfl.integrations.tuning.result import tune as tune
     from raypfl.learning import augmentation as augmentation
     from raypfl.learning import objectives as objectives
     from raypfl.learning import optimizers as optimizers
@@ -66,7 +66,7 @@ _HOMES = {
     "run": "raypfl.api",
     "session": "raypfl.runs.driver",
     "trained_models": "raypfl.api",
-    "tune": "raypfl.integrations.tuning.outcome",
+    "tune": "raypfl.integrations.tuning.result",
 }
 
 _MODULES = {

@@ -18,8 +18,8 @@ from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.engine.events import Event
 from raypfl.integrations.tracking.connection import is_recorded
 from raypfl.integrations.tracking.listener import MLflowListener
-from raypfl.integrations.tuning.outcome import BEST, Outcome, tune
-from raypfl.integrations.tuning.search import Hear
+from raypfl.integrations.tuning.result import BEST, SweepResult, tune
+from raypfl.integrations.tuning.search import TrialListener
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, finished_runs
 from raypfl.results.display.console import warner
@@ -73,7 +73,7 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
         raise RaypflError("\n".join(["No trial of the sweep was evaluated.", *errors]))
 
 
-def _searched(sweep: Sweep, progress: Console, quiet: bool, hear: Hear) -> Outcome:
+def _searched(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener) -> SweepResult:
     if quiet or not progress.is_terminal:
         return tune(sweep, hear=hear, show=_lines(progress, quiet))
     with Live(console=progress, refresh_per_second=4) as live:
@@ -84,10 +84,10 @@ def _searched(sweep: Sweep, progress: Console, quiet: bool, hear: Hear) -> Outco
         )
 
 
-def _lines(progress: Console, quiet: bool) -> Callable[[Outcome], None]:
+def _lines(progress: Console, quiet: bool) -> Callable[[SweepResult], None]:
     told: set[str] = set()
 
-    def show(outcome: Outcome) -> None:
+    def show(outcome: SweepResult) -> None:
         for trial in outcome.trials:
             if trial.has_ended and trial.name not in told and not quiet:
                 told.add(trial.name)
@@ -97,11 +97,11 @@ def _lines(progress: Console, quiet: bool) -> Callable[[Outcome], None]:
     return show
 
 
-def _running_first(outcome: Outcome) -> list[Trial]:
+def _running_first(outcome: SweepResult) -> list[Trial]:
     return sorted(outcome.ranked, key=lambda trial: trial.status != "running")
 
 
-def _table(width: int, outcome: Outcome, trials: Sequence[Trial]) -> tuple[Table, list[str]]:
+def _table(width: int, outcome: SweepResult, trials: Sequence[Trial]) -> tuple[Table, list[str]]:
     """At most that wide, and the settings that are left out for that."""
     shown, rows = trials[:MOST_LINES], {row["trial"]: row for row in outcome.rows()}
     metrics = {
@@ -123,7 +123,7 @@ def _table(width: int, outcome: Outcome, trials: Sequence[Trial]) -> tuple[Table
     return table, [heading.replace("\n", "") for heading in left_out]
 
 
-def _print(outcome: Outcome) -> None:
+def _print(outcome: SweepResult) -> None:
     console = output()
     table, left_out = _table(console.width, outcome, outcome.ranked)
     console.print(table)
@@ -148,7 +148,7 @@ def _broken(name: str) -> str:
     return re.sub(r"([./])(?=[^./]*$)", r"\1\n", name)
 
 
-def _number(outcome: Outcome, trial: Trial, name: str) -> str:
+def _number(outcome: SweepResult, trial: Trial, name: str) -> str:
     """A metric of a trial in its unit, such as ``94.9 %``; nothing before its first evaluation."""
     unit = outcome.units[name]
     return f"{unit.text(*unit.of([trial.values[name]]))}{unit.sign}" if name in trial.values else ""

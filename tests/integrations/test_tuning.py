@@ -17,7 +17,7 @@ import yaml
 from raypfl import Experiment, Result
 from raypfl.common.errors import ConfigError, Stopped
 from raypfl.engine.events import Checkpointed
-from raypfl.integrations.tuning.outcome import tune
+from raypfl.integrations.tuning.result import tune
 from raypfl.integrations.tuning.search import check, search
 from raypfl.integrations.tuning.spaces import chosen, placed, shown, spaces_of
 from raypfl.integrations.tuning.sweep import Sweep, load

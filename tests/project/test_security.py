@@ -26,7 +26,6 @@ MESSAGES = {
     "federation/backend.py",
     "runs/gpu_share.py",
     "studies/running.py",
-    "integrations/tuning/log.py",
     "integrations/tuning/search.py",
 }
 """Files that unpickle, with `loads`, what another process of the same run has sent over Ray, or Tune has kept of it."""

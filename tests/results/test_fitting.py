@@ -8,7 +8,7 @@ from rich.console import Console
 from raypfl.cli.jobs import _table as jobs_table
 from raypfl.cli.tune import _table as trials_table
 from raypfl.experiment import Experiment
-from raypfl.integrations.tuning.outcome import Outcome
+from raypfl.integrations.tuning.result import SweepResult
 from raypfl.integrations.tuning.sweep import load
 from raypfl.integrations.tuning.trial import Trial
 from raypfl.studies import layout
@@ -26,7 +26,7 @@ def printed(table: object, width: int) -> list[str]:
     return captured.get().splitlines()
 
 
-def outcome() -> Outcome:
+def outcome() -> SweepResult:
     """Of three trials, one of which failed."""
     search = {
         "method": {"choice": ["fedavg", {"name": "ditto", "lam": {"loguniform": [0.001, 10]}}]},
@@ -39,7 +39,7 @@ def outcome() -> Outcome:
         Trial("00001", drawn[1], "finished", 20, {"accuracy/val": 0.834}),
         Trial("00002", drawn[0], "failed", 3, error="Client 3 diverged in round 4: its loss is nan."),
     ]
-    return Outcome(sweep, trials, ["max"], Experiment().measures)
+    return SweepResult(sweep, trials, ["max"], Experiment().measures)
 
 
 @pytest.mark.parametrize("width", range(52, 130, 4))

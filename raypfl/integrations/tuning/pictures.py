@@ -1,4 +1,4 @@
-"""Two pictures of a sweep: all configurations as lines over the settings, and how much each setting matters."""
+"""Two pictures of a sweep: its configurations as lines over the settings, and how much each setting matters."""
 
 from __future__ import annotations
 
@@ -16,43 +16,47 @@ from raypfl.integrations.tuning.spaces import Space, shown
 from raypfl.results.drawing import png
 
 ABSENT = -0.12
-"""Height of a line on the axis of a setting that its configuration does not have."""
+"""The height at which a configuration without a setting crosses that setting's axis."""
 
 FEWEST = 4
-"""Trials from which importance is estimated."""
+"""Trials that are needed to estimate importance."""
 
 ENOUGH = 30
-"""Trials from which the estimate no longer counts as rough."""
+"""Trials from which on the estimate is not called rough."""
 
 
 def draw_configurations(
-    spaces: Sequence[Space], drawn: Sequence[dict[str, Any]], values: Sequence[float], label: str, path: Path
+    spaces: Sequence[Space], configurations: Sequence[dict[str, Any]], values: Sequence[float], label: str, path: Path
 ) -> None:
     """Write a PNG with an axis for each setting and one for the metric, and a line for each configuration.
 
     Parameters
     ----------
-    drawn : of each trial, its configuration. values : of each trial, the metric in the unit of `label`.
+    configurations : the draws of each trial.
+    values : the metric of each trial, in the unit of `label`.
     """
-    rows = [shown(list(spaces), one) for one in drawn]
+    rows = [shown(list(spaces), drawn) for drawn in configurations]
     keys = list(dict.fromkeys(space.key for space in spaces))
     logarithmic = {space.key for space in spaces if space.is_logarithmic}
+
     with png(path, 2.4 * (len(keys) + 1), 4.5) as figure:
         axes = figure.subplots()
         axes.grid(False)
         columns = [_column([row.get(key) for row in rows], key in logarithmic) for key in keys]
         columns.append(_column(list(values), False))
-        norm, colours = Normalize(min(values), max(values)), matplotlib.colormaps["viridis"]
-        for i in np.argsort(values):
-            heights = [column[0][i] for column in columns]
-            axes.plot(range(len(columns)), heights, color=colours(norm(values[i])), linewidth=1.4, alpha=0.8)
+
+        norm = Normalize(min(values), max(values))
+        colours = matplotlib.colormaps["viridis"]
+        for i in np.argsort(values):  # the largest last, on top of the others
+            line = [heights[i] for heights, _ in columns]
+            axes.plot(range(len(columns)), line, color=colours(norm(values[i])), linewidth=1.4, alpha=0.8)
+
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}
         for x, (_, ticks) in enumerate(columns):
             axes.axvline(x, color="#999999", linewidth=1)
             for height, text in ticks:
-                ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}
-                axes.annotate(
-                    text, (x, height), (4, 0), textcoords="offset points", va="center", fontsize=8, bbox=ground
-                )
+                axes.annotate(text, (x, height), (4, 0), textcoords="offset points", va="center", fontsize=8, bbox=box)
+
         axes.set_xticks(range(len(columns)), [*keys, label])
         axes.set_yticks([])
         axes.set_xlim(-0.15, len(columns) - 0.6)
@@ -62,56 +66,82 @@ def draw_configurations(
 
 
 def _column(values: list[Any], logarithmic: bool) -> tuple[list[float], list[tuple[float, str]]]:
-    """Heights from 0 to 1, `ABSENT` where a configuration has no such setting, and the axis's tick labels."""
-    known = [value for value in values if value is not None]
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
-        scaled = [math.log10(value) if logarithmic else float(value) for value in known]
-        low, high = min(scaled), max(scaled)
-        span = (high - low) or 1.0
-        heights = iter([(value - low) / span for value in scaled])
-        ticks = [(k / 4, f"{10 ** (low + span * k / 4) if logarithmic else low + span * k / 4:.3g}") for k in range(5)]
-        ticks = ticks if high > low else [(0.0, f"{known[0]:.3g}")]
+    """Return the values as heights on an axis, and the axis's ticks, each a height and a text.
+
+    Heights are from 0 to 1, or `ABSENT` for None, the value of a configuration without this setting.
+    """
+    present = [value for value in values if value is not None]
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in present)
+    if are_numbers:
+        heights, ticks = _axis_of_numbers(present, logarithmic)
     else:
-        names = sorted({str(value) for value in known})
-        place = {name: k / max(len(names) - 1, 1) for k, name in enumerate(names)}
-        heights = iter([place[str(value)] for value in known])
-        ticks = [(height, name) for name, height in place.items()]
-    if len(known) < len(values):
+        heights, ticks = _axis_of_names([str(value) for value in present])
+
+    if len(present) < len(values):
         ticks = [*ticks, (ABSENT, "none")]
-    return [ABSENT if value is None else next(heights) for value in values], ticks
+    remaining = iter(heights)
+    return [ABSENT if value is None else next(remaining) for value in values], ticks
 
 
-def importances(spaces: Sequence[Space], drawn: Sequence[dict[str, Any]], values: Sequence[float]) -> dict[str, float]:
-    """Setting -> its share of the metric's variance over the space (fANOVA, Hutter et al. 2014), the largest first.
+def _axis_of_numbers(values: list[Any], logarithmic: bool) -> tuple[list[float], list[tuple[float, str]]]:
+    scaled = [math.log10(value) if logarithmic else float(value) for value in values]
+    low = min(scaled)
+    high = max(scaled)
+    span = (high - low) or 1.0
+    heights = [(value - low) / span for value in scaled]
+    if high == low:
+        return heights, [(0.0, f"{values[0]:.3g}")]
 
-    Empty for fewer than `FEWEST` trials, or if all have the same value.
+    ticks = []
+    for quarter in range(5):
+        tick = low + span * quarter / 4
+        ticks.append((quarter / 4, f"{10**tick if logarithmic else tick:.3g}"))
+    return heights, ticks
+
+
+def _axis_of_names(values: list[str]) -> tuple[list[float], list[tuple[float, str]]]:
+    names = sorted(set(values))
+    height_of = {name: position / max(len(names) - 1, 1) for position, name in enumerate(names)}
+    return [height_of[value] for value in values], [(height, name) for name, height in height_of.items()]
+
+
+def importances(
+    spaces: Sequence[Space], configurations: Sequence[dict[str, Any]], values: Sequence[float]
+) -> dict[str, float]:
+    """Return each setting's share of the metric's variance over the space, the largest first.
+
+    The shares are those of fANOVA (Hutter et al. 2014). They are empty for fewer than `FEWEST` trials, or if all have
+    the same value. A setting inside a choice has none, since not every configuration has it.
     """
     import optuna
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if len(values) < FEWEST or len(set(values)) == 1:
         return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
-    def distribution(space: Space) -> Any:
-        if not space.is_range:
-            return CategoricalDistribution(list(range(len(space.values))))
-        low, high = space.values
-        return (IntDistribution if space.is_integer else FloatDistribution)(low, high, log=space.is_logarithmic)
-
-    always = [space for space in spaces if not space.owner]
+    common = [space for space in spaces if not space.owner]
+    distributions = {space.name: _distribution(space) for space in common}
     study = optuna.create_study()
-    for one, value in zip(drawn, values, strict=True):
-        parameters = {space.name: one[space.name] for space in always}
-        kinds = {space.name: distribution(space) for space in always}
-        study.add_trial(optuna.trial.create_trial(params=parameters, distributions=kinds, value=value))
+    for drawn, value in zip(configurations, values, strict=True):
+        parameters = {space.name: drawn[space.name] for space in common}
+        study.add_trial(optuna.trial.create_trial(params=parameters, distributions=distributions, value=value))
+
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
-    found = optuna.importance.get_param_importances(study, evaluator=evaluator)
-    return {str(name): float(share) for name, share in found.items()}
+    shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    return {str(name): float(share) for name, share in shares.items()}
+
+
+def _distribution(space: Space) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if not space.is_range:
+        return CategoricalDistribution(list(range(len(space.values))))
+    low, high = space.values
+    return (IntDistribution if space.is_integer else FloatDistribution)(low, high, log=space.is_logarithmic)
 
 
 def draw_importances(shares: dict[str, float], trials: int, metric: str, path: Path) -> None:
-    """Write a PNG with a bar for each setting, estimated from so many trials."""
+    """Write a PNG with a bar for each setting's share, which was estimated from `trials` trials."""
     with png(path, 7, 1.2 + 0.4 * len(shares)) as figure:
         axes = figure.subplots()
         names = list(shares)[::-1]

@@ -1,4 +1,4 @@
-"""What a sweep asks of Ray Tune: spaces, a searcher, a scheduler, stops. It imports Ray, so it is imported late."""
+"""A sweep in the terms of Ray Tune: spaces, searcher, scheduler, stops. It imports Ray, so it is imported late."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCHEDULERS.register("pb2")(PB2)
 
 
 def domain(space: Space) -> Any:
-    """Tune's domain: numbers of a range, or the positions of a list's values."""
+    """Return Tune's domain for a space: the numbers of a range, or the positions of a list's values."""
     positions = list(range(len(space.values)))
     if space.kind == "grid":
         return tune.grid_search(positions)
@@ -47,62 +47,57 @@ def domain(space: Space) -> Any:
     return getattr(tune, space.kind)(*space.values, *step)
 
 
-def tuner(
-    trainable: Any,
+def run_arguments(
     sweep: Sweep,
     first: Experiment,
     names: Sequence[str],
     modes: Sequence[str],
     at_once: int,
-    path: Path,
+    folder: Path,
     log: tune.Callback,
-) -> tune.Tuner:
-    """Tune's search, which continues if `path` has one.
+) -> dict[str, Any]:
+    """Return the arguments of ``tune.run``, which continues a search if `folder` has one.
+
+    ``tune.Tuner`` would continue it with the settings that it began with, and :data:`CHANGEABLE` ones may be others.
 
     Parameters
     ----------
-    trainable : a trial, as Tune takes it.
     first : the experiment of a first configuration.
-    names, modes : of the sweep's metrics. at_once : trials that the cluster has room for.
+    names, modes : the names and directions of the sweep's metrics.
+    at_once : the number of trials that the cluster has room for.
+    folder : the folder in which Tune keeps the search.
 
     Raises
     ------
-    ConfigError : for a searcher or scheduler that cannot be made.
+    ConfigError : if the searcher or the scheduler cannot be made.
     """
-    space = {space.name: domain(space) for space in sweep.spaces}
-    several = len(names) > 1  # then Optuna takes them itself, and Tune wants none
-    goal: dict[str, Any] = {} if several else {"metric": names[0], "mode": modes[0]}
-    config = tune.TuneConfig(
-        **goal,
-        num_samples=sweep.trials,
-        search_alg=_searcher(sweep, names, modes, at_once),
-        scheduler=_scheduler(sweep, first),
-        time_budget_s=sweep.stop.seconds,
-        reuse_actors=True,
-    )
-    run = tune.RunConfig(
-        name=path.name,
-        storage_path=str(path.parent),
-        failure_config=tune.FailureConfig(max_failures=1),
-        stop=_stopper(sweep.stop.value, names[0], modes[0]),
-        callbacks=[log, *([TBXLoggerCallback()] if sweep.tensorboard else [])],
-        verbose=0,
-    )
-    if not _has_begun(path):
-        return tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run)
+    arguments: dict[str, Any] = {
+        "name": folder.name,
+        "storage_path": str(folder.parent),
+        "config": {space.name: domain(space) for space in sweep.spaces},
+        "num_samples": sweep.trials,
+        "search_alg": _searcher(sweep, names, modes, at_once),
+        "scheduler": _scheduler(sweep, first),
+        "stop": _stopper(sweep.stop.value, names[0], modes[0]),
+        "time_budget_s": sweep.stop.seconds,
+        "callbacks": [log, *([TBXLoggerCallback()] if sweep.tensorboard else [])],
+        "max_failures": 1,
+        "raise_on_failed_trial": False,
+        "reuse_actors": True,
+        "verbose": 0,
+    }
+    # With several metrics, Optuna is told what they are, and Tune must be told of none.
+    if len(names) == 1:
+        arguments |= {"metric": names[0], "mode": modes[0]}
 
-    again: Any = tune.Tuner.restore(
-        str(path), trainable, resume_unfinished=True, resume_errored=True, param_space=space
-    )
-    inner = again._local_tuner  # Tune would take the settings with which the search began
-    inner._tune_config = config
-    inner._run_config = run
-    return again
+    if _has_begun(folder):
+        arguments["resume"] = "AUTO+ERRORED"
+    return arguments
 
 
-def _has_begun(path: Path) -> bool:
-    """Whether Tune has saved its state there; a file that a kill cut off is deleted for the one before."""
-    for file in sorted(path.glob("experiment_state-*.json"), reverse=True):
+def _has_begun(folder: Path) -> bool:
+    """Whether Tune has saved its state in a folder; a file that a kill cut off is deleted for the one before."""
+    for file in sorted(folder.glob("experiment_state-*.json"), reverse=True):
         try:
             json.loads(file.read_text())
         except ValueError:
@@ -113,8 +108,10 @@ def _has_begun(path: Path) -> bool:
 
 
 def _stopper(value: float | None, name: str, mode: str) -> FunctionStopper | None:
-    """What ends a trial whose metric reaches the value."""
-    return None if value is None else FunctionStopper(partial(_is_reached, value, name, mode))
+    """Return what ends a trial whose metric reaches the value; None if no value does."""
+    if value is None:
+        return None
+    return FunctionStopper(partial(_is_reached, value, name, mode))
 
 
 def _is_reached(value: float, name: str, mode: str, trial: str, result: Mapping[str, Any]) -> bool:
@@ -124,20 +121,22 @@ def _is_reached(value: float, name: str, mode: str, trial: str, result: Mapping[
 # Searchers
 
 
-class Draws(BasicVariantGenerator):
-    """Tune's random draws and grids, which continue with more trials, or more at once, than when they were saved."""
+class ResumableRandomSearch(BasicVariantGenerator):
+    """Random draws and grids, which continue with more trials, or more at once, than when they were saved."""
 
     def __init__(self, trials: int, **options: Any):
         super().__init__(**options)
         self._trials = trials
 
     def restore_from_dir(self, dirpath: str) -> None:
+        # Ray restores every attribute, also those that may be others now.
         trials = self._trials
         at_once = self.max_concurrent
         super().restore_from_dir(dirpath)
         self._trials = trials
         self.max_concurrent = at_once
 
+        # Ray counts the trials in three places, and none of them is an argument.
         (iterator,) = self._iterators
         more = trials - iterator.num_samples
         iterator.num_samples += more
@@ -146,8 +145,8 @@ class Draws(BasicVariantGenerator):
         self._finished = False
 
 
-class Proposals(SearchGenerator):
-    """A searcher's configurations, which continue with more trials, or more at once, than when they were saved."""
+class ResumableSearch(SearchGenerator):
+    """A searcher's proposals, which continue with more trials, or more at once, than when they were saved."""
 
     def __init__(self, searcher: Any, trials: int, at_once: int):
         self._limiter = ConcurrencyLimiter(searcher, max_concurrent=at_once)
@@ -163,36 +162,42 @@ class Proposals(SearchGenerator):
 
 
 def _searcher(sweep: Sweep, names: Sequence[str], modes: Sequence[str], at_once: int) -> Any:
-    chosen = sweep.searcher
+    settings = sweep.searcher
     points = [placed(sweep.spaces, point) for point in sweep.points]
-    given: dict[str, Any]
-    if chosen.name == "random":
-        most = sweep.concurrent or 0
-        given = {"random_state": chosen.seed, "max_concurrent": most, "points_to_evaluate": points}
-        return Draws(sweep.trials, **given, **_options(chosen, BasicVariantGenerator, given))
+    fixed: dict[str, Any] = {}
 
-    if chosen.name == "optuna":
+    if settings.name == "random":
+        fixed = {
+            "random_state": settings.seed,
+            "max_concurrent": sweep.concurrent or 0,
+            "points_to_evaluate": points,
+        }
+        return ResumableRandomSearch(sweep.trials, **fixed, **_options(settings, BasicVariantGenerator, fixed))
+
+    if settings.name == "optuna":
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        given = {"seed": chosen.seed, "points_to_evaluate": points or None}
+        fixed = {"seed": settings.seed, "points_to_evaluate": points or None}
         if len(names) > 1:
-            given |= {"metric": list(names), "mode": list(modes)}
-        searcher = _made(chosen, SEARCHERS.get(chosen.name), given)
-    else:
-        searcher = _made(chosen, SEARCHERS.get(chosen.name), {"points_to_evaluate": points} if points else {})
-    return Proposals(searcher, sweep.trials, sweep.concurrent or at_once)
+            fixed |= {"metric": list(names), "mode": list(modes)}
+    elif points:
+        fixed = {"points_to_evaluate": points}
+
+    searcher = _construct(settings, SEARCHERS.get(settings.name), fixed)
+    return ResumableSearch(searcher, sweep.trials, sweep.concurrent or at_once)
 
 
 # Schedulers
 
 
-class SavesFirst:
-    """A scheduler before it, for which Tune saves its state before a new trial begins.
+class SavesBeforeTrials:
+    """Mixin of a scheduler that lets Tune save its state before a new trial begins.
 
-    Of itself Tune does so every ten seconds. After a kill it would not know younger trials, propose others in their
+    By itself Tune does so every ten seconds. After a kill it would not know younger trials, propose others in their
     place and leave their folders behind.
     """
 
     _saved: frozenset[str] = frozenset()
+    """Ids of the trials in the saved state."""
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
         trials = frozenset(trial.trial_id for trial in tune_controller.get_trials())
@@ -203,61 +208,75 @@ class SavesFirst:
 
 
 def _scheduler(sweep: Sweep, first: Experiment) -> Any:
-    chosen = sweep.scheduler
-    entry: Any = SCHEDULERS.get(chosen.name)
-    saving = type(entry.__name__, (SavesFirst, entry), {"__signature__": inspect.signature(entry)})
-    return _made(chosen, saving, _given(sweep, first, inspect.signature(entry).parameters))
+    settings = sweep.scheduler
+    scheduler: Any = SCHEDULERS.get(settings.name)
+    signature = inspect.signature(scheduler)
+    saving = type(scheduler.__name__, (SavesBeforeTrials, scheduler), {"__signature__": signature})
+    return _construct(settings, saving, _scheduler_arguments(sweep, first, signature.parameters))
 
 
-def _given(sweep: Sweep, first: Experiment, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a scheduler that follow from the sweep."""
-    chosen = sweep.scheduler
-    rounds = {"time_attr": "round"} if "time_attr" in parameters else {}
-    if chosen.name == "asha":
-        return {**rounds, "max_t": first.rounds, "grace_period": chosen.grace, "reduction_factor": chosen.factor}
-    if chosen.name == "median":
-        return {**rounds, "grace_period": chosen.grace}
+def _scheduler_arguments(sweep: Sweep, first: Experiment, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a scheduler that follow from the sweep.
 
-    every = {"perturbation_interval": chosen.interval or first.evaluation.every}
-    if chosen.name == "pbt":
-        mutations = {
-            space.name: domain(space) if space.is_range else list(range(len(space.values))) for space in sweep.spaces
-        }
-        return {
-            **rounds,
-            **every,
-            "hyperparam_mutations": mutations,
-            "custom_explore_fn": partial(_inside, sweep.spaces),
-        }
-    if chosen.name == "pb2":
-        return {**rounds, **every, "hyperparam_bounds": {space.name: list(space.values) for space in sweep.spaces}}
-    return {name: value for name, value in rounds.items() if name not in chosen.options}
+    Parameters
+    ----------
+    parameters : the scheduler's parameters, by name.
+    """
+    settings = sweep.scheduler
+    time = {"time_attr": "round"} if "time_attr" in parameters else {}
+    if settings.name == "asha":
+        return {**time, "max_t": first.rounds, "grace_period": settings.grace, "reduction_factor": settings.factor}
+    if settings.name == "median":
+        return {**time, "grace_period": settings.grace}
+
+    interval = {"perturbation_interval": settings.interval or first.evaluation.every}
+    if settings.name == "pbt":
+        mutations: dict[str, Any] = {}
+        for space in sweep.spaces:
+            mutations[space.name] = domain(space) if space.is_range else list(range(len(space.values)))
+        explore = partial(_inside, sweep.spaces)
+        return {**time, **interval, "hyperparam_mutations": mutations, "custom_explore_fn": explore}
+    if settings.name == "pb2":
+        bounds = {space.name: list(space.values) for space in sweep.spaces}
+        return {**time, **interval, "hyperparam_bounds": bounds}
+
+    # The user's own scheduler may count in something other than rounds.
+    return {name: value for name, value in time.items() if name not in settings.options}
 
 
 def _inside(spaces: Sequence[Space], config: dict[str, Any]) -> dict[str, Any]:
-    """A changed configuration within the bounds of its ranges."""
+    """Move a configuration that PBT has changed into its ranges, which a perturbation may leave."""
     ranges = {space.name: space for space in spaces if space.is_range}
     return {name: ranges[name].inside(value) if name in ranges else value for name, value in config.items()}
 
 
-def _made(chosen: Searcher | Scheduler, entry: Any, given: Mapping[str, Any]) -> Any:
-    options = _options(chosen, entry, given)
+def _construct(settings: Searcher | Scheduler, entry: Any, fixed: Mapping[str, Any]) -> Any:
+    """Construct a searcher or a scheduler.
+
+    Parameters
+    ----------
+    entry : the class.
+    fixed : the arguments that the sweep determines; the others are the options in `settings`.
+    """
+    options = _options(settings, entry, fixed)
     try:
-        return entry(**given, **options)
-    except Exception as error:  # a class of anybody's
-        what = type(chosen).__name__.lower()
-        raise ConfigError(f"The {what} {chosen.name!r} cannot be made: {type(error).__name__}: {error}") from error
+        return entry(**fixed, **options)
+    except Exception as error:  # the class may be the user's own and raise anything
+        kind = type(settings).__name__.lower()
+        raise ConfigError(f"The {kind} {settings.name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def _options(chosen: Searcher | Scheduler, entry: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the class that a sweep gives; raises a ConfigError for one that it does not have."""
-    what = f"{type(chosen).__name__.lower()}.options"
+def _options(settings: Searcher | Scheduler, entry: Any, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a class in `settings`; raise a ConfigError for one that it does not have."""
+    section = f"{type(settings).__name__.lower()}.options"
     parameters = inspect.signature(entry).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in chosen.options:
-        if name in given:
-            raise ConfigError(f"{what} has {name!r}, which the sweep's other settings determine; leave it out.")
+
+    for name in settings.options:
+        if name in fixed:
+            raise ConfigError(f"{section} has {name!r}, which the sweep's other settings determine; leave it out.")
         if name not in parameters and not takes_any:
-            known = [known for known in parameters if known not in given]
-            raise ConfigError(f"{what} has {name!r}, which is no option of {chosen.name}; {did_you_mean(name, known)}")
-    return chosen.options
+            free = [parameter for parameter in parameters if parameter not in fixed]
+            suggestion = did_you_mean(name, free)
+            raise ConfigError(f"{section} has {name!r}, which is no option of {settings.name}; {suggestion}")
+    return settings.options

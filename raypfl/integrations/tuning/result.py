@@ -1,4 +1,4 @@
-"""What a sweep found: its trials in order, the best configuration, and the files in its folder."""
+"""The result of a sweep: its trials in order, the best configuration, and the files in its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypfl.common.files import write
 from raypfl.evaluation import Measures
 from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.integrations.tuning.pictures import draw_configurations, draw_importances, importances
-from raypfl.integrations.tuning.search import TUNE, Hear, check, search
+from raypfl.integrations.tuning.search import TUNE, TrialListener, check, search
 from raypfl.integrations.tuning.spaces import in_words, shown
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, metric_names, run_folder, schedule_of
@@ -31,16 +31,16 @@ def tune(
     source: Sweep | str | Path | Mapping[str, Any],
     assignments: Iterable[str] = (),
     *,
-    hear: Hear = lambda trial, seed, event: None,
-    show: Callable[[Outcome], None] = lambda outcome: None,
-) -> Outcome:
-    """Run what is left of a sweep, and write what it found into its folder ``OUTPUT/NAME``.
+    hear: TrialListener = lambda trial, seed, event: None,
+    show: Callable[[SweepResult], None] = lambda result: None,
+) -> SweepResult:
+    """Run what is left of a sweep, and write its result into its folder ``OUTPUT/NAME``.
 
     Parameters
     ----------
-    source, assignments : as for :func:`raypfl.integrations.tuning.sweep.load`.
-    hear : is called with a trial's name, a seed's number and every event of that run.
-    show : is called with all trials so far, whenever one has changed.
+    source, assignments : the sweep, as :func:`raypfl.integrations.tuning.sweep.load` takes it.
+    hear : a function that is called with a trial's name, a seed's number and every event of that run.
+    show : a function that is called with the result so far, whenever a trial has changed.
 
     Raises
     ------
@@ -49,22 +49,25 @@ def tune(
     sweep = source if isinstance(source, Sweep) else load(source, assignments)
     first, modes = check(sweep)
 
-    def of(trials: Sequence[Trial]) -> Outcome:
-        return Outcome(sweep, trials, modes, first.measures)
+    def result_of(trials: Sequence[Trial]) -> SweepResult:
+        return SweepResult(sweep, trials, modes, first.measures)
 
-    outcome = of(search(sweep, first, modes, sweep.folder, hear, lambda trials: show(of(trials))))
-    if outcome.trials:
-        outcome.keep()
-    return outcome
+    trials = search(sweep, first, modes, sweep.folder, hear, lambda trials: show(result_of(trials)))
+    result = result_of(trials)
+    if result.trials:
+        result.write_files()
+    return result
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a sweep has found so far.
+class SweepResult:
+    """The trials of a sweep so far.
 
     Attributes
     ----------
-    trials : in their order. modes : ``max`` or ``min`` of each metric. measures : of the experiment.
+    trials : the trials, in the order of their names.
+    modes : ``max`` or ``min`` for each metric.
+    measures : the metrics of the experiment.
     """
 
     sweep: Sweep
@@ -74,19 +77,19 @@ class Outcome:
 
     @property
     def folder(self) -> Path:
-        """Of the sweep."""
+        """The sweep's folder."""
         return self.sweep.folder
 
     @property
     def units(self) -> dict[str, Unit]:
-        """The name of each metric -> its unit."""
+        """The unit of each metric, by name."""
         names = metric_names(self.sweep, self.measures)
         values = [target.value or self.measures.primary.name for target in self.sweep.metric]
         return {name: Unit(self.measures.of(value)) for name, value in zip(names, values, strict=True)}
 
     @property
     def name(self) -> str:
-        """Of the first metric."""
+        """The name of the first metric."""
         return next(iter(self.units))
 
     @property
@@ -96,15 +99,18 @@ class Outcome:
 
         def rank(trial: Trial) -> tuple[float, str]:
             value = trial.values.get(self.name, math.nan)
-            return (math.inf if math.isnan(value) else sign * value, trial.name)
+            badness = math.inf if math.isnan(value) else sign * value
+            return badness, trial.name
 
         return sorted(self.trials, key=rank)
 
     @property
     def best(self) -> Trial | None:
         """The trial with the best value of the first metric; None if no trial has one."""
-        first = self.ranked[0] if self.trials else None
-        return first if first and self.name in first.values else None
+        if not self.trials:
+            return None
+        first = self.ranked[0]
+        return first if self.name in first.values else None
 
     @property
     def schedule(self) -> list[tuple[int, dict[str, Any]]]:
@@ -121,20 +127,21 @@ class Outcome:
 
     @property
     def changes(self) -> list[str]:
-        """What to say of a best trial whose settings were changed on the way; empty for any other."""
+        """Lines that tell how a scheduler changed the best trial's settings on the way; empty if none did."""
         if self.best is None or len(self.schedule) < 2:
             return []
         value = self.best.values[self.name]
         starts = [after for after, _ in self.schedule]
         ends = [*starts[1:], self.best.round]
-        return [
+
+        lines = [
             f"A run of this file does not reach {self.name} {value:.4g}: {self.sweep.scheduler.name} changed the best",
             f"trial's settings on the way. The file has the last ones; trials/{self.best.name} is the run itself.",
-            *(
-                f"  rounds {start + 1} to {end}: {', '.join(f'{key}={number}' for key, number in settings.items())}"
-                for (start, settings), end in zip(self.schedule, ends, strict=True)
-            ),
         ]
+        for (start, settings), end in zip(self.schedule, ends, strict=True):
+            assignments = ", ".join(f"{key}={value}" for key, value in settings.items())
+            lines.append(f"  rounds {start + 1} to {end}: {assignments}")
+        return lines
 
     @property
     def is_complete(self) -> bool:
@@ -150,7 +157,7 @@ class Outcome:
 
     @property
     def grid(self) -> ResultGrid:
-        """What Ray Tune knows of the trials, for its own tools and as a table: ``outcome.grid.get_dataframe()``."""
+        """Ray Tune's results, for its own tools and as a table: ``result.grid.get_dataframe()``."""
         from ray.tune import ExperimentAnalysis, ResultGrid
 
         path = str(self.folder / TUNE)
@@ -164,36 +171,40 @@ class Outcome:
     @property
     def never_drawn(self) -> list[str]:
         """Values of choices that no configuration has, such as ``method=ditto``."""
-        return [
-            f"{space.key}={in_words(value)}"
-            for space in self.sweep.spaces
-            if not space.is_range and not space.owner
-            for position, value in enumerate(space.values)
-            if all(trial.drawn[space.name] != position for trial in self.trials)
-        ]
+        missing = []
+        for space in self.sweep.spaces:
+            if space.is_range or space.owner:
+                continue
+            positions = {trial.drawn[space.name] for trial in self.trials}
+            for position, value in enumerate(space.values):
+                if position not in positions:
+                    missing.append(f"{space.key}={in_words(value)}")
+        return missing
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each trial, the best first: trial, status, round, the metrics, the settings, error."""
-        spaces = self.sweep.spaces
-        return [
-            {
-                "trial": trial.name,
-                "status": trial.status,
-                "round": trial.round,
-                **{name: trial.values.get(name) for name in self.units},
-                **{key: shown(spaces, trial.drawn).get(key) for key in self.searched},
-                "error": trial.error,
-            }
-            for trial in self.ranked
-        ]
+        """Return a row for each trial, the best first: trial, status, round, the metrics, the settings, error."""
+        rows = []
+        for trial in self.ranked:
+            settings = shown(self.sweep.spaces, trial.drawn)
+            rows.append(
+                {
+                    "trial": trial.name,
+                    "status": trial.status,
+                    "round": trial.round,
+                    **{name: trial.values.get(name) for name in self.units},
+                    **{key: settings.get(key) for key in self.searched},
+                    "error": trial.error,
+                }
+            )
+        return rows
 
     @property
     def files(self) -> list[Path]:
-        """What is in the sweep's folder for a person."""
+        """The files in the sweep's folder that are for a person to read."""
         names = (TABLE, BEST, CONFIGURATIONS, IMPORTANCE)
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
-    def keep(self) -> None:
+    def write_files(self) -> None:
         """Write the table, the best configuration and the pictures into the sweep's folder."""
         rows = self.rows()
         text = io.StringIO()
@@ -201,6 +212,7 @@ class Outcome:
         table.writeheader()
         table.writerows(rows)
         write(self.folder / TABLE, text.getvalue())
+
         if self.best is not None:
             heading = [f"The best of {len(self.trials)} configurations of the sweep {self.sweep.name}.", *self.changes]
             comment = "".join(f"# {line}\n" for line in heading)
@@ -208,11 +220,13 @@ class Outcome:
             self._draw()
 
     def _draw(self) -> None:
-        valued = [trial for trial in self.trials if math.isfinite(trial.values.get(self.name, math.nan))]
-        drawn = [trial.drawn for trial in valued]
+        trials = [trial for trial in self.trials if math.isfinite(trial.values.get(self.name, math.nan))]
+        configurations = [trial.drawn for trial in trials]
         unit = self.units[self.name]
-        values = unit.of([trial.values[self.name] for trial in valued])
+        values = unit.of([trial.values[self.name] for trial in trials])
         label = f"{self.name}{' (%)' if unit.sign else ''}"
-        draw_configurations(self.sweep.spaces, drawn, values, label, self.folder / CONFIGURATIONS)
-        if shares := importances(self.sweep.spaces, drawn, values):
-            draw_importances(shares, len(valued), self.name, self.folder / IMPORTANCE)
+        draw_configurations(self.sweep.spaces, configurations, values, label, self.folder / CONFIGURATIONS)
+
+        shares = importances(self.sweep.spaces, configurations, values)
+        if shares:
+            draw_importances(shares, len(trials), self.name, self.folder / IMPORTANCE)

@@ -1,9 +1,10 @@
-"""A sweep on Ray Tune: its searcher, scheduler, resources, and trials."""
+"""A sweep on Ray Tune: run what is left of it, with the resources that its trials need."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +35,16 @@ from raypfl.experiment.settings import RaySettings
 from raypfl.experiment.yaml_text import read
 from raypfl.experiment.yaml_text import write as as_yaml
 from raypfl.integrations.tuning.sweep import SWEEP, Sweep, Target
-from raypfl.integrations.tuning.trial import Order, Trial, close, end_of, metric_names, name_of, run_folder, run_trial
+from raypfl.integrations.tuning.trial import (
+    SweepContext,
+    Trial,
+    close,
+    final_status,
+    metric_names,
+    run_folder,
+    run_trial,
+    trial_name,
+)
 
 TUNE = "tune"
 """The folder in a sweep's folder that is Ray Tune's. It holds pickles, so only a folder that is trusted is resumed."""
@@ -48,77 +58,91 @@ POLL = 0.2
 RESTARTS = 3
 """How often Tune starts again for trials that it gave up when their processes died.
 
-It does so at the second of two calls that fail with one process, so that a node's death can end a trial at once.
+It gives one up when two calls fail with the same process, so a node's death can end a trial at once.
 """
 
-
-Hear = Callable[[str, int, Event], None]
-Show = Callable[[list[Trial]], None]
+TrialListener = Callable[[str, int, Event], None]
+"""A function of a trial's name, a seed's number and an event of that run."""
 
 
 def check(sweep: Sweep) -> tuple[Experiment, list[str]]:
-    """The experiment of a first configuration, and the direction of each metric, if all of it fits together.
+    """Return the experiment of a first configuration, and the direction of each metric, if all of it fits together.
 
     Raises
     ------
     ConfigError : if a space has a value that its setting refuses, or the data lack what the sweep needs.
     """
-    from raypfl.runs import driver as runs
+    from raypfl.runs import driver
 
     first = sweep.first()
-    runs.check([first])
+    driver.check([first])
+
     data = load_federated(first.data, first.partition, seed=first.seed)
     first = first.replace(objective=Prepared(first, data).objective)
     return first, [_direction(target, first.measures) for target in sweep.metric]
 
 
 def _direction(target: Target, measures: Measures) -> str:
-    """``max`` or ``min``."""
+    """Return ``max`` or ``min``."""
     value = target.value or measures.primary.name
     if value not in measures.aggregates:
-        known = ", ".join(measures.aggregates)
-        raise ConfigError(f"metric.value is {value!r}, which this experiment does not have; it has {known}.")
+        available = ", ".join(measures.aggregates)
+        raise ConfigError(f"metric.value is {value!r}, which this experiment does not have; it has {available}.")
     if target.mode != "auto":
         return target.mode
     return "min" if measures.lower_is_better(value) else "max"
 
 
-def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear: Hear, show: Show) -> list[Trial]:
+def search(
+    sweep: Sweep,
+    first: Experiment,
+    modes: list[str],
+    folder: Path,
+    hear: TrialListener,
+    show: Callable[[list[Trial]], None],
+) -> list[Trial]:
     """Run what is left of a sweep: all trials to their ends, except for those that are stopped or fail.
 
     Parameters
     ----------
-    first, modes : as :func:`check` gives them.
-    folder : of the sweep. A sweep that is already in it continues.
-    hear : is called with a trial's name, a seed's number and every event of that run.
-    show : is called with all trials that there are, whenever one has changed.
+    first, modes : the experiment and the directions that :func:`check` returns.
+    folder : the sweep's folder. A sweep that is already in it continues.
+    hear : a function that is called with a trial's name, a seed's number and every event of that run.
+    show : a function that is called with all trials so far, whenever one has changed.
     """
     _refuse_another(sweep, folder)
-    with connected(first.ray) as ray, _events(ray, hear) as events, handlers_kept():  # Tune leaves its own for SIGINT
+    # Tune leaves its own handler for SIGINT behind.
+    with connected(first.ray) as ray, _events(ray, hear) as events, handlers_kept():
         from ray import tune
 
-        from raypfl.integrations.tuning.log import TrialLog, has_died
-        from raypfl.integrations.tuning.tune_parts import tuner
+        from raypfl.integrations.tuning.ray_tune import run_arguments
+        from raypfl.integrations.tuning.trial_log import TrialLog, has_died
 
         spare.release(ray)
         refuse_unless_shared(ray, folder, bundles(first.ray), "This sweep")
         at_once = _at_once(ray, first.ray, sweep.trials)
+
         names = metric_names(sweep, first.measures)
-        order = Order(sweep, names, folder, os.getcwd(), events)
+        context = SweepContext(sweep, names, folder, os.getcwd(), events)
         log = TrialLog(sweep, names, show)
         trainable = tune.with_resources(
-            tune.with_parameters(run_trial, order=order), tune.PlacementGroupFactory(bundles(first.ray))
+            tune.with_parameters(run_trial, context=context), tune.PlacementGroupFactory(bundles(first.ray))
         )
-        path = folder / TUNE
+        tune_folder = folder / TUNE
 
         with _quiet_tune():
             for _ in range(1 + RESTARTS):
-                run = tuner(trainable, sweep, first, names, modes, at_once, path, log)
-                _keep_description(sweep, folder)
-                ends = run.fit()._experiment_analysis.trials
-                trials = _trials(ends, tune.ExperimentAnalysis(str(path)).trials, sweep, names)
-                if not any(map(has_died, ends)) or not all(trial.has_ended for trial in trials):
+                arguments = run_arguments(sweep, first, names, modes, at_once, tune_folder, log)
+                _write_description(sweep, folder)
+
+                tune_trials = tune.run(trainable, **arguments).trials
+                saved_trials = tune.ExperimentAnalysis(str(tune_folder)).trials
+                trials = _trials(tune_trials, saved_trials, sweep, names)
+
+                has_deaths = any(map(has_died, tune_trials))
+                if not has_deaths or not all(trial.has_ended for trial in trials):
                     break
+
     for trial in trials:
         if trial.status == "stopped" and trial.round:
             close(run_folder(sweep, folder, trial.name, 0), partial(hear, trial.name, 0))
@@ -126,11 +150,14 @@ def search(sweep: Sweep, first: Experiment, modes: list[str], folder: Path, hear
 
 
 def bundles(settings: RaySettings) -> list[dict[str, float]]:
-    """What a trial reserves: one process for all of it or, with ``ray.actors``, a bundle for each of its actors."""
+    """Return what a trial reserves: one process for all of it or, with ``ray.actors``, a bundle for each actor."""
     if settings.actors is None:
         return [bundle(for_client(in_one_process(settings)))]
+
+    trial_process = {"CPU": 0.0}  # its actors do the work
     server = bundle(for_server(settings))
-    return [{"CPU": 0.0}, *([server] if server else []), *[bundle(for_client(settings))] * settings.actors]
+    clients = [bundle(for_client(settings))] * settings.actors
+    return [trial_process, *([server] if server else []), *clients]
 
 
 def _refuse_another(sweep: Sweep, folder: Path) -> None:
@@ -156,31 +183,36 @@ def _refuse_another(sweep: Sweep, folder: Path) -> None:
         )
 
 
-def _keep_description(sweep: Sweep, folder: Path) -> None:
+def _write_description(sweep: Sweep, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / SWEEP, as_yaml(sweep.model_dump(mode="json")))
 
 
 def _at_once(ray: Any, settings: RaySettings, trials: int) -> int:
-    """Trials that the cluster has room for, at least one.
+    """Return the number of trials that the cluster has room for, at least one.
 
     Raises
     ------
-    ConfigError : if it will never have room for one: Tune would wait for it.
+    ConfigError : if the cluster will never have room for one. Tune would wait for it.
     """
     client_actors(ray, settings if settings.actors else in_one_process(settings), trials)
-    reserved, total = bundles(settings), ray.cluster_resources()
-    whole = {name: sum(bundle.get(name, 0.0) for bundle in reserved) for name in ("CPU", "GPU")}
-    room = min(total.get(name, 0.0) / count for name, count in whole.items() if count)
-    return max(1, min(trials, int(room + 1e-9)))
+
+    available = ray.cluster_resources()
+    room = math.inf
+    for resource in ("CPU", "GPU"):
+        reserved = sum(bundle.get(resource, 0.0) for bundle in bundles(settings))
+        if reserved:
+            room = min(room, available.get(resource, 0.0) / reserved)
+    return max(1, min(trials, int(room + 1e-9)))  # a quotient may come out just below a whole number
 
 
 @contextlib.contextmanager
-def _events(ray: Any, hear: Hear) -> Iterator[Any]:
-    """A queue from which the events of all trials are passed on, in a thread of its own."""
+def _events(ray: Any, hear: TrialListener) -> Iterator[Any]:
+    """While active, a thread passes on the events of all trials from the queue that this gives."""
     from ray.util.queue import Queue
 
-    events, over = Queue(actor_options=on_this_node(ray)), threading.Event()
+    events = Queue(actor_options=on_this_node(ray))
+    over = threading.Event()
 
     def pass_on() -> None:
         while not over.wait(POLL) or events.size():
@@ -199,16 +231,17 @@ def _events(ray: Any, hear: Hear) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Within: Tune writes no logs of its own, and does not change the working directory."""
-    wanted = {
+    """While active, Tune writes no logs of its own and does not change the working directory."""
+    variables = {
         "RAY_AIR_NEW_OUTPUT": "0",
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
         "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "TUNE_WARN_THRESHOLD_S": "3600",
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+
     log = logging.getLogger("ray.tune")
     level = log.level
     log.setLevel(logging.CRITICAL)  # a trial whose node dies is started again, and needs no traceback
@@ -217,30 +250,44 @@ def _quiet_tune() -> Iterator[None]:
     finally:
         log.setLevel(level)
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
-def _trials(ends: list[Any], saved: list[Any], sweep: Sweep, names: list[str]) -> list[Trial]:
-    """All trials, in order, with what Tune says of their `ends`; one without an end was interrupted.
+def _trials(tune_trials: list[Any], saved_trials: list[Any], sweep: Sweep, names: list[str]) -> list[Trial]:
+    """Return all trials in order; one that has not come to its end was interrupted.
 
-    Tune says of interrupted trials, too, that they are terminated, except in the state that it `saved` before. That
-    can lack the failure of a trial whose process had died already.
+    Parameters
+    ----------
+    tune_trials : Tune's trials, after it has shut down. It says of interrupted ones, too, that they are terminated.
+    saved_trials : Tune's trials in the state that it saved before, which tells these apart. That state can lack the
+        failure of a trial whose process had died already.
+    names : the names of the metrics.
     """
-    found, statuses = [], {trial.trial_id: trial.status for trial in saved}
-    for end in ends:
-        last = end.last_result or {}
-        values = {metric: last[metric] for metric in names if metric in last}
-        trial = Trial(name_of(end.trial_id), dict(end.config), round=int(last.get("round", 0)), values=values)
-        if end.status == "ERROR":
-            trial.status, trial.error = "failed", _sentence(end)
-        elif statuses[end.trial_id] == "TERMINATED":
-            trial.status = end_of(sweep, trial)
-        found.append(trial)
-    return sorted(found, key=lambda one: one.name)
+    saved_statuses = {trial.trial_id: trial.status for trial in saved_trials}
+    trials = []
+    for tune_trial in tune_trials:
+        report = tune_trial.last_result or {}
+        values = {name: report[name] for name in names if name in report}
+        trial = Trial(
+            trial_name(tune_trial.trial_id),
+            dict(tune_trial.config),
+            round=int(report.get("round", 0)),
+            values=values,
+        )
+        if tune_trial.status == "ERROR":
+            trial.status = "failed"
+            trial.error = _last_error(tune_trial)
+        elif saved_statuses[tune_trial.trial_id] == "TERMINATED":
+            trial.status = final_status(sweep, trial)
+        trials.append(trial)
+    return sorted(trials, key=lambda trial: trial.name)
 
 
-def _sentence(end: Any) -> str:
-    """Why a trial failed, without the traceback."""
-    file = end.error_file
+def _last_error(tune_trial: Any) -> str:
+    """Return why a trial failed, without the traceback."""
+    file = tune_trial.error_file
     lines = Path(file).read_text().strip().splitlines() if file and Path(file).exists() else []
     return lines[-1].rpartition("Error: ")[2] if lines else "its process died"

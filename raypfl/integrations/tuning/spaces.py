@@ -10,11 +10,10 @@ from typing import Any
 from raypfl.common.errors import ConfigError, did_you_mean
 
 RANGES = {"uniform": float, "loguniform": float, "randint": int, "lograndint": int}
-"""Kinds of numeric space, each of ``[low, high]``. Those of integers include neither more nor less than Ray Tune's:
-`high` is excluded."""
+"""Kinds of ``[low, high]``, and their type of number. As in Ray Tune, `high` is excluded from those of integers."""
 
 QUANTISED = {f"q{kind}": number for kind, number in RANGES.items()}
-"""Kinds of ``[low, high, step]``: multiples of `step` from `low` to `high`, which is included, as Ray Tune has them."""
+"""Kinds of ``[low, high, step]``: multiples of `step` from `low` to `high`, which is included, as in Ray Tune."""
 
 NUMBERS = RANGES | QUANTISED
 
@@ -30,12 +29,12 @@ class Space:
 
     Attributes
     ----------
-    key : of the setting, such as ``training.lr``.
+    key : the key of the setting, such as ``training.lr``.
     kind : one of `NUMBERS` or `LISTS`.
     values : ``[low, high]`` of a range, else the values.
-    owner, when : the key of another setting and the position of the value that it must have for this one to count;
+    owner, when : the key of another setting, and the position of the value that it must have for this one to count;
         empty and -1 if it always counts.
-    step : of which numbers are multiples; None: of none.
+    step : the number of which all values are multiples; None: they need not be.
     """
 
     key: str
@@ -47,7 +46,7 @@ class Space:
 
     @property
     def name(self) -> str:
-        """What distinguishes this space from all others of a sweep."""
+        """A name that no other space of the sweep has."""
         return f"{self.key}@{self.when}" if self.owner else self.key
 
     @property
@@ -63,7 +62,7 @@ class Space:
         return self.kind.removeprefix("q").startswith("log")
 
     def value(self, drawn: float) -> Any:
-        """What is drawn as a setting's value: a number, of four digits so that people can read it, or one of a list."""
+        """Return the setting's value for a draw: a number of four digits, which people can read, or a listed value."""
         if not self.is_range:
             return self.values[int(drawn)]
         if self.is_integer or self.step is not None:
@@ -71,10 +70,12 @@ class Space:
         return self.inside(float(f"{drawn:.4g}"))
 
     def inside(self, number: float) -> Any:
-        """The nearest number that a range has."""
+        """Return the nearest number in a range."""
         low, high = self.values
         if self.step is not None:
-            multiple = min(max(round(number / self.step), ceil(low / self.step)), floor(high / self.step))
+            lowest = ceil(low / self.step)
+            highest = floor(high / self.step)
+            multiple = min(max(round(number / self.step), lowest), highest)
             return multiple * self.step if self.is_integer else float(f"{multiple * self.step:.10g}")
         if self.is_integer:
             high -= 1
@@ -82,7 +83,7 @@ class Space:
         return min(max(number, low), high)
 
     def position(self, value: Any) -> Any:
-        """What would be drawn for a setting's value: the number itself, or the position in a list.
+        """Return the draw for a setting's value, the reverse of `value`: the number itself, or the position in a list.
 
         Raises
         ------
@@ -101,7 +102,7 @@ class Space:
 
 
 def spaces_of(search: Mapping[str, Any]) -> list[Space]:
-    """The spaces of a sweep's ``search`` section.
+    """Return the spaces of a sweep's ``search`` section.
 
     A value of a ``choice`` may be a mapping with spaces of its own, which count where that value is drawn::
 
@@ -109,38 +110,46 @@ def spaces_of(search: Mapping[str, Any]) -> list[Space]:
 
     Raises
     ------
-    ConfigError : for a space that is none.
+    ConfigError : if one of them is not valid.
     """
-    return [space for key, given in search.items() for space in _spaces(str(key), given, "", -1)]
+    spaces: list[Space] = []
+    for key, section in search.items():
+        spaces += _spaces(str(key), section, owner="", when=-1)
+    return spaces
 
 
-def _spaces(key: str, given: Any, owner: str, when: int) -> Iterator[Space]:
-    kind, values = _kind(key, given)
+def _spaces(key: str, section: Any, owner: str, when: int) -> Iterator[Space]:
+    """Yield the space of a setting and, after it, those inside its choices."""
+    kind, values = _kind(key, section)
     if kind == "grid" and owner:
         raise ConfigError(f"search.{key}: a grid cannot stand inside a choice; use choice there, too.")
     if kind in NUMBERS:
         low, high, *step = _bounds(key, kind, values)
         yield Space(key, kind, (low, high), owner, when, *step)
         return
+
     if not isinstance(values, list) or not values:
         raise ConfigError(f"search.{key}: {kind} is {values!r}; it must be a list of values.")
     plain = [_plain(value) for value in values]
     yield Space(key, kind, tuple(plain), owner, when)
+
     for position, value in enumerate(values):
-        inner = {name: one for name, one in value.items() if _is_space(one)} if isinstance(value, Mapping) else {}
+        options = value.items() if isinstance(value, Mapping) else ()
+        inner = {name: option for name, option in options if _is_space(option)}
         if inner and owner:
             raise ConfigError(f"search.{key}: a choice within a choice cannot have spaces of its own.")
-        for name, one in inner.items():
-            yield from _spaces(f"{key}.{name}", one, key, position)
+        for name, option in inner.items():
+            yield from _spaces(f"{key}.{name}", option, key, position)
 
 
-def _kind(key: str, given: Any) -> tuple[str, Any]:
-    if not isinstance(given, Mapping) or len(given) != 1:
+def _kind(key: str, section: Any) -> tuple[str, Any]:
+    """Return the kind of a space, and what is said of its values."""
+    if not isinstance(section, Mapping) or len(section) != 1:
         raise ConfigError(
-            f"search.{key} is {given!r}; it must be one space, such as {{loguniform: [0.001, 0.1]}}, "
+            f"search.{key} is {section!r}; it must be one space, such as {{loguniform: [0.001, 0.1]}}, "
             f"{{choice: [1, 5, 10]}} or {{grid: [1, 5, 10]}}."
         )
-    ((kind, values),) = given.items()
+    ((kind, values),) = section.items()
     if kind not in KINDS:
         raise ConfigError(f"search.{key}: {kind!r} is no kind of space; {did_you_mean(str(kind), KINDS)}")
     return str(kind), values
@@ -151,21 +160,24 @@ def _is_space(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A choice without the spaces inside it."""
-    return {name: one for name, one in value.items() if not _is_space(one)} if isinstance(value, Mapping) else value
+    """Return a choice without the spaces inside it."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: option for name, option in value.items() if not _is_space(option)}
 
 
 def _bounds(key: str, kind: str, values: Any) -> list[Any]:
-    """``[low, high]``, or ``[low, high, step]`` of a quantised kind."""
-    number = NUMBERS[kind]
+    """Return ``[low, high]`` or, for a quantised kind, ``[low, high, step]``."""
+    to_number = NUMBERS[kind]
     form = "[low, high, step]" if kind in QUANTISED else "[low, high]"
     try:
-        low, high, *step = numbers = [number(value) for value in values]
+        numbers = [to_number(value) for value in values]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != form.count(",") + 1:
         raise ConfigError(f"search.{key}: {kind} is {values!r}; it must be {form}.")
 
+    low, high, *step = numbers
     is_logarithmic = kind.removeprefix("q").startswith("log")
     if not low < high or (is_logarithmic and low <= 0):
         least = "0 < low < high" if is_logarithmic else "low < high"
@@ -176,9 +188,9 @@ def _bounds(key: str, kind: str, values: Any) -> list[Any]:
 
 
 def placed(spaces: list[Space], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Name of each space -> what would be drawn for a configuration, the reverse of `chosen`.
+    """Return the draws for a configuration, by the names of the spaces: the reverse of `chosen`.
 
-    What does not count in the configuration gets its lowest value.
+    A space that does not count in the configuration gets its lowest value.
 
     Parameters
     ----------
@@ -199,42 +211,43 @@ def placed(spaces: list[Space], point: Mapping[str, Any]) -> dict[str, Any]:
         drawn[space.name] = space.position(point[space.key])
         used.add(space.key)
 
-    if others := [key for key in point if key not in used]:
-        raise ConfigError(f"points has {others[0]!r}, which is not searched there; {did_you_mean(others[0], used)}")
+    unused = [key for key in point if key not in used]
+    if unused:
+        raise ConfigError(f"points has {unused[0]!r}, which is not searched there; {did_you_mean(unused[0], used)}")
     return drawn
 
 
 def chosen(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
-    """Setting -> value of one configuration, without what does not count in it.
+    """Return the values of a configuration, by setting, without those that do not count in it.
 
     Parameters
     ----------
-    drawn : name of each space -> a number or, of a list, the position of a value.
+    drawn : what Tune drew for each space, by name: a number or, for a list, the position of a value.
     """
     values: dict[str, Any] = {}
     for space, value in _counting(spaces, drawn):
         if space.owner:
-            inside = values[space.owner]
-            values[space.owner] = {**inside, space.key.removeprefix(f"{space.owner}."): value}
+            option = space.key.removeprefix(f"{space.owner}.")
+            values[space.owner] = {**values[space.owner], option: value}
         else:
             values[space.key] = value
     return values
 
 
 def shown(spaces: list[Space], drawn: Mapping[str, Any]) -> dict[str, Any]:
-    """Column -> value of one configuration, for tables; what does not count is absent."""
+    """Return the values of a configuration for a table, by column; those that do not count are absent."""
     return {space.key: in_words(value) for space, value in _counting(spaces, drawn)}
 
 
 def _counting(spaces: list[Space], drawn: Mapping[str, Any]) -> Iterator[tuple[Space, Any]]:
-    """The spaces that count in a configuration, and the values of their settings."""
+    """Yield the spaces that count in a configuration, and the values of their settings."""
     for space in spaces:
         if not space.owner or drawn[space.owner] == space.when:
             yield space, space.value(drawn[space.name])
 
 
 def in_words(value: Any) -> Any:
-    """``"ditto lam=0.1"``, of a mapping with a name; another value as such."""
+    """Return a mapping with a name as text, such as ``"ditto lam=0.1"``, and any other value as it is."""
     if not isinstance(value, Mapping):
         return value
-    return " ".join(str(one) if key == "name" else f"{key}={one}" for key, one in value.items())
+    return " ".join(str(option) if key == "name" else f"{key}={option}" for key, option in value.items())

@@ -1,4 +1,4 @@
-"""A sweep's description: which settings are searched, by what, for which metric."""
+"""A sweep's description: which settings are searched, how, and for which metric."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ SWEEP = "sweep.yaml"
 WITHOUT_TEST_DATA = ("val", "train")
 """Protocols that look at no test data."""
 
-
 SEARCHERS = {"random": ("seed",), "optuna": ("seed",)}
 """Searchers by name, and the settings that they use."""
 
@@ -39,14 +38,14 @@ class _Part(BaseModel):
 
 
 class Target(_Part):
-    """What is optimised.
+    """A metric that is optimised.
 
     Attributes
     ----------
-    protocol, model : which rows of an evaluation; without a model, the personal ones where the method makes them.
-    value : which of their aggregates: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the primary one; None:
+    protocol, model : the rows of an evaluation; without a model, those of personal models where the method makes them.
+    value : the aggregate in them: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the primary one; None:
         the primary metric.
-    mode : whether more (``max``) or less (``min``) of it is better; ``auto``: as the metric has it.
+    mode : the better direction, ``max`` or ``min``; ``auto``: that of the metric.
     """
 
     protocol: str = "val"
@@ -60,9 +59,10 @@ class Searcher(_Part):
 
     Attributes
     ----------
-    name : ``random`` draws and goes through grids; ``optuna``; or a class of Ray Tune's or your own, ``module:Class``.
-    seed : of ``random`` and ``optuna``.
-    options : of the class, by their names in Ray Tune.
+    name : ``random``, which draws and goes through grids; ``optuna``; or a class of Ray Tune's or your own,
+        ``module:Class``.
+    seed : the seed of ``random`` and ``optuna``.
+    options : further options of the class, by their names in Ray Tune.
     """
 
     name: str = "random"
@@ -71,16 +71,17 @@ class Searcher(_Part):
 
 
 class Scheduler(_Part):
-    """What ends or changes trials before their last round; numbers are rounds.
+    """What ends or changes trials before their last round.
 
     Attributes
     ----------
     name : ``none``; ``asha``, which stops trials that are behind; ``median``, which stops those below the median;
         ``pbt`` and ``pb2``, in which bad trials continue from the checkpoints of better ones, with changed settings; or
         a class of Ray Tune's or your own, ``module:Class``.
-    grace : rounds that every trial gets. factor : of ASHA: one in so many trials continues at each rung.
-    interval : of PBT and PB2: rounds between changes; None: those between evaluations.
-    options : of the class, by their names in Ray Tune, such as PBT's ``quantile_fraction``.
+    grace : the number of rounds that every trial gets.
+    factor : ASHA's reduction factor: one in `factor` trials continues at each rung.
+    interval : the number of rounds between changes by PBT and PB2; None: ``evaluation.every``.
+    options : further options of the class, by their names in Ray Tune, such as PBT's ``quantile_fraction``.
     """
 
     name: str = "none"
@@ -100,8 +101,8 @@ class Stop(_Part):
 
     Attributes
     ----------
-    value : of the first metric; a trial that reaches it ends.
-    seconds : after which the sweep ends, with the trials that still run.
+    value : the value of the first metric at which a trial ends.
+    seconds : the time after which the sweep ends, with the trials that still run.
     """
 
     value: float | None = None
@@ -113,17 +114,18 @@ class Sweep(_Part):
 
     Attributes
     ----------
-    name : of its folder.
-    source : where the search space is from, such as a paper's section.
+    name : the name of the sweep's folder.
+    source : the origin of the search space, such as a paper's section.
     recipe : the experiment's recipe or file; empty: `experiment` is all of it.
-    experiment : what is changed in it, as in an experiment's file.
-    search : setting -> space (:func:`raypfl.integrations.tuning.spaces.spaces_of`).
-    metric : what is optimised; a list of several needs ``searcher: optuna`` and no scheduler.
-    trials : configurations that are drawn; grids are tried so many times.
-    seeds : runs of each configuration, from ``seed`` on; their mean counts. Several need ``scheduler: none``.
-    concurrent : trials at a time at most; None: as many as there is room for.
-    points : configurations to begin with, each a setting -> value of all searched settings; they are among the trials.
-    stop : what ends trials and the sweep early.
+    experiment : changes to the recipe, as in an experiment's file.
+    search : the space of each setting (:func:`raypfl.integrations.tuning.spaces.spaces_of`).
+    metric : the metric that is optimised; a list of several needs ``searcher: optuna`` and no scheduler.
+    trials : the number of configurations that are drawn, or of passes through a grid.
+    seeds : the number of runs of each configuration, from ``seed`` on; their mean counts. Several need
+        ``scheduler: none``.
+    concurrent : the largest number of trials at a time; None: as many as there is room for.
+    points : configurations to begin with, each with a value for every searched setting; they are among the trials.
+    stop : conditions that end trials and the sweep early.
     tensorboard : whether Ray Tune writes TensorBoard's files.
     test_data : whether the metric may look at test data.
     """
@@ -147,7 +149,7 @@ class Sweep(_Part):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, values: Any) -> Any:
-        """``searcher: optuna``, ``scheduler: asha`` and a single metric."""
+        """Expand ``searcher: optuna``, ``scheduler: asha`` and a single metric."""
         values = dict(values)
         for key in ("searcher", "scheduler"):
             if isinstance(values.get(key), str):
@@ -186,43 +188,46 @@ class Sweep(_Part):
             yield f"scheduler is {scheduler}, which needs each trial to be one run, but seeds is {self.seeds}."
         if self.seeds > 1 and self.stop.value is not None:
             yield f"stop.value ends a trial that is one run, but seeds is {self.seeds}; leave one of them out."
-        looking = [target.protocol for target in self.metric if unmasked_name(target.protocol) not in WITHOUT_TEST_DATA]
-        if looking and not self.test_data:
-            protocol = looking[0]
+
+        protocols = [target.protocol for target in self.metric]
+        on_test_data = [protocol for protocol in protocols if unmasked_name(protocol) not in WITHOUT_TEST_DATA]
+        if on_test_data and not self.test_data:
+            protocol = on_test_data[0]
             yield f"metric is on {protocol!r}, which looks at test data; choose protocol: val, or say test_data: true."
 
     def _without_effect(self) -> Iterator[str]:
-        """Mistakes: names that there are not, and settings that these do not use."""
-        for part, uses in ((self.searcher, SEARCHERS), (self.scheduler, SCHEDULERS)):
-            what = type(part).__name__.lower()
-            if part.name not in uses and ":" not in part.name:
-                yield f"{what} is {part.name!r}, which there is not; {did_you_mean(part.name, uses)}"
+        """Yield mistakes: searchers and schedulers that do not exist, and settings that these do not use."""
+        for part, settings_of_part in ((self.searcher, SEARCHERS), (self.scheduler, SCHEDULERS)):
+            section = type(part).__name__.lower()
+            if part.name not in settings_of_part and ":" not in part.name:
+                yield f"{section} is {part.name!r}, which does not exist; {did_you_mean(part.name, settings_of_part)}"
                 continue
+
+            used = ("name", "options", *settings_of_part.get(part.name, ()))
             for setting, field in type(part).model_fields.items():
-                is_used = setting in ("name", "options", *uses.get(part.name, ()))
-                if not is_used and getattr(part, setting) != field.default:
-                    yield f"{what}.{setting} has no effect with {what}: {part.name}; leave it out."
+                if setting not in used and getattr(part, setting) != field.default:
+                    yield f"{section}.{setting} has no effect with {section}: {part.name}; leave it out."
 
     @cached_property
     def spaces(self) -> list[Space]:
-        """Of its search."""
+        """The spaces of `search`."""
         return spaces_of(self.search)
 
     @property
     def folder(self) -> Path:
-        """Where everything of the sweep is: a folder of its name in the experiment's ``output``."""
+        """The folder with everything of the sweep, which has its name and is in the experiment's ``output``."""
         return Path(self.base.output).absolute() / self.name
 
     def configured(self, drawn: Mapping[str, Any], seed: int = 0) -> Experiment:
-        """The experiment of one configuration; `seed` counts the runs of a configuration."""
+        """Return the experiment of one configuration; `seed` counts the runs of a configuration."""
         values = self.base.to_dict()
         changes = [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
         require_effect(assign_all(values, changes))
-        made = Experiment(**values)
-        return made.replace(seed=made.seed + seed, name=self.name)
+        experiment = Experiment(**values)
+        return experiment.replace(seed=experiment.seed + seed, name=self.name)
 
     def first(self) -> Experiment:
-        """The experiment of a first configuration.
+        """Return the experiment of a first configuration.
 
         Raises
         ------
@@ -240,20 +245,24 @@ class Sweep(_Part):
                 f"scheduler.grace of the sweep {self.name!r} is {self.scheduler.grace}, but a trial has {first.rounds} "
                 "rounds, so none could ever be stopped. Choose a smaller one, or scheduler: none."
             )
+
+        # Values that a setting refuses raise an error here, before anything runs.
         for space in self.spaces:
-            positions = space.values if space.is_range else range(len(space.values))
+            draws = space.values if space.is_range else range(len(space.values))
             if not space.owner:
-                for value in positions:
-                    self.configured({**lowest, space.name: value})
+                for drawn in draws:
+                    self.configured({**lowest, space.name: drawn})
         for point in self.points:
             self.configured(placed(self.spaces, point))
         return first
 
     def settings(self, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The experiment's settings as they are given, and those of a configuration: what a YAML file says."""
-        values = {**(settings_of(self.recipe) if self.recipe else {}), "name": self.name}
+        """Return the settings that a YAML file of the experiment has, with those of a configuration."""
+        recipe = settings_of(self.recipe) if self.recipe else {}
+        values = {**recipe, "name": self.name}
         if "method" in self.experiment or "method" in self.search:
             values.pop("methods", None)
+
         changes = setting_paths(self.experiment)
         if drawn:
             changes += [(key.split("."), value) for key, value in chosen(self.spaces, drawn).items()]
@@ -263,20 +272,23 @@ class Sweep(_Part):
     @cached_property
     def base(self) -> Experiment:
         """The experiment without the search, evaluated on what the metrics need, with a checkpoint each time."""
-        made = experiments(self.settings())
-        if len(made) != 1:
+        runs = experiments(self.settings())
+        if len(runs) != 1:
             raise ConfigError(
-                f"The sweep {self.name!r} is over a comparison of {len(made)} runs; give one method in experiment, "
+                f"The sweep {self.name!r} is over a comparison of {len(runs)} runs; give one method in experiment, "
                 "or a choice of methods in search."
             )
-        (one,) = made
+
+        (experiment,) = runs
+        evaluation = experiment.evaluation
         targets = [target.protocol for target in self.metric]
-        protocols = dict.fromkeys([*one.evaluation.protocols, *map(unmasked_name, targets)])
-        masks = dict.fromkeys([*one.evaluation.masks, *filter(None, map(mask_of, targets))])
-        every = one.evaluation.every or one.rounds
+        protocols = dict.fromkeys([*evaluation.protocols, *map(unmasked_name, targets)])
+        masks = dict.fromkeys([*evaluation.masks, *filter(None, map(mask_of, targets))])
+        every = evaluation.every or experiment.rounds
         if self.scheduler.copies:
             every = self.scheduler.interval or every
-        return one.override(
+
+        return experiment.override(
             [
                 f"evaluation.protocols=[{','.join(protocols)}]",
                 f"evaluation.masks=[{','.join(masks)}]",
@@ -287,11 +299,11 @@ class Sweep(_Part):
 
 
 def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()) -> Sweep:
-    """The sweep of a file ending in ``.yaml`` or of a mapping.
+    """Return the sweep of a file ending in ``.yaml`` or of a mapping.
 
     Parameters
     ----------
-    assignments : ``dotted.key=value``: of the sweep itself (``trials=20``, ``scheduler.grace=4``), of its search
+    assignments : changes ``dotted.key=value`` of the sweep itself (``trials=20``, ``scheduler.grace=4``), of its search
         (``search.training.lr={uniform: [0, 1]}``, ``search.training.lr.uniform=[0, 1]``, or ``null``, which drops it),
         else of its experiment (``rounds=10``).
 
@@ -300,14 +312,15 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
     ConfigError : for every mistake in it, and in the experiment without the search.
     """
     values = dict(source) if isinstance(source, Mapping) else {"name": Path(source).stem, **read(Path(source))}
-    own = set(Sweep.model_fields) - {"experiment"}
+    settings_of_sweep = set(Sweep.model_fields) - {"experiment"}
     for path, value in parse_assignments(assignments):
         if path[0] == "search" and len(path) > 1:
-            values["search"] = _searching(values.get("search", {}), path[1:], value)
-        elif path[0] in own:
+            values["search"] = _with_space(values.get("search", {}), path[1:], value)
+        elif path[0] in settings_of_sweep:
             assign(values, path, value)
         else:
             values["experiment"] = {**values.get("experiment", {}), ".".join(path): value}
+
     try:
         return Sweep(**values)
     except ValidationError as error:
@@ -316,8 +329,8 @@ def load(source: str | Path | Mapping[str, Any], assignments: Iterable[str] = ()
         ) from None
 
 
-def _searching(search: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
-    """A search in which the space of one setting is another, or is dropped: None."""
+def _with_space(search: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    """Return a search with another space for one setting; None drops it."""
     if path[-1] in KINDS:
         value = {path[-1]: value}
         path = path[:-1]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raypfl.experiment import Experiment
     from raypfl.integrations.tuning.sweep import Sweep
 
-WHERE = "where.json"
+CHECKPOINT_SOURCE = "where.json"
 """The file in a reported checkpoint: the folder of a run, the round, and the `SCHEDULE` up to it."""
 
 SCHEDULE = "schedule.json"
@@ -38,14 +38,16 @@ STOP_SECONDS = 120
 
 @dataclass
 class Trial:
-    """What is known of a trial.
+    """The state of a trial.
 
     Attributes
     ----------
-    name : of its folder. status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler) or ``failed``.
-    drawn : its configuration, as :func:`raypfl.integrations.tuning.spaces.chosen` takes it.
-    round : of its last report. values : name of each metric -> value in it.
-    error : a sentence, if it failed.
+    name : the name of its folder.
+    drawn : the configuration, as :func:`raypfl.integrations.tuning.spaces.chosen` takes it.
+    status : ``waiting``, ``running``, ``finished``, ``stopped`` (by the scheduler) or ``failed``.
+    round : the round of the last report.
+    values : the value of each metric in the last report, by name.
+    error : a sentence, if the trial failed.
     """
 
     name: str
@@ -57,23 +59,25 @@ class Trial:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left of it to run."""
+        """Whether nothing of the trial is left to run."""
         return self.status in ("finished", "stopped", "failed")
 
 
-def end_of(sweep: Sweep, trial: Trial) -> str:
-    """The status of a trial that did not fail: ``finished`` after all its rounds, else ``stopped``."""
+def final_status(sweep: Sweep, trial: Trial) -> str:
+    """Return the status of a trial that has ended and not failed: ``finished`` after all rounds, else ``stopped``."""
     return "finished" if trial.round >= sweep.configured(trial.drawn).rounds else "stopped"
 
 
 @dataclass(frozen=True)
-class Order:
+class SweepContext:
     """What all trials of a sweep share.
 
     Attributes
     ----------
-    sweep : its description. metrics : their names (:func:`metric_names`). folder : of the sweep.
-    home : working directory, to which paths and modules are relative.
+    sweep : the sweep's description.
+    metrics : the names of the metrics (:func:`metric_names`).
+    folder : the sweep's folder.
+    home : the working directory, to which paths and modules are relative.
     events : a Ray queue for ``(trial, seed, pickled event)``.
     """
 
@@ -85,50 +89,56 @@ class Order:
 
 
 def finished_runs(sweep: Sweep, folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """The name of the trial, the number of the seed and the folder of each run that is finished."""
+    """Yield the name of the trial, the number of the seed and the folder of each finished run."""
     from raypfl.runs.result import is_finished
 
-    for one in sorted((folder / "trials").glob("*")):
+    for trial_folder in sorted((folder / "trials").glob("*")):
         for seed in range(sweep.seeds):
-            run = run_folder(sweep, folder, one.name, seed)
+            run = run_folder(sweep, folder, trial_folder.name, seed)
             if is_finished(run):
-                yield one.name, seed, run
+                yield trial_folder.name, seed, run
 
 
 def run_folder(sweep: Sweep, folder: Path, trial: str, seed: int) -> Path:
-    """The folder of one run of a trial."""
-    inside = "" if sweep.seeds == 1 else f"seed-{seed}"
-    return folder / "trials" / trial / inside
+    """Return the folder of one run of a trial."""
+    subfolder = "" if sweep.seeds == 1 else f"seed-{seed}"
+    return folder / "trials" / trial / subfolder
 
 
 def schedule_of(run: Path) -> list[dict[str, Any]]:
-    """The content of a run's `SCHEDULE`; empty where no scheduler changes configurations."""
+    """Return the content of a run's `SCHEDULE`; empty where no scheduler changes configurations."""
     file = run / SCHEDULE
     return json.loads(file.read_text()) if file.exists() else []
 
 
-def name_of(trial_id: str) -> str:
-    """A trial's name, of its id at Ray Tune: a number such as ``00003`` or, of a searcher's own trials, hexadecimal."""
+def trial_name(trial_id: str) -> str:
+    """Return the name of a trial with this id in Ray Tune.
+
+    It is a number such as ``00003`` or, if a searcher other than Tune's own proposed the trial, hexadecimal.
+    """
     return trial_id.rpartition("_")[2]
 
 
-def run_trial(config: Mapping[str, Any], order: Order) -> None:
-    """Run a configuration to its end, or until Tune stops it; continues from a checkpoint that Tune gives."""
+def run_trial(config: Mapping[str, Any], context: SweepContext) -> None:
+    """Run a configuration to its end, or until Tune stops it; continue from a checkpoint if Tune gives one."""
     from ray import tune
 
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(STOP_SECONDS)
-    with contextlib.suppress(OSError):
-        os.chdir(order.home)
-    _refuse_without_folder(order.folder)
-    trial = name_of(tune.get_context().get_trial_id())
-    finals = []
-    for seed in range(order.sweep.seeds):
-        run = _Run(order, trial, seed, dict(config), order.sweep.configured(config, seed))
-        run.carry_out(tune.get_checkpoint() if order.sweep.seeds == 1 else None)
-        finals.append(run.values)
-    if order.sweep.seeds > 1:
-        mean = {name: sum(one[name] for one in finals) / len(finals) for name in finals[0]}
-        tune.report({**mean, "round": run.experiment.rounds})
+    with contextlib.suppress(OSError):  # on another node there may be no such directory
+        os.chdir(context.home)
+    _refuse_without_folder(context.folder)
+
+    sweep = context.sweep
+    trial = trial_name(tune.get_context().get_trial_id())
+    values_by_seed = []
+    for seed in range(sweep.seeds):
+        run = _TrialRun(context, trial, seed, dict(config), sweep.configured(config, seed))
+        run.execute(tune.get_checkpoint() if sweep.seeds == 1 else None)
+        values_by_seed.append(run.values)
+
+    if sweep.seeds > 1:
+        means = {name: sum(values[name] for values in values_by_seed) / sweep.seeds for name in values_by_seed[0]}
+        tune.report({**means, "round": run.experiment.rounds})
 
 
 def _refuse_without_folder(folder: Path) -> None:
@@ -143,13 +153,13 @@ def _refuse_without_folder(folder: Path) -> None:
 
 
 def close(folder: Path, hear: Listener) -> None:
-    """Write the results of a stopped trial, as of its last checkpoint, if its process does not do so.
+    """Write the results of a stopped trial, as of its last checkpoint, if its process has not done so.
 
     At a sweep's end Tune gives processes five seconds, too few on a busy machine; some save their rounds all the same.
     """
     from raypfl.engine.events import RunStarted
     from raypfl.engine.job import checkpoints_of
-    from raypfl.runs import driver as runs
+    from raypfl.runs import driver
     from raypfl.runs.result import SUMMARY, description
     from raypfl.storage import lease
 
@@ -160,21 +170,22 @@ def close(folder: Path, hear: Listener) -> None:
 
     lease.wait_until_free(checkpoints_of(description(folder), str(folder)), STOP_SECONDS)
     if not (folder / SUMMARY).exists():
-        runs.resume(folder, listeners=[stop_at_once], lockstep=True)
+        driver.resume(folder, listeners=[stop_at_once], lockstep=True)
 
 
 @dataclass
-class _Run:
+class _TrialRun:
     """One run of a trial.
 
     Attributes
     ----------
-    drawn : the configuration that `experiment` is of.
-    values : name -> what was optimised, after the last evaluation.
+    drawn : the configuration that `experiment` has.
+    values : the optimised metrics in the last evaluation, by name.
+    evaluated, reported : the round that was evaluated and the one that was reported last; -1: none.
     schedule : the content of `SCHEDULE`.
     """
 
-    order: Order
+    context: SweepContext
     trial: str
     seed: int
     drawn: dict[str, Any]
@@ -187,59 +198,65 @@ class _Run:
 
     @property
     def reports(self) -> bool:
-        """Whether each evaluation is reported; of several seeds, only the mean at their ends is."""
-        return self.order.sweep.seeds == 1
+        """Whether each evaluation is reported; with several seeds, only the mean at their ends is."""
+        return self.context.sweep.seeds == 1
 
     @property
     def folder(self) -> Path:
-        return run_folder(self.order.sweep, self.order.folder, self.trial, self.seed)
+        return run_folder(self.context.sweep, self.context.folder, self.trial, self.seed)
 
-    def carry_out(self, start: Any) -> None:
-        from raypfl.runs import driver as runs
+    def execute(self, checkpoint: Any) -> None:
+        """Run to the end, from a reported checkpoint or, with None, from the newest one in the run's folder."""
+        from raypfl.runs import driver
         from raypfl.runs.result import RECIPE, RunResult, is_finished, write_description
 
-        is_copy = start is not None and self._go_on_from(start)
-        experiment = self._as_a_trial()
-        if self.order.sweep.scheduler.copies and not is_copy:
-            self._go_on_with_schedule()
+        is_copy = checkpoint is not None and self._continue_from(checkpoint)
+        experiment = self._experiment_to_run()
+        if self.context.sweep.scheduler.copies and not is_copy:
+            self._continue_schedule()
         _keep_actors(experiment)
+
         if not is_copy and is_finished(self.folder):  # and Tune was killed before it took note
             result = RunResult.load(self.folder)
             self.experiment = result.experiment
         elif (self.folder / RECIPE).exists():
             write_description(self.folder, experiment)
-            result = runs.resume(self.folder, listeners=[self._hear], lockstep=True)
+            result = driver.resume(self.folder, listeners=[self._hear], lockstep=True)
         else:
-            result = runs.run(experiment, listeners=[self._hear], run_dir=self.folder, lockstep=True)
+            result = driver.run(experiment, listeners=[self._hear], run_dir=self.folder, lockstep=True)
+
         if self.is_stopped:
             raise SystemExit
         if result.status == "stopped":
             raise Stopped("The trial was asked to stop.")
+
         self.values = self._optimised(result.summary())
         if self.reports and self.reported < result.round:
             self._report(result.round, done=True)
 
-    def _as_a_trial(self) -> Experiment:
-        """In this process alone, unless the trial has actors; with all checkpoints, if others may continue from one."""
-        changes = [] if self.experiment.ray.actors else ["engine.backend=inline"]
-        changes += ["checkpoint.keep=1000000"] if self.order.sweep.scheduler.copies else []
+    def _experiment_to_run(self) -> Experiment:
+        changes = []
+        if not self.experiment.ray.actors:  # all of the trial is in this process
+            changes.append("engine.backend=inline")
+        if self.context.sweep.scheduler.copies:  # other trials may continue from any checkpoint
+            changes.append("checkpoint.keep=1000000")
         return self.experiment.override(changes)
 
-    def _go_on_from(self, start: Any) -> bool:
-        """Begin with the state that a reported checkpoint is of; returns whether that is another trial's."""
+    def _continue_from(self, checkpoint: Any) -> bool:
+        """Begin with the state of a reported checkpoint; return whether that is another trial's."""
         from raypfl.runs.resuming import branch
 
-        with start.as_directory() as folder:
-            where = json.loads(Path(folder, WHERE).read_text())
-        source = Path(where["folder"])
-        is_copy = source != self.folder
+        with checkpoint.as_directory() as folder:
+            source = json.loads(Path(folder, CHECKPOINT_SOURCE).read_text())
+        source_folder = Path(source["folder"])
+        is_copy = source_folder != self.folder
         if is_copy:
-            branch(source, where["round"], self.folder, self.experiment)
-            self._train_from(where["round"], where["schedule"])
-        self.reported = where["round"]
+            branch(source_folder, source["round"], self.folder, self.experiment)
+            self._train_from(source["round"], source["schedule"])
+        self.reported = source["round"]
         return is_copy
 
-    def _go_on_with_schedule(self) -> None:
+    def _continue_schedule(self) -> None:
         """Continue from the checkpoints in the run's folder, which may be of another configuration."""
         from raypfl.storage import checkpoint
 
@@ -250,7 +267,7 @@ class _Run:
             self._train_from(checkpoint.reached(str(self.folder / "checkpoints")), before)
 
     def _train_from(self, round: int, before: list[dict[str, Any]]) -> None:
-        """Note that the rounds after `round` are trained under this configuration."""
+        """Write down that the rounds after `round` are trained with this configuration."""
         parts = [part for part in before if part["after"] < round]
         self.schedule = [*parts, {"after": round, "drawn": self.drawn}]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -264,23 +281,25 @@ class _Run:
         if isinstance(event, RunStarted):
             self.experiment = event.experiment
         elif isinstance(event, Evaluated):
-            self.evaluated, self.values = event.round, self._optimised(event.summary)
-        elif isinstance(event, Checkpointed) and self._is_to_be_reported(event.round):
+            self.evaluated = event.round
+            self.values = self._optimised(event.summary)
+        elif isinstance(event, Checkpointed) and self._must_report(event.round):
             self._report(event.round, done=False)
 
-    def _is_to_be_reported(self, round: int) -> bool:
+    def _must_report(self, round: int) -> bool:
         """Whether a checkpoint's round was evaluated and is news; the last one is reported when the run is over."""
         return self.reports and self.reported < round == self.evaluated < self.experiment.rounds
 
     def _forward(self, event: Event) -> None:
         import ray
 
-        self.order.events.put((self.trial, self.seed, ray.cloudpickle.dumps(event)))
+        self.context.events.put((self.trial, self.seed, ray.cloudpickle.dumps(event)))
 
     def _optimised(self, summary: list[dict[str, Any]]) -> dict[str, float]:
+        """Return the optimised metrics in an evaluation's summary, by name."""
         values = {}
         measures = self.experiment.measures
-        for name, target in zip(self.order.metrics, self.order.sweep.metric, strict=True):
+        for name, target in zip(self.context.metrics, self.context.sweep.metric, strict=True):
             rows = {row["model"]: row for row in summary if row["protocol"] == target.protocol}
             model = target.model or ("personal" if "personal" in rows else "global")
             if model not in rows:
@@ -296,32 +315,35 @@ class _Run:
         from ray import tune
 
         with tempfile.TemporaryDirectory() as folder:
-            where = {"folder": str(self.folder), "round": round, "schedule": self.schedule}
-            Path(folder, WHERE).write_text(json.dumps(where))
+            source = {"folder": str(self.folder), "round": round, "schedule": self.schedule}
+            Path(folder, CHECKPOINT_SOURCE).write_text(json.dumps(source))
+            checkpoint = tune.Checkpoint.from_directory(folder)
             self.reported = round
             try:
-                tune.report(
-                    {**self.values, "round": round, "done": done}, checkpoint=tune.Checkpoint.from_directory(folder)
-                )
+                tune.report({**self.values, "round": round, "done": done}, checkpoint=checkpoint)
             except SystemExit:  # Tune ends a trial's thread in this way; its run ends as one that was interrupted
                 self.is_stopped = True
                 raise Stopped("Tune stopped the trial.") from None
 
 
-_kept: list[contextlib.ExitStack] = []
+_sessions: list[contextlib.ExitStack] = []
+"""The session of this process, once there is one."""
 
 
 def _keep_actors(experiment: Experiment) -> None:
     """Keep this process's server and client actors for its next trials; Ray ends them with it."""
-    from raypfl.runs import driver as runs
+    from raypfl.runs import driver
 
-    if experiment.engine.backend == "ray" and not _kept:
-        _kept.append(contextlib.ExitStack())
-        _kept[0].enter_context(runs.session(experiment))
+    if experiment.engine.backend == "ray" and not _sessions:
+        session = contextlib.ExitStack()
+        _sessions.append(session)
+        session.enter_context(driver.session(experiment))
 
 
 def metric_names(sweep: Sweep, measures: Measures) -> list[str]:
-    """What each metric is called, as in MLflow: ``accuracy/val`` or, if a model is given, ``std/val/personal``."""
-    return [
-        "/".join(filter(None, (one.value or measures.primary.name, one.protocol, one.model))) for one in sweep.metric
-    ]
+    """Return the names of the metrics, as in MLflow: ``accuracy/val`` or, with a model, ``std/val/personal``."""
+    names = []
+    for target in sweep.metric:
+        parts = [target.value or measures.primary.name, target.protocol, target.model]
+        names.append("/".join(filter(None, parts)))
+    return names

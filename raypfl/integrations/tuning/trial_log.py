@@ -1,28 +1,29 @@
-"""A callback of Ray Tune that keeps what is known of a sweep's trials. It imports Ray, so it is imported late."""
+"""A callback of Ray Tune that records the state of a sweep's trials. It imports Ray, so it is imported late."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from ray import cloudpickle, tune
+from ray import tune
 from ray.exceptions import RayActorError
 
 from raypfl.integrations.tuning.sweep import Sweep
-from raypfl.integrations.tuning.trial import Trial, end_of, name_of
+from raypfl.integrations.tuning.trial import Trial, final_status, trial_name
 
 
-def has_died(trial: Any) -> bool:
+def has_died(tune_trial: Any) -> bool:
     """Whether a trial of Tune failed because its process died."""
-    file = trial.pickled_error_file
-    return (
-        trial.status == "ERROR" and bool(file) and isinstance(cloudpickle.loads(Path(file).read_bytes()), RayActorError)
-    )
+    return tune_trial.status == "ERROR" and isinstance(tune_trial.get_pickled_error(), RayActorError)
 
 
 class TrialLog(tune.Callback):
-    """Shows all trials whenever one has changed."""
+    """Call `show` with all trials whenever one has changed.
+
+    Parameters
+    ----------
+    metrics : the metrics' names in what a trial reports.
+    """
 
     def __init__(self, sweep: Sweep, metrics: list[str], show: Callable[[list[Trial]], None]):
         self.trials: dict[str, Trial] = {}
@@ -30,30 +31,28 @@ class TrialLog(tune.Callback):
         self._metrics = metrics
         self._show = show
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Tune pickles its callbacks; a terminal cannot be pickled.
-        return {"trials": self.trials, "_sweep": self._sweep, "_metrics": self._metrics}
+    def _record_of(self, tune_trial: Any) -> Trial:
+        name = trial_name(tune_trial.trial_id)
+        return self.trials.setdefault(name, Trial(name, dict(tune_trial.config)))
 
-    def _known(self, trial: Any) -> Trial:
-        name = name_of(trial.trial_id)
-        return self.trials.setdefault(name, Trial(name, dict(trial.config)))
-
-    def _changed(self, trial: Any, status: str) -> None:
-        known = self._known(trial)
-        known.status, known.drawn = status, dict(trial.config)
+    def _set_status(self, tune_trial: Any, status: str) -> None:
+        record = self._record_of(tune_trial)
+        record.status = status
+        record.drawn = dict(tune_trial.config)  # PBT and PB2 change it
         self._show([self.trials[name] for name in sorted(self.trials)])
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._changed(trial, "running")
+        self._set_status(trial, "running")
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
-        known = self._known(trial)
-        known.round = int(result["round"])
-        known.values = {name: result[name] for name in self._metrics}
-        self._changed(trial, "running")
+        record = self._record_of(trial)
+        record.round = int(result["round"])
+        record.values = {name: result[name] for name in self._metrics}
+        self._set_status(trial, "running")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._changed(trial, end_of(self._sweep, self._known(trial)))
+        self._set_status(trial, final_status(self._sweep, self._record_of(trial)))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._changed(trial, "waiting" if has_died(trial) else "failed")
+        # A trial whose process died is started again, see RESTARTS.
+        self._set_status(trial, "waiting" if has_died(trial) else "failed")
