@@ -16,7 +16,13 @@ from rich.console import Console
 from raypfl.common.errors import CheckpointError, ConfigError
 from raypfl.engine.events import Listener
 from raypfl.experiment import Experiment
-from raypfl.integrations.tracking.connection import first_line, opening, quiet_mlflow, tracking_uri, without_password
+from raypfl.integrations.tracking.connection import (
+    first_line,
+    opening_database,
+    quiet_mlflow,
+    tracking_uri,
+    without_password,
+)
 from raypfl.integrations.tracking.models import FOLDER
 from raypfl.results.display.console import lines_for, view
 from raypfl.results.display.outcome import table
@@ -153,7 +159,7 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
         return TrainedModels.of_snapshot(*result.newest(run))
     uri = uri or tracking_uri(Experiment())
     try:
-        with opening(uri):
+        with opening_database(uri):
             client = quiet_mlflow().MlflowClient(uri)
         return TrainedModels.of_export(client.download_artifacts(str(run), FOLDER))
     except CheckpointError:

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from raypfl.engine.events import Event, Progress
 from raypfl.experiment import Experiment
-from raypfl.integrations.tracking.central import record
 from raypfl.integrations.tracking.connection import first_line, quiet_mlflow
+from raypfl.integrations.tracking.pretraining import record_pretraining
 from raypfl.results.display.console import warner
 from raypfl.runs.pretraining import pretrain
 
@@ -31,7 +31,7 @@ def carry_out(experiment: Experiment, quiet: bool, as_json: bool) -> None:
     done = pretrain(experiment, hear)
     if done.seconds is not None:
         try:
-            record(experiment, done)
+            record_pretraining(experiment, done)
         except (quiet_mlflow().MlflowException, OSError) as error:
             warner(progress)(f"MLflow did not record it: {first_line(error)}")
     if as_json:

@@ -18,8 +18,8 @@ from raypfl.engine.events import Listener
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import last_of_each
 from raypfl.experiment.identity import harmless_changes
-from raypfl.integrations.tracking.connection import how_to_look
-from raypfl.integrations.tracking.entries import comparison_metrics, comparison_of, scores_of
+from raypfl.integrations.tracking.connection import how_to_view
+from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics, comparison_scores
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.results.compared import labels
 from raypfl.results.display import outcome
@@ -265,11 +265,13 @@ def _report(work: _Work, results: Sequence[RunResult], tracked: MLflowListener, 
         tracked.attach(drawn)
     baseline = _baseline(work, judged)
     if judged:  # also runs that were finished before a comparison was interrupted
-        tracked.describe(comparison_of(judged, baseline), comparison_metrics(judged, baseline), scores_of(judged))
+        tracked.describe(
+            comparison_description(judged, baseline), comparison_metrics(judged, baseline), comparison_scores(judged)
+        )
     if as_json:
         print(json.dumps(outcome.as_json(results, pictures, baseline), indent=2))
     else:
-        mlflow = how_to_look(results[0].experiment, tracked.experiment_id)
+        mlflow = how_to_view(results[0].experiment, tracked.experiment_id)
         tried = work.tried if is_complete else ()
         outcome.show(Console(), results, pictures, tried, work.folder, mlflow, work.command, baseline)
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import raypfl
 from raypfl.common.files import alone
 from raypfl.engine.events import RunFinished
-from raypfl.integrations.tracking.connection import how_to_look, opening
+from raypfl.integrations.tracking.connection import how_to_view, opening_database
 from raypfl.integrations.tracking.listener import MLflowListener
 from raypfl.integrations.tracking.run import RunRecord
 from tests.analysis.test_flntk import two_layer
@@ -156,11 +156,11 @@ def test_the_link_opens_the_page_of_the_runs_among_experiments_of_models(folder:
     assert home.tags["mlflow.experimentKind"] == "custom_model_development"
     experiment = happened[0].experiment
     command = f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db"
-    assert how_to_look(experiment) == command
+    assert how_to_view(experiment) == command
     page = f"/#/experiments/{home.experiment_id}/runs"
-    assert how_to_look(experiment, listener.experiment_id) == f"{command}  then http://127.0.0.1:5000{page}"
+    assert how_to_view(experiment, listener.experiment_id) == f"{command}  then http://127.0.0.1:5000{page}"
     remote = experiment.override(["tracking.uri=https://me:secret@mlflow.example.org/"])
-    assert how_to_look(remote, listener.experiment_id) == f"https://mlflow.example.org{page}"
+    assert how_to_view(remote, listener.experiment_id) == f"https://mlflow.example.org{page}"
 
 
 def test_without_tracking_nothing_is_recorded(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_database_exists_only_with_all_its_tables(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(utils, "_upgrade_db", cut_off)
-    with pytest.raises(KeyboardInterrupt), opening(f"sqlite:///{database}"):
+    with pytest.raises(KeyboardInterrupt), opening_database(f"sqlite:///{database}"):
         pass
     assert there == [False]
     assert [file.name for file in tmp_path.iterdir()] == ["elsewhere"]

@@ -16,7 +16,7 @@ import raypfl
 from raypfl.common.errors import ConfigError
 from raypfl.experiment import Experiment
 from raypfl.federation.logged import LOGGED
-from raypfl.integrations.tracking.entries import comparison_metrics, comparison_of
+from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics
 from raypfl.results import bootstrap, latex
 from raypfl.results.compared import group_runs
 from raypfl.results.display.paired import compare
@@ -201,7 +201,7 @@ def test_mlflow_gets_the_differences_of_a_comparison_as_metrics_and_in_its_descr
         replace(run_of("ditto", 0, lam), experiment=Experiment(method={"name": "ditto", "lam": lam})) for lam in (1, 2)
     ]
     assert "difference/local/ditto lam_1.0" in comparison_metrics(namesakes)  # MLflow takes no "=" in a name
-    text = comparison_of(runs, "fedavg")
+    text = comparison_description(runs, "fedavg")
     assert "| local | ditto | fedavg | +2.4 | +1.8 to +3.1 | 3 of 3 | 100% |" in text and "Wilcoxon" in text
 
 

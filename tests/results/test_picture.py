@@ -23,7 +23,7 @@ from raypfl.evaluation import summarise
 from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.federation.ledger import LEDGER
-from raypfl.integrations.tracking.entries import comparison_of, params_of
+from raypfl.integrations.tracking.entries import comparison_description, run_params
 from raypfl.results import drawing
 from raypfl.results.compared import group_runs, labels, lettered_settings, setting
 from raypfl.results.display import outcome
@@ -151,7 +151,7 @@ def test_a_population_is_announced_with_the_clients_that_it_has_and_no_partition
     described = Experiment(data="tests.support.federated_data:Described")
     text = setting(described, {"num_clients": 4})
     assert text == "tests.support.federated_data:Described · 4 clients · mlp"
-    assert not [key for key in params_of(described) if key.startswith("partition")]
+    assert not [key for key in run_params(described) if key.startswith("partition")]
 
 
 def test_twelve_methods_have_colours_of_their_own():
@@ -238,7 +238,10 @@ def test_several_seeds_give_mean_and_deviation():
 def test_the_spread_over_seeds_is_explained_where_there_is_one():
     for seeds in (1, 2):
         results = comparison(seeds=seeds)
-        for text in (printed(lambda console, r=results: show(console, r, {}, ["digits"])), comparison_of(results)):
+        for text in (
+            printed(lambda console, r=results: show(console, r, {}, ["digits"])),
+            comparison_description(results),
+        ):
             assert ("±" in text.replace("±:", "")) == ("±: standard deviation over seeds." in text) == (seeds == 2)
 
 

@@ -17,34 +17,42 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 RUN_ID_FILE = "mlflow_run_id"
-KIND, MODELS = "mlflow.experimentKind", "custom_model_development"
+
+_EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""The tag of our experiments. MLflow opens those of other kinds on a page for language models."""
+
 _LOCAL_SERVER = "http://127.0.0.1:5000"
 
 
 def tracking_uri(experiment: Experiment) -> str:
-    """Where runs are recorded: ``tracking.uri``, else $MLFLOW_TRACKING_URI, else a SQLite file in the output folder."""
+    """Return where runs are recorded: ``tracking.uri``, else $MLFLOW_TRACKING_URI, else a SQLite file in `output`."""
     configured = experiment.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     return configured or f"sqlite:///{Path(experiment.output).absolute()}/mlflow.db"
 
 
 def experiment_id(client: MlflowClient, experiment: Experiment, uri: str) -> str:
-    """MLflow's experiment of this name, which is made if there is none."""
+    """Return the id of MLflow's experiment for this one, which is created if it does not exist."""
     name = experiment.tracking.experiment
-    if known := client.get_experiment_by_name(name):
-        return str(known.experiment_id)
+    existing = client.get_experiment_by_name(name)
+    if existing:
+        return str(existing.experiment_id)
+
     artifacts = _artifacts_in(experiment.output) if uri.startswith("sqlite:") else None  # a server decides itself
     try:
-        return str(client.create_experiment(name, artifacts, {KIND: MODELS}))
-    except quiet_mlflow().MlflowException:  # another process has made it meanwhile
-        if known := client.get_experiment_by_name(name):
-            return str(known.experiment_id)
+        return str(client.create_experiment(name, artifacts, _EXPERIMENT_KIND))
+    except quiet_mlflow().MlflowException:  # another process may have created it meanwhile
+        existing = client.get_experiment_by_name(name)
+        if existing:
+            return str(existing.experiment_id)
         raise
 
 
-def how_to_look(experiment: Experiment, experiment_id: str = "") -> str:
-    """Where to see the runs, with the command that starts a server if there is none; empty: they are not tracked.
+def how_to_view(experiment: Experiment, experiment_id: str = "") -> str:
+    """Return where to see the runs, with the command that starts a server if there is none; empty if not tracked.
 
-    `experiment_id` : MLflow's; empty: it is not known.
+    Parameters
+    ----------
+    experiment_id : the id of MLflow's experiment; empty: not known.
     """
     uri = tracking_uri(experiment)
     if not experiment.tracking.mlflow:
@@ -52,11 +60,12 @@ def how_to_look(experiment: Experiment, experiment_id: str = "") -> str:
     page = f"/#/experiments/{experiment_id}/runs" if experiment_id else ""
     if uri.startswith("http"):
         return f"{without_password(uri).rstrip('/')}{page}"
-    return f"mlflow ui --backend-store-uri {uri}" + (f"  then {_LOCAL_SERVER}{page}" if page else "")
+    command = f"mlflow ui --backend-store-uri {uri}"
+    return f"{command}  then {_LOCAL_SERVER}{page}" if page else command
 
 
 def quiet_mlflow() -> Any:
-    """The module, without telemetry, progress bars and messages."""
+    """Import MLflow without telemetry, progress bars and messages; return the module."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -70,8 +79,8 @@ def quiet_mlflow() -> Any:
     return mlflow
 
 
-def known_run(client: MlflowClient, file: Path) -> Any:
-    """The MLflow run whose id is in a file; None if there is no file, or the run was deleted."""
+def existing_run(client: MlflowClient, file: Path) -> Any:
+    """Return the MLflow run whose id is in a file; None if there is no file, or the run was deleted."""
     if not file.exists():
         return None
     try:
@@ -84,38 +93,41 @@ def known_run(client: MlflowClient, file: Path) -> Any:
 
 
 def is_recorded(experiment: Experiment, run_dir: Path) -> bool:
-    """Whether MLflow has a run to its end, or is not asked to record it; False if MLflow does not answer."""
+    """Return whether MLflow has a run to its end, or need not record it; False if MLflow does not answer."""
     if not experiment.tracking.mlflow:
         return True
-    mlflow, uri = quiet_mlflow(), tracking_uri(experiment)
+
+    mlflow = quiet_mlflow()
+    uri = tracking_uri(experiment)
     try:
-        with opening(uri):
-            known = known_run(mlflow.MlflowClient(uri), run_dir / RUN_ID_FILE)
+        with opening_database(uri):
+            run = existing_run(mlflow.MlflowClient(uri), run_dir / RUN_ID_FILE)
     except mlflow.MlflowException:
         return False
-    return known is not None and known.info.status != "RUNNING"
+    return run is not None and run.info.status != "RUNNING"
 
 
 @contextmanager
-def opening(uri: str) -> Iterator[None]:
-    """To be held while a client opens a database file: the first process makes its tables, and others wait for it.
+def opening_database(uri: str) -> Iterator[None]:
+    """Hold a lock while a client opens a database file: the first process creates its tables, and others wait for it.
 
-    A new file has all of its tables: MLflow cannot open one whose tables were made half-way.
+    A new file has all of its tables: MLflow cannot open one whose tables were created half-way.
     """
-    named = re.match(r"sqlite(?:\+\w+)?:///(?!:memory:|file:)([^?]+)", uri)
-    if not named:
+    match = re.match(r"sqlite(?:\+\w+)?:///(?!:memory:|file:)([^?]+)", uri)
+    if not match:
         yield
         return
-    file = Path(named[1])
+
+    file = Path(match[1])
     file.parent.mkdir(parents=True, exist_ok=True)
     with alone(file):
         if not file.exists():
             with draft(file) as unfinished:
-                _make_tables(f"{uri[: named.start(1)]}{unfinished}{uri[named.end(1) :]}", file.parent)
+                _create_tables(f"{uri[: match.start(1)]}{unfinished}{uri[match.end(1) :]}", file.parent)
         yield
 
 
-def _make_tables(uri: str, folder: Path) -> None:
+def _create_tables(uri: str, folder: Path) -> None:
     quiet_mlflow()
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -123,16 +135,16 @@ def _make_tables(uri: str, folder: Path) -> None:
 
 
 def _artifacts_in(folder: str | Path) -> str:
-    """Where the artifacts are of a database in a folder; MLflow would put them into the current one."""
+    """Return where the artifacts of a database in a folder are; MLflow would put them into the current folder."""
     return (Path(folder).absolute() / "mlartifacts").as_uri()
 
 
 def without_password(text: str) -> str:
-    """URIs without what precedes an @ in them."""
+    """Return a text whose URIs are without what precedes an @ in them."""
     return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, as a sentence without passwords."""
+    """Return the first line of an error, as a sentence without passwords."""
     line = without_password(str(error).partition("\n")[0].strip()) or type(error).__name__
     return line if line.endswith(".") else f"{line}."

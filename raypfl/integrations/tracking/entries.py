@@ -22,33 +22,42 @@ from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 
 LONGEST_VALUE = 5000
+"""Characters of a tag, a parameter or a description."""
+
 _LONGEST_NAME = 250
-_UNNAMEABLE = re.compile(r"[^\w\-. /:]")  # characters that MLflow takes in no metric's name
-_MOST_ROWS = 10_000  # of a table that a browser shows
+"""Characters of a run's name."""
+
+_INVALID_IN_METRIC_NAMES = re.compile(r"[^\w\-. /:]")
+
+_MOST_ROWS = 10_000
+"""Rows of a table that a browser shows."""
+
 Point = tuple[str, float, int]
 """Name, value and step of a metric."""
 
 
-def name_of(experiment: Experiment, score: str = "") -> str:
-    """The name of a run: its method, its score, the options that are not at their defaults, and the seed."""
+def run_name(experiment: Experiment, score: str = "") -> str:
+    """Return the name of a run: its method, its score, the options that are not at their defaults, and the seed."""
     method: Any = experiment.method
     options = experiment.to_dict()["method"]
     defaults = {field.name: field.default for field in fields(method)}
     changed = [f"{key}={value}" for key, value in options.items() if key != "name" and value != defaults[key]]
-    return " ".join(filter(None, [options["name"].rpartition(":")[2], score, *changed, f"s{experiment.seed}"]))
+
+    method_name = options["name"].rpartition(":")[2]
+    return " ".join(filter(None, [method_name, score, *changed, f"s{experiment.seed}"]))
 
 
-def score_of(experiment: Experiment, summary: Sequence[Mapping[str, Any]]) -> str:
-    """The primary metric in an evaluation's summary, of the model that clients use: ``"96.9 %"``."""
+def run_score(experiment: Experiment, summary: Sequence[Mapping[str, Any]]) -> str:
+    """Return the primary metric in an evaluation's summary, for the model that clients use: ``"96.9 %"``."""
     metric = experiment.measures.primary
-    first = [row for row in summary if row["protocol"] == summary[0]["protocol"]]
-    row = next((row for row in first if row["model"] == "personal"), first[0])
+    rows = [row for row in summary if row["protocol"] == summary[0]["protocol"]]
+    row = next((row for row in rows if row["model"] == "personal"), rows[0])
     unit = Unit(metric)
     return _score(unit, unit.factor * row[metric.name])
 
 
-def scores_of(results: Sequence[RunResult]) -> str:
-    """What the runs of a comparison ended with, the best first: ``"ditto 96.9 %, fedavg 96.5 %"``."""
+def comparison_scores(results: Sequence[RunResult]) -> str:
+    """Return the final scores of a comparison's methods, the best first: ``"ditto 96.9 %, fedavg 96.5 %"``."""
     groups = group_runs(results)
     unit = groups[0].unit
     by_label = {group.label: group.scores(group.protocols[0]) for group in groups}
@@ -61,26 +70,27 @@ def _score(unit: Unit, value: float) -> str:
     return f"{unit.text(value)}{unit.sign or f' {unit.phrase}'}"
 
 
-def tags_of(started: RunStarted) -> dict[str, str]:
-    """Tags to search for."""
+def run_tags(started: RunStarted) -> dict[str, str]:
+    """Return the tags by which one can search for a run."""
     experiment = settings(started.experiment)
+    parts = [part for part in ("method", "data", "partition", "model") if part in experiment]
     return {
         "kind": "run",
         "name": experiment["name"],
-        **{part: experiment[part]["name"] for part in ("method", "data", "partition", "model") if part in experiment},
+        **{part: experiment[part]["name"] for part in parts},
         "seed": str(experiment["seed"]),
         "run_dir": started.run_dir,
         **_texts(started.metadata, "metadata."),
     }
 
 
-def params_of(experiment: Experiment) -> dict[str, str]:
-    """All settings."""
+def run_params(experiment: Experiment) -> dict[str, str]:
+    """Return all settings as texts, without passwords."""
     return {key: without_password(value) for key, value in _texts(settings(experiment)).items()}
 
 
-def description_of(started: RunStarted, run_id: str, uri: str) -> str:
-    """The description of a run: its setting, and how to load its models."""
+def run_description(started: RunStarted, run_id: str, uri: str) -> str:
+    """Return the description of a run: its setting, and how to load its models."""
     return (
         f"{setting(started.experiment, started.metadata)}\n\n"
         "Its models, as networks that take images as they are stored:\n\n"
@@ -92,68 +102,80 @@ def description_of(started: RunStarted, run_id: str, uri: str) -> str:
     )
 
 
-def comparison_of(results: Sequence[RunResult], baseline: str | None = None) -> str:
-    """The description of a comparison: a table of the final primary metric, mean ± deviation over seeds; and of the
-    paired differences to the baseline or, without one, to the best method."""
-    compared = group_runs(results)
-    unit = compared[0].unit
-    shown = [column for column in columns(compared) if column.aggregate in ("", "worst_decile")]
-    made = [block for block in blocks(compared, shown) if not block.best]
+def comparison_description(results: Sequence[RunResult], baseline: str | None = None) -> str:
+    """Return the description of a comparison, as Markdown.
+
+    It has a table of the final primary metric, mean ± deviation over seeds, and one of the paired differences to the
+    baseline or, without one, to the best method.
+    """
+    groups = group_runs(results)
+    unit = groups[0].unit
+    shown_columns = [column for column in columns(groups) if column.aggregate in ("", "worst_decile")]
+    last_round = [block for block in blocks(groups, shown_columns) if not block.best]
+
     sign = unit.sign or f" {unit.heading}"
-    headings = " | ".join(f"{column.heading}{sign}".replace("\n", " ") for column in shown)
+    headings = " | ".join(f"{column.heading}{sign}".replace("\n", " ") for column in shown_columns)
     lines = [setting(results[0].experiment, results[0].metadata), "", f"| method | tested on | {headings} |"]
     lines.append("|:--|:--|--:|--:|--:|")
-    lines += [
-        f"| {' | '.join([one.label, block.protocol, *map(str, block.rows[i])])} |"
-        for i, one in enumerate(compared)
-        for block in made
-        if i in block.rows
-    ]
-    notes = legend(compared)
-    lines += ["", " ".join(notes)] if notes else []
-    return "\n".join([*lines, *_paired_lines(compared, baseline)])
+    for i, group in enumerate(groups):
+        for block in last_round:
+            if i in block.rows:
+                lines.append(_table_line([group.label, block.protocol, *map(str, block.rows[i])]))
+
+    notes = legend(groups)
+    if notes:
+        lines += ["", " ".join(notes)]
+    return "\n".join([*lines, *_paired_lines(groups, baseline)])
 
 
-def _paired_lines(compared: Sequence[RunGroup], baseline: str | None) -> list[str]:
-    rows = [row for row in differences(compared, baseline) if not row.best]
+def _paired_lines(groups: Sequence[RunGroup], baseline: str | None) -> list[str]:
+    rows = [row for row in differences(groups, baseline) if not row.best]
     if not rows:
         return []
+
     headings = ["tested on", "method", "against", *(heading.replace("\n", " ") for heading in HEADINGS)]
+    alignments = [":--"] * 3 + ["--:"] * len(HEADINGS)
     cells = [[row.protocol, row.method, row.baseline, *row.cells] for row in rows]
-    table = [f"| {' | '.join(line)} |" for line in [headings, [":--"] * 3 + ["--:"] * len(HEADINGS), *cells]]
-    return ["", *table, "", " ".join(remarks(rows, compared))]
+    table = [_table_line(line) for line in [headings, alignments, *cells]]
+    return ["", *table, "", " ".join(remarks(rows, groups))]
+
+
+def _table_line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def comparison_metrics(results: Sequence[RunResult], baseline: str | None = None) -> dict[str, float]:
-    """The paired differences as metrics of a comparison's run: ``difference/local/ditto`` and so on.
+    """Return the paired differences as metrics of a comparison's run: ``difference/local/ditto`` and so on.
 
     They are in the scale of the metrics of its runs: an accuracy is a share.
     """
     metrics: dict[str, float | None] = {}
     for row in differences(group_runs(results), baseline):
-        where = f"{row.protocol}{'*' * row.best}/{row.method}"
+        suffix = f"{row.protocol}{'*' * row.best}/{row.method}"
         values = {"difference": row.mean, "difference_low": row.low, "difference_high": row.high}
         for name, value in values.items():
-            metrics[f"{name}/{where}"] = None if value is None else value / row.unit.factor
+            metrics[f"{name}/{suffix}"] = None if value is None else value / row.unit.factor
         if row.by_seed:
-            metrics |= {f"seeds_ahead/{where}": row.seeds_ahead, f"draws_ahead/{where}": row.draws_ahead}
-    return {_UNNAMEABLE.sub("_", key): float(value) for key, value in metrics.items() if value is not None}
+            metrics[f"seeds_ahead/{suffix}"] = row.seeds_ahead
+            metrics[f"draws_ahead/{suffix}"] = row.draws_ahead
+
+    return {_INVALID_IN_METRIC_NAMES.sub("_", key): float(value) for key, value in metrics.items() if value is not None}
 
 
 def short_name(name: str) -> str:
-    """A run's name of the length that MLflow takes."""
+    """Return a run's name, cut to the length that MLflow takes."""
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def shortened(description: str) -> str:
-    """Its first lines, as many as MLflow takes."""
+    """Return the first lines of a description, as many as MLflow takes."""
     if len(description) <= LONGEST_VALUE:
         return description
     return description[:LONGEST_VALUE].rpartition("\n")[0] + "\n…"
 
 
 def round_points(event: RoundFinished) -> Iterator[Point]:
-    """A round's metrics."""
+    """Yield a round's metrics."""
     for key, value in vars(event).items():
         if key not in ("round", "logged"):
             yield key, value, event.round
@@ -162,7 +184,7 @@ def round_points(event: RoundFinished) -> Iterator[Point]:
 
 
 def evaluation_points(event: Evaluated) -> Iterator[Point]:
-    """An evaluation's metrics: ``accuracy/local/personal`` and so on."""
+    """Yield an evaluation's metrics: ``accuracy/local/personal`` and so on."""
     for row in event.summary:
         for key, value in row.items():
             # MLflow would show an infinite loss, of a class that is excluded, as 1.8e308.
@@ -171,12 +193,14 @@ def evaluation_points(event: Evaluated) -> Iterator[Point]:
 
 
 def table_of(table: pa.Table) -> dict[str, Any]:
-    """A table's last rows, in the format of the tables that MLflow shows."""
-    last = table.slice(max(table.num_rows - _MOST_ROWS, 0)).to_pydict().values()
-    rows = [[None if value != value else value for value in row] for row in zip(*last, strict=True)]
+    """Return a table's last rows, in the format of the tables that MLflow shows."""
+    last_rows = table.slice(max(table.num_rows - _MOST_ROWS, 0)).to_pydict().values()
+    rows = []
+    for row in zip(*last_rows, strict=True):
+        rows.append([None if value != value else value for value in row])  # JSON has no NaN
     return {"columns": table.column_names, "data": rows}
 
 
 def _texts(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested dicts as dotted keys and texts of the length that MLflow takes."""
+    """Return nested dicts as dotted keys and texts, cut to the length that MLflow takes."""
     return {key: str(value)[:LONGEST_VALUE] for key, value in flatten(values, prefix).items()}

@@ -12,7 +12,8 @@ from raypfl.common.errors import RaypflError, Stopped
 from raypfl.engine.events import Event, RunStarted
 from raypfl.experiment import Experiment
 from raypfl.integrations.tracking import entries
-from raypfl.integrations.tracking.run import NOTE, STATUS, Comparison, RunRecord
+from raypfl.integrations.tracking.comparison_run import ComparisonRun
+from raypfl.integrations.tracking.run import NOTE, STATUS, RunRecord
 from raypfl.results.compared import differing_settings
 from raypfl.runs import folders
 from raypfl.runs.result import RunResult, events_of
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
 class MLflowListener:
     """Records parameters, metrics per round, tags, tables and models of every run whose events it gets.
 
-    It records in the background: a slow tracking server delays a run only at its end, which waits for what is left.
-    What MLflow refuses is tried again with the next event, and a warning says so once a run. A resumed run continues
-    in its MLflow run, whose id is kept in the run's folder.
+    It records in the background: a slow tracking server delays a run only at its end, which waits for the rest.
+    What MLflow refuses is tried again with the next event, and a warning says so once per run. A resumed run continues
+    in its MLflow run, whose id is in the run's folder.
 
     Parameters
     ----------
-    comparison : a name under which all runs are put below one parent run; None: each is on its own.
-        The listener is then a context manager: at its end the parent gets the results of all.
-    tags : of your own, for every run.
-    warn : is called with a sentence when recording fails, from another thread; None: a log message.
+    comparison : the name of a parent run, below which all runs are put; None: each is on its own. With a name, the
+        listener is a context manager: at its end the parent gets the results of all runs.
+    tags : your own tags, for every run.
+    warn : a function that is called with a sentence, from another thread, when recording fails; None: a log message.
     kept_in : a folder for the parent's id, so that a comparison that was cut off continues below the same parent.
 
     Examples
@@ -56,30 +57,33 @@ class MLflowListener:
         self._tags = dict(tags or {})
         self._warn = warn or logging.getLogger("raypfl").warning
         folder = None if kept_in is None else Path(kept_in)
-        self._comparison = Comparison(comparison, self._tags, folder) if comparison else None
+        self._comparison = ComparisonRun(comparison, self._tags, folder) if comparison else None
         self._description = ""
         self._metrics: dict[str, float] = {}
         self._scores = ""
-        self._ended = ""
+        self._final_status = ""
         self._records: list[RunRecord] = []
         self._current: RunRecord | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            tracked = event.experiment.tracking.mlflow
-            self._current = RunRecord(event, self._comparison, self._tags, self._warn) if tracked else None
-            self._records += [self._current] if self._current else []
+            self._current = None
+            if event.experiment.tracking.mlflow:
+                self._current = RunRecord(event, self._comparison, self._tags, self._warn)
+                self._records.append(self._current)
         elif self._current:
             self._current.put(event)
 
     def for_each(self, experiments: Sequence[Experiment]) -> list[MLflowListener]:
-        """A listener for each run of a comparison; the run's name has the settings that differ from the others'."""
+        """Return a listener for each run of a comparison; a run's name has the settings in which the runs differ."""
         return [self.beside({"settings": text} if text else {}) for text in differing_settings(experiments)]
 
     def beside(self, tags: Mapping[str, str] | None = None) -> MLflowListener:
-        """A listener for another run of the comparison at the same time; each listener follows one run at a time.
+        """Return a listener for another run of the comparison at the same time; each follows one run at a time.
 
-        `tags` : for that run alone.
+        Parameters
+        ----------
+        tags : tags for that run alone.
         """
         other = copy.copy(self)  # with the same list of records
         other._current = None
@@ -100,9 +104,11 @@ class MLflowListener:
         return next((record.experiment_id for record in self._records if record.client), "")
 
     def describe(self, description: str, metrics: Mapping[str, float] | None = None, scores: str = "") -> None:
-        """Set the comparison's description, as Markdown, and its metrics; else they are those of its runs.
+        """Set the comparison's description, as Markdown, and its metrics; by default they are those of its runs.
 
-        `scores` : of its methods, which are added to its name.
+        Parameters
+        ----------
+        scores : the scores of its methods, which are added to its name.
         """
         self._description = description
         self._metrics = dict(metrics or {})
@@ -114,10 +120,10 @@ class MLflowListener:
         By default this follows from its runs: stopped if one was stopped, else failed if one failed. An exception that
         ends the context still counts.
         """
-        self._ended = status
+        self._final_status = status
 
     def attach(self, file: str | Path) -> None:
-        """Add a file, such as a picture, to the comparison's artifacts or, without one, to those of every run."""
+        """Add a file, such as a picture, to the artifacts of the comparison or, without one, to those of every run."""
         for record in self._records:
             run_id = self._comparison.run_id if self._comparison else record.run_id
             if run_id and record.client:
@@ -127,15 +133,17 @@ class MLflowListener:
 
     def _describe_runs(self) -> None:
         """Describe the comparison by the table of its runs."""
-        over = [RunResult.load(record.run_dir) for record in self._latest() if record.status in ("finished", "stopped")]
-        evaluated = [result for result in over if result.evaluations.num_rows]
+        records = [record for record in self._latest() if record.status in ("finished", "stopped")]
+        results = [RunResult.load(record.run_dir) for record in records]
+        evaluated = [result for result in results if result.evaluations.num_rows]
         if evaluated:
             metrics = entries.comparison_metrics(evaluated)
-            self.describe(entries.comparison_of(evaluated), metrics, entries.scores_of(evaluated))
+            self.describe(entries.comparison_description(evaluated), metrics, entries.comparison_scores(evaluated))
 
     def _finish_parent(self, client: MlflowClient, parent: str, kind: type[BaseException] | None) -> None:
         if not self._description:
             self._describe_runs()
+
         if self._description:
             client.set_tag(parent, NOTE, entries.shortened(self._description))
         for name, value in self._metrics.items():
@@ -147,13 +155,13 @@ class MLflowListener:
     def _status(self, kind: type[BaseException] | None) -> str:
         if kind is not None:
             return "stopped" if issubclass(kind, KeyboardInterrupt | Stopped) else "failed"
-        if self._ended:
-            return self._ended
-        ends = [record.status for record in self._latest()]
-        return next((status for status in ("stopped", "failed") if status in ends), "finished")
+        if self._final_status:
+            return self._final_status
+        statuses = [record.status for record in self._latest()]
+        return next((status for status in ("stopped", "failed") if status in statuses), "finished")
 
     def _latest(self) -> list[RunRecord]:
-        """The record of each run; of one that was paused and continued, the last."""
+        """Return the record of each run: the last one, if it was paused and continued."""
         return list({record.run_dir: record for record in self._records}.values())
 
 
@@ -162,7 +170,7 @@ def track(run_dir: str | Path, uri: str | None = None) -> None:
 
     Parameters
     ----------
-    uri : tracking URI; None: the run's own.
+    uri : the tracking URI; None: that in the run's settings.
 
     Raises
     ------
@@ -172,9 +180,12 @@ def track(run_dir: str | Path, uri: str | None = None) -> None:
     comparison = folders.ComparisonFolder.load(run_dir)
     results = [RunResult.load(folder) for folder in (comparison.folders if comparison else [run_dir])]
     name = results[0].experiment.name if comparison else None
+
     with MLflowListener(name, warn=problems.append, kept_in=run_dir if comparison else None) as listener:
-        for result, mine in zip(results, listener.for_each([one.experiment for one in results]), strict=True):
+        listeners = listener.for_each([result.experiment for result in results])
+        for result, listener_of_run in zip(results, listeners, strict=True):
             for event in events_of(result, uri):
-                mine(event)
+                listener_of_run(event)
+
     if problems:
         raise RaypflError("\n".join(problems))

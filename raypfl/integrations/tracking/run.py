@@ -1,4 +1,4 @@
-"""One run on its way into MLflow, in a thread of its own."""
+"""A run that is recorded in MLflow, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,13 @@ from raypfl.engine.events import Checkpointed, Evaluated, Event, RoundFinished, 
 from raypfl.engine.job import checkpoints_of
 from raypfl.federation.logged import ANALYSIS
 from raypfl.integrations.tracking import entries
+from raypfl.integrations.tracking.comparison_run import PARENT, ComparisonRun, context_tags
 from raypfl.integrations.tracking.connection import (
     RUN_ID_FILE,
+    existing_run,
     experiment_id,
     first_line,
-    known_run,
-    opening,
+    opening_database,
     quiet_mlflow,
     tracking_uri,
     without_password,
@@ -36,97 +37,58 @@ from raypfl.integrations.tracking.models import log_models
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-PARENT, NOTE, TABLES = "mlflow.parentRunId", "mlflow.note.content", "mlflow.loggedArtifacts"
-"""MLflow opens experiments of other kinds on a page for language models."""
+NOTE = "mlflow.note.content"
+"""The tag with a run's description."""
+
+TABLES = "mlflow.loggedArtifacts"
+"""The tag with the tables that MLflow shows."""
+
 _OPENING = threading.Lock()
-"""Runs that begin at the same time open MLflow one by one: the first makes their common experiment and parent."""
+"""Runs that begin at the same time open MLflow one by one: the first creates their common experiment and parent."""
+
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
-class Comparison:
-    """The parent of the runs of a comparison; it is made with the first of them.
-
-    Attributes
-    ----------
-    name : of the comparison. run_id : of the parent; empty until there is one.
-
-    Parameters
-    ----------
-    kept_in : a folder that keeps the parent's id, so that a comparison that was cut off continues below it.
-        In a folder that is new, the first run that was recorded before brings its parent.
-    """
-
-    def __init__(self, name: str, tags: Mapping[str, str], kept_in: Path | None = None):
-        self.name = name
-        self.run_id = ""
-        self._tags = tags
-        self._file = kept_in and kept_in / RUN_ID_FILE
-
-    def parent_tags(self, client: MlflowClient, experiment_id: str, began: int, data: Any) -> dict[str, str]:
-        """Tags that put a run below the parent, which is in the MLflow experiment of the first run.
-
-        `data` : of the run, as MLflow records a data set.
-        """
-        self.run_id = self.run_id or self._known(client, experiment_id)
-        if not self.run_id:
-            self.run_id = self._new(client, experiment_id, began)
-            client.log_inputs(self.run_id, datasets=[data])
-        return {PARENT: self.run_id, "comparison": self.name}
-
-    def adopt(self, tags: Mapping[str, str]) -> None:
-        """Continue below the parent of a run with these tags, if that is of this name and the folder keeps no other."""
-        if tags.get("comparison") == self.name and PARENT in tags and self._file and not self._file.exists():
-            self._keep(self._file, tags[PARENT])
-
-    def _known(self, client: MlflowClient, experiment_id: str) -> str:
-        run = known_run(client, self._file) if self._file else None
-        if run is None or run.info.experiment_id != experiment_id:
-            return ""
-        client.update_run(run.info.run_id, status="RUNNING")
-        return str(run.info.run_id)
-
-    def _new(self, client: MlflowClient, experiment_id: str, began: int) -> str:
-        tags = {**_mlflow_tags(), **self._tags, "kind": "comparison", "comparison": self.name}
-        run_id: str = client.create_run(experiment_id, began, tags, self.name).info.run_id
-        if self._file:
-            self._keep(self._file, run_id)
-        return run_id
-
-    @staticmethod
-    def _keep(file: Path, run_id: str) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write(file, run_id)
-
-
 class RunRecord:
-    """Records a run.
+    """Records a run, with a queue of its events and a thread.
+
+    MLflow's own asynchronous logging (``log_batch(synchronous=False)``) cannot replace these. It drops a batch that
+    fails, and sends batches from ten threads, so a later round may be recorded without an earlier one, and a resumed
+    run, which continues after the last recorded round, would never catch up. Here what fails stays pending, and is sent
+    in order. Neither does MLflow create runs, or log images, artifacts and models, in the background.
 
     Parameters
     ----------
-    comparison : that the run is part of. tags : of the person's own.
-    warn : is called once, with a sentence, if MLflow does not record the run.
+    comparison : the parent of the run; None: it has none.
+    tags : the user's own tags.
+    warn : a function that is called once, with a sentence, if MLflow does not record the run.
     """
 
     def __init__(
         self,
         started: RunStarted,
-        comparison: Comparison | None,
+        comparison: ComparisonRun | None,
         tags: Mapping[str, str],
         warn: Callable[[str], None],
     ):
         self.run_dir = started.run_dir
         self.status = ""
         self.client: MlflowClient | None = None
-        self.run_id = self.experiment_id = ""
+        self.run_id = ""
+        self.experiment_id = ""
         self._started = started
-        self._began = _now()
+        self._start_time = _now()
         self._comparison = comparison
         self._tags = tags
         self._uri = tracking_uri(started.experiment)
         self._warn = warn
         self._warned = False
-        self._last_round = self._last_evaluation = -1  # that were recorded before, if the run is resumed
         self._monitor: Any = None
+
+        # What is recorded already, if the run is resumed.
+        self._last_round = -1
+        self._last_evaluation = -1
+
         # An event and its time in milliseconds: if it is recorded later or again, it is the same entry.
         self._events: queue.SimpleQueue[tuple[Event, int]] = queue.SimpleQueue()
         # A daemon, so that a run that dies without a last event does not keep the process alive.
@@ -141,9 +103,9 @@ class RunRecord:
             self._thread.join()
 
     def attempt(self, action: Callable[..., object], *arguments: object) -> bool:
-        """Call `action` with the client; False, and a warning the first time, if MLflow raises an error."""
+        """Call `action` with the client; return False, and warn the first time, if MLflow raises an error."""
         try:
-            with _OPENING, nullcontext() if self.client else opening(self._uri):
+            with _OPENING, nullcontext() if self.client else opening_database(self._uri):
                 self.client = self.client or self._open()
             action(self.client, *arguments)
         except Exception as error:  # tracking servers, databases and networks raise errors of all kinds
@@ -159,17 +121,22 @@ class RunRecord:
 
     def _work(self) -> None:
         self.attempt(lambda client: None)  # importing MLflow takes seconds: do it before there is anything to record
+
         pending: list[tuple[Event, int]] = []
-        recorded, last = False, None
-        while not isinstance(last, RunFinished):
+        last_event: Event | None = None
+        is_recorded = False
+        while not isinstance(last_event, RunFinished):
             pending.append(self._events.get())
             while not self._events.empty():
                 pending.append(self._events.get())
-            last, at = pending[-1]
-            if recorded := self.attempt(self._record, pending):
+
+            last_event, time_of_last = pending[-1]
+            is_recorded = self.attempt(self._record, pending)
+            if is_recorded:
                 pending = []
-        if recorded:  # a server that does not answer is not asked again at the end: each time may take a minute
-            self.attempt(self._finish, last, at)
+
+        if is_recorded:  # a server that does not answer is not asked again at the end: each time may take a minute
+            self.attempt(self._finish, last_event, time_of_last)
         if self._monitor:
             self._monitor.finish()
 
@@ -177,55 +144,64 @@ class RunRecord:
         """Start the MLflow run or, if the run is resumed, continue the one that it has."""
         mlflow = quiet_mlflow()
         client = mlflow.MlflowClient(self._uri)
-        known = known_run(client, Path(self.run_dir, RUN_ID_FILE)) or self._begun_elsewhere(client)
-        run = known or self._new_run(client)
-        self.run_id, self.experiment_id = run.info.run_id, run.info.experiment_id
+        existing = existing_run(client, Path(self.run_dir, RUN_ID_FILE)) or self._run_of_another_folder(client)
+        run = existing or self._create_run(client)
+        self.run_id = run.info.run_id
+        self.experiment_id = run.info.experiment_id
         client.update_run(self.run_id, status="RUNNING")
-        params = entries.params_of(self._started.experiment)
-        before = known.data.params if known else {}
-        new = [mlflow.entities.Param(key, value) for key, value in params.items() if key not in before]
-        for some in mlflow.utils.chunk_list(new, 100):  # no longer than what MLflow takes in one call
-            client.log_batch(self.run_id, params=some)
-        for key in params.keys() & before.keys():
-            if params[key] != before[key]:  # parameters cannot be changed in MLflow
-                client.set_tag(self.run_id, f"resumed.{key}", params[key])
-        if known:
-            self._continue(client, known)
+
+        self._log_params(client, existing.data.params if existing else {})
+        if existing:
+            self._continue(client, existing)
         if self._started.experiment.tracking.system_metrics and self._monitor is None:
-            self._monitor = _monitor(self.run_id, self._uri, bool(known))
+            self._monitor = _start_monitor(self.run_id, self._uri, resumed=bool(existing))
         return client
 
-    def _begun_elsewhere(self, client: MlflowClient) -> Any:
-        """The run whose checkpoints this one continues from in a folder that is new; None: there is none."""
+    def _log_params(self, client: MlflowClient, recorded: Mapping[str, str]) -> None:
+        """Log the settings; one that differs from what is recorded becomes a tag, since MLflow changes no parameter."""
+        mlflow = quiet_mlflow()
+        params = entries.run_params(self._started.experiment)
+        new = [mlflow.entities.Param(key, value) for key, value in params.items() if key not in recorded]
+        for chunk in mlflow.utils.chunk_list(new, 100):  # MLflow takes no more in one call
+            client.log_batch(self.run_id, params=chunk)
+
+        for key in params.keys() & recorded.keys():
+            if params[key] != recorded[key]:
+                client.set_tag(self.run_id, f"resumed.{key}", params[key])
+
+    def _run_of_another_folder(self, client: MlflowClient) -> Any:
+        """Return the run whose checkpoints this one continues from in a new folder; None if there is none."""
         experiment = self._started.experiment
         if not self._started.first_round or experiment.checkpoint.location is None:
             return None
+
         home = experiment_id(client, experiment, self._uri)
-        place = f"{checkpoints_of(experiment, self.run_dir)}/"
-        pattern = place.replace("'", "_")  # which stands for any character
+        prefix = f"{checkpoints_of(experiment, self.run_dir)}/"
+        pattern = prefix.replace("'", "_")  # which stands for any character
         for run in client.search_runs([home], f"tags.checkpoint LIKE '{pattern}%'"):
-            if run.data.tags["checkpoint"].startswith(place):
+            if run.data.tags["checkpoint"].startswith(prefix):
                 write(Path(self.run_dir, RUN_ID_FILE), run.info.run_id)
                 return run
         return None
 
-    def _new_run(self, client: MlflowClient) -> Any:
+    def _create_run(self, client: MlflowClient) -> Any:
         experiment = self._started.experiment
-        home = experiment_id(client, self._started.experiment, self._uri)
-        tags = {**_mlflow_tags(), **entries.tags_of(self._started), **self._tags, **self._parent_tags(client, home)}
-        run = client.create_run(home, self._began, tags, self._name())
+        home = experiment_id(client, experiment, self._uri)
+        tags = {**context_tags(), **entries.run_tags(self._started), **self._tags, **self._parent_tags(client, home)}
+        run = client.create_run(home, self._start_time, tags, self._name())
         run_id: str = run.info.run_id
         write(Path(self.run_dir, RUN_ID_FILE), run_id)
-        client.set_tag(run_id, NOTE, entries.description_of(self._started, run_id, self._uri))
+
+        client.set_tag(run_id, NOTE, entries.run_description(self._started, run_id, self._uri))
         client.log_text(run_id, without_password(experiment.to_yaml()), "experiment.yaml")
         client.log_inputs(run_id, datasets=[self._dataset()])
         return run
 
     def _name(self, score: str = "") -> str:
-        """Name of the experiment, unless its parent has it; :func:`entries.name_of`; settings that differ."""
+        """Join the experiment's name, unless the parent has it, :func:`entries.run_name`, and settings that differ."""
         experiment = self._started.experiment
-        above = "" if self._comparison else f"{experiment.name}:"
-        name = " ".join(filter(None, [above, entries.name_of(experiment, score), self._tags.get("settings")]))
+        prefix = "" if self._comparison else f"{experiment.name}:"
+        name = " ".join(filter(None, [prefix, entries.run_name(experiment, score), self._tags.get("settings")]))
         return entries.short_name(name)
 
     def _dataset(self) -> Any:
@@ -238,69 +214,74 @@ class RunRecord:
     def _parent_tags(self, client: MlflowClient, home: str) -> dict[str, str]:
         if self._comparison is None:
             return {}
-        return self._comparison.parent_tags(client, home, self._began, self._dataset())
+        return self._comparison.parent_tags(client, home, self._start_time, self._dataset())
 
-    def _continue(self, client: MlflowClient, known: Any) -> None:
-        """Find what is recorded already; a run below a parent stays there."""
+    def _continue(self, client: MlflowClient, existing: Any) -> None:
+        """Find out what the existing run has already, and put it below its parent, unless it is below one."""
 
-        def last(metric: str) -> int:
+        def last_step(metric: str) -> int:
             return max((point.step for point in client.get_metric_history(self.run_id, metric)), default=-1)
 
+        self._last_round = last_step("clients")
         primary = self._started.experiment.measures.primary.name
-        evaluated = next((key for key in known.data.metrics if key.startswith(f"{primary}/")), None)
-        self._last_round, self._last_evaluation = last("clients"), last(evaluated) if evaluated else -1
+        evaluated_metric = next((key for key in existing.data.metrics if key.startswith(f"{primary}/")), None)
+        self._last_evaluation = last_step(evaluated_metric) if evaluated_metric else -1
+
         if self._comparison:
-            self._comparison.adopt(known.data.tags)
-        tags = self._parent_tags(client, known.info.experiment_id)
-        for key, value in tags.items() if PARENT not in known.data.tags else ():
-            client.set_tag(self.run_id, key, value)
+            self._comparison.adopt_parent(existing.data.tags)
+        tags = self._parent_tags(client, existing.info.experiment_id)
+        if PARENT not in existing.data.tags:
+            for key, value in tags.items():
+                client.set_tag(self.run_id, key, value)
 
     def _record(self, client: MlflowClient, pending: Sequence[tuple[Event, int]]) -> None:
-        # After a kill, rounds since the last checkpoint come again, equal: those that are recorded are skipped.
-        fresh = [
-            (event, at)
-            for event, at in pending
-            if (isinstance(event, RoundFinished) and event.round > self._last_round)
-            or (isinstance(event, Evaluated) and event.round > self._last_evaluation)
-        ]
         mlflow = quiet_mlflow()
-        points = [
-            mlflow.entities.Metric(key, value, at, step)
-            for event, at in fresh
-            for key, value, step in (
-                entries.evaluation_points(event) if isinstance(event, Evaluated) else entries.round_points(event)
-            )
-        ]
-        for some in mlflow.utils.chunk_list(points, 1000):
-            client.log_batch(self.run_id, metrics=some)
-        for event, at in fresh:
-            if isinstance(event, RoundFinished):
-                self._log_images(client, event, at)
-        evaluated = [event for event, _ in pending if isinstance(event, Evaluated) and event.summary]
-        if evaluated:  # MLflow's page shows no metric by itself, but every name
-            score = entries.score_of(self._started.experiment, evaluated[-1].summary)
-            client.update_run(self.run_id, name=self._name(score))
-        saved = [event.location for event, _ in pending if isinstance(event, Checkpointed)]
-        if saved:
-            client.set_tag(self.run_id, "checkpoint", saved[-1])
+        unrecorded = [(event, timestamp) for event, timestamp in pending if self._is_unrecorded(event)]
+        metrics = []
+        for event, timestamp in unrecorded:
+            for key, value, step in _points(event):
+                metrics.append(mlflow.entities.Metric(key, value, timestamp, step))
+        for chunk in mlflow.utils.chunk_list(metrics, 1000):  # MLflow takes no more in one call
+            client.log_batch(self.run_id, metrics=chunk)
 
-    def _log_images(self, client: MlflowClient, event: RoundFinished, at: int) -> None:
+        for event, timestamp in unrecorded:
+            if isinstance(event, RoundFinished):
+                self._log_images(client, event, timestamp)
+
+        evaluations = [event for event, _ in pending if isinstance(event, Evaluated) and event.summary]
+        if evaluations:  # MLflow's page shows no metric by itself, but every name
+            score = entries.run_score(self._started.experiment, evaluations[-1].summary)
+            client.update_run(self.run_id, name=self._name(score))
+
+        checkpoints = [event.location for event, _ in pending if isinstance(event, Checkpointed)]
+        if checkpoints:
+            client.set_tag(self.run_id, "checkpoint", checkpoints[-1])
+
+    def _is_unrecorded(self, event: Event) -> bool:
+        # After a kill, rounds since the last checkpoint come again, equal: those that are recorded are skipped.
+        if isinstance(event, RoundFinished):
+            return event.round > self._last_round
+        return isinstance(event, Evaluated) and event.round > self._last_evaluation
+
+    def _log_images(self, client: MlflowClient, event: RoundFinished, timestamp: int) -> None:
         from PIL import Image
 
         for name, png in event.logged.images.items():
             with Image.open(io.BytesIO(png)) as image:
-                client.log_image(self.run_id, image, key=name, step=event.round, timestamp=at)
+                client.log_image(self.run_id, image, key=name, step=event.round, timestamp=timestamp)
 
-    def _finish(self, client: MlflowClient, finished: RunFinished, at: int) -> None:
+    def _finish(self, client: MlflowClient, finished: RunFinished, end_time: int) -> None:
         tags = {"weights_hash": finished.weights_hash}
         if finished.best_round is not None:
             tags["best_round"] = str(finished.best_round)
         if finished.error:
             tags["error"] = finished.error[: entries.LONGEST_VALUE]
+
         with tempfile.TemporaryDirectory() as folder:
             for name, table in finished.tables.items():
                 pq.write_table(table, f"{folder}/{name}.parquet")
             client.log_artifacts(self.run_id, folder)
+
         # MLflow shows the tables that the method logged.
         shown = {f"{name}.json": table for name, table in finished.tables.items() if name.startswith(ANALYSIS)}
         for file, table in shown.items():
@@ -309,31 +290,42 @@ class RunRecord:
             tags[TABLES] = json.dumps([{"path": file, "type": "table"} for file in shown])
         for key, value in tags.items():
             client.set_tag(self.run_id, key, value)
+
         if "logged" in finished.tables:
-            self._log_start(client, finished.tables["logged"].to_pylist())
+            self._log_before_first_round(client, finished.tables["logged"].to_pylist())
         self._log_analyses(client)
         if finished.status == "finished" and self._started.experiment.tracking.models_mb:
             log_models(client, self.run_id, self.run_dir, self._warn)
-        client.set_terminated(self.run_id, STATUS[finished.status], end_time=at)
+        client.set_terminated(self.run_id, STATUS[finished.status], end_time=end_time)
 
-    def _log_start(self, client: MlflowClient, logged: list[dict[str, Any]]) -> None:
-        """Numbers from before the first round, which no event has; at the same time again if the run was resumed."""
+    def _log_before_first_round(self, client: MlflowClient, logged: list[dict[str, Any]]) -> None:
+        """Log numbers from before the first round, which no event has."""
         from mlflow.entities import Metric
 
-        at = client.get_run(self.run_id).info.start_time
-        points = [Metric(f"method/{row['name']}", row["value"], at, 0) for row in logged if row["round"] == 0]
-        client.log_batch(self.run_id, metrics=points)
+        # They have the same time again if the run was resumed, and so are no new entries.
+        start_time = client.get_run(self.run_id).info.start_time
+        rows = [row for row in logged if row["round"] == 0]
+        metrics = [Metric(f"method/{row['name']}", row["value"], start_time, 0) for row in rows]
+        client.log_batch(self.run_id, metrics=metrics)
 
     def _log_analyses(self, client: MlflowClient) -> None:
-        """The files of analyses, except what they kept of each client."""
+        """Log the files of analyses, except those of single clients."""
         for analysis in self._started.experiment.analyses:
             for file in sorted(folder_of(self.run_dir, analysis).rglob("*")):
                 if file.is_file() and not file.name.startswith("client-"):
                     client.log_artifact(self.run_id, str(file), str(file.parent.relative_to(self.run_dir)))
 
 
-def _monitor(run_id: str, uri: str, resumed: bool) -> Any:
-    """MLflow's monitor of this machine, started; None if there is no psutil, which comes with Ray."""
+def _points(event: Event) -> Iterator[entries.Point]:
+    """Yield the metrics of an evaluation or a round."""
+    if isinstance(event, Evaluated):
+        yield from entries.evaluation_points(event)
+    elif isinstance(event, RoundFinished):
+        yield from entries.round_points(event)
+
+
+def _start_monitor(run_id: str, uri: str, resumed: bool) -> Any:
+    """Start MLflow's monitor of this machine, and return it; None without psutil, which comes with Ray."""
     try:
         import ray  # noqa: F401  makes its psutil importable
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -346,12 +338,5 @@ def _monitor(run_id: str, uri: str, resumed: bool) -> Any:
 
 
 def _now() -> int:
-    """Milliseconds, as MLflow counts time."""
+    """Return the time in milliseconds, as MLflow counts it."""
     return int(time.time() * 1000)
-
-
-def _mlflow_tags() -> dict[str, str]:
-    """MLflow's own tags: user, program, git commit."""
-    from mlflow.tracking.context.registry import resolve_tags
-
-    return resolve_tags()
