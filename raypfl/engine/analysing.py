@@ -1,4 +1,4 @@
-"""The analyses of a run on the server: what clients keep goes to files, what they find goes to the round's log."""
+"""The analyses of a run on the server: what clients keep goes to files, what analyses log goes to the round's log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.federation.logged import Logged
 
-Known = Mapping[str, Mapping[str, str]]
+TableColumns = Mapping[str, Mapping[str, str]]
+"""The columns and their kinds of each table that was logged, by the table's name."""
 
 
 class Analyses:
@@ -23,7 +24,8 @@ class Analyses:
 
     Parameters
     ----------
-    run : what they are of.
+    analyses : the analyses that the settings name.
+    run : what all rounds of the run share.
     run_dir : the run's folder.
     """
 
@@ -37,34 +39,43 @@ class Analyses:
 
     def observers(self, round: int) -> tuple[int, ...]:
         """Numbers of the analyses that see the local steps of a round."""
-        return tuple(i for i, one in enumerate(self._analyses) if one.observes(round, self._run.task.rounds))
+        rounds = self._run.task.rounds
+        return tuple(i for i, analysis in enumerate(self._analyses) if analysis.observes(round, rounds))
 
     def keep(self, round: int, observed: Mapping[int, list[Observation]]) -> None:
         """Write what analyses keep of a group's local steps, a file for each client."""
-        for number, seen in observed.items():
-            for _, mine in groupby(seen, lambda one: one.client):
-                keep(self._folders[number], round, list(mine))
+        for number, observations in observed.items():
+            for _, of_client in groupby(observations, lambda observation: observation.client):
+                keep(self._folders[number], round, list(of_client))
 
-    def start(self, initial: Tensor | None, logged: Logged, known: Known) -> None:
-        """Before the first round."""
-        self._call("start", 0, (), (initial, initial), logged, known)
+    def start(self, initial: Tensor | None, logged: Logged, tables: TableColumns) -> None:
+        """Analyse the initial model, before the first round."""
+        self._call("start", 0, (), (initial, initial), logged, tables)
 
     def after_round(
-        self, round: int, clients: tuple[int, ...], models: tuple[Any, Any], logged: Logged, known: Known
+        self, round: int, clients: tuple[int, ...], models: tuple[Any, Any], logged: Logged, tables: TableColumns
     ) -> None:
-        """After a round, with the global model before it and after it. What analyses log is added to `logged`."""
-        self._call("after_round", round, clients, models, logged, known)
+        """Analyse a round, given the global model before it and after it. What analyses log is added to `logged`."""
+        self._call("after_round", round, clients, models, logged, tables)
 
     def _call(
-        self, what: str, round: int, clients: tuple[int, ...], models: tuple[Any, Any], logged: Logged, known: Known
+        self,
+        hook: str,
+        round: int,
+        clients: tuple[int, ...],
+        models: tuple[Any, Any],
+        logged: Logged,
+        tables: TableColumns,
     ) -> None:
+        """Call a hook of each analysis that is due, with models of its own."""
         for analysis, folder in zip(self._analyses, self._folders, strict=True):
             if round and not analysis.is_due(round, self._run.task.rounds):
                 continue
+
             folder.mkdir(parents=True, exist_ok=True)
             before, after = (None if model is None else model.clone() for model in models)
-            view = AnalysedRound(round, clients, (before, after), self._run, Path(folder), known)
-            function = getattr(analysis, what)
+            view = AnalysedRound(round, clients, (before, after), self._run, Path(folder), tables)
+            function = getattr(analysis, hook)
             try:
                 function(view)
             except RaypflError:
@@ -74,5 +85,7 @@ class Analyses:
                 raise MethodError(
                     f"{where_defined(function)} failed {when}: {type(error).__name__}: {with_location(error)}"
                 ) from error
-            for mine, all_ in zip(vars(view.logged).values(), vars(logged).values(), strict=True):
-                all_.update(mine)
+
+            # Numbers, tables and images.
+            for added, total in zip(vars(view.logged).values(), vars(logged).values(), strict=True):
+                total.update(added)

@@ -1,4 +1,4 @@
-"""Those who are told what happens in a run."""
+"""The listeners of a run, and what they are told."""
 
 from __future__ import annotations
 
@@ -21,37 +21,47 @@ class Audience:
 
     Attributes
     ----------
-    round : the last finished one.
+    round : the last finished round.
     """
 
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
-        self._one_at_a_time = threading.RLock()  # reentrant: a restart emits a warning
+        # Reentrant, since a restart emits a warning while its own event is handled.
+        self._one_at_a_time = threading.RLock()
         self.round = -1
-        self._evaluated = -1
-        self._started = False
-        self._began = time.perf_counter()
+        self._evaluated_round = -1
+        self._has_started = False
+        self._start = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
         with self._one_at_a_time:
-            if self._is_news(event):
-                if isinstance(event, RunStarted):
-                    took = round(time.perf_counter() - self._began, 3)
-                    event = replace(event, metadata={**event.metadata, "startup_seconds": took})
-                for listener in self._listeners:
-                    with framed(f"as a listener, told of {type(event).__name__}", ListenerError, listener):
-                        listener(event)
+            if not self._is_news(event):
+                return
+
+            if isinstance(event, RunStarted):
+                startup_seconds = round(time.perf_counter() - self._start, 3)
+                event = replace(event, metadata={**event.metadata, "startup_seconds": startup_seconds})
+            for listener in self._listeners:
+                with framed(f"as a listener, told of {type(event).__name__}", ListenerError, listener):
+                    listener(event)
 
     def _is_news(self, event: Event) -> bool:
+        """Take note of an event, and return whether it was not heard before."""
         if isinstance(event, RunStarted):
-            first, self._started = not self._started, True
-            if not first:
+            is_restart = self._has_started
+            self._has_started = True
+            if is_restart:
                 self(Warned(f"The server was restarted and continues from round {event.first_round}."))
-            return first
+            return not is_restart
+
         if isinstance(event, RoundFinished):
-            news, self.round = event.round > self.round, max(event.round, self.round)
-            return news
+            is_new = event.round > self.round
+            self.round = max(event.round, self.round)
+            return is_new
+
         if isinstance(event, Evaluated):
-            news, self._evaluated = event.round > self._evaluated, max(event.round, self._evaluated)
-            return news
+            is_new = event.round > self._evaluated_round
+            self._evaluated_round = max(event.round, self._evaluated_round)
+            return is_new
+
         return True

@@ -1,7 +1,8 @@
-"""Evaluation of all clients of a run: their models are made, by exchanges where a method needs some, and tested."""
+"""Evaluation of all clients of a run: make their models, by exchanges where a method needs some, and test them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from raypfl.storage.tree import clone
 
 
 class EvaluationCohort(Cohort):
-    """Clients that are about to be evaluated, which :meth:`raypfl.Method.personalize` is given.
+    """The cohort in :meth:`raypfl.Method.personalize`: clients that are about to be evaluated.
 
     Nobody drops out. A client that fails ends the run, since the mean over the others would be another quantity.
     """
@@ -50,11 +51,12 @@ class Evaluator:
 
     Parameters
     ----------
-    runner : of the run, with the clients' states.
+    prepared : the experiment, with its task and measures.
+    runner : the runner of the server's exchanges, which has the clients' states.
 
     Attributes
     ----------
-    spent : of clients' privacy in the last evaluation.
+    spent : what the last evaluation spent of clients' privacy.
     """
 
     def __init__(self, prepared: Prepared, runner: GroupRunner):
@@ -73,36 +75,47 @@ class Evaluator:
         return self._selection().round
 
     def is_due(self, round: int) -> bool:
-        """Whether clients are to be evaluated after this round and were not yet."""
+        """Whether clients still have to be evaluated after this round."""
         settings = self.experiment.evaluation
         return round > self._last and (round == 0 or is_due(round, settings.every, self.experiment.rounds))
 
     def reason_to_stop(self) -> str | None:
         """Why the run ends before its last round, as a sentence; None if it continues."""
-        selection, patience = self._selection(), self.experiment.evaluation.patience
+        selection = self._selection()
+        patience = self.experiment.evaluation.patience
         if patience is None or selection.waited < patience:
             return None
         best = "none had a value" if selection.round is None else f"round {selection.round} was the best"
         return f"{selection.waited} evaluations in a row were no better on validation data; {best}."
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, for :meth:`restore`."""
+        """What a checkpoint keeps of the evaluator, for :meth:`restore`."""
         return {"evaluated": self._last, "validated": [[round, row] for round, row in self._validated.items()]}
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Go back to what a checkpoint has `saved`; None: to the beginning of the run."""
-        if saved is None:
-            saved = {"evaluated": -1 if self.experiment.evaluation.at_start else 0, "validated": []}
-        self._last, self._validated = saved["evaluated"], dict(saved["validated"])
+        """Go back to what a checkpoint has `saved`; None: to the start of the run."""
+        if saved is not None:
+            self._last = saved["evaluated"]
+            self._validated = dict(saved["validated"])
+            return
+
+        # After -1, the evaluation of the model before the first round (0) is due.
+        self._last = -1 if self.experiment.evaluation.at_start else 0
+        self._validated = {}
 
     def evaluate(self, state: dict[str, Any], round: int) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
-        """Columns of the evaluations table and their summary, given the server's state after a round."""
+        """Evaluate all clients, given the server's state after a round.
+
+        Returns the columns of the evaluations table, and their summary.
+        """
         self.spent = []
         columns = self._columns(state, round)
         self._last = round
+
         summary = summarise(self.measures, columns)
-        if (row := validation_aggregates(summary)) is not None:
-            self._validated[round] = row
+        aggregates = validation_aggregates(summary)
+        if aggregates is not None:
+            self._validated[round] = aggregates
         return columns, summary
 
     def evaluated(
@@ -112,68 +125,88 @@ class Evaluator:
         masks = self.experiment.evaluation.masks
         if not clients or not protocols:
             return tabulate(self.measures, round, {}, [], [])
+
         # Methods that fine-tune models for evaluation use the learning rate of the round before.
         lr = self.experiment.training.learning_rate(max(round - 1, 0), self.experiment.rounds)
-        arguments = {"protocols": protocols, "maker": maker(unseen), "total": len(clients), "masks": list(masks)}
-        arguments["position"] = Scatter(torch.arange(len(clients)))
-        if (shared := self.method.global_model(state)) is not None:
-            last = self.runner.last_exchange
-            arguments["shared"] = _checked(shared, [self.task.model.size], self.method.global_model, last)
-        seen = state if self.method.has("personal_model") or self.method.has("unseen_model") else {}
+        arguments = {
+            "protocols": protocols,
+            "maker": maker(unseen),
+            "total": len(clients),
+            "masks": list(masks),
+            "position": Scatter(torch.arange(len(clients))),
+        }
+        shared = self.method.global_model(state)
+        if shared is not None:
+            shape = [self.task.model.size]
+            last_exchange = self.runner.last_exchange
+            arguments["shared"] = _refuse_misshapen(shared, shape, self.method.global_model, last_exchange)
+        # Only these two functions of a method read the server's state.
+        makes_models = self.method.has("personal_model") or self.method.has("unseen_model")
+        visible_state = state if makes_models else {}
+
         replies = ReplyAggregator(len(clients), torch.device("cpu"))
         for pairs in self._portions(clients):
-            cohort = EvaluationCohort(self.runner, [c for _, c in pairs], round, lr, unseen)
+            cohort = EvaluationCohort(self.runner, [client for _, client in pairs], round, lr, unseen)
             personalize(self.method, state, cohort)
             call, groups = self.runner.prepare(
-                _score, pairs, round, lr, arguments, self._groups, seen, exchange="evaluation"
+                _score, pairs, round, lr, arguments, self._groups, visible_state, exchange="evaluation"
             )
             for group, reply in self.runner.run(call, groups, _refuse_failure):
                 replies.add(group, reply.values)
                 cohort.spent += reply.spent
             self.spent += cohort.spent
+            # What clients stored for their evaluation is discarded.
             self.runner.states.abandon()
+
         return tabulate(self.measures, round, replies.result(), clients, protocols, masks)
 
     def _selection(self) -> Selection:
         return select(self.measures, self._validated, self.experiment.evaluation)
 
     def _columns(self, state: dict[str, Any], round: int) -> dict[str, list[Any]]:
+        """Columns of the evaluations table: first the trained clients, then the unseen ones."""
         protocols = self.experiment.evaluation.protocols
-        known = self.evaluated(state, round, self._tested(), [p for p in protocols if p != "unseen"], unseen=False)
-        new = self.task.unseen.tolist()
-        unseen = self.evaluated(state, round, new, [p for p in protocols if p == "unseen"], unseen=True)
-        return {name: values + unseen[name] for name, values in known.items()}
+        for_trained = [protocol for protocol in protocols if protocol != "unseen"]
+        for_unseen = [protocol for protocol in protocols if protocol == "unseen"]
+        trained = self.evaluated(state, round, self._tested(), for_trained, unseen=False)
+        unseen = self.evaluated(state, round, self.task.unseen.tolist(), for_unseen, unseen=True)
+        return {name: values + unseen[name] for name, values in trained.items()}
 
     def _portions(self, clients: list[int]) -> list[list[tuple[int, int]]]:
         """``(position, client)`` of all clients, in cohorts no larger than a round's if the method personalizes."""
         pairs = list(enumerate(clients))
         if not self.method.has("personalize"):
             return [pairs]
+
         size = cohort_size(self.experiment.cohort, self.task.num_clients)
-        ends = np.cumsum(even(len(pairs), -(-len(pairs) // size))).tolist()
-        return [pairs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        portions = []
+        start = 0
+        for portion_size in even(len(pairs), math.ceil(len(pairs) / size)):
+            portions.append(pairs[start : start + portion_size])
+            start += portion_size
+        return portions
 
     def _groups(self, clients: int) -> tuple[list[int], str]:
         return groups_for(self.experiment, clients, evaluation=True), self.experiment.engine.executor
 
     def _tested(self) -> list[int]:
         """The trained clients to evaluate; if only their own test data are used, those that have any."""
-        trained = np.ones(self.task.num_clients, dtype=bool)
-        trained[self.task.unseen] = False
+        is_tested = np.ones(self.task.num_clients, dtype=bool)
+        is_tested[self.task.unseen] = False
         if set(self.experiment.evaluation.protocols) <= {"local", "unseen"}:
-            trained &= self.task.num_test_samples > 0
-        return np.flatnonzero(trained).tolist()
+            is_tested &= self.task.num_test_samples > 0
+        return np.flatnonzero(is_tested).tolist()
 
 
 def personalize(method: Method, state: dict[str, Any], cohort: EvaluationCohort) -> None:
-    """Let a method give clients their models, if that takes exchanges, on a copy of the server's state."""
+    """Let a method give clients their models, if that takes exchanges. It gets a copy of the server's state."""
     if method.has("personalize"):
         with refuse_unkeyed(method.personalize, cohort.task.model.device, ON_SERVER):
             method.personalize(clone(state), cohort)
 
 
 def maker(unseen: bool) -> str:
-    """Name of the method's function that makes clients' models."""
+    """The name of the method's function that makes clients' models."""
     return "unseen_model" if unseen else "personal_model"
 
 
@@ -188,32 +221,45 @@ def _score(
     masks: list[Mask],
     shared: torch.Tensor | None = None,
 ) -> Mapping[str, Each | Sum]:
+    """Make and test the models of a group of clients; runs on the clients.
+
+    Parameters
+    ----------
+    maker : the name of the method's function that makes personal models.
+    position : ``int64[K]``, the place of each client among all `total` clients that are evaluated.
+    shared : the global model ``[P+B]``, or None.
+    """
     shares = [(i, total) for i in position.tolist()]
     make = getattr(method, maker)
 
-    def models(clients: Clients) -> torch.Tensor | Predictor | None:
+    def make_models(clients: Clients) -> torch.Tensor | Predictor | None:
         with refuse_unkeyed(make, clients.device, ON_CLIENTS):
-            made = make(clients, server)
-        if isinstance(made, Predictor) and len(made) != len(clients):
+            models = make(clients, server)
+        if isinstance(models, Predictor) and len(models) != len(clients):
             raise MethodError(
-                f"{where_defined(make)} returned a Predictor of {len(made)} clients, but the group has {len(clients)}: "
-                "a tensor that is passed row by row must have a row for each."
+                f"{where_defined(make)} returned a Predictor of {len(models)} clients, but the group has "
+                f"{len(clients)}: a tensor that is passed row by row must have a row for each."
             )
-        return _checked(made, [len(clients), clients.model.size], make) if isinstance(made, torch.Tensor) else made
+        if isinstance(models, torch.Tensor):
+            return _refuse_misshapen(models, [len(clients), clients.model.size], make)
+        return models
 
-    return score(group, models, shared, protocols, shares, masks)
+    return score(group, make_models, shared, protocols, shares, masks)
 
 
-def _checked(made: torch.Tensor, shape: list[int], maker: Callable[..., Any], hint: str = "") -> torch.Tensor:
-    """The models that a method's function made; a MethodError that ends in `hint` if their shape is wrong."""
-    if list(made.shape) != shape:
-        meant = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
-        text = (
-            f"{where_defined(maker)} returned {list(made.shape)}, which is no model of this network; it must "
-            f"return {shape}: all parameters and buffer entries, {meant}. {hint}"
-        )
-        raise MethodError(text.rstrip())
-    return made
+def _refuse_misshapen(
+    models: torch.Tensor, shape: list[int], maker: Callable[..., Any], hint: str = ""
+) -> torch.Tensor:
+    """The models that a method's function made; raises a MethodError that ends in `hint` if their shape is wrong."""
+    if list(models.shape) == shape:
+        return models
+
+    order = "of each client of the group, a row each" if len(shape) > 1 else "in the order of task.model.init"
+    text = (
+        f"{where_defined(maker)} returned {list(models.shape)}, which is no model of this network; it must "
+        f"return {shape}: all parameters and buffer entries, {order}. {hint}"
+    )
+    raise MethodError(text.rstrip())
 
 
 def _refuse_failure(client: int, why: str) -> None:

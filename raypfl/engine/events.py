@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of the start-up, such as ``"starting Ray"``; or, if it `stays` on the screen, what the user may need."""
+    """A step of the start-up, such as ``"starting Ray"``; one that the user may need later `stays` on the screen."""
 
     text: str
     stays: bool = False
@@ -27,11 +27,14 @@ class RunStarted:
 
     Attributes
     ----------
-    run : its name. run_dir : its folder.
+    run : the name of the run.
+    run_dir : the run's folder.
+    experiment : the description of the run, with all that its settings left open.
     metadata : num_clients, parameters, weights (where the initial ones are from), executor, channels_last, why (the
         reason for these two; empty if the settings name them), group_size, actors, data, device (of the clients),
         server_device, system, versions, startup_seconds (from the command to this event: data, processes, choices),
         and parent (``run`` and ``round``) if the run continues another one.
+    first_round : the number of rounds finished before.
     """
 
     run: str
@@ -48,9 +51,12 @@ class RoundFinished:
     Attributes
     ----------
     loss : mean training loss over the cohort; NaN if no client trained.
-    bytes_up, bytes_down : of this round, all clients together.
-    bytes_up_total, bytes_down_total : of this round and all before it, in a resumed run too.
-    clients, dropped, failed : how many finished, dropped out by simulation, failed and were skipped.
+    seconds : duration of the round.
+    bytes_up, bytes_down : traffic of this round, all clients together.
+    bytes_up_total, bytes_down_total : traffic of this round and all before it, in a resumed run too.
+    clients : number of clients that finished.
+    dropped : number of clients that dropped out by simulation.
+    failed : number of clients that failed and were skipped.
     logged : what the method logged: numbers, tables, images.
     """
 
@@ -71,7 +77,7 @@ class RoundFinished:
 class Evaluated:
     """All clients were evaluated after `round`; 0 is before the first one.
 
-    `summary` has a dict for each protocol and model, see ``evaluation.summarise``.
+    `summary` : a dict for each protocol and model, see ``evaluation.summarise``.
     """
 
     round: int
@@ -88,17 +94,23 @@ class Checkpointed:
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning for the user; each text comes once a run."""
+    """A warning for the user; each text comes once per run."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The run is over. `weights_hash` is the SHA-256 of the server's and all clients' final state.
+    """The run is over.
 
-    `best_round` is the best one by validation data; None: no round was validated. `tables` : by name, the tables of the
-    run's folder. `images` : what the method logged, with the columns round, name and png.
+    Attributes
+    ----------
+    round : the last finished round.
+    weights_hash : SHA-256 of the server's and all clients' final state.
+    error : why the run failed, as a sentence.
+    tables : the tables of the run's folder, by name.
+    best_round : the best round by validation data; None: no round was validated.
+    images : images that the method logged, a table with the columns round, name and png.
     """
 
     status: Literal["finished", "stopped", "failed"]

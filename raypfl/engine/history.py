@@ -1,11 +1,11 @@
-"""What was in force in which rounds of a run: a list in its folder that only grows.
+"""Which settings were in force in which rounds of a run: a list in its folder that only grows.
 
-Each time that a run begins or is resumed, ``history.jsonl`` gets a line of JSON with ::
+Each time that a run starts or is resumed, ``history.jsonl`` gets a line of JSON with ::
 
-    from_round    rounds that were done before; a later line with the same or a smaller number takes over from there
+    from_round    rounds finished before; a later line with the same or a smaller number takes over from there
     parent        the run, and its round, that this run continues; only in the line that says so
     changed       settings that differ from those of the line before, by dotted name
-    settings      all of them
+    settings      all settings
     metadata      as in ``metadata.json``: versions, devices, and other facts found at the start; none before that
 """
 
@@ -23,10 +23,11 @@ from raypfl.experiment.assignments import flatten
 HISTORY = "history.jsonl"
 
 HistoryEntry = dict[str, Any]
+"""A line of the history, as the head of this file describes it."""
 
 
 def read(run_dir: str | Path) -> list[HistoryEntry]:
-    """The entries, oldest first; a line that is damaged is left out."""
+    """Read the entries, oldest first; a damaged line is left out."""
     entries = []
     for line in _text(Path(run_dir)).splitlines():
         try:
@@ -40,27 +41,32 @@ def read(run_dir: str | Path) -> list[HistoryEntry]:
 
 def add(run_dir: Path, from_round: int, experiment: Experiment, **facts: Any) -> None:
     """Add an entry; `facts` are its parent and its metadata."""
-    text, entries = _text(run_dir), read(run_dir)
-    if entries and "metadata" not in entries[-1]:  # of a run that continues another one and has not begun until now
+    text = _text(run_dir)
+    entries = read(run_dir)
+
+    # The run continues another one and starts only now: its entry takes the place of the planned one.
+    if entries and "metadata" not in entries[-1]:
         planned = entries.pop()
         facts = {"parent": planned["parent"], **facts}
         text = "".join(text.splitlines(keepends=True)[:-1])
+
     settings = experiment.to_dict()
-    before, now = flatten(entries[-1]["settings"] if entries else settings), flatten(settings)
+    before = flatten(entries[-1]["settings"] if entries else settings)
+    now = flatten(settings)
     changed = {key: now.get(key) for key in {**before, **now} if before.get(key) != now.get(key)}
     entry = {"from_round": from_round, "changed": changed, **facts, "settings": settings}
     write(run_dir / HISTORY, text + json.dumps(entry) + "\n")
 
 
 def inherit(parent_dir: Path, round: int, run_dir: Path, experiment: Experiment) -> None:
-    """Begin the history of a run that continues another one after a round."""
-    lines = [json.dumps(entry) for entry in read(parent_dir) if entry["from_round"] < round]
-    write(run_dir / HISTORY, "".join(f"{line}\n" for line in lines))
+    """Start the history of a run that continues another one after a round."""
+    entries = [entry for entry in read(parent_dir) if entry["from_round"] < round]
+    write(run_dir / HISTORY, "".join(json.dumps(entry) + "\n" for entry in entries))
     add(run_dir, round, experiment, parent={"run": str(parent_dir), "round": round})
 
 
 def parent_of(run_dir: str | Path) -> dict[str, Any] | None:
-    """The run, and its round, that a run continues; None if it began with the first round."""
+    """The run, and its round, that a run continues; None if it started with the first round."""
     parents = [entry["parent"] for entry in read(run_dir) if "parent" in entry]
     return parents[-1] if parents else None
 
@@ -68,12 +74,16 @@ def parent_of(run_dir: str | Path) -> dict[str, Any] | None:
 def note(run_dir: Path) -> str:
     """Comments for the head of a run's description, if its settings were not in force from the first round on."""
     entries = read(run_dir)
-    since = None
+    changed_after = None
     for before, entry in pairwise(entries):
         if before["settings"] != entry["settings"]:
-            since = entry["from_round"]
-    lines = [] if since is None else [f"# In force after round {since}; {HISTORY} says what was before."]
-    if parent := parent_of(run_dir):
+            changed_after = entry["from_round"]
+
+    lines = []
+    if changed_after is not None:
+        lines.append(f"# In force after round {changed_after}; {HISTORY} says what was before.")
+    parent = parent_of(run_dir)
+    if parent:
         lines.append(f"# The rounds up to {parent['round']} are those of {parent['run']}.")
     return "".join(f"{line}\n" for line in lines)
 

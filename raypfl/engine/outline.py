@@ -14,13 +14,13 @@ from raypfl.data import ClientData
 
 @dataclass(frozen=True, kw_only=True)
 class DataOutline:
-    """Shapes, normalisation and sizes of federated data, which are opened when a method asks for anything else.
+    """Shapes, normalisation and sizes of federated data; the data are opened when anything else is needed.
 
     Attributes
     ----------
     known : attributes of :class:`raypfl.data.FederatedData` that need not be read from the data.
-    counts : samples in each client's ``train`` and ``test`` split, ``int64[num_clients]`` each.
-    load : opens the data.
+    counts : number of samples in each client's ``train`` and ``test`` split, ``int64[num_clients]`` each.
+    load : a function that opens the data.
     """
 
     known: Mapping[str, Any] = field(default_factory=dict)
@@ -29,15 +29,18 @@ class DataOutline:
 
     @classmethod
     def of(cls, data: ClientData) -> DataOutline:
-        """The outline of data that are open."""
-        return cls(counts={split: data.sizes(split) for split in ("train", "test")}, load=lambda: data)
+        """The outline of data that are open already."""
+        counts = {"train": data.sizes("train"), "test": data.sizes("test")}
+        return cls(counts=counts, load=lambda: data)
 
     @cached_property
     def data(self) -> ClientData:
+        """The data themselves."""
         return self.load()
 
     @property
     def num_clients(self) -> int:
+        """Number of clients."""
         return len(self.counts["train"])
 
     def sizes(self, split: str = "train") -> np.ndarray:
@@ -49,6 +52,7 @@ class DataOutline:
         return self.data.indices(client, split)
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look for special methods, for which no data should be opened.
         if name.startswith("__"):
             raise AttributeError(name)
         return self.known[name] if name in self.known else getattr(self.data, name)

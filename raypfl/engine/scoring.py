@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 
 from raypfl.clients.clients import Clients
+from raypfl.clients.context import Context
 from raypfl.clients.group import ClientGroup
 from raypfl.common.messages import Each, ReadOnlyChanged, Sum, unmarked
+from raypfl.evaluation.corruptions import Corruption
 from raypfl.evaluation.masking import Mask, masked, masked_name
 from raypfl.evaluation.metric_sums import MetricSums, RunningSums
 from raypfl.evaluation.protocols import OWN, WEIGHTED, EvaluationSamples, class_weights, ood_test_sets
 from raypfl.learning.inference import InputChange, ModelOutputs
 from raypfl.models.predictor import Predictor
 
-PersonalModel = Callable[[Clients], Tensor | Predictor | None]
+PersonalModels = Callable[[Clients], Tensor | Predictor | None]
+"""Makes the personal models of a group: ``[K, P+B]``, ``[P+B]`` or a predictor; None: the method has none."""
 
 
 def score(
     group: ClientGroup,
-    personal: PersonalModel,
+    personal: PersonalModels,
     shared: Tensor | None,
     protocols: Collection[str],
     shares: list[tuple[int, int]],
@@ -32,30 +35,32 @@ def score(
 
     Parameters
     ----------
-    personal : gives a group's personal models, ``[K, P+B]``, ``[P+B]`` or a predictor, or None.
+    personal : the function that makes the group's personal models.
     shared : the global model ``[P+B]``, or None.
     shares : for each client ``(i, n)``: the group tests the global model on the i-th of n shares of a common test set.
-    masks : by which the outputs on clients' own samples are also masked; ``personal/local/zero`` and so on.
+    masks : masks by which the outputs on clients' own samples are also tested; ``personal/local/zero`` and so on.
 
     Returns
     -------
-    ``personal/...`` and, of own samples, ``global/...``: the metrics of each client, ``Each`` of ``[K, columns]``. Of
+    ``personal/...`` and, on own samples, ``global/...``: the metrics of each client, ``Each`` of ``[K, columns]``. On
     common samples ``global/...``: the global model's metric sums, ``Sum`` of ``[K, W]``; and ``global/alpha``: training
     samples by class, ``Each`` of ``[K, C]``.
     """
     values: dict[str, Each | Sum] = {}
-    portions = [_personal(portion, personal, protocols, masks) for portion in group.portions()]
+    portions = [_score_personal(portion, personal, protocols, masks) for portion in group.portions()]
     for protocol in portions[0]:
         values[f"personal/{protocol}"] = Each(torch.cat([rows[protocol] for rows in portions]), charged=False)
+
     if shared is not None:
-        for protocol, value in _shared(group, shared, protocols, shares, masks).items():
+        for protocol, value in _score_shared(group, shared, protocols, shares, masks).items():
             values[f"global/{protocol}"] = type(value)(unmarked(value.rows), charged=False)
     return values
 
 
-def _personal(
-    group: ClientGroup, personal: PersonalModel, protocols: Collection[str], masks: Sequence[Mask]
+def _score_personal(
+    group: ClientGroup, personal: PersonalModels, protocols: Collection[str], masks: Sequence[Mask]
 ) -> dict[str, Tensor]:
+    """Metrics of the group's personal models by protocol, ``[K, columns]`` each; empty if there are none."""
     try:
         models = personal(Clients(group))
     except ReadOnlyChanged:
@@ -63,152 +68,190 @@ def _personal(
         models = personal(Clients(group))
     if models is None:
         return {}
-    models = models if isinstance(models, Predictor) else unmarked(models).expand(len(group), -1)
-    plainly = MetricSums(group.context.measures)
+    if not isinstance(models, Predictor):
+        models = unmarked(models).expand(len(group), -1)
+
+    metric_sums = MetricSums(group.context.measures)
     rows: dict[str, Tensor] = {}
     for protocol in protocols:
         if protocol in OWN:
-            answers = group.context.model_outputs(models, group.split(OWN[protocol]))
-            sums_by_name = _own_sums(group, plainly, answers, protocol, masks)
-            rows |= {name: plainly.values(sums) for name, sums in sums_by_name.items()}
+            outputs = group.context.model_outputs(models, group.split(OWN[protocol]))
+            sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks)
+            rows |= {name: metric_sums.values(sums) for name, sums in sums_by_name.items()}
         elif protocol.startswith("ood/"):
-            rows[protocol] = plainly.values(_on(group, models, _parts(group, protocol), again=True))
-    return rows | _everywhere(group, models, protocols)
+            sums = _common_sums(group, models, _ood_test_sets(group, protocol), again=True)
+            rows[protocol] = metric_sums.values(sums)
+    return rows | _score_on_union(group, models, protocols)
 
 
-def _everywhere(group: ClientGroup, models: Tensor | Predictor, protocols: Collection[str]) -> dict[str, Tensor]:
+def _score_on_union(group: ClientGroup, models: Tensor | Predictor, protocols: Collection[str]) -> dict[str, Tensor]:
     """Metrics of personal models on all clients' test samples, in one pass for all protocols."""
-    weighted = [protocol for protocol in WEIGHTED if protocol in protocols]
-    if "global" not in protocols and not weighted:
+    weighted_protocols = [protocol for protocol in WEIGHTED if protocol in protocols]
+    if "global" not in protocols and not weighted_protocols:
         return {}
-    metric_sums = MetricSums(group.context.measures, by_class=bool(weighted))
-    sums = metric_sums.of(group.context.model_outputs(models, group.context.union("test")), len(group))
-    rows = {"global": metric_sums.values(sums)} if "global" in protocols else {}
-    for protocol in weighted:
-        rows[protocol] = metric_sums.class_weighted(sums, class_weights(protocol, _classes(group)))
+
+    metric_sums = MetricSums(group.context.measures, by_class=bool(weighted_protocols))
+    outputs = group.context.model_outputs(models, group.context.union("test"))
+    sums = metric_sums.of(outputs, len(group))
+    rows = {}
+    if "global" in protocols:
+        rows["global"] = metric_sums.values(sums)
+    for protocol in weighted_protocols:
+        rows[protocol] = metric_sums.class_weighted(sums, class_weights(protocol, _class_counts(group)))
     return rows
 
 
-def _shared(
+def _score_shared(
     group: ClientGroup,
     theta: Tensor,
     protocols: Collection[str],
     shares: list[tuple[int, int]],
     masks: Sequence[Mask],
 ) -> dict[str, Each | Sum]:
+    """What the group finds of the global model ``[P+B]``, by protocol."""
     model = unmarked(theta)[None]
-    plainly = MetricSums(group.context.measures)
+    plain_sums = MetricSums(group.context.measures)
     values: dict[str, Each | Sum] = {}
     weighted = any(protocol in WEIGHTED for protocol in protocols)
-    everywhere = weighted or "global" in protocols
+    needs_union = weighted or "global" in protocols
+
     for protocol, split in OWN.items():
-        if protocol in protocols or (protocol == "local" and everywhere):
-            metric_sums = MetricSums(group.context.measures, by_class=weighted and protocol == "local")
-            answers = _answers_for_owners(group, model, group.split(split))
-            masked_too = masks if protocol in protocols else ()
-            sums_by_name = _own_sums(group, metric_sums, answers, protocol, masked_too)
-            sums = sums_by_name.pop(protocol)
-            if protocol in protocols:
-                values[protocol] = Each(metric_sums.values(sums))
-                values |= {name: Each(plainly.values(masked_sums)) for name, masked_sums in sums_by_name.items()}
-            if protocol == "local" and everywhere:
-                # The union of the clients' tests. An area under a curve is not the sum of its parts' areas.
+        is_requested = protocol in protocols
+        serves_union = protocol == "local" and needs_union
+        if not is_requested and not serves_union:
+            continue
+
+        metric_sums = MetricSums(group.context.measures, by_class=weighted and protocol == "local")
+        outputs = _outputs_for_owners(group, model, group.split(split))
+        sums_by_name = _own_sums(group, metric_sums, outputs, protocol, masks if is_requested else ())
+        sums = sums_by_name.pop(protocol)
+        if is_requested:
+            values[protocol] = Each(metric_sums.values(sums))
+            values |= {name: Each(plain_sums.values(masked_sums)) for name, masked_sums in sums_by_name.items()}
+        if serves_union:
+            if metric_sums.whole:
+                # An area under a curve is not the sum of its parts' areas, so the union is tested by itself.
                 union = [EvaluationSamples(group.context.union("test"))]
-                values["global"] = Sum(_share(group, model, union, shares) if metric_sums.whole else sums)
+                sums = _sums_of_shares(group, model, union, shares)
+            values["global"] = Sum(sums)
+
     for protocol in protocols:
         if protocol.startswith("ood/"):
-            values[protocol] = Sum(_share(group, model, _parts(group, protocol), shares))
+            values[protocol] = Sum(_sums_of_shares(group, model, _ood_test_sets(group, protocol), shares))
     if weighted:
-        values["alpha"] = Each(_classes(group))
+        values["alpha"] = Each(_class_counts(group))
     return values
 
 
 def _own_sums(
-    group: ClientGroup, layout: MetricSums, answers: Iterable[ModelOutputs], protocol: str, masks: Sequence[Mask]
+    group: ClientGroup, layout: MetricSums, outputs: Iterable[ModelOutputs], protocol: str, masks: Sequence[Mask]
 ) -> dict[str, Tensor]:
     """Metric sums ``[K, W]`` on the clients' own samples, unmasked in `layout` and by mask, from the same outputs.
 
     Masked sums are not kept by class. They are empty for a client without training samples, which knows no class.
     """
     if not masks:
-        return {protocol: layout.of(answers, len(group))}
+        return {protocol: layout.of(outputs, len(group))}
 
     plain = RunningSums(layout, len(group))
-    known = _classes(group) > 0
+    is_known = _class_counts(group) > 0
     by_mask = {mask: RunningSums(MetricSums(group.context.measures), len(group)) for mask in masks}
-    for part in answers:
-        plain.add(part)
+    for batch in outputs:
+        plain.add(batch)
         for mask, running in by_mask.items():
-            running.add(masked(part, known, mask))
+            running.add(masked(batch, is_known, mask))
 
     sums = {protocol: plain.total()}
     for mask, running in by_mask.items():
         total = running.total()
-        total[~known.any(1)] = 0
+        total[~is_known.any(1)] = 0
         sums[masked_name(protocol, mask)] = total
     return sums
 
 
-def _share(
-    group: ClientGroup, model: Tensor, whole: Iterable[EvaluationSamples], shares: list[tuple[int, int]]
+def _sums_of_shares(
+    group: ClientGroup, model: Tensor, test_sets: Iterable[EvaluationSamples], shares: list[tuple[int, int]]
 ) -> Tensor:
-    """Sums ``[K, W]`` of this group's shares of a common test; it stays whole if the sums of parts do not add up."""
+    """Sums ``[K, W]`` of this group's shares of a common test.
+
+    If the sums of shares do not add up, the test stays whole, and the first client's group does it.
+    """
     if MetricSums(group.context.measures).whole:
-        mine = whole if any(i == 0 for i, _ in shares) else ()
+        has_first_client = any(i == 0 for i, _ in shares)
+        samples = test_sets if has_first_client else ()
     else:
-        mine = (part._replace(indices=np.concatenate([_piece(part.indices, *one) for one in shares])) for part in whole)
-    sums = _on(group, model, mine)
+        samples = (_shares_of(test_set, shares) for test_set in test_sets)
+    sums = _common_sums(group, model, samples)
+    # The sums are the group's; as rows of its clients, the first has them all.
     return torch.cat([sums, sums.new_zeros(len(group) - 1, sums.shape[1])])
 
 
-def _on(group: ClientGroup, models: Tensor | Predictor, of: Iterable[EvaluationSamples], again: bool = False) -> Tensor:
+def _shares_of(test_set: EvaluationSamples, shares: list[tuple[int, int]]) -> EvaluationSamples:
+    """Of a test set, the i-th of n shares for each ``(i, n)``."""
+    indices = test_set.indices
+    count = len(indices)
+    pieces = [indices[count * i // n : count * (i + 1) // n] for i, n in shares]
+    return test_set._replace(indices=np.concatenate(pieces))
+
+
+def _common_sums(
+    group: ClientGroup, models: Tensor | Predictor, test_sets: Iterable[EvaluationSamples], again: bool = False
+) -> Tensor:
     """The metric sums of models on common samples; `again` if other models will be tested on the same."""
     metric_sums = MetricSums(group.context.measures)
     total = metric_sums.empty(len(models))
-    for part in of:
-        change = _change(group, part, again)
-        total = total + metric_sums.of(group.context.model_outputs(models, part.indices, change), len(models))
+    for test_set in test_sets:
+        change = _input_change(group, test_set, again)
+        outputs = group.context.model_outputs(models, test_set.indices, change)
+        total = total + metric_sums.of(outputs, len(models))
     return total
 
 
-def _parts(group: ClientGroup, protocol: str) -> Iterator[EvaluationSamples]:
+def _ood_test_sets(group: ClientGroup, protocol: str) -> Iterator[EvaluationSamples]:
     return ood_test_sets(protocol, group.context.union("test"), group.context.pools.indices)
 
 
-def _piece(where: np.ndarray, i: int, n: int) -> np.ndarray:
-    """The i-th of n shares."""
-    return where[len(where) * i // n : len(where) * (i + 1) // n]
-
-
-def _change(group: ClientGroup, part: EvaluationSamples, again: bool) -> InputChange | None:
-    """What corrupts the images of a part; they are computed once in this process, if there is room for them."""
-    context, corruption = group.context, part.corruption
+def _input_change(group: ClientGroup, test_set: EvaluationSamples, again: bool) -> InputChange | None:
+    """The corruption of a test set's images; they are computed once in this process, if there is room for them."""
+    context = group.context
+    corruption = test_set.corruption
     if corruption is None:
         return None
-    if again and corruption not in context.corrupted and len(part.indices):
-        one, _ = context.samples.take(part.indices[:1])
-        taken = sum(images.numel() for images in context.corrupted.values())
-        if taken + len(part.indices) * one.numel() <= context.room:
-            blocks = np.array_split(
-                part.indices, range(context.evaluation_batch, len(part.indices), context.evaluation_batch)
-            )
-            worse = [corruption(context.samples.take(b)[0], b, context.scale) for b in blocks]
-            context.corrupted[corruption] = torch.cat(worse)
+
+    if again and corruption not in context.corrupted and len(test_set.indices):
+        _corrupt_once(context, test_set, corruption)
     if again and corruption in context.corrupted:
         images = context.corrupted[corruption]
-        return lambda x, where, first: images[first : first + len(where)]
-    return lambda x, where, first: corruption(x, where, context.scale)
+        return lambda x, indices, first: images[first : first + len(indices)]
+    return lambda x, indices, first: corruption(x, indices, context.scale)
 
 
-def _answers_for_owners(group: ClientGroup, model: Tensor, where: list[np.ndarray]) -> Iterator[ModelOutputs]:
-    """The outputs of one model ``[1, P+B]`` on each client's samples ``where[k]``, all in the same batches."""
-    owners = torch.from_numpy(np.repeat(np.arange(len(where)), [len(mine) for mine in where]))
-    for part in group.context.model_outputs(model, np.concatenate(where)):
-        mine, owners = owners.split([part.outputs.shape[1], len(owners) - part.outputs.shape[1]])
-        yield part._replace(models=slice(None), owners=mine.to(part.outputs.device))
+def _corrupt_once(context: Context, test_set: EvaluationSamples, corruption: Corruption) -> None:
+    """Keep the corrupted images of a test set in the process, if there is room for them."""
+    indices = test_set.indices
+    first_image, _ = context.samples.take(indices[:1])
+    used = sum(images.numel() for images in context.corrupted.values())
+    if used + len(indices) * first_image.numel() > context.room:
+        return
+
+    size = context.evaluation_batch
+    batches = np.array_split(indices, range(size, len(indices), size))
+    corrupted = [corruption(context.samples.take(batch)[0], batch, context.scale) for batch in batches]
+    context.corrupted[corruption] = torch.cat(corrupted)
 
 
-def _classes(group: ClientGroup) -> Tensor:
+def _outputs_for_owners(group: ClientGroup, model: Tensor, indices: list[np.ndarray]) -> Iterator[ModelOutputs]:
+    """The outputs of one model ``[1, P+B]`` on each client's samples ``indices[k]``, all in the same batches."""
+    owners = torch.from_numpy(np.repeat(np.arange(len(indices)), [len(of_client) for of_client in indices]))
+    for batch in group.context.model_outputs(model, np.concatenate(indices)):
+        size = batch.outputs.shape[1]
+        of_batch, owners = owners.split([size, len(owners) - size])
+        yield batch._replace(models=slice(None), owners=of_batch.to(batch.outputs.device))
+
+
+def _class_counts(group: ClientGroup) -> Tensor:
     """Training samples of each class, ``float64[K, C]``."""
-    labels = [group.context.samples.labels_of(where) for where in group.split("train")]
-    return torch.stack([torch.bincount(y, minlength=group.context.num_classes) for y in labels]).double().cpu()
+    num_classes = group.context.num_classes
+    labels_by_client = [group.context.samples.labels_of(indices) for indices in group.split("train")]
+    counts = [torch.bincount(labels, minlength=num_classes) for labels in labels_by_client]
+    return torch.stack(counts).double().cpu()

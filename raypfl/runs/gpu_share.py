@@ -25,7 +25,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.experiment.settings import ActorPool
 from raypfl.federation.schedule import cohort_size
-from raypfl.runs.rehearsal import Rehearsal
+from raypfl.runs.checks.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
     from raypfl.engine.backends.shipment import Shipment

@@ -23,31 +23,46 @@ from raypfl.runs.result import METADATA, RECIPE, SUMMARY, description, refuse_sh
 from raypfl.storage import checkpoint
 
 MAY_CHANGE = (
-    *("rounds", "evaluation.patience"),  # when it ends, if the rounds before are the same
-    *("data.root", "data.download", "data.cache", "data.pools.*.root", "data.pools.*.download"),  # to the same samples
-    "model.weights",  # to the same weights in another place
-    *("engine.backend", "ray.*", "failures.retries", "failures.deaths"),  # where it runs
-    *("checkpoint.*", "tracking.*"),  # how often it is saved, where it is shown
+    # When the run ends, if the rounds before are the same.
+    "rounds",
+    "evaluation.patience",
+    # Where the samples are, if they are the same.
+    "data.root",
+    "data.download",
+    "data.cache",
+    "data.pools.*.root",
+    "data.pools.*.download",
+    # Where the initial weights are, if they are the same.
+    "model.weights",
+    # Where the run computes.
+    "engine.backend",
+    "ray.*",
+    "failures.retries",
+    "failures.deaths",
+    # How often it is saved, and where it is shown.
+    "checkpoint.*",
+    "tracking.*",
 )
 """Settings that may change when a run is resumed. All others decide its result, and stay."""
 
-_OF_THE_STATE = ("model", "method.name", "objective", "training.precision", "evaluation.metrics", "privacy")
+_CHECKPOINT_NEEDS = ("model", "method.name", "objective", "training.precision", "evaluation.metrics", "privacy")
 """Settings that the state or the tables of a checkpoint depend on; a run that continues from it must keep them."""
 
-_OF_THE_FOLDER = ("name", "output")
+_FOLDER_NEEDS = ("name", "output")
+"""Settings that decide a run's folder."""
 
 
 def resumed(run_dir: str | Path, overrides: Sequence[str]) -> Experiment:
-    """The experiment of a run that is to be resumed, with ``dotted.key=value`` changes.
+    """The experiment of a run to resume, with ``dotted.key=value`` changes.
 
     Raises
     ------
     ConfigError : if a change would falsify what the run has recorded.
     """
-    begun = description(run_dir)
-    asked = begun.override(overrides)
-    refuse_changes(run_dir, asked, begun)
-    return asked
+    before = description(run_dir)
+    experiment = before.override(overrides)
+    refuse_changes(run_dir, experiment, before)
+    return experiment
 
 
 def may_change(key: str) -> bool:
@@ -55,39 +70,46 @@ def may_change(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
 
 
-def ends_later(asked: Experiment, begun: Experiment) -> bool:
-    """Whether a finished run, with these changes, may have something left to do."""
-    return (asked.rounds, asked.evaluation.patience) != (begun.rounds, begun.evaluation.patience)
+def ends_later(experiment: Experiment, before: Experiment) -> bool:
+    """Whether a run that finished as it was described `before` may have something left to do as `experiment`."""
+    return (experiment.rounds, experiment.evaluation.patience) != (before.rounds, before.evaluation.patience)
 
 
-def refuse_changes(run_dir: str | Path, asked: Experiment, begun: Experiment) -> None:
-    """Raise a ConfigError if the run that has `begun` cannot be resumed as it is `asked` for."""
-    wrong = [key for key in _changes(asked, begun) if not may_change(key)]
-    if is_described(begun.data) and asked.data.root != begun.data.root:  # whose samples have no fingerprint
-        wrong.append("data.root")
-    if not all(weights and is_file(weights) for weights in (asked.model.weights, begun.model.weights)):
-        wrong += [key for key in _changes(asked, begun) if key == "model.weights"]
-    if wrong:
-        raise ConfigError(_falsifying(run_dir, wrong, asked, begun))
-    _refuse_less_patience(run_dir, asked, begun)
-    _refuse_empty_location(run_dir, asked, begun)
-    refuse_shorter(run_dir, asked)
-    _refuse_other_rates(run_dir, asked, begun)
+def refuse_changes(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
+    """Raise a ConfigError if the run that was described `before` cannot be resumed as `experiment`."""
+    changed = _changed_keys(experiment, before)
+    refused = [key for key in changed if not may_change(key)]
+    # The samples of a described population have no fingerprint by which they could be recognised elsewhere.
+    if is_described(before.data) and experiment.data.root != before.data.root:
+        refused.append("data.root")
+    # Likewise weights that are no file, which have no hash.
+    if "model.weights" in changed and not (_has_weights_file(experiment) and _has_weights_file(before)):
+        refused.append("model.weights")
+    if refused:
+        raise ConfigError(_why_refused(run_dir, refused, experiment, before))
+
+    _refuse_less_patience(run_dir, experiment, before)
+    _refuse_empty_location(run_dir, experiment, before)
+    refuse_shorter(run_dir, experiment)
+    _refuse_other_rates(run_dir, experiment, before)
 
 
-def refuse_another(folder: Path, asked: Experiment, begun: Experiment) -> None:
-    """Raise a ConfigError unless the run in a folder is the requested one."""
-    keys = differences(asked, begun)
-    if asked.checkpoint.location != begun.checkpoint.location:
+def refuse_another(folder: Path, experiment: Experiment, before: Experiment) -> None:
+    """Raise a ConfigError unless the run in a folder, described as `before`, is that of the experiment."""
+    keys = differences(experiment, before)
+    if experiment.checkpoint.location != before.checkpoint.location:
         keys.append("checkpoint.location")
-    if keys:
-        wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
-        listed = ", ".join(f"{key} is {there.get(key)!r} there, not {wanted.get(key)!r}" for key in keys[:3])
-        more = f", and {len(keys) - 3} more settings differ" if len(keys) > 3 else ""
-        text = f"{folder} has another run: {listed}{more}. Name another folder"
-        if all(map(may_change, keys)):
-            text += f", or change the run that is there: `raypfl resume {folder} KEY=VALUE`"
-        raise ConfigError(f"{text}.")
+    if not keys:
+        return
+
+    requested = flatten(experiment.to_dict())
+    recorded = flatten(before.to_dict())
+    listed = ", ".join(f"{key} is {recorded.get(key)!r} there, not {requested.get(key)!r}" for key in keys[:3])
+    more = f", and {len(keys) - 3} more settings differ" if len(keys) > 3 else ""
+    text = f"{folder} has another run: {listed}{more}. Name another folder"
+    if all(map(may_change, keys)):
+        text += f", or change the run that is there: `raypfl resume {folder} KEY=VALUE`"
+    raise ConfigError(f"{text}.")
 
 
 @contextlib.contextmanager
@@ -99,26 +121,28 @@ def continued(run_dir: str | Path, round: int, new_run_dir: str | Path, override
     ConfigError : if there is a run in the new folder, or the changes do not suit the checkpoint.
     CheckpointError : if there is no checkpoint of that round.
     """
-    parent, folder = Path(run_dir).resolve(), Path(new_run_dir).resolve()
-    begun = description(parent)
-    asked = begun.override(overrides)
+    parent = Path(run_dir).resolve()
+    folder = Path(new_run_dir).resolve()
+    before = description(parent)
+    experiment = before.override(overrides)
     if (folder / RECIPE).exists():
         raise ConfigError(f"{folder} already has a run; name another folder.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder; name a new one.")
-    _refuse_unfit(parent, round, folder, asked, begun)
-    branch(parent, round, folder, asked)
+    _refuse_unfit(parent, round, folder, experiment, before)
+
+    branch(parent, round, folder, experiment)
     try:
         yield folder
     except (Refused, CheckpointError):
         if not (folder / METADATA).exists():
-            checkpoint.forget(checkpoints_of(asked, str(folder)))
+            checkpoint.forget(checkpoints_of(experiment, str(folder)))
             shutil.rmtree(folder)
         raise
 
 
 def branch(parent: Path, round: int, folder: Path, experiment: Experiment) -> None:
-    """Make `folder` that of a run which continues another one after a round; its own checkpoints are replaced.
+    """Let a run in `folder` continue another one after a round; checkpoints of the folder are replaced.
 
     Raises
     ------
@@ -127,96 +151,123 @@ def branch(parent: Path, round: int, folder: Path, experiment: Experiment) -> No
     source = checkpoints_of(description(parent), str(parent))
     checkpoint.adopt(source, round, checkpoints_of(experiment, str(folder)))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SUMMARY).unlink(missing_ok=True)  # of what was there before
+    # A run that was in the folder before may have left its summary.
+    (folder / SUMMARY).unlink(missing_ok=True)
     history.inherit(parent, round, folder, experiment)
     write_description(folder, experiment)
 
 
-def _changes(asked: Experiment, begun: Experiment) -> list[str]:
-    wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
-    return [key for key in {**there, **wanted} if wanted.get(key) != there.get(key)]
+def _changed_keys(experiment: Experiment, before: Experiment) -> list[str]:
+    """Dotted names of the settings in which two experiments differ."""
+    requested = flatten(experiment.to_dict())
+    recorded = flatten(before.to_dict())
+    return [key for key in {**recorded, **requested} if requested.get(key) != recorded.get(key)]
 
 
-def _of_state(key: str) -> bool:
-    return key != "model.weights" and any(is_in(key, section) for section in _OF_THE_STATE)
+def _has_weights_file(experiment: Experiment) -> bool:
+    weights = experiment.model.weights
+    return weights is not None and is_file(weights)
 
 
-def _falsifying(run_dir: str | Path, wrong: Sequence[str], asked: Experiment, begun: Experiment) -> str:
+def _decides_checkpoint(key: str) -> bool:
+    return key != "model.weights" and any(is_in(key, section) for section in _CHECKPOINT_NEEDS)
+
+
+def _why_refused(run_dir: str | Path, refused: Sequence[str], experiment: Experiment, before: Experiment) -> str:
     """Why settings stay, and how to run with others."""
-    wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
-    key = wrong[0]
-    text = f"{key} is {there.get(key)!r} in the run in {run_dir}"
-    if key in _OF_THE_FOLDER:
+    requested = flatten(experiment.to_dict())
+    recorded = flatten(before.to_dict())
+    key = refused[0]
+    text = f"{key} is {recorded.get(key)!r} in the run in {run_dir}"
+    if key in _FOLDER_NEEDS:
         return f"{text}, which has its folder already; leave it out."
-    text += f", not {wanted.get(key)!r}, and decides its result"
-    text += f", as do {', '.join(wrong[1:3])}." if wrong[1:] else "."
-    rounds = checkpoint.rounds(checkpoints_of(begun, str(run_dir)))
-    if not rounds or any(_of_state(key) or is_in(key, "data") or is_in(key, "partition") for key in wrong):
+
+    text += f", not {requested.get(key)!r}, and decides its result"
+    text += f", as do {', '.join(refused[1:3])}." if refused[1:] else "."
+    rounds = checkpoint.rounds(checkpoints_of(before, str(run_dir)))
+    needs_new_run = any(_decides_checkpoint(key) or is_in(key, "data") or is_in(key, "partition") for key in refused)
+    if not rounds or needs_new_run:
         return f"{text} Start another run for that, with `raypfl run`."
-    changes = [f"{key}={_as_yaml(wanted[key])}" for key in _changes(asked, begun) if key in wanted]
-    before_end = [done for done in rounds if done < asked.rounds]
-    if not before_end:
-        changes.append(f"rounds={2 * asked.rounds}")
-    words = ["--from-round", str(max(before_end or rounds)), "--as", "NEWRUN", *changes]
+
+    changes = [f"{key}={_as_yaml(requested[key])}" for key in _changed_keys(experiment, before) if key in requested]
+    rounds_before_end = [round for round in rounds if round < experiment.rounds]
+    if not rounds_before_end:
+        changes.append(f"rounds={2 * experiment.rounds}")
+    words = ["--from-round", str(max(rounds_before_end or rounds)), "--as", "NEWRUN", *changes]
     return f"{text} A new run can continue with it: `{shlex.join(['raypfl', 'resume', str(run_dir), *words])}`."
 
 
 def _as_yaml(value: object) -> str:
+    """The value as a word of the command line, quoted only if YAML would read it as something else."""
     with contextlib.suppress(ConfigError):
         if isinstance(value, str) and parse(value, "The value") == value:
             return value
     return json.dumps(value)
 
 
-def _refuse_less_patience(run_dir: str | Path, asked: Experiment, begun: Experiment) -> None:
-    now, before = asked.evaluation.patience, begun.evaluation.patience
-    if now != before and (before is None or (now is not None and now < before)):
-        raise ConfigError(
-            f"evaluation.patience is {before} in the run in {run_dir}, not {now}: with less patience it might have "
-            "ended before. Give more, or start another run with `raypfl run`."
-        )
-
-
-def _refuse_empty_location(run_dir: str | Path, asked: Experiment, begun: Experiment) -> None:
-    if asked.checkpoint.location == begun.checkpoint.location or rounds_saved(run_dir, asked):
+def _refuse_less_patience(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
+    requested = experiment.evaluation.patience
+    recorded = before.evaluation.patience
+    if requested == recorded:
         return
-    with contextlib.suppress(CheckpointError):  # the place where they were may be gone
-        if not rounds_saved(run_dir, begun):
+
+    # Without patience (None) a run never ends early.
+    is_less = recorded is None or (requested is not None and requested < recorded)
+    if is_less:
+        raise ConfigError(
+            f"evaluation.patience is {recorded} in the run in {run_dir}, not {requested}: with less patience it might "
+            "have ended before. Give more, or start another run with `raypfl run`."
+        )
+
+
+def _refuse_empty_location(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
+    location = experiment.checkpoint.location
+    if location == before.checkpoint.location or rounds_saved(run_dir, experiment):
+        return
+    # The place where the checkpoints were may be gone.
+    with contextlib.suppress(CheckpointError):
+        if not rounds_saved(run_dir, before):
             return
+
     raise ConfigError(
-        f"checkpoint.location {asked.checkpoint.location!r} has no checkpoint of this run, which would begin again. "
-        f"Copy {checkpoints_of(begun, str(run_dir))} to {checkpoints_of(asked, str(run_dir))} first."
+        f"checkpoint.location {location!r} has no checkpoint of this run, which would begin again. "
+        f"Copy {checkpoints_of(before, str(run_dir))} to {checkpoints_of(experiment, str(run_dir))} first."
     )
 
 
-def _refuse_other_rates(run_dir: str | Path, asked: Experiment, begun: Experiment) -> None:
-    """The learning rates of the rounds that are done must be those of the rounds that are asked for."""
-    done = rounds_saved(run_dir, asked)
-    then, now = (
-        [experiment.training.learning_rate(round, experiment.rounds) for round in range(done)]
-        for experiment in (begun, asked)
-    )
-    if then != now:
+def _refuse_other_rates(run_dir: str | Path, experiment: Experiment, before: Experiment) -> None:
+    """Raise a ConfigError unless the finished rounds had the learning rates that the experiment gives them."""
+    finished_rounds = rounds_saved(run_dir, experiment)
+    if _learning_rates(experiment, finished_rounds) != _learning_rates(before, finished_rounds):
         raise ConfigError(
-            f"rounds is {begun.rounds} in the run in {run_dir}, not {asked.rounds}: training.schedule is "
-            f"{begun.training.schedule!r}, by which the learning rates of its {done} rounds would have been others. "
-            "Start another run with `raypfl run`."
+            f"rounds is {before.rounds} in the run in {run_dir}, not {experiment.rounds}: training.schedule is "
+            f"{before.training.schedule!r}, by which the learning rates of its {finished_rounds} rounds would have "
+            "been others. Start another run with `raypfl run`."
         )
 
 
-def _refuse_unfit(parent: Path, round: int, folder: Path, asked: Experiment, begun: Experiment) -> None:
-    """Raise a ConfigError unless a run can continue another one's checkpoint as it is asked for."""
-    wanted, there = flatten(asked.to_dict()), flatten(begun.to_dict())
-    for key in filter(_of_state, _changes(asked, begun)):
+def _learning_rates(experiment: Experiment, rounds: int) -> list[float]:
+    return [experiment.training.learning_rate(round, experiment.rounds) for round in range(rounds)]
+
+
+def _refuse_unfit(parent: Path, round: int, folder: Path, experiment: Experiment, before: Experiment) -> None:
+    """Raise a ConfigError unless a run can continue another one's checkpoint as `experiment`."""
+    requested = flatten(experiment.to_dict())
+    recorded = flatten(before.to_dict())
+    for key in filter(_decides_checkpoint, _changed_keys(experiment, before)):
         raise ConfigError(
-            f"{key} is {there.get(key)!r} in {parent}, not {wanted.get(key)!r}, and the checkpoint depends on it; "
-            "leave it as it is, or start another run with `raypfl run`."
+            f"{key} is {recorded.get(key)!r} in {parent}, not {requested.get(key)!r}, and the checkpoint depends on "
+            "it; leave it as it is, or start another run with `raypfl run`."
         )
-    if asked.analyses:
+
+    if experiment.analyses:
         raise ConfigError("analyses observe a run from its first round on; leave them out here, with 'analyses=[]'.")
-    if asked.rounds <= round:
+    if experiment.rounds <= round:
         raise ConfigError(
-            f"rounds is {asked.rounds}, so nothing is left to do after round {round}; give more, as rounds={2 * round}."
+            f"rounds is {experiment.rounds}, so nothing is left to do after round {round}; give more, as "
+            f"rounds={2 * round}."
         )
-    if checkpoint.rounds(place := checkpoints_of(asked, str(folder))):
-        raise ConfigError(f"{place} has checkpoints of another run; name another folder than {folder.name}.")
+
+    checkpoints = checkpoints_of(experiment, str(folder))
+    if checkpoint.rounds(checkpoints):
+        raise ConfigError(f"{checkpoints} has checkpoints of another run; name another folder than {folder.name}.")

@@ -8,7 +8,7 @@ from raypfl.common.user_code import with_location
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.federation.schedule import cohort_size
 from raypfl.learning.privacy.accounting import refuse_without_accountant
-from raypfl.runs.rehearsal import Rehearsal
+from raypfl.runs.checks.rehearsal import Rehearsal
 
 FEW = 2
 """Clients of the round that shows whether a method's messages can be protected."""
