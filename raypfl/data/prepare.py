@@ -135,17 +135,17 @@ def prepare_holdings(
     num_own = int(np.searchsorted(columns["pool"], _NO_POOL, side="right"))
     published_test = columns["published_test"][:num_own].astype(bool)
     try:
-        own = allocate(_traits(samples, num_own), published_test, data, partition, seed)
+        own_holdings = allocate(_traits(samples, num_own), published_test, data, partition, seed)
     except ConfigError as error:
         raise ConfigError(f"The data set {data.name!r} cannot be partitioned: {error}") from error
 
     pool_split = columns["pool"][num_own:] + len(SPLITS) + len(data.shares())
-    client = np.concatenate([own.client, np.full(len(pool_split), NOBODY)])
-    split = np.concatenate([own.split, pool_split]).astype(np.int16)
+    client = np.concatenate([own_holdings.client, np.full(len(pool_split), NOBODY)])
+    split = np.concatenate([own_holdings.split, pool_split]).astype(np.int16)
     order = np.lexsort((client, split))
 
     split_names = (*SPLITS, *data.shares(), *samples.about["pools"])
-    trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, own.unseen))
+    trained_on = np.flatnonzero((split == SPLITS.index("train")) & ~np.isin(client, own_holdings.unseen))
     mean, std = _moments(columns["input"], trained_on, samples.about)
     pool_moments = {}
     for name in _pools_with_own_moments(data):
@@ -155,8 +155,8 @@ def prepare_holdings(
 
     holdings = {"client": client[order], "split": split[order], "sample": order.astype(np.int64)}
     about = {
-        "clients": own.clients,
-        "unseen": own.unseen.tolist(),
+        "clients": own_holdings.clients,
+        "unseen": own_holdings.unseen.tolist(),
         "splits": split_names,
         "mean": mean.tolist(),
         "std": std.tolist(),
@@ -208,20 +208,26 @@ def _all_inputs(raw: RawData, pools: list[PoolSamples], folder: Path) -> np.ndar
 
     Images that are grey throughout get one channel, however they were encoded: WebP has no grey images.
     """
-    own = _spool(raw.blocks(), folder)
-    if len(own) != len(raw.labels):
-        raise DataError(f"There are {len(own)} inputs, but {len(raw.labels)} labels.")
+    own_inputs = _spool(raw.blocks(), folder)
+    if len(own_inputs) != len(raw.labels):
+        raise DataError(f"There are {len(own_inputs)} inputs, but {len(raw.labels)} labels.")
 
-    has_channels = own.dtype == np.uint8 and own.shape[1] > 1
-    is_grey = has_channels and all((own[span] == own[span, :1]).all() for span in _spans(own, len(own)))
+    is_grey = _is_grey(own_inputs)
     if not is_grey and not pools:
-        return own
+        return own_inputs
 
     channels = slice(1) if is_grey else slice(None)
-    shape = own[:1, channels].shape[1:]
-    own_blocks = (own[span, channels] for span in _spans(own, len(own)))
+    shape = own_inputs[:1, channels].shape[1:]
+    own_blocks = (own_inputs[span, channels] for span in _spans(own_inputs, len(own_inputs)))
     pool_blocks = [pool.blocks(shape) for pool in pools]
     return _spool(itertools.chain(own_blocks, *pool_blocks), folder)
+
+
+def _is_grey(inputs: np.ndarray) -> bool:
+    """Whether all channels of all images are equal."""
+    if inputs.dtype != np.uint8 or inputs.shape[1] <= 1:
+        return False
+    return all((inputs[span] == inputs[span, :1]).all() for span in _spans(inputs, len(inputs)))
 
 
 def _spool(blocks: Iterable[np.ndarray], folder: Path) -> np.ndarray:

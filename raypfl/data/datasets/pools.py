@@ -57,11 +57,12 @@ def pool_sources(data: DataConfig) -> dict[str, DataSource]:
     """
     pools: dict[str, DataSource] = {}
     for name, source in data.sources().items():
-        pools |= _for_each_file(name, source) if "*" in name else {name: source}
+        pools |= _pool_for_each_file(name, source) if "*" in name else {name: source}
     return pools
 
 
-def _for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
+def _pool_for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
+    """A pool for each file that the star in the pool's name stands for."""
     root = source.folder("the .npy files of the pools")
     image = source.options.get("image", "")
     labels_file = source.options.get("label", "") or "labels.npy"
@@ -76,7 +77,7 @@ def _for_each_file(name: str, source: DataSource) -> dict[str, DataSource]:
     return pools
 
 
-def read_pool(name: str, source: DataSource, own: RawData) -> PoolSamples:
+def read_pool(name: str, source: DataSource, clients_data: RawData) -> PoolSamples:
     """Read the samples of a pool.
 
     If its data set has a published test split, these are its training samples or, if the pool's name begins with
@@ -84,13 +85,13 @@ def read_pool(name: str, source: DataSource, own: RawData) -> PoolSamples:
 
     Parameters
     ----------
-    own : the clients' data set.
+    clients_data : the clients' data set.
 
     Raises
     ------
     DataError : if there are none, or if a test pool has other classes than the clients' data set.
     """
-    raw = _match_features(source.read(), own, name)
+    raw = _match_features(source.read(), clients_data, name)
     is_test = name.startswith("ood/")
 
     chosen = np.ones(len(raw.labels), dtype=bool)
@@ -100,39 +101,43 @@ def read_pool(name: str, source: DataSource, own: RawData) -> PoolSamples:
         raise DataError(
             f"The pool {name!r} is empty; data.pools.{name}.split: merged takes all samples of {source.name!r}."
         )
-    if raw.scale != own.scale:
-        raise DataError(f"A full pixel is {raw.scale} in the pool {name!r}, but {own.scale} in the clients' data.")
+    if raw.scale != clients_data.scale:
+        raise DataError(
+            f"A full pixel is {raw.scale} in the pool {name!r}, but {clients_data.scale} in the clients' data."
+        )
 
-    labels = _own_labels(raw, own, chosen)
+    labels = _matched_labels(raw, clients_data, chosen)
     if labels is None and is_test:
         raise DataError(
             f"The pool {name!r} is for tests, but not all its classes, {', '.join(raw.class_names[:5])}..., are among "
-            f"the clients' classes, {', '.join(own.class_names[:5])}...."
+            f"the clients' classes, {', '.join(clients_data.class_names[:5])}...."
         )
     if labels is None:
-        no_label = np.nan if own.kind == "numbers" else UNLABELLED
-        labels = np.full((int(chosen.sum()), *own.labels.shape[1:]), no_label, dtype=own.labels.dtype)
+        no_label = np.nan if clients_data.kind == "numbers" else UNLABELLED
+        shape = (int(chosen.sum()), *clients_data.labels.shape[1:])
+        labels = np.full(shape, no_label, dtype=clients_data.labels.dtype)
     return PoolSamples(name, raw, chosen, labels)
 
 
-def _match_features(raw: RawData, own: RawData, name: str) -> RawData:
+def _match_features(raw: RawData, clients_data: RawData, name: str) -> RawData:
     """Bring a data set's features, by name, into the order of the clients'; a category that it does not have is 0.
 
     Raises
     ------
     DataError : if it has another feature, or lacks one that is not of a category.
     """
-    if raw.feature_names is None or own.feature_names is None or raw.feature_names == own.feature_names:
+    features = clients_data.feature_names
+    if raw.feature_names is None or features is None or raw.feature_names == features:
         return raw
 
-    indicators = own.indicators or [False] * len(own.feature_names)
-    optional = {feature for feature, is_indicator in zip(own.feature_names, indicators, strict=True) if is_indicator}
-    wrong = [feature for feature in raw.feature_names if feature not in own.feature_names]
-    wrong += [f"no {feature}" for feature in own.feature_names if feature not in {*raw.feature_names, *optional}]
+    indicators = clients_data.indicators or [False] * len(features)
+    optional = {feature for feature, is_indicator in zip(features, indicators, strict=True) if is_indicator}
+    wrong = [feature for feature in raw.feature_names if feature not in features]
+    wrong += [f"no {feature}" for feature in features if feature not in {*raw.feature_names, *optional}]
     if wrong:
         raise DataError(f"{name} has other features than the clients' data: {', '.join(wrong[:5])}.")
 
-    column_of = {feature: column for column, feature in enumerate(own.feature_names)}
+    column_of = {feature: column for column, feature in enumerate(features)}
     columns = [column_of[feature] for feature in raw.feature_names]
 
     def match(block: np.ndarray) -> np.ndarray:
@@ -141,31 +146,32 @@ def _match_features(raw: RawData, own: RawData, name: str) -> RawData:
         return inputs
 
     blocks = map(match, raw.blocks())
-    return replace(raw, inputs=blocks, feature_names=own.feature_names, indicators=own.indicators)
+    return replace(raw, inputs=blocks, feature_names=features, indicators=clients_data.indicators)
 
 
-def _own_labels(raw: RawData, own: RawData, chosen: np.ndarray) -> np.ndarray | None:
+def _matched_labels(raw: RawData, clients_data: RawData, chosen: np.ndarray) -> np.ndarray | None:
     """The labels of the chosen samples in the clients' numbering; None: the data set has other classes.
 
     Classes are matched by name or, if the pool's names are mere numbers, by number.
     """
-    if raw.kind != own.kind:
+    if raw.kind != clients_data.kind:
         return None
-    if raw.class_names == own.class_names:
+    if raw.class_names == clients_data.class_names:
         return raw.labels[chosen]
     if raw.kind not in ("classes", "labels"):
         return None
 
-    # Where the clients' names are numbers too, the pool's say which classes they are, as names do.
+    # If the clients' names are numbers too, the pool's tell which classes they are, as names do.
+    class_names = clients_data.class_names
     are_numbers = raw.class_names == [str(number) for number in range(len(raw.class_names))]
-    is_unnamed = are_numbers and not all(name.isdecimal() for name in own.class_names)
-    if is_unnamed and len(raw.class_names) <= len(own.class_names):
+    is_unnamed = are_numbers and not all(name.isdecimal() for name in class_names)
+    if is_unnamed and len(raw.class_names) <= len(class_names):
         return raw.labels[chosen]
-    if raw.labels.ndim > 1 or not set(raw.class_names) <= set(own.class_names):
+    if raw.labels.ndim > 1 or not set(raw.class_names) <= set(class_names):
         return None
 
-    own_numbers = np.array([own.class_names.index(name) for name in raw.class_names])
-    return own_numbers[raw.labels[chosen]]
+    label_of = np.array([class_names.index(name) for name in raw.class_names])
+    return label_of[raw.labels[chosen]]
 
 
 def _convert_channels(block: np.ndarray, channels: int) -> np.ndarray:
