@@ -1,7 +1,8 @@
 """Networks as functions of a flat vector."""
 
 from raypfl.models import convolutional, published, residual, sequences, transformer  # registers them
-from raypfl.models.flat import FlatModel, Segment
+from raypfl.models.flat import FlatModel
+from raypfl.models.layout import Segment
 from raypfl.models.networks import MODELS
 from raypfl.models.predictor import Predictor
 

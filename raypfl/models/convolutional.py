@@ -22,13 +22,14 @@ class LeNet(nn.Module):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int):
         super().__init__()
-        channels, height, width = image_shape("lenet", input_shape, least=16)
-        side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
+        channels, height, width = image_shape("lenet", input_shape, min_side=16)
+        rows = _side_after_convolutions(height)
+        columns = _side_after_convolutions(width)
         self.features = nn.Sequential(
             nn.Conv2d(channels, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU()
         )
         self.body = nn.Sequential(
-            nn.Flatten(), nn.Linear(32 * side[0] * side[1], 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()
+            nn.Flatten(), nn.Linear(32 * rows * columns, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()
         )
         self.head = nn.Linear(84, num_classes)
 
@@ -45,7 +46,7 @@ class CNN(nn.Module):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int):
         super().__init__()
-        channels, height, width = image_shape("cnn", input_shape, least=6)
+        channels, height, width = image_shape("cnn", input_shape, min_side=6)
         pixels = ((height - 4) // 2) * ((width - 4) // 2)
         self.features = nn.Sequential(
             nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU()
@@ -78,11 +79,12 @@ class Conv2Cifar(nn.Module):
         relu_latent: bool = True,
     ):
         super().__init__()
-        channels, height, width = image_shape("conv2cifar", input_shape, least=16)
-        side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
+        channels, height, width = image_shape("conv2cifar", input_shape, min_side=16)
+        rows = _side_after_convolutions(height)
+        columns = _side_after_convolutions(width)
         self.conv1 = nn.Conv2d(channels, 64, 5)
         self.conv2 = nn.Conv2d(64, 64, 5)
-        self.linear1 = nn.Linear(64 * side[0] * side[1], 384)
+        self.linear1 = nn.Linear(64 * rows * columns, 384)
         self.linear2 = nn.Linear(384, 192)
         self.head = nn.Linear(192, num_classes, bias=head_bias)
         self.pool = nn.MaxPool2d(2)
@@ -109,24 +111,32 @@ class ConvNet(nn.Module):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, depth: int = 3, width: int = 128):
         super().__init__()
-        channels, height, width_in = image_shape("convnet", input_shape)
-        pad = 3 if channels == 1 else 1
-        sides = [(side + 2 * (pad - 1)) >> depth for side in (height, width_in)]
-        if min(sides) < 1:
+        channels, image_height, image_width = image_shape("convnet", input_shape)
+        first_padding = 3 if channels == 1 else 1
+        # Each block halves the sides; beyond 1, the first one's padding enlarges the image.
+        rows = (image_height + 2 * (first_padding - 1)) >> depth
+        columns = (image_width + 2 * (first_padding - 1)) >> depth
+        if min(rows, columns) < 1:
             raise ConfigError(
-                f"{depth} blocks of the convnet model leave nothing of images of {height}x{width_in} pixels; lower "
-                "model.depth."
+                f"{depth} blocks of the convnet model leave nothing of images of {image_height}x{image_width} pixels; "
+                "lower model.depth."
             )
-        blocks: list[nn.Module] = []
+
+        layers: list[nn.Module] = []
         for block in range(depth):
-            blocks += [
-                nn.Conv2d(channels if block == 0 else width, width, 3, padding=pad if block == 0 else 1),
-                nn.GroupNorm(width, width),
-                nn.ReLU(),
-                nn.AvgPool2d(2),
-            ]
-        self.features = nn.Sequential(*blocks, nn.Flatten())
-        self.head = nn.Linear(width * sides[0] * sides[1], num_classes)
+            if block == 0:
+                layers.append(nn.Conv2d(channels, width, 3, padding=first_padding))
+            else:
+                layers.append(nn.Conv2d(width, width, 3, padding=1))
+            # One group for each channel is instance norm.
+            layers += [nn.GroupNorm(width, width), nn.ReLU(), nn.AvgPool2d(2)]
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.head = nn.Linear(width * rows * columns, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
+
+
+def _side_after_convolutions(side: int) -> int:
+    """Return an image's side after two 5x5 convolutions without padding, each followed by 2x2 pooling."""
+    return ((side - 4) // 2 - 4) // 2

@@ -1,4 +1,4 @@
-"""What a loss or a predictor gets by name besides parameters and a batch: tensors, and other models.
+"""Extras: the tensors and other models that a loss or a predictor gets by name, besides parameters and a batch.
 
 An extra that is :class:`PerClient` has one row for each client of the group; a loss sees the row of its own client.
 """
@@ -34,11 +34,11 @@ class Other:
     theta: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Outputs for inputs ``x[b, ...]``."""
+        """Return the outputs for inputs ``x[b, ...]``."""
         return self._each(lambda theta: self.model(theta, x))
 
     def features(self, x: Tensor) -> Tensor:
-        """Inputs of the output layer, ``[b, d]``, for inputs ``x[b, ...]``."""
+        """Return the inputs of the output layer, ``[b, d]``, for inputs ``x[b, ...]``."""
         return self._each(lambda theta: self.model.features(theta, x)[0])
 
     def _each(self, outputs: Callable[[Tensor], Tensor]) -> Tensor:
@@ -50,32 +50,41 @@ class Other:
 
 
 def rows_of(extras: Extras) -> dict[str, Tensor]:
-    """The rows ``[K, ...]`` of the extras that differ between clients."""
-    tensors = {name: e.theta if isinstance(e, Other) else e for name, e in extras.items()}
-    return {name: unmarked(t) for name, t in tensors.items() if isinstance(t, PerClient)}
+    """Return the rows ``[K, ...]`` of the extras that differ between clients."""
+    rows = {}
+    for name, extra in extras.items():
+        tensor = extra.theta if isinstance(extra, Other) else extra
+        if isinstance(tensor, PerClient):
+            rows[name] = unmarked(tensor)
+    return rows
 
 
 def with_rows(extras: Extras, rows: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The extras with `rows` in place of their own, or with one client's row each."""
-    new = {name: replace(extras[name], theta=r) if isinstance(extras[name], Other) else r for name, r in rows.items()}
-    return {**extras, **new}
+    """Return the extras with `rows`, which may be one client's row each, in place of those that they have."""
+    replaced = dict(extras)
+    for name, tensor in rows.items():
+        extra = extras[name]
+        replaced[name] = replace(extra, theta=tensor) if isinstance(extra, Other) else tensor
+    return replaced
 
 
 def of_clients(extras: Extras, index: Tensor | slice) -> dict[str, Any]:
-    """The extras of the clients at ``index[k]``."""
+    """Return the extras of the clients at ``index[k]``."""
     return with_rows(extras, {name: per_client(rows[index]) for name, rows in rows_of(extras).items()})
 
 
 def of_client(extras: Extras, k: int) -> dict[str, Any]:
-    """The extras of the k-th client."""
+    """Return the extras of the k-th client."""
     return with_rows(extras, {name: rows[k] for name, rows in rows_of(extras).items()})
 
 
 def without_buffers(model: FlatModel, extras: dict[str, Any]) -> dict[str, Any]:
-    """One client's extras, with model vectors ``[P+B]`` cut to their parameters ``[P]``, as a loss sees them."""
+    """Cut the model vectors ``[P+B]`` among one client's extras to their parameters ``[P]``, as a loss sees them."""
     if not model.num_buffers:
         return extras
-    return {
-        name: model.parameters(e) if isinstance(e, Tensor) and e.dim() and e.shape[-1] == model.size else e
-        for name, e in extras.items()
-    }
+
+    cut = {}
+    for name, extra in extras.items():
+        is_model = isinstance(extra, Tensor) and extra.dim() and extra.shape[-1] == model.size
+        cut[name] = model.parameters(extra) if is_model else extra
+    return cut

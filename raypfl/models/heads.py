@@ -32,7 +32,7 @@ class PrototypeHead(nn.Module):
         self.normalise = normalise
 
     def directions(self, z: Tensor) -> Tensor:
-        """``f[b, d]``."""
+        """Return ``f[b, d]``, the features that prototypes are compared with."""
         return F.normalize(z, dim=-1, eps=1e-12) if self.normalise else z
 
     def forward(self, z: Tensor) -> Tensor:
@@ -52,14 +52,16 @@ class TwoHeads(nn.Module):
 
 
 class GeneratedHead(nn.Module):
-    """``z @ H(prior).T``: a small network H generates the head from a client's class shares. Zeros for a zero prior.
+    """``z @ H(prior).T``: a small network H generates the head from a client's class shares.
+
+    The outputs are zeros for a zero prior.
 
     The prior is a parameter and so part of a client's model, but training must leave it out.
 
     Parameters
     ----------
-    inputs, classes : d and C; H has C * d outputs.
-    hidden : units of H's only hidden layer.
+    inputs, classes : the numbers d of features and C of classes; H has C * d outputs.
+    hidden : the number of units in H's only hidden layer.
     """
 
     def __init__(self, inputs: int, classes: int, hidden: int):
@@ -77,7 +79,7 @@ class GeneratedHead(nn.Module):
 
 
 def zero_head(like: nn.Linear) -> nn.Linear:
-    """A dense layer of the same shape with all parameters zero."""
+    """Return a dense layer of the same shape with all parameters zero."""
     head = nn.Linear(like.in_features, like.out_features, bias=like.bias is not None)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
@@ -85,23 +87,31 @@ def zero_head(like: nn.Linear) -> nn.Linear:
 
 
 def output_layer(network: nn.Module) -> tuple[str, nn.Linear]:
-    """Name and module of the network's last layer.
+    """Return the name and the module of the network's last layer.
 
     Raises
     ------
     ConfigError : if the last layer with parameters is not an ``nn.Linear``, or is the network itself.
     """
-    layers = [(n, m) for n, m in network.named_modules() if any(True for _ in m.parameters(recurse=False))]
-    name, last = layers[-1] if layers else ("", network)
-    if not name or not isinstance(last, nn.Linear):
+    last_name = ""
+    last_layer = network
+    for name, module in network.named_modules():
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        if has_parameters:
+            last_name = name
+            last_layer = module
+
+    if not last_name or not isinstance(last_layer, nn.Linear):
+        described = last_name or "the network itself"
         raise ConfigError(
-            f"This method replaces the network's output layer, but its last layer, {name or 'the network itself'}, is "
-            f"a {type(last).__name__}; register an nn.Linear last."
+            f"This method replaces the network's output layer, but its last layer, {described}, is "
+            f"a {type(last_layer).__name__}; register an nn.Linear last."
         )
-    return name, last
+    return last_name, last_layer
 
 
 def with_output_layer(network: nn.Module, layer: nn.Module) -> nn.Module:
-    """The network with `layer` in place of its output layer, under the same name."""
-    network.set_submodule(output_layer(network)[0], layer)
+    """Put `layer` in place of the network's output layer, under the same name; return the network."""
+    name, _ = output_layer(network)
+    network.set_submodule(name, layer)
     return network

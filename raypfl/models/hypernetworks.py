@@ -15,14 +15,17 @@ Size = Literal["S", "M", "L"]
 Embedding = Literal["linear", "mlp1", "cnn"]
 
 HIDDEN_LAYERS: dict[Size, int] = {"S": 1, "M": 3, "L": 5}
-"""Square hidden layers of a hypernetwork; one more goes from its input to their width."""
+"""The number of square hidden layers of a hypernetwork; one more leads from its input to their width."""
 
 WIDTH = 100
-"""Units of a hidden layer."""
+"""The number of units in a hidden layer."""
 
 
 def hypernetwork(inputs: int, outputs: int, size: Size) -> nn.Module:
-    """Vectors ``[b, inputs]`` to the parameters of networks ``[b, outputs]`` (PeFLL, Table 4, which is size M)."""
+    """Build a network from vectors ``[b, inputs]`` to the parameters of networks ``[b, outputs]``.
+
+    Size M is that of PeFLL, Table 4.
+    """
     layers: list[nn.Module] = [nn.Linear(inputs, WIDTH), nn.ReLU()]
     for _ in range(HIDDEN_LAYERS[size]):
         layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
@@ -30,7 +33,7 @@ def hypernetwork(inputs: int, outputs: int, size: Size) -> nn.Module:
 
 
 class EmbeddingNetwork(nn.Module):
-    """A pair of samples ``x[b, ...]`` and their classes ``y[b]`` to embeddings ``[b, length]`` (PeFLL, section 4).
+    """Maps a pair of samples ``x[b, ...]`` and classes ``y[b]`` to embeddings ``[b, length]`` (PeFLL, section 4).
 
     Parameters
     ----------
@@ -61,8 +64,9 @@ class EmbeddingNetwork(nn.Module):
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         x, y = pair
-        label = F.one_hot(y, self.num_classes).to(x.dtype)
+        one_hot = F.one_hot(y, self.num_classes).to(x.dtype)
         if not self.images:
-            return self.layers(label)
-        planes = label[:, :, None, None].expand(-1, -1, *x.shape[2:])
+            return self.layers(one_hot)
+
+        planes = one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])
         return self.layers(torch.cat([x, planes], dim=1))

@@ -14,15 +14,19 @@ TRAINED = "adapters, output layer"
 
 
 class LowRank(nn.Linear):
-    """``y = W x + b + up(down(x))``, for the W and b of a given layer; ``r (inputs + outputs)`` further parameters.
+    """``y = W x + b + up(down(x))``, for the W and b of an existing layer; ``r (inputs + outputs)`` further parameters.
 
-    It starts as that layer, since `up` is zero. Its tensors keep their names; the others are below ``adapter``.
+    It starts as that layer, since `up` is zero. W and b keep their names; the new tensors are below ``adapter``.
     """
 
     def __init__(self, layer: nn.Linear, rank: int):
+        # On the meta device: the layer's own weights replace these at once, and nothing is drawn for them.
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
-        down, up = nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features, bias=False)
+        self.weight = layer.weight
+        self.bias = layer.bias
+
+        down = nn.Linear(layer.in_features, rank, bias=False)
+        up = nn.Linear(rank, layer.out_features, bias=False)
         nn.init.zeros_(up.weight)
         self.adapter = nn.Sequential(down, up)
 
@@ -31,9 +35,9 @@ class LowRank(nn.Linear):
 
 
 def with_lora(factory: Callable[[], nn.Module], rank: int) -> nn.Module:
-    """A network with adapters of this rank in its dense layers, without the output layer.
+    """Build a network with adapters of this rank in all its dense layers but the output layer.
 
-    Layers whose weights torch reads past them get none: those in ``nn.MultiheadAttention`` and
+    Layers whose weights torch reads without calling them get none: those in ``nn.MultiheadAttention`` and
     ``nn.TransformerEncoderLayer``.
 
     Raises
@@ -41,13 +45,16 @@ def with_lora(factory: Callable[[], nn.Module], rank: int) -> nn.Module:
     ConfigError : if there is no such layer.
     """
     network = factory()
-    output = common_parts(network, dict(network.named_parameters()))["output layer"]
-    layers = {
-        path: layer
-        for path, layer in network.named_modules()
-        if path and type(layer) is nn.Linear and f"{path}.weight" not in output
-        if not isinstance(network.get_submodule(path.rpartition(".")[0]), nn.TransformerEncoderLayer)
-    }
+    output_layer = common_parts(network, dict(network.named_parameters()))["output layer"]
+    layers = {}
+    for path, layer in network.named_modules():
+        # Exactly nn.Linear: nn.MultiheadAttention has a subclass of it.
+        if not path or type(layer) is not nn.Linear or f"{path}.weight" in output_layer:
+            continue
+        parent = network.get_submodule(path.rpartition(".")[0])
+        if not isinstance(parent, nn.TransformerEncoderLayer):
+            layers[path] = layer
+
     if not layers:
         raise ConfigError(
             f"model.lora is {rank}, but {type(network).__name__} has no nn.Linear besides its output layer to adapt."

@@ -17,12 +17,12 @@ MODELS = Registry("model")
 n outputs. `input_shape` is the shape of one sample, which may also be ``(features,)``."""
 
 
-def image_shape(name: str, input_shape: tuple[int, ...], least: int = 1) -> tuple[int, int, int]:
-    """(channels, height, width) of the samples, for networks that take only images.
+def image_shape(name: str, input_shape: tuple[int, ...], min_side: int = 1) -> tuple[int, int, int]:
+    """Return the samples' (channels, height, width), for networks that take only images.
 
     Raises
     ------
-    ConfigError : if samples are not images, or have fewer than `least` pixels a side.
+    ConfigError : if samples are not images, or have fewer than `min_side` pixels a side.
     """
     if len(input_shape) != 3:
         raise ConfigError(f"The {name} model takes images, but samples here are {list(input_shape)}; use mlp.")
@@ -32,9 +32,10 @@ def image_shape(name: str, input_shape: tuple[int, ...], least: int = 1) -> tupl
             f"The {name} model takes images [C, H, W], but these are [{channels}, {height}, {width}]: their channels "
             "seem to come last. Transpose them, as with images.transpose(0, 3, 1, 2)."
         )
-    if min(height, width) < least:
+    if min(height, width) < min_side:
         raise ConfigError(
-            f"The {name} model needs images of at least {least}x{least} pixels, these are {height}x{width}; use mlp."
+            f"The {name} model needs images of at least {min_side}x{min_side} pixels, these are {height}x{width}; use "
+            "mlp."
         )
     return channels, height, width
 
@@ -51,11 +52,13 @@ def mlp(
 
     Parameters
     ----------
-    latent : units of an additional layer before the head. It has no ReLU, so that features can be negative.
+    hidden : numbers of units in the hidden layers.
+    latent : number of units in an additional layer before the head. It has no ReLU, so that features can be negative.
     head_bias : whether the head has a bias.
     """
     if min(hidden, default=1) < 1:
         raise ConfigError(f"model.hidden is {list(hidden)}; each layer needs at least one unit.")
+
     layers: list[nn.Module] = [nn.Flatten()]
     size = prod(input_shape)
     for units in hidden:
@@ -75,9 +78,9 @@ class TwoLayerReLU(nn.Module):
 
     Parameters
     ----------
-    width : m, hidden units.
-    sigma : standard deviation of W's first entries.
-    paired : whether every unit has a twin with the opposite sign, so that the first output is 0.
+    width : m, the number of hidden units.
+    sigma : standard deviation of W's initial entries.
+    paired : whether every unit has a twin with the opposite sign, so that the initial output is 0.
     """
 
     signs: Tensor
@@ -98,13 +101,17 @@ class TwoLayerReLU(nn.Module):
             )
         self.sigma = sigma
         units = width // 2 if paired else width
-        weight, signs = sigma * torch.randn(units, prod(input_shape)), torch.randint(0, 2, (units,)) * 2.0 - 1
-        self.weight = nn.Parameter(torch.cat([weight, weight]) if paired else weight)
-        self.signs = nn.Parameter(torch.cat([signs, -signs]) if paired else signs, requires_grad=False)
+        weight = sigma * torch.randn(units, prod(input_shape))
+        signs = torch.randint(0, 2, (units,)) * 2.0 - 1
+        if paired:
+            weight = torch.cat([weight, weight])
+            signs = torch.cat([signs, -signs])
+        self.weight = nn.Parameter(weight)
+        self.signs = nn.Parameter(signs, requires_grad=False)
 
     @staticmethod
     def scaled(x: Tensor) -> Tensor:
-        """Inputs ``[b, d]`` as the first layer sees them."""
+        """Return the inputs ``[b, d]`` that the first layer sees: each of length 1."""
         return F.normalize(x.flatten(1), dim=1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Names of the tensors in each part that most networks have; an empty list if a network has no such part.
+    """Return the names of the tensors in each part that most networks have; none if a network lacks the part.
 
     - ``input layer``, ``output layer``: the first and the last layer with trainable parameters, in the order in which
       the network registers them.
@@ -21,20 +21,32 @@ def common_parts(module: nn.Module, tensors: Iterable[str]) -> dict[str, list[st
     ----------
     tensors : names of all tensors to choose from.
     """
-    names, modules = list(tensors), list(module.named_modules())
-    layers = [path for path, child in modules if any(p.requires_grad for p in child.parameters(recurse=False))]
-    layers = [path for path in layers if path] or layers  # parameters of the network itself are no layer
-    output = _below(layers[-1:], names)
+    names = list(tensors)
+    layers = []
+    batch_norms = []
+    adapters = []
+    for path, child in module.named_modules():
+        if any(parameter.requires_grad for parameter in child.parameters(recurse=False)):
+            layers.append(path)
+        if isinstance(child, _BatchNorm):
+            batch_norms.append(path)
+        if path.rpartition(".")[2].startswith("adapter"):
+            adapters.append(path)
+    # Parameters of the network itself, whose path is empty, are no layer, unless there are no others.
+    layers = [path for path in layers if path] or layers
+
+    output_layer = _below(layers[-1:], names)
     return {
         "input layer": _below(layers[:1], names),
-        "output layer": output,
-        "feature extractor": [name for name in names if name not in output],
-        "batch norm": _below([path for path, child in modules if isinstance(child, _BatchNorm)], names),
-        "adapters": _below([path for path, _ in modules if path.rpartition(".")[2].startswith("adapter")], names),
+        "output layer": output_layer,
+        "feature extractor": [name for name in names if name not in output_layer],
+        "batch norm": _below(batch_norms, names),
+        "adapters": _below(adapters, names),
     }
 
 
 def _below(paths: list[str], names: list[str]) -> list[str]:
+    """Return the names of the tensors in the modules at these paths."""
     return [name for name in names if any(not path or name.startswith(path + ".") for path in paths)]
 
 
@@ -46,30 +58,38 @@ def freeze(network: nn.Module, names: Collection[str]) -> None:
 
 
 def stored(network: nn.Module) -> dict[str, Tensor]:
-    """All floating-point tensors in a network's state dict, parameters first."""
-    saved = network.state_dict()
-    buffers = {name: b for name, b in network.named_buffers() if b.is_floating_point() and name in saved}
+    """Return all floating-point tensors in a network's state dict by name, parameters first."""
+    state = network.state_dict()
+    buffers = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point() and name in state}
     return dict(network.named_parameters()) | buffers
 
 
 def trainable(network: nn.Module) -> list[str]:
-    """Names of the tensors that training changes: trainable parameters, and buffers of modules that are not frozen."""
-    parameters = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
-    return [
-        name
-        for name in stored(network)
-        if parameters.get(name, name not in parameters and not _is_frozen(network, name.rpartition(".")[0]))
-    ]
+    """Return the names of the tensors that training changes.
+
+    These are trainable parameters, and buffers of modules that are not frozen.
+    """
+    requires_grad = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
+    names = []
+    for name in stored(network):
+        if name in requires_grad:
+            is_trainable = requires_grad[name]
+        else:
+            is_trainable = not _is_frozen(network, name.rpartition(".")[0])
+        if is_trainable:
+            names.append(name)
+    return names
 
 
 def frozen_norms(network: nn.Module) -> list[nn.Module]:
-    """Frozen modules with buffers, such as batch norm that must keep its statistics during training."""
+    """Return the frozen modules with buffers, such as batch norm that must keep its statistics during training."""
     owners = {name.rpartition(".")[0] for name in stored(network)} - {""}
-    return [
-        module
-        for path, module in network.named_modules()
-        if path in owners and any(True for _ in module.buffers(recurse=False)) and _is_frozen(network, path)
-    ]
+    norms = []
+    for path, module in network.named_modules():
+        has_buffers = any(True for _ in module.buffers(recurse=False))
+        if path in owners and has_buffers and _is_frozen(network, path):
+            norms.append(module)
+    return norms
 
 
 def _is_frozen(network: nn.Module, path: str) -> bool:

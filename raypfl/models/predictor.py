@@ -1,4 +1,4 @@
-"""Personal models that are more than a vector each: a function of inputs, and what each client has for it."""
+"""Personal models that are more than a vector each: a function of inputs, and each client's tensors for it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from raypfl.models.extras import Other, of_client, of_clients, rows_of, with_row
 class Predictor:
     """A function that predicts for the clients of a group, for methods whose models are more than a vector each.
 
-    ``personal_model`` and ``unseen_model`` may return one. The function sees one client at a time. Pass what differs
-    between clients by name; do not close over it.
+    ``personal_model`` and ``unseen_model`` may return one. The function sees one client at a time. Pass tensors that
+    differ between clients by name; do not close over them.
 
     Parameters
     ----------
-    function : ``function(x[b, ...], **extras) -> outputs[b, ...]`` of one client; outputs are those that the network
-        has (logits). Networks are in evaluation mode.
+    function : ``function(x[b, ...], **extras) -> outputs[b, ...]`` of one client; outputs are like the network's
+        (logits). Networks are in evaluation mode.
     extras : tensors and other models (``clients.other(theta)``), as for a loss. An extra with one row for each client
         (a state, a training result, ``raypfl.per_client(rows)``) is passed row by row; other extras are the same for
         all clients. If rows differ in length (a memory of each client's samples), pad them as ``clients.map`` does, and
@@ -40,7 +40,8 @@ class Predictor:
 
     def __init__(self, function: Callable[..., Tensor], **extras: Any):
         self.function = function
-        self.extras = {name: _own(extra) for name, extra in extras.items()}
+        self.extras = {name: _writable(extra) for name, extra in extras.items()}
+
         counts = {name: len(rows) for name, rows in self.rows.items()}
         if len(set(counts.values())) != 1:
             raise MethodError(
@@ -54,16 +55,16 @@ class Predictor:
         return rows_of(self.extras)
 
     def __len__(self) -> int:
-        """Number of clients."""
+        """Return the number of clients."""
         return len(next(iter(self.rows.values())))
 
-    def __getitem__(self, some: slice) -> Predictor:
-        return Predictor(self.function, **of_clients(self.extras, some))
+    def __getitem__(self, clients: slice) -> Predictor:
+        return Predictor(self.function, **of_clients(self.extras, clients))
 
-    def outputs(self, x: Tensor, mine: Mapping[str, Tensor]) -> Tensor:
-        """One client's outputs ``[b, ...]`` for ``x[b, ...]``, given its row of each entry in `rows`."""
+    def outputs(self, x: Tensor, client_rows: Mapping[str, Tensor]) -> Tensor:
+        """Return one client's outputs ``[b, ...]`` for ``x[b, ...]``, given its row of each entry in `rows`."""
         with one_client_at_a_time():
-            outputs = self.function(x, **with_rows(self.extras, mine))
+            outputs = self.function(x, **with_rows(self.extras, client_rows))
         if outputs.dim() == 0 or len(outputs) != len(x):
             raise MethodError(
                 f"{where_defined(self.function)} returned {list(outputs.shape)} for {len(x)} samples; a Predictor's "
@@ -72,18 +73,19 @@ class Predictor:
         return outputs
 
     def outputs_of(self, k: int, x: Tensor) -> Tensor:
-        """The k-th client's outputs ``[b, ...]`` for ``x[b, ...]``."""
+        """Return the k-th client's outputs ``[b, ...]`` for ``x[b, ...]``."""
         return self.outputs(x, {name: rows[k] for name, rows in self.rows.items()})
 
     def as_module(self, k: int, evaluating: Callable[[], contextlib.AbstractContextManager[Any]]) -> nn.Module:
-        """The k-th client's predictor as an ordinary module, whose forward runs inside ``evaluating()``."""
-        return _Module(self, k, evaluating)
+        """Return the k-th client's predictor as an ordinary module, whose forward runs inside ``evaluating()``."""
+        return _ClientModule(self, k, evaluating)
 
 
-class _Module(nn.Module):
+class _ClientModule(nn.Module):
     def __init__(self, predictor: Predictor, k: int, evaluating: Callable[[], contextlib.AbstractContextManager[Any]]):
         super().__init__()
-        self.predictor, self.evaluating = predictor, evaluating
+        self.predictor = predictor
+        self.evaluating = evaluating
         for name, extra in of_client(predictor.extras, k).items():
             tensor = extra.theta if isinstance(extra, Other) else extra
             if isinstance(tensor, Tensor):
@@ -95,6 +97,6 @@ class _Module(nn.Module):
             return self.predictor.outputs(x, dict(self.named_buffers()))
 
 
-def _own(extra: Any) -> Any:
-    """A copy of a read-only state, since the function may change it in place."""
+def _writable(extra: Any) -> Any:
+    """Copy a read-only state, since the function may change it in place."""
     return per_client(unmarked(extra).clone()) if isinstance(extra, ReadOnly) else extra

@@ -38,7 +38,7 @@ class BasicBlock(nn.Module):
 
     Parameters
     ----------
-    norm, adapter : the normalisation, and what follows each 3x3 convolution.
+    norm, adapter : make the normalisation, and the adapter after each 3x3 convolution, for a number of channels.
     """
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Layer, adapter: Layer):
@@ -92,10 +92,16 @@ class ResNet18(nn.Module):
     ):
         normalise = normalisation(norm)
 
-        def adapt(channels: int) -> nn.Module:
+        def adapter(channels: int) -> nn.Module:
             if adapters == "none":
                 return nn.Identity()
             return ResidualAdapter(channels, normalise(channels), adapters == "bias", adapter_dropout)
+
+        def layer(index: int, inputs: int, outputs: int) -> nn.Sequential:
+            blocks = [BasicBlock(inputs, outputs, 1 if index == 0 else 2, normalise, adapter)]
+            for _ in range(self.blocks[index] - 1):
+                blocks.append(BasicBlock(outputs, outputs, 1, normalise, adapter))
+            return nn.Sequential(*blocks)
 
         super().__init__()
         channels, *_ = image_shape("resnet", input_shape)
@@ -105,15 +111,11 @@ class ResNet18(nn.Module):
             self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
             self.maxpool = nn.Identity()
         self.bn1 = normalise(width)
-        widths = (width, 2 * width, 4 * width, 8 * width)
-        inputs = (width, *widths)
-        self.layer1, self.layer2, self.layer3, self.layer4 = (
-            nn.Sequential(
-                BasicBlock(inputs[i], outputs, 1 if i == 0 else 2, normalise, adapt),
-                *(BasicBlock(outputs, outputs, 1, normalise, adapt) for _ in range(self.blocks[i] - 1)),
-            )
-            for i, outputs in enumerate(widths)
-        )
+
+        self.layer1 = layer(0, width, width)
+        self.layer2 = layer(1, width, 2 * width)
+        self.layer3 = layer(2, 2 * width, 4 * width)
+        self.layer4 = layer(3, 4 * width, 8 * width)
         self.fc = nn.Linear(8 * width, num_classes, bias=head_bias)
         initialise(self)
 
@@ -178,19 +180,21 @@ class ResNet56(nn.Module):
         norm: Literal["batch", "group"] = "batch",
         width: int = 16,
     ):
+        normalise = normalisation(norm)
+
+        def layer(inputs: int, layer_width: int, stride: int) -> nn.Sequential:
+            blocks = [Bottleneck(inputs, layer_width, stride, normalise)]
+            for _ in range(5):
+                blocks.append(Bottleneck(4 * layer_width, layer_width, 1, normalise))
+            return nn.Sequential(*blocks)
+
         super().__init__()
         channels, *_ = image_shape("resnet56", input_shape)
-        normalise = normalisation(norm)
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = normalise(width)
-        inputs, widths = (width, 4 * width, 8 * width), (width, 2 * width, 4 * width)
-        self.layer1, self.layer2, self.layer3 = (
-            nn.Sequential(
-                Bottleneck(inputs[i], own, 1 if i == 0 else 2, normalise),
-                *(Bottleneck(4 * own, own, 1, normalise) for _ in range(5)),
-            )
-            for i, own in enumerate(widths)
-        )
+        self.layer1 = layer(width, width, stride=1)
+        self.layer2 = layer(4 * width, 2 * width, stride=2)
+        self.layer3 = layer(8 * width, 4 * width, stride=2)
         self.fc = nn.Linear(16 * width, num_classes)
         initialise(self)
 
@@ -200,8 +204,10 @@ class ResNet56(nn.Module):
 
 
 def normalisation(norm: str) -> Layer:
-    """What makes a layer of this normalisation: ``batch``, or ``group`` with two groups."""
-    return nn.BatchNorm2d if norm == "batch" else lambda channels: nn.GroupNorm(2, channels)
+    """Return a function that makes layers of this normalisation: ``batch``, or ``group`` with two groups."""
+    if norm == "batch":
+        return nn.BatchNorm2d
+    return lambda channels: nn.GroupNorm(2, channels)
 
 
 def initialise(network: nn.Module) -> None:

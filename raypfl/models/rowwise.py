@@ -15,12 +15,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_GAMMA, _MIX_A, _MIX_B = 7046029254386353131, -4658895280553007687, -7723592293110705685
-_LEAST = -(2**63)
+# SplitMix64's constants; those of `raypfl.common.rng`, as signed numbers (the gamma with the opposite sign).
+_GAMMA = 7046029254386353131
+_MIX_A = -4658895280553007687
+_MIX_B = -7723592293110705685
+
+_SMALLEST = -(2**63)
+"""The smallest ``int64``."""
 
 
 class RowWise(TorchFunctionMode):
-    """Within: ``F.batch_norm`` in training mode ignores rows of weight 0, and ``F.dropout`` draws from `key`.
+    """While active, ``F.batch_norm`` in training mode ignores rows of weight 0, and ``F.dropout`` draws from `key`.
 
     Parameters
     ----------
@@ -66,20 +71,25 @@ def _batch_norm(
 ) -> Tensor:
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    over = [0, *range(2, x.dim())]
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    real = rows.reshape(-1, *[1] * (x.dim() - 1))
-    count = rows.sum() * (x[0, 0].numel() if x.dim() > 2 else 1)
-    mean = (x * real).sum(over) / count
-    var = ((x - mean.reshape(shape)).square() * real).sum(over) / count
+
+    axes = [0, *range(2, x.dim())]  # all but the channels
+    channel_shape = [1, -1, *[1] * (x.dim() - 2)]
+    row_weight = rows.reshape(-1, *[1] * (x.dim() - 1))
+    pixels = x[0, 0].numel() if x.dim() > 2 else 1
+    count = rows.sum() * pixels
+    mean = (x * row_weight).sum(axes) / count
+    var = ((x - mean.reshape(channel_shape)).square() * row_weight).sum(axes) / count
+
     if running_mean is not None and running_var is not None:
+        # As torch does: the batch's own variance normalises, and the unbiased one goes into the statistics.
         unbiased = var.detach() * count / (count - 1).clamp_min(1)
         running_mean.copy_(running_mean + momentum * (mean.detach() - running_mean))
         running_var.copy_(running_var + momentum * (unbiased - running_var))
-    out = (x - mean.reshape(shape)) * torch.rsqrt(var.reshape(shape) + eps)
+
+    out = (x - mean.reshape(channel_shape)) * torch.rsqrt(var.reshape(channel_shape) + eps)
     if weight is not None:
-        out = out * weight.reshape(shape)
-    return out if bias is None else out + bias.reshape(shape)
+        out = out * weight.reshape(channel_shape)
+    return out if bias is None else out + bias.reshape(channel_shape)
 
 
 def _dropout(
@@ -87,23 +97,26 @@ def _dropout(
 ) -> Tensor:
     if not training or p == 0.0:
         return x
+
     # In place: otherwise the draws of a large layer take longer than torch's own.
-    z = _places(x.numel(), x.device) + (key() - _GAMMA)
+    z = _index_hashes(x.numel(), x.device) + (key() - _GAMMA)
     z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX_A)
     z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX_B)
+
     # The finalizer's last step does not change the upper bits, and only those are compared.
-    keep = z.bitwise_xor_(_LEAST) >= (int(p * 2**24) << 40) + _LEAST
+    # The sign bit is flipped, since int64 compares as signed and the hashes are unsigned.
+    keep = z.bitwise_xor_(_SMALLEST) >= (int(p * 2**24) << 40) + _SMALLEST
     return x * keep.reshape(x.shape).to(x.dtype).div_(1.0 - p)
 
 
 @lru_cache(maxsize=8)
-def _places(count: int, device: torch.device) -> Tensor:
-    """``int64[count]``: hashes of the indices of a layer's entries."""
+def _index_hashes(count: int, device: torch.device) -> Tensor:
+    """Return ``int64[count]``, hashes of the indices of a layer's entries."""
     return _hash(torch.arange(count, dtype=torch.int64, device=device))
 
 
 def _hash(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer on wrapping ``int64`` (Steele et al. 2014)."""
+    """Scramble integers by SplitMix64's finalizer on wrapping ``int64`` (Steele et al. 2014)."""
     z = z - _GAMMA
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_A
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_B

@@ -10,21 +10,21 @@ from raypfl.models.networks import MODELS
 from raypfl.models.transformer import TransformerBlock
 
 
-class _Causal(nn.Module):
+class _CausalConvolution(nn.Module):
     """A residual convolution over time that sees only the past."""
 
     def __init__(self, width: int, kernel: int, dilation: int):
         super().__init__()
-        self.past = nn.ConstantPad1d(((kernel - 1) * dilation, 0), 0.0)
+        self.pad = nn.ConstantPad1d(((kernel - 1) * dilation, 0), 0.0)
         self.conv = nn.Conv1d(width, width, kernel, dilation=dilation)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(self.conv(self.past(x)))
+        return x + torch.relu(self.conv(self.pad(x)))
 
 
 @MODELS.register("causal_cnn")
 class CausalCNN(nn.Module):
-    """Dilated causal convolutions (as in Bai et al. 2018): tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
+    """Dilated causal convolutions (as in Bai et al. 2018), from tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
 
     Parameters
     ----------
@@ -39,21 +39,23 @@ class CausalCNN(nn.Module):
         super().__init__()
         _require_sequences("causal_cnn", input_shape)
         self.embedding = nn.Embedding(num_classes, width)
-        self.layers = nn.Sequential(*(_Causal(width, kernel, 2**i) for i in range(layers)))
+        self.layers = nn.Sequential(*(_CausalConvolution(width, kernel, 2**i) for i in range(layers)))
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(self.embedding(x).transpose(1, 2)).transpose(1, 2))
+        # Convolutions take channels first: [b, width, T].
+        features = self.layers(self.embedding(x).transpose(1, 2))
+        return self.head(features.transpose(1, 2))
 
 
 @MODELS.register("gru")
 class GRU(nn.Module):
-    """A gated recurrent unit (Cho et al. 2014): tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
+    """A gated recurrent unit (Cho et al. 2014), from tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
 
     Parameters
     ----------
     width : size of the embeddings and of the state.
-    layers : of recurrent units.
+    layers : number of recurrent layers.
     """
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int = 128, layers: int = 1):
@@ -64,12 +66,15 @@ class GRU(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(self.embedding(x))[0])
+        states, _ = self.gru(self.embedding(x))
+        return self.head(states)
 
 
 @MODELS.register("causal_transformer")
 class CausalTransformer(nn.Module):
-    """A transformer that sees only the past (Radford et al. 2018): tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
+    """A transformer that sees only the past (Radford et al. 2018).
+
+    It maps tokens ``int64[b, T]`` to logits ``[b, T, tokens]``.
 
     Parameters
     ----------
@@ -81,6 +86,7 @@ class CausalTransformer(nn.Module):
         _require_sequences("causal_transformer", input_shape)
         if width % heads:
             raise ConfigError(f"model.width is {width}; it must be a multiple of model.heads, which is {heads}.")
+
         self.embedding = nn.Embedding(num_classes, width)
         self.positions = nn.Parameter(torch.empty(input_shape[0], width))
         self.blocks = nn.Sequential(*(TransformerBlock(width, heads, nn.Identity(), causal=True) for _ in range(depth)))
@@ -89,7 +95,8 @@ class CausalTransformer(nn.Module):
         nn.init.trunc_normal_(self.positions, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(x) + self.positions)))
+        tokens = self.embedding(x) + self.positions
+        return self.head(self.norm(self.blocks(tokens)))
 
 
 def _require_sequences(name: str, input_shape: tuple[int, ...]) -> None:

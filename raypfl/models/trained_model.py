@@ -26,7 +26,8 @@ class TrainedModel(nn.Module):
 
     def __init__(self, network: nn.Module, gain: Tensor, offset: Tensor, discrete: bool = False):
         super().__init__()
-        self.network, self.discrete = network, discrete
+        self.network = network
+        self.discrete = discrete
         self.register_buffer("gain", gain)
         self.register_buffer("offset", offset)
         self.train(network.training)

@@ -30,7 +30,7 @@ class BottleneckAdapter(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of `heads` heads, ``[b, n, d] -> [b, n, d]``; if `causal`, of each token to those before it."""
+    """Self-attention, ``[b, n, d] -> [b, n, d]``; if `causal`, a token attends to itself and those before it."""
 
     def __init__(self, width: int, heads: int, causal: bool = False):
         super().__init__()
@@ -40,11 +40,13 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)  # [b, heads, n, d / heads]
+        # Each [b, heads, n, d / heads].
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         if self.causal:
             scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
-        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2)
+        return self.proj(mixed.flatten(2))
 
 
 class Feedforward(nn.Module):
@@ -60,7 +62,7 @@ class Feedforward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward network, each after a layer norm and beside a shortcut, and the adapter."""
+    """Attention and a feed-forward network, each after a layer norm and with a shortcut; the adapter follows."""
 
     def __init__(self, width: int, heads: int, adapter: nn.Module, causal: bool = False):
         super().__init__()
@@ -90,14 +92,18 @@ class PatchEmbedding(nn.Module):
 class ViTS16(nn.Module):
     """ViT-S/16: 21,665,664 parameters for 3 channels in the body, and 3,850 in the head for 10 classes.
 
-    It has no batch norm, as DP-SGD needs. Weights of timm's ``vit_small_patch16_224`` fit (``model.weights``).
+    It has no batch norm, so that DP-SGD can train it. Weights of timm's ``vit_small_patch16_224`` fit
+    (``model.weights``).
 
     Parameters
     ----------
     size : height and width to which images are scaled.
-    adapters : bottlenecks after the feed-forward networks of all blocks (595,200 parameters).
-    adapter_size : their hidden units.
-    width, depth, heads, patch : the tokens' length, the number of blocks, heads in each, and pixels along a patch.
+    adapters : ``bottleneck`` puts adapters after the feed-forward networks of all blocks (595,200 parameters).
+    adapter_size : number of an adapter's hidden units.
+    width : length of a token.
+    depth : number of blocks.
+    heads : number of attention heads in each block.
+    patch : height and width of a patch, in pixels.
     """
 
     def __init__(
@@ -114,9 +120,12 @@ class ViTS16(nn.Module):
     ):
         super().__init__()
         channels, *_ = image_shape("vit_s_16", input_shape)
-        for name, value, by, of in (("size", size, "patch", patch), ("width", width, "heads", heads)):
-            if value % of:
-                raise ConfigError(f"model.{name} is {value}; it must be a multiple of model.{by}, which is {of}.")
+        for name, value, divisor_name, divisor in (("size", size, "patch", patch), ("width", width, "heads", heads)):
+            if value % divisor:
+                raise ConfigError(
+                    f"model.{name} is {value}; it must be a multiple of model.{divisor_name}, which is {divisor}."
+                )
+
         self.size = size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.empty(1, (size // patch) ** 2 + 1, width))
@@ -130,6 +139,7 @@ class ViTS16(nn.Module):
 
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, num_classes)
+
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and "adapter" not in name:

@@ -1,4 +1,4 @@
-"""Initial weights: pretrained ones of torchvision or timm, by name, or those of a file."""
+"""Initial weights: pretrained ones of torchvision or timm, by name, or those in a file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A factory of networks with given initial weights, which it describes in their attribute ``origin``.
+    """A factory of networks with pretrained weights, which it describes in their attribute ``origin``.
 
     Parameters
     ----------
     factory : builds the network.
-    name : of the model: one of torchvision, with or without ``torchvision:``, or of timm, with ``timm:``.
+    name : the model's name: one of torchvision, with or without ``torchvision:``, or of timm, with ``timm:``.
     source : a file (safetensors, or a state dict saved by ``torch.save``), or the name of weights of that model there.
 
     Raises
@@ -40,18 +40,19 @@ class Pretrained:
 
     def __call__(self) -> nn.Module:
         network = self.factory()
-        given = _read(Path(self.source)) if is_file(self.source) else published_weights(self.name, self.source)
-        network.origin = f"weights from {self.source}, {fill(network, given, self.source)}"  # type: ignore[assignment]
+        weights = _read(Path(self.source)) if is_file(self.source) else published_weights(self.name, self.source)
+        filled = fill(network, weights, self.source)
+        network.origin = f"weights from {self.source}, {filled}"  # type: ignore[assignment]
         return network
 
 
 def origin(network: nn.Module) -> str:
-    """A short description of where a network's initial weights come from."""
+    """Describe in short where a network's initial weights come from."""
     return str(getattr(network, "origin", RANDOM))
 
 
 def digest(source: str | None) -> str:
-    """What identifies the weights when a run is resumed: the SHA-256 of a file, or a name."""
+    """Return what identifies the weights when a run is resumed: the SHA-256 of a file, or a name."""
     if source is None or not is_file(source) or not Path(source).is_file():
         return source or ""
     with Path(source).open("rb") as file:
@@ -59,65 +60,82 @@ def digest(source: str | None) -> str:
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` is a file, not the name of published weights."""
+    """Return whether `source` is a file, not the name of published weights."""
     return source.endswith(SUFFIXES) or "/" in source
 
 
-def fill(network: nn.Module, given: Mapping[str, Tensor], source: str) -> str:
-    """Copy `given` tensors into the network; returns a description of which ones.
+def fill(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
+    """Copy weights into the network; return a description of which tensors were filled.
 
-    The output layer keeps its random weights if `given` lacks it or has another number of classes. So do adapters that
-    `given` lacks. All other tensors must match by name and shape, and `given` must have no further ones.
+    The output layer keeps its random weights if `weights` lacks it or has another number of classes. So do adapters
+    that `weights` lacks. All other tensors must match by name and shape, and `weights` must have no further ones.
 
     Raises
     ------
-    ConfigError : naming the tensors that do not match.
+    ConfigError : if tensors do not match; the message names them.
     """
-    own = _tensors(network.state_dict())
-    given = _tensors(given)
-    parts = common_parts(network, own)
+    targets = _tensors(network.state_dict())
+    weights = _tensors(weights)
+    parts = common_parts(network, targets)
     head = parts["output layer"]
-    kept = _other_classes(own, given, head)
-    if kept:
-        given = {name: t for name, t in given.items() if not name.startswith(_layer(head))}
-    drawn = [n for n in own if n not in given and n in (*parts["output layer"], *parts["adapters"])]
-    if problems := _misfits(own, given, drawn):
-        shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
-        raise ConfigError(f"The weights of {source} do not fit the network: {shown}.")
+    adapters = parts["adapters"]
+
+    other_classes = _other_classes(targets, weights, head)
+    if other_classes:
+        head_prefix = head[0].rpartition(".")[0] + "."
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith(head_prefix)}
+
+    random = [name for name in targets if name not in weights and (name in head or name in adapters)]
+    problems = _misfits(targets, weights, random)
+    if problems:
+        listed = "; ".join(problems[:4])
+        if len(problems) > 4:
+            listed += f"; and {len(problems) - 4} more"
+        raise ConfigError(f"The weights of {source} do not fit the network: {listed}.")
+
     with torch.no_grad():
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
-    said = f"{len(given)} of {len(own)} tensors" if drawn else f"all {len(own)} tensors"
-    layers = sorted({name.rpartition(".")[0] for name in drawn if name in head})
-    said += f"; {', '.join(layers)} drawn at random{kept}" if layers else ""
-    return said + ("; adapters drawn at random" if any(name in parts["adapters"] for name in drawn) else "")
+        for name, tensor in weights.items():
+            targets[name].copy_(tensor)
+
+    description = f"{len(weights)} of {len(targets)} tensors" if random else f"all {len(targets)} tensors"
+    random_layers = sorted({name.rpartition(".")[0] for name in random if name in head})
+    if random_layers:
+        description += f"; {', '.join(random_layers)} drawn at random{other_classes}"
+    if any(name in adapters for name in random):
+        description += "; adapters drawn at random"
+    return description
 
 
 def _tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out batch norm's counts of batches, which `FlatModel` does without."""
     return {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
 
 
-def _layer(names: list[str]) -> str:
-    return names[0].rpartition(".")[0] + "." if names else ""
-
-
-def _other_classes(own: Mapping[str, Tensor], given: Mapping[str, Tensor], head: list[str]) -> str:
-    """`` (1000 classes there, 10 here)``; empty if the output layers match."""
+def _other_classes(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor], head: list[str]) -> str:
+    """Return `` (1000 classes there, 10 here)``; empty if the output layers match."""
     for name in head:
-        if name in given and given[name].shape != own[name].shape and given[name].shape[1:] == own[name].shape[1:]:
-            return f" ({len(given[name])} classes there, {len(own[name])} here)"
+        if name not in weights:
+            continue
+        target_shape = targets[name].shape
+        shape = weights[name].shape
+        if shape != target_shape and shape[1:] == target_shape[1:]:
+            return f" ({shape[0]} classes there, {target_shape[0]} here)"
     return ""
 
 
-def _misfits(own: Mapping[str, Tensor], given: Mapping[str, Tensor], drawn: list[str]) -> list[str]:
-    shapes = [
-        f"{name} has shape {tuple(given[name].shape)} there and {tuple(own[name].shape)} here"
-        for name in own
-        if name in given and given[name].shape != own[name].shape
-    ]
-    missing = [f"{name} is not in them" for name in own if name not in given and name not in drawn]
-    strange = [f"the network has no {name}" for name in given if name not in own]
-    return shapes + missing + strange
+def _misfits(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor], random: list[str]) -> list[str]:
+    other_shapes = []
+    missing = []
+    for name, target in targets.items():
+        if name in weights:
+            if weights[name].shape != target.shape:
+                shapes = f"{tuple(weights[name].shape)} there and {tuple(target.shape)} here"
+                other_shapes.append(f"{name} has shape {shapes}")
+        elif name not in random:
+            missing.append(f"{name} is not in them")
+
+    unknown = [f"the network has no {name}" for name in weights if name not in targets]
+    return other_shapes + missing + unknown
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -136,7 +154,9 @@ def _read(path: Path) -> dict[str, Tensor]:
         ) from None
     except Exception as error:  # what a damaged file raises depends on where it is damaged
         raise ConfigError(f"The weights file {path} cannot be read: {str(error).splitlines()[0]}") from error
-    state = state.get("state_dict", state) if isinstance(state, dict) else state
+
+    if isinstance(state, dict):
+        state = state.get("state_dict", state)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(f"The weights file {path} is not a state dict: it must contain only tensors, by name.")
     return state

@@ -17,7 +17,7 @@ from raypfl.learning.settings import TrainingSettings
 from raypfl.methods import FedBABU, FedNH, PartialPersonalization
 from raypfl.models import MODELS
 from raypfl.models.heads import PrototypeHead, output_layer, with_output_layer
-from raypfl.models.prototypes import spread, uniform_prototypes
+from raypfl.models.prototypes import search_prototypes, uniform_prototypes
 from tests.support import federation as support
 from tests.support.federation import (
     CLASSES,
@@ -63,7 +63,10 @@ def test_up_to_one_more_prototype_than_dimensions_are_a_regular_simplex(count, d
     [(6, 2, 1.0), (6, 3, 2.0), (12, 3, 1.105573), (10, 16, 2.222222), (5, 3, 2.0), (8, 4, 2.0)],
 )
 def test_the_search_reaches_the_largest_smallest_distance_that_is_known(count, dimension, squared):
-    for w in (spread(count, dimension, torch.Generator().manual_seed(0)), uniform_prototypes(count, dimension, 0)):
+    for w in (
+        search_prototypes(count, dimension, torch.Generator().manual_seed(0)),
+        uniform_prototypes(count, dimension, 0),
+    ):
         assert 2 - 2 * float(cosines(w).max()) == pytest.approx(squared, abs=1e-4)
 
 

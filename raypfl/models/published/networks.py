@@ -15,8 +15,8 @@ from raypfl.models.published.library import library, require
 @MODELS.register("torchvision:NAME")
 def torchvision_network(member: str) -> Callable[..., nn.Module]:
     """Any classification network of torchvision, such as torchvision:efficientnet_b0, and its options."""
-    zoo = library("torchvision.models", f"model is 'torchvision:{member}'")
-    require(f"torchvision has no network {member!r}", member, zoo.list_models(module=zoo))
+    models = library("torchvision.models", f"model is 'torchvision:{member}'")
+    require(f"torchvision has no network {member!r}", member, models.list_models(module=models))
 
     def network(input_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
         channels, *_ = image_shape(member, input_shape)
@@ -24,7 +24,7 @@ def torchvision_network(member: str) -> Callable[..., nn.Module]:
             raise ConfigError(
                 f"torchvision's networks take 3 channels, but images here have {channels}: use timm:NAME."
             )
-        return zoo.get_model(member, weights=None, num_classes=num_classes, **options)
+        return models.get_model(member, weights=None, num_classes=num_classes, **options)
 
     return network
 

@@ -12,20 +12,23 @@ from raypfl.models.published.library import library, require
 
 
 def published_weights(name: str, source: str) -> Mapping[str, Tensor]:
-    """The weights `source` of the network `name`, downloaded unless they were before.
+    """Return the weights `source` of the network `name`, downloaded unless they were before.
 
     Raises
     ------
-    ConfigError : if there are none of this name, or they cannot be downloaded.
+    ConfigError : if the network has no weights of this name, or they cannot be downloaded.
     """
     package, _, member = name.rpartition(":")
-    return (_from_timm if package == "timm" else _from_torchvision)(member, source)
+    if package == "timm":
+        return _from_timm(member, source)
+    return _from_torchvision(member, source)
 
 
 def _from_timm(name: str, source: str) -> Mapping[str, Tensor]:
     timm = library("timm", f"model.weights is {source!r}", "timm")
-    known = [tagged.partition(".")[2] for tagged in timm.list_pretrained(f"{name}.*")]
-    require(f"timm has no weights {source!r} for {name}", source, known)
+    # timm's names are NETWORK.WEIGHTS.
+    available = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{name}.*")]
+    require(f"timm has no weights {source!r} for {name}", source, available)
     try:
         return timm.create_model(f"{name}.{source}", pretrained=True).state_dict()
     except Exception as error:  # whatever the hub's client raises
@@ -36,14 +39,15 @@ def _from_timm(name: str, source: str) -> Mapping[str, Tensor]:
 
 
 def _from_torchvision(name: str, source: str) -> Mapping[str, Tensor]:
-    zoo = library("torchvision.models", f"model.weights is {source!r}")
-    if name not in zoo.list_models(module=zoo):
+    models = library("torchvision.models", f"model.weights is {source!r}")
+    if name not in models.list_models(module=models):
         raise ConfigError(
             f"model.weights is {source!r}, but torchvision has no weights for {name}; name a file instead."
         )
-    known = zoo.get_model_weights(name)
-    require(f"torchvision has no weights {source!r} for {name}", source, known.__members__)
-    weights = known[source]
+
+    available = models.get_model_weights(name)
+    require(f"torchvision has no weights {source!r} for {name}", source, available.__members__)
+    weights = available[source]
     try:
         return weights.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
