@@ -35,7 +35,7 @@ import raypfl
 from benchmarks.overhead import Plan, on_ray
 from raypfl.clients.worker import Group
 from raypfl.federation.placement import Dispatch, Timings
-from raypfl.federation.schedule import cut, group_sizes, shrinking
+from raypfl.federation.schedule import cut_into_groups, group_sizes, shrinking_sizes
 
 ACTORS = (8, 16, 32, 64, 128, 256, 512)
 COHORT, POPULATION, BATCH, ROUNDS = 1000, 5000, 10, 21
@@ -127,7 +127,7 @@ def rounds(times: Times, actors: int, largest: int | None = None) -> Replayed:
     if largest is None or times.executor == "vectorised":
         wanted = group_sizes(COHORT, times.executor)
     else:
-        wanted = shrinking(COHORT, largest)
+        wanted = shrinking_sizes(COHORT, largest)
     draws = np.random.default_rng(0)
     sizes = np.maximum(1, draws.lognormal(np.log(50) - 0.8**2 / 2, 0.8, POPULATION))
     steps = np.ceil(sizes / BATCH)
@@ -135,7 +135,7 @@ def rounds(times: Times, actors: int, largest: int | None = None) -> Replayed:
     replayed = []
     for _ in range(ROUNDS):
         cohort = np.sort(draws.choice(POPULATION, COHORT, replace=False))
-        members = [cohort[part] for part in cut(steps[cohort], wanted, times.executor)]
+        members = [cohort[part] for part in cut_into_groups(steps[cohort], wanted, times.executor)]
         groups = [
             Group(i, tuple(m.tolist()), m, {}, [], timings.length(m), timings.seconds("train", m))
             for i, m in enumerate(members)

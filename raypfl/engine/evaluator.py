@@ -23,7 +23,7 @@ from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.method import Method
-from raypfl.federation.schedule import cohort_size, even, is_due
+from raypfl.federation.schedule import cohort_size, even_sizes, is_due
 from raypfl.learning.privacy import Spending
 from raypfl.learning.unkeyed import ON_CLIENTS, ON_SERVER, refuse_unkeyed
 from raypfl.models.predictor import Predictor
@@ -42,7 +42,7 @@ class EvaluationCohort(Cohort):
         super().__init__(runner, tuple(ids), (), round, lr)
         self.unseen = unseen
 
-    def _lose(self, client: int, why: str) -> None:
+    def _drop_client(self, client: int, why: str) -> None:
         raise RaypflError(f"Client {client} could not be given its model. {why}")
 
 
@@ -181,7 +181,7 @@ class Evaluator:
         size = cohort_size(self.experiment.cohort, self.task.num_clients)
         portions = []
         start = 0
-        for portion_size in even(len(pairs), math.ceil(len(pairs) / size)):
+        for portion_size in even_sizes(len(pairs), math.ceil(len(pairs) / size)):
             portions.append(pairs[start : start + portion_size])
             start += portion_size
         return portions

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raypfl.federation.schedule import evaluation_group_sizes, even, group_sizes
+from raypfl.federation.schedule import evaluation_group_sizes, even_sizes, group_sizes
 
 if TYPE_CHECKING:
     from raypfl.experiment import Experiment
@@ -20,7 +20,7 @@ def groups_for(experiment: Experiment, cohort: int, evaluation: bool = False) ->
     """
     group_size = experiment.engine.group_size
     if group_size:
-        return even(cohort, math.ceil(cohort / group_size))
+        return even_sizes(cohort, math.ceil(cohort / group_size))
 
     suggest_sizes = evaluation_group_sizes if evaluation else group_sizes
     return suggest_sizes(cohort, experiment.engine.executor)

@@ -28,10 +28,10 @@ from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
 from raypfl.evaluation import Measures
 from raypfl.federation.backend import Backend
-from raypfl.federation.cohort import Cohort, recorded
+from raypfl.federation.cohort import Cohort, round_record
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
-from raypfl.federation.schedule import Draw, cohort_size, draw, is_due
+from raypfl.federation.schedule import CohortDraw, cohort_size, draw_cohort, is_due
 from raypfl.learning.privacy import SPENDING, Spending
 from raypfl.learning.privacy.accounting import accounted
 from raypfl.learning.unkeyed import AT_START, ON_SERVER, refuse_unkeyed
@@ -97,7 +97,7 @@ class Server:
             pools=prepared.server_pools,
         )
         self._analyses = Analyses(job.experiment.analyses, run, job.run_dir)
-        self._runner.keep = self._analyses.keep
+        self._runner.keep_observations = self._analyses.keep
 
     @torch.enable_grad()  # whatever this process did before
     def run(self) -> RunFinished:
@@ -205,7 +205,7 @@ class Server:
                 seconds = time.perf_counter() - start
                 here = tuple(c for c, present in zip(cohort.ids, cohort.present, strict=True) if present)
                 models = before, self._global_model()
-                _, logged = recorded(cohort)
+                _, logged = round_record(cohort)
                 self._analyses.after_round(number, here, models, logged, self._known_tables())
         except EmptyCohort as error:
             self._warn(f"{error} Such a round changes nothing.")
@@ -226,16 +226,16 @@ class Server:
         model = self.method.global_model(self.state) if self._analyses else None
         return None if model is None else model.clone()
 
-    def _draw(self, number: int) -> Draw:
+    def _draw(self, number: int) -> CohortDraw:
         unseen = self.task.unseen
-        drawn = draw(self.experiment.cohort, self.task.num_clients - len(unseen), self.experiment.seed, number)
+        drawn = draw_cohort(self.experiment.cohort, self.task.num_clients - len(unseen), self.experiment.seed, number)
         if not len(unseen):
             return drawn
         trained = np.setdiff1d(np.arange(self.task.num_clients), unseen)
-        return Draw(*(tuple(trained[list(some)].tolist()) for some in (drawn.clients, drawn.dropped)))
+        return CohortDraw(*(tuple(trained[list(some)].tolist()) for some in (drawn.clients, drawn.dropped)))
 
     def _record(self, cohort: Cohort, dropped: int, seconds: float) -> None:
-        loss_of, logged = recorded(cohort)
+        loss_of, logged = round_record(cohort)
         losses = [loss_of[c] for c in cohort.ids if c in loss_of]
         self.round += 1
         sent = {way: self.ledger.total(way, self.round) for way in self._sent}

@@ -15,7 +15,7 @@ from raypfl.common.user_code import traceback_text, with_location
 from raypfl.storage.states import Contents, Stack, StackRef, merged
 
 ONE_SAMPLE = "Expected more than 1 value per channel when training"
-"""What torch's batch norm says of a mini-batch of one."""
+"""The message of torch's batch norm for a mini-batch of one sample."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Done:
 
     Attributes
     ----------
+    reply : the group's reply.
     stacks : changes of the clients' states as ``(clients, stack, contents)``; a stack is a :class:`Stack` or a
         reference to one. Empty if no state changed.
-    home : the node that holds them.
+    home : the node that holds the stacks.
     """
 
     reply: Reply
@@ -40,8 +41,9 @@ class Failed:
 
     Attributes
     ----------
-    trace : of :func:`raypfl.common.user_code.traceback_text`.
-    deaths : how often in a row its actors died; 0: the function raised.
+    error : the error that the function raised, or the actor's death.
+    trace : the traceback, as :func:`raypfl.common.user_code.traceback_text` reduces it.
+    deaths : the number of times in a row that its actors died; 0: the function raised.
     """
 
     error: BaseException
@@ -50,7 +52,7 @@ class Failed:
 
 
 def failure(error: Exception) -> Failed:
-    """The failure of an error that is being handled; an error that cannot be pickled is replaced by its text."""
+    """Describe an error that a group raised; one that cannot be pickled is replaced by its text."""
     trace = traceback_text(error)
     if ONE_SAMPLE in str(error):
         error = MethodError(
@@ -59,6 +61,8 @@ def failure(error: Exception) -> Failed:
         )
     elif isinstance(error, MethodError):
         error = type(error)(with_location(error))
+
+    # The driver must be able to read it. Some errors can be pickled, but not read again, hence both.
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -74,29 +78,35 @@ class Backend(Protocol):
         ...
 
     def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:
-        """The arrays of a :meth:`broadcast`."""
+        """Return the arrays of a :meth:`broadcast`."""
         ...
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
-        """Run the groups, the longest first; yields results as they arrive.
+        """Run the groups, the longest first; yield results as they arrive.
 
         A group whose actor dies runs again, unless that has happened too often.
         """
         ...
 
     def put_states(self, stack: Stack) -> Any:
-        """Make states available to groups; returns the handle that a :class:`StackRef` holds."""
+        """Make states available to groups; return the handle that a :class:`StackRef` holds."""
         ...
 
     def get_states(self, handle: Any) -> Stack:
-        """The states behind a handle."""
+        """Return the states behind a handle."""
         ...
 
 
 def states_of(
     clients: Sequence[tuple[StackRef, ...]], fetch: Callable[[list[Any]], list[Stack]]
 ) -> list[Mapping[str, np.ndarray]]:
-    """Each client's state; `fetch` is called once, with every handle."""
+    """Return each client's state; `fetch` is called once, with every handle."""
+    # Many clients share a stack.
     handles = {id(ref.stack): ref.stack for refs in clients for ref in refs}
     stacks = dict(zip(handles, fetch(list(handles.values())), strict=True))
-    return [merged(stacks[id(ref.stack)].of(ref.slot) for ref in refs) for refs in clients]
+
+    states: list[Mapping[str, np.ndarray]] = []
+    for refs in clients:
+        changes = (stacks[id(ref.stack)].of(ref.slot) for ref in refs)  # the oldest first
+        states.append(merged(changes))
+    return states

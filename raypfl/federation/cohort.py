@@ -6,12 +6,13 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raypfl.clients.worker import Call, Group
 from raypfl.common import rng
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError, PrivacyError
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
@@ -26,21 +27,22 @@ from raypfl.storage.tree import flatten
 
 
 class _Answer(dict[str, Tensor]):
-    """The cohort's reply by name, which the client function `who` returned."""
+    """The cohort's reply by name; `function` describes the client function that returned it."""
 
-    def __init__(self, values: Mapping[str, Tensor], who: str):
+    def __init__(self, values: Mapping[str, Tensor], function: str):
         super().__init__(values)
-        self.who = who
+        self.function = function
 
     def __missing__(self, name: str) -> Tensor:
+        names = ", ".join(map(repr, self)) or "nothing"
         raise MethodError(
-            f"{self.who} returned {', '.join(map(repr, self)) or 'nothing'}; there is no {name!r}. The reply of "
+            f"{self.function} returned {names}; there is no {name!r}. The reply of "
             f"cohort.run has the names that the function returned: use one of them, or return {{{name!r}: Mean(...)}}."
         )
 
 
-def recorded(cohort: Cohort) -> tuple[dict[int, float], Logged]:
-    """The training loss of each client in a round, and what was logged, for the run's record."""
+def round_record(cohort: Cohort) -> tuple[dict[int, float], Logged]:
+    """Return each client's training loss and what was logged in a round, also where privacy hides them from methods."""
     return cohort._losses, cohort._logged
 
 
@@ -53,8 +55,9 @@ class Cohort(Log, ServerTraining):
     present : ``bool[C]``; False for a client that failed in an earlier exchange of this round and was skipped.
     round, lr : the round's number, from 1, and its learning rate.
     unseen : whether these clients are never trained.
-    task : what the method was started with.
-    spent : of clients' privacy so far.
+    task : the task that the method was started with.
+    failed : client -> why it was skipped.
+    spent : the privacy that clients have spent in this round.
     """
 
     phase: ClassVar[Phase] = "training"
@@ -68,17 +71,19 @@ class Cohort(Log, ServerTraining):
         lr: float,
         analysis: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ):
+        Log.__init__(self, analysis)
         self.ids = ids
         self.unseen = False
         self.round = round
         self.lr = lr
         self.task = runner.task
         self.context = runner.context
+
         self.present = np.ones(len(ids), dtype=bool)
-        self._losses: dict[int, float] = {}
         self.failed: dict[int, str] = {}
-        Log.__init__(self, analysis)
         self.spent: list[Spending] = []
+
+        self._losses: dict[int, float] = {}
         self._runner = runner
         self._runner.last_exchange = ""
         self._dropped = dropped
@@ -100,21 +105,22 @@ class Cohort(Log, ServerTraining):
         return self._logged
 
     def generator(self, stream: str = "") -> torch.Generator:
-        """A generator for the server's own draws; the same stream gives the same draws in a round.
+        """Return a generator for the server's own draws; the same stream gives the same draws in a round.
 
         It draws on the CPU, so that every device gets the same numbers: ``torch.randn(3, generator=g).to(device)``.
         """
-        return torch.Generator().manual_seed(rng.key(self.task.seed, "server" + stream, self.round))
+        key = rng.key(self.task.seed, "server" + stream, self.round)
+        return torch.Generator().manual_seed(key)
 
     def run(self, function: Callable[..., Any], /, **arguments: Any) -> dict[str, Tensor]:
-        """One exchange: call one of the method's client functions on every client of the cohort.
+        """Call one of the method's client functions on every client of the cohort: one exchange.
 
         Parameters
         ----------
-        function : a client function of the method, ``self.train``: called as ``function(clients, **arguments)`` on
-            groups of clients, returning ``{name: Mean | Sum | Each}``.
-        arguments : sent to the clients. A tensor or a list of tensors is a broadcast; a ``Broadcast`` also says what of
-            it is charged; a ``Scatter`` sends each client its row; numbers and strings go to every client.
+        function : a client function of the method, such as ``self.train``. It is called as
+            ``function(clients, **arguments)`` on groups of clients and returns ``{name: Mean | Sum | Each}``.
+        arguments : what the clients receive. A tensor or a list of tensors is a broadcast; a ``Broadcast`` also says
+            how much of it is charged; a ``Scatter`` sends each client its row; numbers and strings go to every client.
 
         Returns
         -------
@@ -126,31 +132,19 @@ class Cohort(Log, ServerTraining):
         MethodError : if `function` is not a method of the federated method, or an argument cannot be sent.
         EmptyCohort : if no client is left.
         """
-        name = self._name_of(function)
+        function_name = self._name_of(function)
+        described = where_defined(function)
         self._check(function, arguments)
+        # Charged before anyone computes: a client that fails in this exchange has received its message.
         self._charge_down(arguments)
-        arguments = {name: _tensors_of(value) for name, value in arguments.items()}
         self._refuse_empty()
-        pairs = [(p, c) for p, c in enumerate(self.ids) if self.present[p]]
-        if self._runner.privacy.secure_aggregation and len(pairs) == 1:
-            raise PrivacyError(
-                f"The cohort of round {self.round} is one client alone, whose message is the sum: "
-                "privacy.secure_aggregation needs two clients or more in every cohort."
-            )
-        training = self.phase == "training"
-        observers = self._runner.observers if training else ()
-        call, groups = self._runner.prepare(
-            name,
-            pairs,
-            self.round,
-            self.lr,
-            arguments,
-            observers=observers,
-            exchange=self.exchange,
-            training=training,
-        )
-        replies, logged = (ReplyAggregator(len(self.ids), self.task.model.device) for _ in range(2))
-        for group, reply in self._runner.run(call, groups, self._lose):
+
+        arguments = {name: _tensors_of(value) for name, value in arguments.items()}
+        call, groups = self._prepare(function_name, arguments)
+
+        replies = ReplyAggregator(len(self.ids), self.task.model.device)
+        logged = ReplyAggregator(len(self.ids), self.task.model.device)
+        for group, reply in self._runner.run(call, groups, self._drop_client):
             replies.add(group, reply.values)
             logged.add(group, reply.logged)
             self.spent += reply.spent
@@ -158,20 +152,43 @@ class Cohort(Log, ServerTraining):
                 self._losses.update(zip(group.clients, reply.losses.tolist(), strict=True))
             for note in reply.notes:
                 self._runner.warn(note)
+
         self._refuse_empty()
-        replies.refuse_exposed(where_defined(function))
-        for sent, senders in replies.senders.items():
-            self._charge("up", sent, senders, replies.sample[sent].array.itemsize)
+        replies.refuse_exposed(described)
+        for name, senders in replies.senders.items():
+            self._charge("up", name, senders, replies.sample[name].array.itemsize)
         self.log(**logged.result())
-        answer = _Answer(self._noisy(name, replies.result()), where_defined(function))
+
+        answer = _Answer(self._add_noise(function_name, replies.result()), described)
         self._exchanges += 1
-        self._runner.last_exchange = f"{answer.who} got {_shapes(arguments)} and returned {_shapes(answer)}."
+        self._runner.last_exchange = f"{described} got {_shapes(arguments)} and returned {_shapes(answer)}."
         return answer
 
     @property
     def exchange(self) -> str:
-        """What tells the exchange from others of the round."""
+        """The exchange's name, different from all others of the round."""
         return f"{self.phase} {self._exchanges}"
+
+    def _prepare(self, function_name: str, arguments: Mapping[str, Any]) -> tuple[Call, list[Group]]:
+        """Prepare the call and the groups of an exchange with the clients that are present."""
+        present = [(position, client) for position, client in enumerate(self.ids) if self.present[position]]
+        if self._runner.privacy.secure_aggregation and len(present) == 1:
+            raise PrivacyError(
+                f"The cohort of round {self.round} is one client alone, whose message is the sum: "
+                "privacy.secure_aggregation needs two clients or more in every cohort."
+            )
+
+        training = self.phase == "training"
+        return self._runner.prepare(
+            function_name,
+            present,
+            self.round,
+            self.lr,
+            arguments,
+            observers=self._runner.observers if training else (),
+            exchange=self.exchange,
+            training=training,
+        )
 
     def _refuse_unprotected(self, name: str) -> None:
         privacy = self._runner.privacy
@@ -181,22 +198,29 @@ class Cohort(Log, ServerTraining):
                 "or privacy.secure_aggregation, a method must not use it: let clients return what the server needs."
             )
 
-    def _noisy(self, function: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The means of clients' clipped updates with noise, if clients are protected."""
-        privacy, clients = self._runner.privacy, int(self.present.sum())
+    def _add_noise(self, function: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add noise to the means of clients' clipped updates, if the unit of privacy is a client."""
+        privacy = self._runner.privacy
         if not privacy.protects_clients:
             return means
-        where = (self.round, self._exchanges)
+
+        num_present = int(self.present.sum())
         for name, mean in means.items():
-            means[name] = mean + server_noise(mean, privacy, clients, self.task.seed, self.phase + name, *where)
-        here = [client for client, present in zip(self.ids, self.present, strict=True) if present]
-        self.spent += [Spending(client, function, 1.0, 1, len(means)) for client in here if means]
+            purpose = self.phase + name
+            noise = server_noise(mean, privacy, num_present, self.task.seed, purpose, self.round, self._exchanges)
+            means[name] = mean + noise
+
+        if means:
+            for client, present in zip(self.ids, self.present, strict=True):
+                if present:
+                    self.spent.append(Spending(client, function, 1.0, 1, len(means)))
         return means
 
     def _name_of(self, function: Callable[..., Any]) -> str:
-        owner = getattr(function, "__self__", None)
-        theirs = getattr(type(owner), getattr(function, "__name__", ""), None)
-        if owner is None or theirs is None or theirs is not getattr(function, "__func__", None):
+        # Actors look the function up by name in their own copy of the method, so it must be the class's own.
+        method = getattr(function, "__self__", None)
+        defined = getattr(type(method), getattr(function, "__name__", ""), None)
+        if method is None or defined is None or defined is not getattr(function, "__func__", None):
             raise MethodError("cohort.run takes a client function of the method, as in cohort.run(self.train, ...).")
         return function.__name__
 
@@ -204,10 +228,11 @@ class Cohort(Log, ServerTraining):
         try:
             inspect.signature(function).bind(None, **arguments)
         except TypeError as error:
-            sent = ", ".join(["clients", *arguments])
+            names = ", ".join(["clients", *arguments])
             raise MethodError(
-                f"{where_defined(function)} is called with ({sent}), as cohort.run was, but takes others: {error}."
+                f"{where_defined(function)} is called with ({names}), as cohort.run was, but takes others: {error}."
             ) from None
+
         for name, value in arguments.items():
             if isinstance(value, Scatter) and len(value.rows) != len(self.ids):
                 raise MethodError(
@@ -224,16 +249,17 @@ class Cohort(Log, ServerTraining):
         if not self.present.any():
             raise EmptyCohort(f"Nobody is left in the cohort of round {self.round}.")
 
-    def _lose(self, client: int, why: str) -> None:
+    def _drop_client(self, client: int, why: str) -> None:
         """Go on without a client that failed, unless too few are left."""
         self.failed[client] = why
         self.present[self.ids.index(client)] = False
         self._runner.warn(f"Skipped: {why}")
-        least = self._runner.failures.min_success_fraction
-        if self.present.mean() < least:
+
+        min_fraction = self._runner.failures.min_success_fraction
+        if self.present.mean() < min_fraction:
             raise ClientError(
                 f"Only {self.present.sum()} of {len(self.ids)} clients of round {self.round} succeeded, fewer than "
-                f"failures.min_success_fraction = {least} asks for. The last failure: {why}",
+                f"failures.min_success_fraction = {min_fraction} asks for. The last failure: {why}",
                 [client],
             )
 
@@ -243,22 +269,26 @@ class Cohort(Log, ServerTraining):
                 self._charge_received(name, value.rows, value.rows.shape[1:].numel(), value.charged)
             else:
                 charged = value.charged if isinstance(value, Broadcast) else True
-                for each, tensor in flatten(_tensors_of(value), name)[1].items():
-                    self._charge_received(each, tensor, tensor.numel(), charged)
+                _, tensors = flatten(_tensors_of(value), name)
+                for path, tensor in tensors.items():
+                    self._charge_received(path, tensor, tensor.numel(), charged)
 
-    def _charge_received(self, name: str, tensor: Tensor, whole: int, charged: bool | int | Tensor) -> None:
-        numbers = numbers_charged(name, charged, len(self.ids), whole)
+    def _charge_received(self, name: str, tensor: Tensor, size: int, charged: bool | int | Tensor) -> None:
+        """Charge a message of `size` numbers for each client that receives it."""
+        numbers = numbers_charged(name, charged, len(self.ids), size)
         received = Counter(numbers[self.present].tolist())
         if self._exchanges == 0:  # a client that drops out still receives the round's first message
-            received[max(numbers.tolist(), default=whole)] += len(self._dropped)
+            received[max(numbers.tolist(), default=size)] += len(self._dropped)
         self._charge("down", name, received, tensor.element_size())
 
-    def _charge(self, direction: Any, name: str, clients: Mapping[int, int], size: int) -> None:
-        """Charge a message: how many `clients` sent or received how many numbers of `size` bytes."""
+    def _charge(self, direction: Literal["down", "up"], name: str, clients: Mapping[int, int], itemsize: int) -> None:
+        """Charge a message; `clients` maps how many numbers are sent to how many clients send or receive so many."""
         for numbers, count in sorted(clients.items(), reverse=True):
             if numbers and count:
-                sent = (direction, name, count, numbers, numbers * size)
-                self._runner.ledger.add(LedgerEntry(self.round, self._exchanges, *sent, self.phase))
+                entry = LedgerEntry(
+                    self.round, self._exchanges, direction, name, count, numbers, numbers * itemsize, self.phase
+                )
+                self._runner.ledger.add(entry)
 
 
 def _tensors_of(value: Any) -> Any:
@@ -267,11 +297,17 @@ def _tensors_of(value: Any) -> Any:
 
 def _is_broadcast(value: Any) -> bool:
     tensors = _tensors_of(value)
-    return all(isinstance(one, Tensor) for one in (tensors if isinstance(tensors, list | tuple) else [tensors]))
+    if not isinstance(tensors, list | tuple):
+        return isinstance(tensors, Tensor)
+    return all(isinstance(tensor, Tensor) for tensor in tensors)
 
 
 def _shapes(values: Mapping[str, Any]) -> str:
-    """``"theta [9610]"``: the shapes that one client sees."""
-    sent = {name: value.rows[0] if isinstance(value, Scatter) else value for name, value in values.items()}
-    shapes = [f"{name} {list(tensor.shape)}" for name, tensor in flatten(sent)[1].items()]
+    """Describe the shapes that one client sees: ``"theta [9610]"``."""
+    of_one_client = {}
+    for name, value in values.items():
+        of_one_client[name] = value.rows[0] if isinstance(value, Scatter) else value
+
+    _, tensors = flatten(of_one_client)
+    shapes = [f"{path} {list(tensor.shape)}" for path, tensor in tensors.items()]
     return ", ".join(shapes) or "nothing"

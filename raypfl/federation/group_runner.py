@@ -18,7 +18,7 @@ from raypfl.federation.backend import Backend, Failed
 from raypfl.federation.broadcasts import Broadcasts
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.placement import Timings
-from raypfl.federation.schedule import cut
+from raypfl.federation.schedule import cut_into_groups
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
@@ -27,31 +27,47 @@ from raypfl.storage.states import StateTable
 from raypfl.storage.tree import flatten
 
 _DETERMINISTIC = (
-    *(TypeError, ValueError, NameError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError),
+    TypeError,
+    ValueError,
+    NameError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
     NotImplementedError,
 )
 """Errors of a method's own code that another try would raise again."""
 
-_MAX_NAMED = 5  # clients that a message names, of those that failed together
+_MAX_NAMED = 5
+"""Clients whose numbers a message lists, of those that failed together."""
 
 CutFor = Callable[[int], tuple[list[int], str]]
-Lose = Callable[[int, str], None]
+"""The group sizes and the executor for a cohort of a given size."""
+
+DropClient = Callable[[int, str], None]
+"""Called with a client that failed and the reason; the exchange goes on without it."""
 
 
 @dataclass
 class GroupRunner:
-    """What all cohorts of a run share: the backend, the clients' states, the ledger. Runs groups of clients.
+    """Runs groups of clients; shared by all cohorts of a run.
 
     Attributes
     ----------
-    context : with what the server computes.
+    task : what the method is started with.
+    backend : where groups run: in this process, or in Ray's actors.
+    states : the clients' states.
+    ledger : the messages of the run.
+    failures : how often a group is tried, and whether failing clients are skipped.
+    context : what the server computes with.
     costs : ``float[num_clients]`` expected duration of each client's turn, in any unit.
-    cut_for : ``(group sizes, executor)`` for a cohort of a given size.
+    cut_for : the group sizes and the executor for a cohort of a given size.
     warn : called with warnings for the user.
     privacy : how training is made private.
-    last_exchange : shapes of what the cohort's last exchange sent and returned, as a sentence.
+    last_exchange : a sentence with the shapes of what the cohort's last exchange sent and returned.
     observers : numbers of the analyses that see the local steps of this round.
-    keep : called with a round and what analyses keep of a group's steps, as soon as the group has replied.
+    keep_observations : called with a round and what analyses keep of a group's steps, as soon as the group has replied.
     """
 
     task: Task
@@ -66,7 +82,7 @@ class GroupRunner:
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
     last_exchange: str = ""
     observers: tuple[int, ...] = ()
-    keep: Callable[[int, Mapping[int, list[Observation]]], None] | None = None
+    keep_observations: Callable[[int, Mapping[int, list[Observation]]], None] | None = None
 
     def __post_init__(self) -> None:
         self._timings = Timings(self.costs)
@@ -74,7 +90,7 @@ class GroupRunner:
 
     @property
     def tries(self) -> int:
-        """Tries of a group before its failing clients are singled out."""
+        """The tries of a group before its failing clients are singled out."""
         return self.failures.retries + 1
 
     def prepare(
@@ -90,91 +106,123 @@ class GroupRunner:
         exchange: str = "",
         training: bool = False,
     ) -> tuple[Call, list[Group]]:
-        """The call and the groups of an exchange.
+        """Prepare the call and the groups of an exchange.
 
         Parameters
         ----------
+        function : the name of the method's client function, or a function of the engine's own.
         clients : ``(position in the cohort, client)`` pairs.
-        cut_for : instead of the run's own.
+        arguments : what the clients receive, by name.
+        cut_for : replaces the run's own cut into groups.
         server : the server's state, which the function gets as `server` and fetches entry by entry. It is not charged.
-        exchange : what tells it from others of the round.
-        training : whether it is part of training.
+        observers : numbers of the analyses that see the local steps.
+        exchange : the exchange's name, different from all others of the round.
+        training : whether the exchange is part of training.
         """
-        to_all, tensors = flatten({n: a for n, a in arguments.items() if not isinstance(a, Scatter)})
-        rows = {n: a.rows.detach().cpu().numpy() for n, a in arguments.items() if isinstance(a, Scatter)}
-        ids, positions = np.array([c for _, c in clients]), np.array([p for p, _ in clients])
+        to_all = {}
+        rows = {}
+        for name, argument in arguments.items():
+            if isinstance(argument, Scatter):
+                rows[name] = argument.rows.detach().cpu().numpy()
+            else:
+                to_all[name] = argument
+
+        ids = np.array([client for _, client in clients])
+        positions = np.array([position for position, _ in clients])
         sizes, executor = (cut_for or self.cut_for)(len(clients))
-        groups = [
-            Group(
+        groups = []
+        for index, members in enumerate(cut_into_groups(self.costs[ids], sizes, executor)):
+            group = Group(
                 index=index,
                 clients=tuple(ids[members].tolist()),
                 positions=positions[members],
-                scattered={n: r[positions[members]] for n, r in rows.items()},
-                states=[self.states.refs(int(c)) for c in ids[members]],
+                scattered={name: array[positions[members]] for name, array in rows.items()},
+                states=[self.states.refs(int(client)) for client in ids[members]],
                 length=self._timings.length(ids[members]),
                 seconds=self._timings.seconds(function, ids[members]),
                 tries=self.tries,
                 deaths=self.failures.deaths,
             )
-            for index, members in enumerate(cut(self.costs[ids], sizes, executor))
-        ]
-        entries, on_demand = (None, {}) if server is None else flatten(dict(server), "server")
-        sent = self._broadcasts.sent(tensors, round, on_demand)
-        masked = tuple(ids.tolist()) if self.privacy.secure_aggregation and isinstance(function, str) else ()
-        return Call(function, round, lr, sent, to_all, exchange, entries, observers, masked, training), groups
+            groups.append(group)
 
-    def run(self, call: Call, groups: list[Group], lose: Lose) -> Iterator[tuple[Group, Reply]]:
-        """Run groups until each has succeeded or lost its failing clients, which `lose` is called with.
+        skeleton, tensors = flatten(to_all)
+        server_skeleton, on_demand = (None, {}) if server is None else flatten(dict(server), "server")
+        # Masks cover the method's own messages; the engine's functions, such as an evaluation, send none of them.
+        is_masked = self.privacy.secure_aggregation and isinstance(function, str)
+        call = Call(
+            function,
+            round,
+            lr,
+            sent=self._broadcasts.send(tensors, round, on_demand),
+            arguments=skeleton,
+            exchange=exchange,
+            server=server_skeleton,
+            observers=observers,
+            masked=tuple(ids.tolist()) if is_masked else (),
+            training=training,
+        )
+        return call, groups
+
+    def run(self, call: Call, groups: list[Group], drop_client: DropClient) -> Iterator[tuple[Group, Reply]]:
+        """Run groups until each has succeeded or lost its failing clients, which `drop_client` is called with.
 
         Yields replies in the order of the groups, so that partial sums are always added in the same order. A reply that
         arrives early waits.
         """
         arrived: dict[int, tuple[Group, Reply] | None] = {}
-        order = [g.index for g in groups]
-        first: dict[tuple[int, ...], Failed] = {}
+        order = [group.index for group in groups]
+        first_failures: dict[tuple[int, ...], Failed] = {}
+
         while groups:
             failures: list[tuple[Group, Failed]] = []
             for group, outcome in self.backend.run(call, groups):
                 if isinstance(outcome, Failed):
                     self._raise_if_fatal(call, group, outcome)
-                    shown = first.setdefault(group.clients, outcome)
-                    failures.append((replace(group, tries=group.tries - 1), replace(shown, deaths=outcome.deaths)))
+                    # The error that the user reads is the first one; how often the process died is the latest count.
+                    first_failure = first_failures.setdefault(group.clients, outcome)
+                    failure = replace(first_failure, deaths=outcome.deaths)
+                    failures.append((replace(group, tries=group.tries - 1), failure))
                     continue
-                for clients, stack, kept in outcome.stacks:
-                    self.states.stage(clients, stack, outcome.home, kept)
+
+                for clients, stack, contents in outcome.stacks:
+                    self.states.stage(clients, stack, outcome.home, contents)
+                reply = outcome.reply
                 if isinstance(call.function, str):  # the engine's own functions cost other clients more
-                    self._timings.note(call.function, group.clients, outcome.reply.seconds)
-                if self.keep is not None and outcome.reply.observed:  # not kept in memory until its turn
-                    self.keep(call.round, outcome.reply.observed)
-                    outcome.reply.observed = {}
-                arrived[group.index] = (group, outcome.reply)
-                yield from _in_order(order, arrived)
+                    self._timings.note(call.function, group.clients, reply.seconds)
+                if self.keep_observations is not None and reply.observed:
+                    # Handed on at once: a reply that waits for its turn would hold them in memory.
+                    self.keep_observations(call.round, reply.observed)
+                    reply.observed = {}
+                arrived[group.index] = (group, reply)
+                yield from _pop_in_order(order, arrived)
+
             groups = []
-            for group, failed in failures:
-                rest = self._rest(call, group, failed, lose)
-                if rest is None:
+            for group, failure in failures:
+                remaining = self._remaining(call, group, failure, drop_client)
+                if remaining is None:
                     arrived[group.index] = None
                 else:
-                    groups.append(rest)
-            yield from _in_order(order, arrived)
+                    groups.append(remaining)
+            yield from _pop_in_order(order, arrived)
 
     def compact_states(self, round: int) -> None:
         """Copy the states that keep mostly dead stacks alive into new stacks: all of them or, on an error, none."""
-        groups = [
-            Group(
+        groups = []
+        for index, clients in enumerate(self.states.sparse()):
+            group = Group(
                 index=index,
-                clients=tuple(part),
-                positions=np.arange(len(part)),
+                clients=tuple(clients),
+                positions=np.arange(len(clients)),
                 scattered={},
-                states=[self.states.refs(client) for client in part],
+                states=[self.states.refs(client) for client in clients],
                 tries=self.tries,
                 deaths=self.failures.deaths,
             )
-            for index, part in enumerate(self.states.sparse())
-        ]
+            groups.append(group)
         if not groups:
             return
-        call = Call(_copy_state, round, 0.0, self._broadcasts.sent({}, round))
+
+        call = Call(_copy_state, round, 0.0, self._broadcasts.send({}, round))
         try:
             for _ in self.run(call, groups, _refuse_lost_state):
                 pass
@@ -195,13 +243,14 @@ class GroupRunner:
         if isinstance(error, ClientError) and error.repeatable and self.failures.on_client_failure == "raise":
             raise _client_error(error.clients[:1], call.round, failed, 1)
 
-    def _rest(self, call: Call, group: Group, failed: Failed, lose: Lose) -> Group | None:
-        """What of a failed group to try again: all of it, or the clients that do not fail; None if there are none."""
-        known = failed.error.clients if isinstance(failed.error, ClientError) else ()
-        worth_a_try = not known and not isinstance(failed.error, _DETERMINISTIC) and group.tries > 0
+    def _remaining(self, call: Call, group: Group, failed: Failed, drop_client: DropClient) -> Group | None:
+        """Return what to try again of a failed group: all of it, or the clients that do not fail, or None."""
+        named = failed.error.clients if isinstance(failed.error, ClientError) else ()
+        worth_a_try = not named and not isinstance(failed.error, _DETERMINISTIC) and group.tries > 0
         if worth_a_try and not failed.deaths:
             return group
-        failing = dict.fromkeys(known, failed) or self._failing_alone(call, group)
+
+        failing = dict.fromkeys(named, failed) or self._failing_alone(call, group)
         if worth_a_try and not failing and len(group.clients) > 1:
             return group  # none of its clients kills its process: something else does
 
@@ -209,21 +258,26 @@ class GroupRunner:
         tries = failed.deaths or self.tries - group.tries
         if self.failures.on_client_failure == "raise":
             raise _client_error(sorted(failing), call.round, failing[min(failing)], tries, len(group.clients))
-        for client, why in sorted(failing.items()):
-            lose(client, _client_error([client], call.round, why, tries).message)
-        kept = [k for k, c in enumerate(group.clients) if c not in failing]
-        return _subgroup(group, kept, self.tries) if kept else None
+
+        for client, client_failure in sorted(failing.items()):
+            drop_client(client, _client_error([client], call.round, client_failure, tries).message)
+        remaining = [k for k, client in enumerate(group.clients) if client not in failing]
+        return _subgroup(group, remaining, self.tries) if remaining else None
 
     def _failing_alone(self, call: Call, group: Group) -> dict[int, Failed]:
-        """The clients of a failing group that fail alone, after one try each; its results are thrown away."""
+        """Try each client of a failing group alone, once; return those that fail and throw all results away."""
         if len(group.clients) == 1:
             return {}
-        alone = [replace(_subgroup(group, [k], tries=1), index=k, alone=True) for k in range(len(group.clients))]
+
+        singles = []
+        for k in range(len(group.clients)):
+            singles.append(replace(_subgroup(group, [k], tries=1), index=k, alone=True))
+
         failing: dict[int, Failed] = {}
-        for one, outcome in self.backend.run(call, alone):
+        for single, outcome in self.backend.run(call, singles):
             if isinstance(outcome, Failed):
-                self._raise_if_fatal(call, one, outcome)
-                failing[one.clients[0]] = outcome
+                self._raise_if_fatal(call, single, outcome)
+                failing[single.clients[0]] = outcome
         return failing
 
 
@@ -236,32 +290,39 @@ def _refuse_lost_state(client: int, why: str) -> None:
     raise ClientError(f"The state of client {client} cannot be copied. {why}", [client])
 
 
-def _in_order(order: list[int], arrived: dict[int, tuple[Group, Reply] | None]) -> Iterator[tuple[Group, Reply]]:
+def _pop_in_order(order: list[int], arrived: dict[int, tuple[Group, Reply] | None]) -> Iterator[tuple[Group, Reply]]:
+    """Yield the replies whose turn has come; None stands for a group without remaining clients."""
     while order and order[0] in arrived:
         ready = arrived.pop(order.pop(0))
         if ready is not None:
             yield ready
 
 
-def _subgroup(group: Group, kept: list[int], tries: int) -> Group:
+def _subgroup(group: Group, members: list[int], tries: int) -> Group:
     return replace(
         group,
-        clients=tuple(group.clients[k] for k in kept),
-        positions=group.positions[kept],
-        scattered={n: r[kept] for n, r in group.scattered.items()},
-        states=[group.states[k] for k in kept],
+        clients=tuple(group.clients[k] for k in members),
+        positions=group.positions[members],
+        scattered={name: rows[members] for name, rows in group.scattered.items()},
+        states=[group.states[k] for k in members],
         tries=tries,
     )
 
 
-def _client_error(clients: Sequence[int], round: int, failed: Failed, tries: int, group: int = 1) -> ClientError:
-    """The error for clients that failed in a group of `group` clients."""
+def _client_error(clients: Sequence[int], round: int, failed: Failed, tries: int, group_size: int = 1) -> ClientError:
+    """The error for clients that failed in a group of `group_size` clients."""
     if isinstance(failed.error, RaypflError):
         return ClientError(str(failed.error), clients)
-    rest = [f"{len(clients) - _MAX_NAMED} more"] * (len(clients) > _MAX_NAMED)
-    named = " and ".join(filter(None, [", ".join(map(str, clients[:_MAX_NAMED])), *rest]))
-    everyone = len(clients) == group > 1
-    who = f"All {group} clients of a group" if everyone else f"Client{'s' * (len(clients) > 1)} {named}"
+
+    numbers = ", ".join(map(str, clients[:_MAX_NAMED]))
+    if len(clients) > _MAX_NAMED:
+        numbers += f" and {len(clients) - _MAX_NAMED} more"
     times = f" {tries} times in a row" if tries > 1 else ""
-    which = f" ({named})" if everyone else ""
-    return ClientError(f"{who} failed{times} in round {round}{which}:\n{failed.trace.rstrip()}", clients)
+    trace = failed.trace.rstrip()
+
+    if len(clients) == group_size > 1:
+        sentence = f"All {group_size} clients of a group failed{times} in round {round} ({numbers})"
+    else:
+        plural = "s" if len(clients) > 1 else ""
+        sentence = f"Client{plural} {numbers} failed{times} in round {round}"
+    return ClientError(f"{sentence}:\n{trace}", clients)

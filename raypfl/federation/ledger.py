@@ -23,16 +23,16 @@ Phase = Literal["training", "prediction"]
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """A message of an exchange that a number of clients sent or received. There is an entry for each size of it.
+    """A message that clients sent or received in an exchange; one entry for each size of it.
 
     Attributes
     ----------
-    round : from 1.
-    exchange : within the round and phase, from 0; one is one ``cohort.run``.
+    round : the round's number, from 1.
+    exchange : the number of the ``cohort.run`` within the round and phase, from 0.
     direction : ``down`` to the clients, ``up`` from them.
-    name : of the argument or reply.
-    clients : how many clients.
-    numbers, bytes : per client.
+    name : the name of the argument or reply.
+    clients : the number of clients.
+    numbers, bytes : the size of one client's message.
     phase : ``training``, or ``prediction`` for what :meth:`raypfl.Method.personalize` sends in an evaluation.
     """
 
@@ -72,6 +72,10 @@ class Ledger:
         return [LedgerEntry(*row) for row in self.rows.rows()]
 
     def total(self, direction: str, round: int) -> int:
-        """Bytes of training in one direction (``up`` or ``down``) in a round, over all clients."""
-        entries = (LedgerEntry(*row) for row in self.rows.rows(*self.rows.span("round", round)))
-        return sum(e.clients * e.bytes for e in entries if (e.phase, e.direction) == ("training", direction))
+        """Return the bytes of training in one direction (``up`` or ``down``) in a round, over all clients."""
+        total = 0
+        for row in self.rows.rows(*self.rows.span("round", round)):
+            entry = LedgerEntry(*row)
+            if entry.phase == "training" and entry.direction == direction:
+                total += entry.clients * entry.bytes
+        return total

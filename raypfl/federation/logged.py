@@ -19,11 +19,14 @@ from raypfl.common.messages import unmarked
 LOGGED = {"round": "int32", "name": "text", "value": "float64"}
 IMAGES = {"round": "int32", "name": "text", "png": "bytes"}
 ANALYSIS = "analysis-"
-"""The beginning of the file names of a method's own tables."""
+"""The prefix of the file names of a method's own tables."""
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _KINDS = {"i": "int64", "u": "int64", "b": "int64", "f": "float64", "U": "text"}
-_GAP = 1  # pixels between images in a grid
+"""NumPy's kind of an array -> the kind of a column."""
+
+_GAP = 1
+"""Pixels between the images of a grid."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,16 @@ class Logged:
 
 
 class Log:
-    """What a method or an analysis logs with in a round.
+    """Collects what a method or an analysis logs in a round.
 
     Parameters
     ----------
-    known : the columns and their kinds of each table that was logged in earlier rounds.
+    earlier_kinds : table -> column -> kind, of the tables that were logged in earlier rounds.
     """
 
-    def __init__(self, known: Mapping[str, Mapping[str, str]]):
+    def __init__(self, earlier_kinds: Mapping[str, Mapping[str, str]]):
         self._logged = Logged()
-        self._known = known
+        self._earlier_kinds = earlier_kinds
 
     @property
     def logged(self) -> Logged:
@@ -62,16 +65,17 @@ class Log:
     def log(self, **values: float | Tensor) -> None:
         """Log numbers of this round, such as ``log(distillation_loss=0.3)``.
 
-        They are in ``result.logged``, the report and MLflow. Of one name, a round keeps the last value.
+        They are in ``result.logged``, the report and MLflow. If a name is logged twice in a round, the last value
+        stays.
         """
-        self._logged.values.update({name: number(name, value) for name, value in values.items()})
+        self._logged.values.update({name: as_number(name, value) for name, value in values.items()})
 
     def log_table(self, name: str, columns: Mapping[str, Any]) -> None:
         """Log a table of this round: column -> ``[n]`` numbers or texts, with the same columns in every round.
 
         ``result.analysis[name]`` has the rows of all rounds.
         """
-        self._logged.tables[name] = checked_columns(name, columns, self._known.get(name))
+        self._logged.tables[name] = checked_columns(name, columns, self._earlier_kinds.get(name))
 
     def log_image(self, name: str, images: Tensor) -> None:
         """Log images ``[n, C, H, W]`` of this round as one PNG file, in a grid.
@@ -87,8 +91,8 @@ def refuse_bad_name(name: str) -> None:
         raise MethodError(f"{name!r} cannot be logged under this name; use letters, digits, and any of _ . - in it.")
 
 
-def number(name: str, value: Any) -> float:
-    """A value that is logged, as a float."""
+def as_number(name: str, value: Any) -> float:
+    """Return a logged value as a float."""
     refuse_bad_name(name)
     array = _array(value)
     if array.size != 1 or array.dtype.kind not in "iubf":
@@ -99,33 +103,41 @@ def number(name: str, value: Any) -> float:
     return float(array.reshape(()))
 
 
-def checked_columns(name: str, given: Mapping[str, Any], known: Mapping[str, str] | None) -> dict[str, np.ndarray]:
-    """The columns of a table that is logged, each ``[n]``; `known` are the kinds of its columns in earlier rounds."""
+def checked_columns(
+    name: str, columns: Mapping[str, Any], earlier_kinds: Mapping[str, str] | None
+) -> dict[str, np.ndarray]:
+    """Return the columns of a logged table, each ``[n]``; they must fit those of earlier rounds."""
     refuse_bad_name(name)
-    arrays = {str(column): _array(values) for column, values in given.items()}
+    arrays = {str(column): _array(values) for column, values in columns.items()}
     for column, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in _KINDS or column == "round":
             raise MethodError(
-                f"The column {column!r} of the table {name!r} is {_described(given[column], array)}; a column is one "
+                f"The column {column!r} of the table {name!r} is {_described(columns[column], array)}; a column is one "
                 "row of numbers or texts, under any name but 'round', which is there already."
             )
-    if len({len(array) for array in arrays.values()}) != 1:
-        lengths = {column: len(array) for column, array in arrays.items()}
+
+    lengths = {column: len(array) for column, array in arrays.items()}
+    if len(set(lengths.values())) != 1:
         raise MethodError(
             f"The columns of the table {name!r} must be of one length, and at least one; they are {lengths}."
         )
-    if known is not None:
-        _refuse_other_columns(name, arrays, known)
-    return {c: a.astype(float) if known and known[c] == "float64" else a for c, a in arrays.items()}
+
+    if earlier_kinds is None:
+        return arrays
+    _refuse_other_columns(name, arrays, earlier_kinds)
+    for column, kind in earlier_kinds.items():
+        if kind == "float64":  # a column of whole numbers in this round stays a column of floats
+            arrays[column] = arrays[column].astype(float)
+    return arrays
 
 
 def kinds(table: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """The kinds of a table's columns, for :class:`raypfl.storage.columns.Columns`."""
+    """Return the kinds of a table's columns, for :class:`raypfl.storage.columns.Columns`."""
     return {column: _KINDS[array.dtype.kind] for column, array in table.items()}
 
 
 def png(name: str, images: Tensor) -> bytes:
-    """Images ``[n, C, H, W]`` in a grid, as a PNG file: C is 1 or 3, uint8, or float between 0 and 1."""
+    """Return images ``[n, C, H, W]`` in a grid, as a PNG file: C is 1 or 3, uint8, or float between 0 and 1."""
     from PIL import Image
 
     refuse_bad_name(name)
@@ -137,36 +149,43 @@ def png(name: str, images: Tensor) -> bytes:
         )
     if pixels.is_floating_point():
         pixels = (pixels.nan_to_num(0).clamp(0, 1) * 255).round()
+
     grid = _grid(pixels.to(torch.uint8).numpy())
-    sink = io.BytesIO()
-    Image.fromarray(grid[..., 0] if grid.shape[2] == 1 else grid).save(sink, "png")
-    return sink.getvalue()
+    is_grey = grid.shape[2] == 1
+    buffer = io.BytesIO()
+    Image.fromarray(grid[..., 0] if is_grey else grid).save(buffer, "png")
+    return buffer.getvalue()
 
 
 def _grid(images: np.ndarray) -> np.ndarray:
-    """``uint8[n, C, H, W]`` side by side on white: ``[rows, columns, C]``."""
+    """Place images ``uint8[n, C, H, W]`` side by side on white: ``[height, width, C]``."""
     count, channels, height, width = images.shape
-    across = math.ceil(math.sqrt(count))
-    down = -(-count // across)
-    tiles = np.full((down * across, channels, height + _GAP, width + _GAP), 255, np.uint8)
+    num_columns = math.ceil(math.sqrt(count))
+    num_rows = -(-count // num_columns)
+
+    tiles = np.full((num_rows * num_columns, channels, height + _GAP, width + _GAP), 255, np.uint8)
     tiles[:count, :, :height, :width] = images
-    rows = tiles.reshape(down, across, *tiles.shape[1:]).transpose(0, 3, 1, 4, 2)
-    return rows.reshape(down * (height + _GAP), -1, channels)[:-_GAP, :-_GAP]
+    # [rows, columns, C, h, w] -> [rows, h, columns, w, C]
+    rows = tiles.reshape(num_rows, num_columns, *tiles.shape[1:]).transpose(0, 3, 1, 4, 2)
+    return rows.reshape(num_rows * (height + _GAP), -1, channels)[:-_GAP, :-_GAP]
 
 
 def _array(values: Any) -> np.ndarray:
-    return unmarked(values).detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if isinstance(values, Tensor):
+        return unmarked(values).detach().cpu().numpy()
+    return np.asarray(values)
 
 
 def _described(value: Any, array: np.ndarray) -> str:
     return f"a {type(value).__name__} of shape {list(array.shape)}"
 
 
-def _refuse_other_columns(name: str, arrays: Mapping[str, np.ndarray], known: Mapping[str, str]) -> None:
-    now = kinds(arrays)
-    widened = {column: known[column] if kind == "int64" else kind for column, kind in now.items() if column in known}
-    if widened != known or now.keys() != known.keys():
+def _refuse_other_columns(name: str, arrays: Mapping[str, np.ndarray], earlier_kinds: Mapping[str, str]) -> None:
+    new_kinds = kinds(arrays)
+    # Whole numbers may follow floats in a column: `checked_columns` converts them.
+    same_kinds = all(kind in ("int64", earlier_kinds.get(column)) for column, kind in new_kinds.items())
+    if not same_kinds or new_kinds.keys() != earlier_kinds.keys():
         raise MethodError(
-            f"The table {name!r} had the columns {dict(known)} in earlier rounds and has {now} now; log it under "
-            "another name."
+            f"The table {name!r} had the columns {dict(earlier_kinds)} in earlier rounds and has {new_kinds} now; log "
+            "it under another name."
         )

@@ -15,21 +15,21 @@ import numpy as np
 
 from raypfl.clients.worker import Group
 
-IN_FLIGHT = 2
-"""Groups that an actor has at most: while it computes one, the next is already there."""
+MAX_IN_FLIGHT = 2
+"""Largest number of groups at an actor: while it computes one, the next is already there."""
 
-AHEAD = 0.025
-"""Seconds before an actor is expected to be idle at which it gets its next group, so that the group arrives in time.
-Earlier, it could get stuck behind a slow group while another actor is idle."""
+PREFETCH_SECONDS = 0.025
+"""How long before an actor is expected to be idle it gets its next group, so that the group arrives in time. A group
+sent earlier could get stuck behind a slow one while another actor is idle."""
 
-AS_LONG = 0.9
+NEARLY_LONGEST = 0.9
 """A waiting group that takes this share of the longest one's time may be chosen instead, if its states are nearer."""
 
-UNEQUAL = 1.3
+UNEQUAL_RATIO = 1.3
 """Actors are treated as unequal from this ratio of their times on; smaller ones are mostly chance."""
 
-A_MOMENT = 0.005
-"""Seconds after which it is looked again whether an idle, slower actor should take a group after all."""
+RECHECK_SECONDS = 0.005
+"""Interval at which to check whether an idle, slower actor should take a group after all."""
 
 
 class Timings:
@@ -48,25 +48,27 @@ class Timings:
         self._rates: dict[Hashable, float] = {}
 
     def length(self, clients: Sequence[int] | np.ndarray) -> float:
-        """Expected duration of a group of these clients, in any unit."""
+        """Return the expected duration of a group of these clients, in any unit."""
         members = np.asarray(clients)
         return max(float((self._slowness[members] * self._costs[members]).sum()), 1e-9)
 
     def seconds(self, function: Hashable, clients: Sequence[int] | np.ndarray) -> float:
-        """The same in seconds; 0 if this function was never timed."""
+        """Return the same in seconds; 0 if this function was never timed."""
         return self._rates.get(function, 0.0) * self.length(clients)
 
     def note(self, function: Hashable, clients: Sequence[int], seconds: float) -> None:
         """Learn from a group of these clients that took `seconds`."""
         length = self.length(clients)
         rate = self._rates.setdefault(function, seconds / length)
-        # Half of the way each time, since one slow group may have met a busy machine.
-        self._slowness[list(clients)] *= np.clip((seconds / (rate * length)) ** 0.5, 0.25, 4.0)
+
+        # Half of the way each time (a square root), since one slow group may have met a busy machine.
+        surprise = seconds / (rate * length)
+        self._slowness[list(clients)] *= np.clip(surprise**0.5, 0.25, 4.0)
         self._rates[function] = 0.9 * rate + 0.1 * seconds / length
 
 
 class Speeds:
-    """How much longer one place takes than another for the same group, from what groups took there.
+    """Learns how much longer one place takes than another for the same group.
 
     A place is any hashable value, such as the actors of one kind on one node.
     """
@@ -76,18 +78,22 @@ class Speeds:
         self._rates: dict[Hashable, float] = {}
 
     def slowness(self, place: Hashable) -> float:
-        """Expected duration of a group there, in relation to other places."""
+        """Return the expected duration of a group at this place, relative to other places."""
         return self._slowness.setdefault(place, 1.0)
 
     def note(self, place: Hashable, function: Hashable, group: Group, seconds: float) -> float:
-        """Learn from a group that took `seconds`; returns how long it would have taken where the slowness is 1."""
-        slowness, seconds = self.slowness(place), max(seconds, 1e-9)
-        if len(self._slowness) > 1:
-            rate = self._rates.setdefault(function, seconds / slowness / group.length)
-            # A third of the way each time: the group's clients, or others on the machine, may have been the reason.
-            off = seconds / (rate * group.length * slowness)
-            slowness = self._slowness[place] = slowness * float(np.clip(off, 0.1, 10.0)) ** (1 / 3)
-            self._rates[function] = 0.9 * rate + 0.1 * seconds / slowness / group.length
+        """Learn from a group that took `seconds`; return how long it would have taken where the slowness is 1."""
+        seconds = max(seconds, 1e-9)
+        slowness = self.slowness(place)
+        if len(self._slowness) == 1:  # nothing to compare with
+            return seconds / slowness
+
+        rate = self._rates.setdefault(function, seconds / slowness / group.length)
+        # A third of the way each time (a cube root): the group's clients, or other programs, may have been the reason.
+        surprise = seconds / (rate * group.length * slowness)
+        slowness *= float(np.clip(surprise, 0.1, 10.0)) ** (1 / 3)
+        self._slowness[place] = slowness
+        self._rates[function] = 0.9 * rate + 0.1 * seconds / slowness / group.length
         return seconds / slowness
 
 
@@ -101,12 +107,14 @@ class _Queue:
     since: float = 0.0
 
     def takes(self, group: Group) -> float:
-        """Expected seconds of a group here."""
+        """Return the expected seconds of a group at this actor."""
         return self.slowness * group.seconds
 
     def idle_at(self) -> float:
-        """When the actor is expected to be idle."""
-        return self.since + sum(map(self.takes, self.groups)) if self.groups else 0.0
+        """Return the time at which the actor is expected to be idle; 0 if it is."""
+        if not self.groups:
+            return 0.0
+        return self.since + sum(map(self.takes, self.groups))
 
 
 class Dispatch:
@@ -122,28 +130,31 @@ class Dispatch:
         self._shares: dict[Group, Mapping[str, float]] = {}
 
     def join(self, actor: Any, node: str, slowness: float = 1.0) -> None:
-        """An actor is ready for groups; `node` is where it runs. For `slowness`, see :class:`Speeds`."""
+        """Add an actor that is ready for groups, on a `node`. For `slowness`, see :class:`Speeds`."""
         self._queues.setdefault(actor, _Queue(node, slowness))
 
     @property
     def done(self) -> bool:
-        """Whether nothing waits and nothing is out."""
+        """Whether all groups have finished."""
         return not self._waiting and not any(queue.groups for queue in self._queues.values())
 
     def next(self, now: float) -> tuple[Any, Group] | None:
-        """The next ``(actor, group)`` to push now; None if there is none. To be called until it returns None."""
+        """Return the next ``(actor, group)`` to push now, or None. Call it until it returns None."""
         if not self._waiting:
             return None
-        free = [actor for actor, queue in self._queues.items() if self._may_get_one(queue, now)]
+        free = [actor for actor, queue in self._queues.items() if self._may_push(queue, now)]
         if not free:
             return None
+
         if self._are_unequal():
-            if (chosen := self._done_soonest(free, now)) is None:
+            choice = self._finishing_first(free, now)
+            if choice is None:
                 return None
-            actor, index = chosen
         else:
-            least = min(self._load(one) for one in free)
-            actor, index = self._nearest([one for one in free if self._load(one) == least])
+            lowest_load = min(self._load(actor) for actor in free)
+            choice = self._nearest([actor for actor in free if self._load(actor) == lowest_load])
+
+        actor, index = choice
         queue = self._queues[actor]
         group = self._waiting.pop(index)
         if not queue.groups:
@@ -152,21 +163,27 @@ class Dispatch:
         return actor, group
 
     def pause(self, now: float) -> float:
-        """Seconds until :meth:`next` may return a group if nothing else happens; infinite if it will not."""
+        """Return the seconds until :meth:`next` may return a group if nothing else happens; infinite if it will not."""
         if not self._waiting:
             return float("inf")
-        queues = [queue for queue in self._queues.values() if queue.groups and self._may_prefetch(queue)]
-        least = A_MOMENT if self._are_unequal() else 0.0  # an actor that was left idle on purpose stays so for a while
-        return max(least, min((queue.idle_at() - AHEAD - now for queue in queues), default=float("inf")))
+
+        pauses = []
+        for queue in self._queues.values():
+            if queue.groups and self._may_prefetch(queue):
+                pauses.append(queue.idle_at() - PREFETCH_SECONDS - now)
+
+        # Among unequal actors, one that is idle on purpose may take a group after all; do not ask all the time.
+        shortest = RECHECK_SECONDS if self._are_unequal() else 0.0
+        return max(shortest, min(pauses, default=float("inf")))
 
     def finished(self, actor: Hashable, group: Group, now: float) -> None:
-        """An actor is done with a group."""
+        """Note that an actor has finished a group."""
         queue = self._queues[actor]
         queue.groups.remove(group)
         queue.since = now
 
     def lost(self, actor: Hashable) -> list[Group]:
-        """An actor died; returns its groups, which wait again."""
+        """Remove an actor that died; return its groups, which wait again."""
         queue = self._queues.pop(actor, None)
         groups = queue.groups if queue else []
         self._waiting[:0] = groups
@@ -177,31 +194,36 @@ class Dispatch:
         self._waiting.remove(group)
 
     def append(self, group: Group) -> None:
-        """Let a group wait until all others are out."""
+        """Add a group that waits until all others are pushed."""
         self._waiting.append(group)
 
-    def _may_get_one(self, queue: _Queue, now: float) -> bool:
-        return not queue.groups or (self._may_prefetch(queue) and queue.idle_at() - AHEAD <= now)
+    def _may_push(self, queue: _Queue, now: float) -> bool:
+        return not queue.groups or (self._may_prefetch(queue) and queue.idle_at() - PREFETCH_SECONDS <= now)
 
     def _may_prefetch(self, queue: _Queue) -> bool:
-        """Whether an actor may get the next group while it has others."""
-        return len(queue.groups) < IN_FLIGHT and not any(group.alone for group in (self._waiting[0], *queue.groups))
+        """Whether an actor may get the next group while it computes another."""
+        if len(queue.groups) >= MAX_IN_FLIGHT:
+            return False
+        return not any(group.alone for group in (self._waiting[0], *queue.groups))
 
     def _are_unequal(self) -> bool:
         """Whether actors are known to take different times for the groups that wait."""
         slowness = [queue.slowness for queue in self._queues.values()]
-        timed = self._waiting[0].seconds > 0 and not any(group.alone for group in self._waiting)
-        return timed and max(slowness) > UNEQUAL * min(slowness)
+        is_timed = self._waiting[0].seconds > 0 and not any(group.alone for group in self._waiting)
+        return is_timed and max(slowness) > UNEQUAL_RATIO * min(slowness)
 
-    def _done_soonest(self, free: Sequence[Any], now: float) -> tuple[Any, int] | None:
-        """The first free actor, and the index of its group, if each group in turn went where it is done soonest."""
-        ends = {actor: max(now, queue.idle_at()) for actor, queue in self._queues.items()}
+    def _finishing_first(self, free: Sequence[Any], now: float) -> tuple[Any, int] | None:
+        """Plan each group in turn where it would finish first; return the first free actor in this plan and its group.
+
+        The group is an index into the waiting ones. None if the plan leaves all free actors idle.
+        """
+        idle_at = {actor: max(now, queue.idle_at()) for actor, queue in self._queues.items()}
         for index, group in enumerate(self._waiting):
-            done = {actor: end + self._queues[actor].takes(group) for actor, end in ends.items()}
-            actor = min(done, key=done.__getitem__)
+            ends = {actor: start + self._queues[actor].takes(group) for actor, start in idle_at.items()}
+            actor = min(ends, key=ends.__getitem__)
             if actor in free:
                 return actor, index
-            ends[actor] = done[actor]
+            idle_at[actor] = ends[actor]
         return None
 
     def _load(self, actor: Any) -> tuple[int, float]:
@@ -209,20 +231,30 @@ class Dispatch:
         return len(queue.groups), queue.idle_at()
 
     def _nearest(self, actors: Sequence[Any]) -> tuple[Any, int]:
-        """One of these actors, and the index of the waiting group to push to it."""
-        if len({queue.node for queue in self._queues.values()}) < 2:
+        """Choose one of these actors and the index of a waiting group, so that most states are on the actor's node."""
+        nodes = {queue.node for queue in self._queues.values()}
+        if len(nodes) < 2:
             return actors[0], 0
-        enough = AS_LONG * self._waiting[0].length
-        front = enumerate(self._waiting[: len(self._queues)])
-        candidates = [i for i, group in front if i == 0 or (group.length >= enough and not group.alone)]
-        first = {self._queues[actor].node: actor for actor in reversed(actors)}
-        pairs = [(i, node) for i in candidates for node in reversed(first)]
-        i, node = max(pairs, key=lambda pair: self._share(self._waiting[pair[0]]).get(pair[1], 0.0))
-        return first[node], i
+
+        # The longest group, or one of the next that is nearly as long: as many as there are actors.
+        min_length = NEARLY_LONGEST * self._waiting[0].length
+        candidates = [0]
+        for index, group in enumerate(self._waiting[1 : len(self._queues)], start=1):
+            if group.length >= min_length and not group.alone:
+                candidates.append(index)
+
+        first_actor = {self._queues[actor].node: actor for actor in reversed(actors)}
+        pairs = [(index, node) for index in candidates for node in reversed(first_actor)]
+        index, node = max(pairs, key=lambda pair: self._share(self._waiting[pair[0]]).get(pair[1], 0.0))
+        return first_actor[node], index
 
     def _share(self, group: Group) -> Mapping[str, float]:
-        """Node -> share of a group's clients whose states are there."""
+        """Return node -> share of a group's clients whose states are there."""
         if group not in self._shares:
-            homes = [refs[0].node for refs in group.states if refs and len({ref.node for ref in refs}) == 1]
-            self._shares[group] = {node: count / len(group.clients) for node, count in Counter(homes).items()}
+            clients_on_node: Counter[str] = Counter()
+            for refs in group.states:
+                nodes = {ref.node for ref in refs}
+                if len(nodes) == 1:
+                    clients_on_node.update(nodes)
+            self._shares[group] = {node: count / len(group.clients) for node, count in clients_on_node.items()}
         return self._shares[group]

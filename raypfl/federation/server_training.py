@@ -28,12 +28,20 @@ Schedule = Literal["constant", "cosine"]
 Item = TypeVar("Item")
 
 INTERVAL = 0.5
-"""Seconds between two events about the same work. Shorter work has no event."""
+"""Seconds between two progress events of the same work. Shorter work has none."""
 
 
 @dataclass(frozen=True)
 class ServerProgress:
-    """The progress of long work on the server: `done` steps of `total`, or of an unknown number."""
+    """The progress of long work on the server.
+
+    Attributes
+    ----------
+    round : the round's number, from 1.
+    text : what the server does, such as ``"distilling"``.
+    done : the number of steps so far.
+    total : the number of all steps; None: unknown.
+    """
 
     round: int
     text: str
@@ -47,8 +55,8 @@ class ServerContext:
 
     Attributes
     ----------
-    pools : as the server reads them.
-    precision : in which the clients' network is trained.
+    pools : the pools of samples, on the server's device.
+    precision : the precision in which the clients' network is trained.
     emit : called with the progress of long work.
     """
 
@@ -69,7 +77,7 @@ class ServerTraining(ABC):
         """Log numbers of this round."""
 
     def pool(self, name: str) -> Pool:
-        """Samples that belong to no client (``data.pools``), in mini-batches on the server's device.
+        """Return samples that belong to no client (``data.pools``), in mini-batches on the server's device.
 
         Raises
         ------
@@ -78,7 +86,7 @@ class ServerTraining(ABC):
         return self.context.pools.pool(name, self.round)
 
     def other(self, theta: Tensor, model: FlatModel | None = None) -> Other:
-        """A model ``[P+B]`` that is not trained, for use in a loss: a teacher; see `clients.other`."""
+        """Return a model ``[P+B]`` that is not trained, such as a teacher, for use in a loss; see `clients.other`."""
         return Other(model or self.task.model, theta.detach())
 
     def sgd(
@@ -105,42 +113,54 @@ class ServerTraining(ABC):
         Parameters
         ----------
         loss : ``loss(p, batch, **extras) -> scalar`` of the parameters ``p[P]``, as for :meth:`Clients.sgd`.
-        start : ``[P+B]``.
-        batches : what :meth:`Pool.batches` gives, or any batches.
-        lr, optimizer, weight_decay, clip_norm : of the steps; None: plain SGD. Its state starts empty.
-        schedule : of the learning rate over the steps: ``constant``; or ``cosine``, which falls from `lr` toward 0.
+        start : the model ``[P+B]`` that training starts from.
+        batches : the batches of :meth:`Pool.batches`, or any others.
+        lr, weight_decay, clip_norm : the learning rate, the weight decay and the largest norm of a gradient.
+        optimizer : the optimizer, whose state starts empty; None: plain SGD.
+        schedule : how the learning rate changes over the steps: ``constant``, or ``cosine``, which falls from `lr`
+            toward 0.
         train : the segments that move (see :meth:`FlatModel.names`), or ``bool[P+B]``.
         model : the network; None: the clients'.
-        mode : in ``train``, batch norm normalises by the batch and moves its statistics, and dropout is at work; in
-            ``eval``, neither is.
-        stream : another name, other draws of the network's own.
-        text : what is going on, for the display.
+        mode : in ``train``, batch norm normalises by the batch and moves its statistics, and dropout is active; in
+            ``eval``, neither is the case.
+        stream : a name for the network's own random draws; another name gives other draws.
+        text : what the display says about this work.
         log : the name under which the mean of the loss over the steps is logged.
-        extras : passed to the loss by name: tensors, or models that are not trained (:meth:`other`).
+        extras : tensors or models that are not trained (:meth:`other`), passed to the loss by name.
 
         Returns
         -------
-        ``[P+B]``.
+        The trained model ``[P+B]``.
 
         Raises
         ------
-        MethodError : if it diverged.
+        MethodError : if training diverged.
         """
         model = model or self.task.model
-        theta, moving = _whole(model, start), model.mask(train) if isinstance(train, str) else train
-        trained = None if moving is None else model.parameters(moving)
-        update = Update(optimizer or SGD(), lr, weight_decay, clip_norm, trained)
+        theta = _checked_copy(model, start)
+        mask = model.mask(train) if isinstance(train, str) else train
+        parameter_mask = None if mask is None else model.parameters(mask)
+
+        update = Update(optimizer or SGD(), lr, weight_decay, clip_norm, parameter_mask)
         rate = _scheduled(schedule, lr, _length(batches))
-        executor = Executor(model, self.context.precision if model is self.task.model else DEFAULT_PRECISION)
-        local_loss, key = LocalLoss(model, loss), self._key("central" + stream, theta.device)
-        losses = executor.train_one(local_loss, theta, batches, update, rate, key, extras, mode == "train")
-        total, done = theta.new_zeros(()), 0
+        # The experiment's precision is for the clients' network; a method's own networks compute as they are.
+        precision = self.context.precision if model is self.task.model else DEFAULT_PRECISION
+        key = self._key("central" + stream, theta.device)
+        losses = Executor(model, precision).train_one(
+            LocalLoss(model, loss), theta, batches, update, rate, key, extras, mode == "train"
+        )
+
+        total = theta.new_zeros(())
+        steps = 0
         for value in self.progress(text, losses, total=_length(batches)):
-            total, done = total + value, done + 1
+            total = total + value
+            steps += 1
+
         self._refuse_divergence(text, total, theta)
-        if log is not None and done:
-            self.log(**{log: total / done})
-        return theta if moving is None else torch.where(moving, theta, start)
+        if log is not None and steps:
+            self.log(**{log: total / steps})
+        # Batch norm moves its statistics even if they are not among what is trained.
+        return theta if mask is None else torch.where(mask, theta, start)
 
     def descend(
         self,
@@ -154,36 +174,43 @@ class ServerTraining(ABC):
         text: str = "training on the server",
     ) -> Tensor:
         """Move any tensor, such as a synthetic set, down the gradient of ``loss(tensor)``, as :meth:`sgd` does."""
-        at = start.detach().clone(memory_format=torch.contiguous_format)
-        flat, value = at.view(-1), at.new_zeros(())
+        position = start.detach().clone(memory_format=torch.contiguous_format)
+        flat = position.view(-1)  # shares its memory, so that a step of the optimizer moves both
+        value = position.new_zeros(())
         update = Update(optimizer or SGD(), lr)
-        memory, rate = update.init(flat), _scheduled(schedule, lr, steps)
+        memory = update.init(flat)
+        rate = _scheduled(schedule, lr, steps)
+
         for step in self.progress(text, range(steps)):
             with torch.enable_grad():
-                value = loss(at.requires_grad_())
-                (slope,) = torch.autograd.grad(value, at)
-            at.requires_grad_(False)
-            replace(update, lr=rate(step)).step_(flat, slope.reshape(-1), memory)
-        self._refuse_divergence(text, value.detach(), at)
-        return at
+                value = loss(position.requires_grad_())
+                (gradient,) = torch.autograd.grad(value, position)
+            position.requires_grad_(False)
+            replace(update, lr=rate(step)).step_(flat, gradient.reshape(-1), memory)
+
+        self._refuse_divergence(text, value.detach(), position)
+        return position
 
     def progress(self, text: str, items: Iterable[Item], *, total: int | None = None) -> Iterator[Item]:
         """Yield the items; if that takes long, report progress to the listeners.
 
         Parameters
         ----------
-        text : what is going on, such as ``"distilling"``.
-        total : how many there are; None: as many as the items have a length.
+        text : what the server does, such as ``"distilling"``.
+        total : the number of items; None: their length, if they have one.
         """
-        total, last = _length(items) if total is None else total, time.monotonic()
-        for done, item in enumerate(items, start=1):
+        if total is None:
+            total = _length(items)
+        last_report = time.monotonic()
+        for count, item in enumerate(items, start=1):
             yield item
-            if (now := time.monotonic()) - last >= INTERVAL:
-                self.context.emit(ServerProgress(self.round, text, done, total))
-                last = now
+            now = time.monotonic()
+            if now - last_report >= INTERVAL:
+                self.context.emit(ServerProgress(self.round, text, count, total))
+                last_report = now
 
-    def _refuse_divergence(self, text: str, loss: Tensor, at: Tensor) -> None:
-        if not bool(torch.isfinite(loss) & torch.isfinite(at.sum())):
+    def _refuse_divergence(self, text: str, loss: Tensor, position: Tensor) -> None:
+        if not bool(torch.isfinite(loss) & torch.isfinite(position.sum())):
             raise MethodError(
                 f"{text[:1].upper()}{text[1:]} diverged in round {self.round}: the loss or what was trained is no "
                 "finite number. Lower the learning rate, or clip gradients."
@@ -194,7 +221,7 @@ class ServerTraining(ABC):
         return torch.from_numpy(key.astype(np.int64)).to(device)
 
 
-def _whole(model: FlatModel, start: Tensor) -> Tensor:
+def _checked_copy(model: FlatModel, start: Tensor) -> Tensor:
     if start.shape != (model.size,):
         raise MethodError(
             f"cohort.sgd trains one model vector [{model.size}] of this network; it was given {list(start.shape)}."
@@ -203,7 +230,7 @@ def _whole(model: FlatModel, start: Tensor) -> Tensor:
 
 
 def _scheduled(schedule: Schedule, lr: float, steps: int | None) -> Callable[[int], float]:
-    """The learning rate of each step."""
+    """Return the learning rate as a function of the step."""
     if schedule == "constant":
         return lambda step: lr
     if steps is None:

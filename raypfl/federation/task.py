@@ -18,16 +18,16 @@ class Task:
     Attributes
     ----------
     model : the clients' network.
-    seed : of the run.
-    rounds, num_clients : of the experiment.
-    num_classes : number of classes or tokens that a target is one of, or of labels or numbers that a target has.
-    input_shape : of a sample, such as ``(C, H, W)``.
-    objective : what is learned.
-    num_samples : ``int64[num_clients]`` training samples of each client.
-    networks : the method's own, by name.
-    num_test_samples : ``int64[num_clients]``, in each client's test split.
-    unseen : ``int64[U]``, clients that are never trained.
-    pools : name -> number of samples that belong to no client.
+    seed : the run's seed.
+    rounds, num_clients : the experiment's numbers of rounds and of clients.
+    num_classes : the number of classes or tokens that a target is one of, or of labels or numbers that a target has.
+    input_shape : the shape of a sample, such as ``(C, H, W)``.
+    objective : what the clients learn, such as classification.
+    num_samples : ``int64[num_clients]``, the training samples of each client.
+    networks : the method's further networks by name.
+    num_test_samples : ``int64[num_clients]``, the samples of each client's test split.
+    unseen : ``int64[U]``, the clients that are never trained.
+    pools : name -> the number of a pool's samples, which belong to no client.
     """
 
     model: FlatModel
@@ -45,5 +45,5 @@ class Task:
 
     @property
     def num_trained(self) -> int:
-        """Number of clients that take part in training."""
+        """The number of clients that take part in training."""
         return self.num_clients - len(self.unseen)

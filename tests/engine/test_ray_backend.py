@@ -15,7 +15,7 @@ from raypfl.common.errors import RaypflError
 from raypfl.engine.backends import ray_backend
 from raypfl.engine.backends.actor_pools import ActorPools
 from raypfl.engine.backends.client_actor import Home
-from raypfl.engine.backends.ray_backend import APART, INSIDE, RayBackend
+from raypfl.engine.backends.ray_backend import APART, INLINE_BYTES, RayBackend
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.experiment.settings import ActorPool
 from raypfl.federation.backend import Failed
@@ -91,7 +91,7 @@ def test_only_a_function_whose_states_are_large_returns_an_object_for_each_clien
 def test_a_small_broadcast_travels_with_the_call_and_a_large_one_is_an_object(backend):
     import ray
 
-    half = np.arange(INSIDE // 8, dtype=np.float32)
+    half = np.arange(INLINE_BYTES // 8, dtype=np.float32)
     small = backend.broadcast({"theta": half})
     assert list(small) == ["theta"] and np.array_equal(small["theta"], half)
     large = backend.broadcast({"theta": half, "control": half, "scale": np.ones(1)})

@@ -12,12 +12,12 @@ import torch
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Broadcast, Mean
 from raypfl.engine.backends.inline import Inline
-from raypfl.federation.broadcasts import INSIDE
+from raypfl.federation.broadcasts import INLINE_BYTES
 from raypfl.methods import Method
 from tests.federation.test_cohort import exchange, federation
 from tests.support.federation import Federation
 
-LARGE = INSIDE // 8 + 1  # numbers of float64 of which a tensor is an object of its own
+LARGE = INLINE_BYTES // 8 + 1  # numbers of float64 of which a tensor is an object of its own
 RING = 3
 
 
@@ -45,7 +45,7 @@ class Counting(Inline):
     large = 0
 
     def broadcast(self, arrays, inside=True):
-        self.large += sum(array.nbytes > INSIDE for array in arrays.values())
+        self.large += sum(array.nbytes > INLINE_BYTES for array in arrays.values())
         return super().broadcast(arrays, inside)
 
 

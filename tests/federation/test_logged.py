@@ -125,7 +125,7 @@ def test_a_run_that_is_stopped_or_sent_back_logs_every_round_once(tmp_path, whol
 )
 def test_what_cannot_be_logged_is_refused_in_a_sentence(log, sentence):
     cohort = federation(lambda clients: None).cohort()
-    cohort._known = {"old": {"a": "int64"}}
+    cohort._earlier_kinds = {"old": {"a": "int64"}}
     with pytest.raises(MethodError, match=re.escape(sentence)):
         log(cohort)
 
@@ -137,7 +137,7 @@ def test_clients_log_a_number_each():
 
 def test_whole_numbers_fit_a_column_of_others():
     cohort = federation(lambda clients: None).cohort()
-    cohort._known = {"t": {"a": "float64"}}
+    cohort._earlier_kinds = {"t": {"a": "float64"}}
     cohort.log_table("t", {"a": [1, 2]})
     assert cohort.logged.tables["t"]["a"].dtype == float
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raypfl.clients.worker import Group
-from raypfl.federation.placement import AHEAD, UNEQUAL, Dispatch, Speeds, Timings
+from raypfl.federation.placement import PREFETCH_SECONDS, UNEQUAL_RATIO, Dispatch, Speeds, Timings
 from raypfl.storage.states import StackRef
 
 
@@ -42,7 +42,7 @@ def test_a_group_is_not_bound_to_an_actor_long_before_that_has_time_for_it():
     long = [group(i, 10, seconds=10) for i in range(3)]
     dispatch = dispatching(*long, nodes="xx")
     assert handed(dispatch, 0.0) == [(0, 0), (1, 1)]
-    assert dispatch.pause(0.0) == 10 - AHEAD
+    assert dispatch.pause(0.0) == 10 - PREFETCH_SECONDS
     assert handed(dispatch, 9.0) == []
     dispatch.finished(1, long[1], 9.0)
     assert handed(dispatch, 9.0) == [(1, 2)]
@@ -53,8 +53,8 @@ def test_the_next_group_is_there_just_before_an_actor_runs_dry():
     groups = [group(i, 1, seconds=1) for i in range(3)]
     dispatch = dispatching(*groups, nodes="x")
     assert handed(dispatch, 0.0) == [(0, 0)]
-    assert handed(dispatch, 1 - AHEAD) == [(0, 1)]
-    assert handed(dispatch, 1 - AHEAD) == []
+    assert handed(dispatch, 1 - PREFETCH_SECONDS) == [(0, 1)]
+    assert handed(dispatch, 1 - PREFETCH_SECONDS) == []
 
 
 def test_of_actors_that_wait_the_one_that_has_a_group_s_states_gets_it():
@@ -158,14 +158,14 @@ def test_a_last_group_waits_for_a_fast_actor_rather_than_going_to_a_slow_one():
     for actor, slowness in enumerate([4.0, 1.0]):
         dispatch.join(actor, "x", slowness)
     assert handed(dispatch) == [(1, 0)]
-    assert 0 < dispatch.pause(0.0) <= 2 - AHEAD
-    assert handed(dispatch, 2 - AHEAD) == [(1, 1)]
+    assert 0 < dispatch.pause(0.0) <= 2 - PREFETCH_SECONDS
+    assert handed(dispatch, 2 - PREFETCH_SECONDS) == [(1, 1)]
 
 
 def test_small_differences_between_actors_are_taken_for_chance():
     groups = [group(i, 2, seconds=2) for i in range(2)]
     dispatch = Dispatch(groups)
-    for actor, slowness in enumerate([0.99 * UNEQUAL, 1.0]):
+    for actor, slowness in enumerate([0.99 * UNEQUAL_RATIO, 1.0]):
         dispatch.join(actor, "x", slowness)
     assert handed(dispatch) == [(0, 0), (1, 1)]
 

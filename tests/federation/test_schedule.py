@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypfl.federation.schedule import cut, draw, evaluation_group_sizes, even, group_sizes
+from raypfl.federation.schedule import cut_into_groups, draw_cohort, evaluation_group_sizes, even_sizes, group_sizes
 from raypfl.federation.settings import CohortSettings
 
 
@@ -20,8 +20,8 @@ from raypfl.federation.settings import CohortSettings
 )
 def test_every_client_is_in_exactly_one_group_and_the_costliest_group_comes_first(costs, count, executor):
     costs = np.array(costs, dtype=float)
-    sizes = even(len(costs), count)
-    groups = cut(costs, sizes, executor)
+    sizes = even_sizes(len(costs), count)
+    groups = cut_into_groups(costs, sizes, executor)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(costs)))
     totals = [costs[g].sum() for g in groups]
     assert totals == sorted(totals, reverse=True) and sorted(map(len, groups)) == sorted(sizes)
@@ -29,9 +29,9 @@ def test_every_client_is_in_exactly_one_group_and_the_costliest_group_comes_firs
 
 def test_equal_sequential_groups_cost_about_the_same_and_vectorised_ones_hold_clients_of_similar_cost():
     costs = np.random.default_rng(0).lognormal(3, 1, 64)
-    dealt = [costs[g].sum() for g in cut(costs, even(64, 8), "sequential")]
+    dealt = [costs[g].sum() for g in cut_into_groups(costs, even_sizes(64, 8), "sequential")]
     assert max(dealt) < 1.6 * np.mean(dealt)
-    for group in cut(costs, even(64, 4), "vectorised"):
+    for group in cut_into_groups(costs, even_sizes(64, 4), "vectorised"):
         inside = (costs >= costs[group].min()) & (costs <= costs[group].max())
         assert inside.sum() == len(group)
 
@@ -49,7 +49,7 @@ def test_sequential_groups_shrink_so_that_any_number_of_actors_ends_together():
     sizes = group_sizes(1000, "sequential")
     assert sizes[0] == 5 and sizes[-1] == 1
     costs = np.random.default_rng(0).lognormal(3, 0.5, 1000)
-    groups = cut(costs, sizes, "sequential")
+    groups = cut_into_groups(costs, sizes, "sequential")
     for actors in (2, 3, 7, 16, 50):
         busy = np.zeros(actors)
         for group in groups:
@@ -64,40 +64,40 @@ def test_the_number_of_vectorised_groups_follows_from_the_cohort(cohort, groups)
 
 def test_cohorts_are_drawn_without_replacement_uniformly_and_by_seed():
     settings = CohortSettings(size=8)
-    drawn = [draw(settings, 40, 0, r).clients for r in range(400)]
+    drawn = [draw_cohort(settings, 40, 0, r).clients for r in range(400)]
     assert all(len(set(d)) == 8 and list(d) == sorted(d) for d in drawn)
     shares = np.bincount(np.concatenate(drawn), minlength=40) / 400
     assert abs(shares.mean() - 0.2) < 1e-9 and shares.min() > 0.12 and shares.max() < 0.28
-    assert drawn[:5] == [draw(settings, 40, 0, r).clients for r in range(5)]
-    assert drawn[:5] != [draw(settings, 40, 1, r).clients for r in range(5)]
+    assert drawn[:5] == [draw_cohort(settings, 40, 0, r).clients for r in range(5)]
+    assert drawn[:5] != [draw_cohort(settings, 40, 1, r).clients for r in range(5)]
 
 
 def test_a_fraction_of_the_clients_is_drawn_if_no_size_is_given():
-    assert len(draw(CohortSettings(fraction=0.25), 40, 0, 0).clients) == 10
-    assert len(draw(CohortSettings(fraction=1e-9), 40, 0, 0).clients) == 1
-    assert len(draw(CohortSettings(fraction=0.1), 25, 0, 0).clients) == 3
-    assert len(draw(CohortSettings(fraction=0.1), 30, 0, 0).clients) == 3
+    assert len(draw_cohort(CohortSettings(fraction=0.25), 40, 0, 0).clients) == 10
+    assert len(draw_cohort(CohortSettings(fraction=1e-9), 40, 0, 0).clients) == 1
+    assert len(draw_cohort(CohortSettings(fraction=0.1), 25, 0, 0).clients) == 3
+    assert len(draw_cohort(CohortSettings(fraction=0.1), 30, 0, 0).clients) == 3
 
 
 def test_a_cohort_of_reachable_clients_is_uniform_over_them_and_takes_all_if_they_are_few():
     settings = CohortSettings(size=10, availability={"low": 0.3, "high": 0.3})
-    drawn = [draw(settings, 40, 0, r).clients for r in range(600)]
+    drawn = [draw_cohort(settings, 40, 0, r).clients for r in range(600)]
     assert {len(d) for d in drawn} <= set(range(11)) and sum(len(d) == 10 for d in drawn) > 300
     shares = np.bincount(np.concatenate(drawn), minlength=40) / 600
     assert shares.min() > 0.16 and shares.max() < 0.29  # 0.22 in the mean
-    everybody = draw(CohortSettings(size=40, availability={"low": 1.0, "high": 1.0}), 40, 0, 0)
+    everybody = draw_cohort(CohortSettings(size=40, availability={"low": 1.0, "high": 1.0}), 40, 0, 0)
     assert everybody.clients == tuple(range(40))
 
 
 def test_clients_vanish_with_the_chance_that_was_asked_for():
-    draws = [draw(CohortSettings(size=20, dropout=0.3), 40, 0, r) for r in range(200)]
+    draws = [draw_cohort(CohortSettings(size=20, dropout=0.3), 40, 0, r) for r in range(200)]
     assert all(len(d.clients) + len(d.dropped) == 20 and not set(d.clients) & set(d.dropped) for d in draws)
     assert abs(sum(len(d.dropped) for d in draws) / 4000 - 0.3) < 0.03
 
 
 def test_a_draw_from_a_billion_clients_takes_memory_for_the_cohort_only():
     tracemalloc.start()
-    drawn = draw(CohortSettings(size=1000, availability={"low": 0.2, "high": 0.9}, dropout=0.1), 10**9, 0, 0)
+    drawn = draw_cohort(CohortSettings(size=1000, availability={"low": 0.2, "high": 0.9}, dropout=0.1), 10**9, 0, 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(drawn.clients) + len(drawn.dropped) == 1000 and peak < 2e6

@@ -26,7 +26,7 @@ from raypfl.federation.cohort import Cohort
 from raypfl.federation.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.federation.method import Method
-from raypfl.federation.schedule import even
+from raypfl.federation.schedule import even_sizes
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings
 from raypfl.federation.task import Task
@@ -179,7 +179,7 @@ class Federation:
             failures=self.failures,
             context=ServerContext(self.pools, Precision(), self.events.append),
             costs=np.array(self.sizes, dtype=float),
-            cut_for=lambda cohort: (even(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
+            cut_for=lambda cohort: (even_sizes(cohort, -(-cohort // (self.group_size or cohort))), self.executor),
             warn=self.warnings.append,
             privacy=self.privacy,
         )

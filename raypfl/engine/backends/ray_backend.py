@@ -19,7 +19,7 @@ from raypfl.engine.backends.client_actor import Home, get_broadcasts, get_states
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
 from raypfl.engine.backends.shipment import Shipment
 from raypfl.federation.backend import Done, Failed
-from raypfl.federation.broadcasts import INSIDE
+from raypfl.federation.broadcasts import INLINE_BYTES
 from raypfl.federation.placement import Dispatch, Speeds
 from raypfl.storage.states import Stack
 
@@ -105,7 +105,7 @@ class RayBackend:
 
     def broadcast(self, arrays: Mapping[str, np.ndarray], inside: bool = True) -> Any:
         contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        inside = inside and sum(array.nbytes for array in contiguous.values()) <= INSIDE
+        inside = inside and sum(array.nbytes for array in contiguous.values()) <= INLINE_BYTES
         return contiguous if inside else ray.put(contiguous)
 
     def get_broadcast(self, handle: Any) -> Mapping[str, np.ndarray]:
