@@ -36,7 +36,7 @@ from raypfl.common.memory import out_of_memory
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.devices import same_bits_on_gpus
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings

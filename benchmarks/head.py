@@ -35,7 +35,7 @@ from benchmarks.noise import ONLY_ROUNDS, SETS
 from raypfl.clients.worker import Group, Reply, Value
 from raypfl.common.messages import Each
 from raypfl.engine.events import Event, RoundFinished
-from raypfl.federation.aggregation import ReplyAggregator
+from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.methods import FedAvg
 
 SLEEP = 0.25

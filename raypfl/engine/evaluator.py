@@ -19,9 +19,9 @@ from raypfl.engine.prepared import Prepared
 from raypfl.engine.scoring import score
 from raypfl.evaluation import Selection, select, summarise, tabulate, validation_aggregates
 from raypfl.evaluation.masking import Mask
-from raypfl.federation.aggregation import ReplyAggregator
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.exchange.aggregation import ReplyAggregator
+from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.method import Method
 from raypfl.federation.schedule import cohort_size, even_sizes, is_due
 from raypfl.learning.privacy import Spending

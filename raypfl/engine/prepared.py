@@ -15,8 +15,8 @@ from raypfl.engine.network import build_model
 from raypfl.engine.outline import DataOutline
 from raypfl.engine.samples import normalisation, pool_indices, pools_for, samples_for
 from raypfl.evaluation import Measures
-from raypfl.federation.backend import Backend
-from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.exchange.backend import Backend
+from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.schedule import cohort_size
 from raypfl.federation.server_training import ServerContext, ServerProgress

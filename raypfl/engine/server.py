@@ -27,8 +27,8 @@ from raypfl.engine.groups import groups_for
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared
 from raypfl.evaluation import Measures
-from raypfl.federation.backend import Backend
 from raypfl.federation.cohort import Cohort, round_record
+from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.ledger import LEDGER, Ledger
 from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
 from raypfl.federation.schedule import CohortDraw, cohort_size, draw_cohort, is_due

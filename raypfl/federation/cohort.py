@@ -17,8 +17,8 @@ from raypfl.common import rng
 from raypfl.common.errors import ClientError, EmptyCohort, MethodError, PrivacyError
 from raypfl.common.messages import Broadcast, Scatter, numbers_charged
 from raypfl.common.user_code import where_defined
-from raypfl.federation.aggregation import ReplyAggregator
-from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.exchange.aggregation import ReplyAggregator
+from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import LedgerEntry, Phase
 from raypfl.federation.logged import Log, Logged
 from raypfl.federation.server_training import ServerTraining

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypfl.common.errors import ConfigError
-from raypfl.models.convolutional import LeNet
+from raypfl.models.architectures.convolutional import LeNet
 
 Size = Literal["S", "M", "L"]
 Embedding = Literal["linear", "mlp1", "cnn"]

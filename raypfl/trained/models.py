@@ -29,7 +29,7 @@ from raypfl.engine.prepared import Prepared
 from raypfl.evaluation.measures import Measures
 from raypfl.evaluation.metric_sums import MetricSums
 from raypfl.experiment import Experiment
-from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.task import Task

@@ -18,7 +18,7 @@ from raypfl.engine.backends.client_actor import Home
 from raypfl.engine.backends.ray_backend import APART, INLINE_BYTES, RayBackend
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, PATIENCE
 from raypfl.experiment.settings import ActorPool
-from raypfl.federation.backend import Failed
+from raypfl.federation.exchange.backend import Failed
 from raypfl.storage.states import Contents
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

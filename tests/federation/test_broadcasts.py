@@ -12,7 +12,7 @@ import torch
 from raypfl.common.errors import MethodError
 from raypfl.common.messages import Broadcast, Mean
 from raypfl.engine.backends.inline import Inline
-from raypfl.federation.broadcasts import INLINE_BYTES
+from raypfl.federation.exchange.broadcasts import INLINE_BYTES
 from raypfl.methods import Method
 from tests.federation.test_cohort import exchange, federation
 from tests.support.federation import Federation

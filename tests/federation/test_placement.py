@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raypfl.clients.worker import Group
-from raypfl.federation.placement import PREFETCH_SECONDS, UNEQUAL_RATIO, Dispatch, Speeds, Timings
+from raypfl.federation.exchange.placement import PREFETCH_SECONDS, UNEQUAL_RATIO, Dispatch, Speeds, Timings
 from raypfl.storage.states import StackRef
 
 

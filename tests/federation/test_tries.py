@@ -9,7 +9,7 @@ import pytest
 
 from raypfl.common.errors import ClientError
 from raypfl.engine.backends.inline import Inline
-from raypfl.federation.backend import Failed
+from raypfl.federation.exchange.backend import Failed
 from raypfl.federation.settings import FailureSettings
 from tests.federation.test_cohort import ROWS, exchange, failing, federation
 

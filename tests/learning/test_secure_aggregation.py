@@ -12,7 +12,7 @@ from torch import Tensor
 from raypfl import Experiment, Mean, Sum, per_client
 from raypfl.common.errors import ConfigError, PrivacyError, RaypflError
 from raypfl.federation import cohort as module
-from raypfl.federation.aggregation import ReplyAggregator
+from raypfl.federation.exchange.aggregation import ReplyAggregator
 from raypfl.learning.privacy import Masks, PrivacySettings, unmasked
 from raypfl.learning.privacy.masks import FRACTION_BITS
 from raypfl.methods import Ditto, FedAvg, FedPTR, PerAda, PFedHN, Scaffold

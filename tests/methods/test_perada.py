@@ -15,7 +15,7 @@ from raypfl.learning.augmentation import Crop, Flip
 from raypfl.methods import Ditto, FedAvg, FedDF, Local, PerAda
 from raypfl.methods.local_training import proximal
 from raypfl.models import MODELS, FlatModel
-from raypfl.models.residual import ResidualAdapter
+from raypfl.models.architectures.residual import ResidualAdapter
 from tests.support.federation import (
     CLASSES,
     FP64,

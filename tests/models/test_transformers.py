@@ -13,7 +13,7 @@ from raypfl.common.errors import ConfigError
 from raypfl.common.messages import unmarked
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.models import FlatModel
-from raypfl.models.transformer import Attention, ViTS16
+from raypfl.models.architectures.transformer import Attention, ViTS16
 from tests.support.federation import FP64, Federation, close
 
 SMALL = {"size": 8, "width": 12, "depth": 2, "heads": 3, "patch": 4, "adapter_size": 5}

@@ -23,7 +23,7 @@ MESSAGES = {
     "engine/backends/client_actor.py",
     "engine/backends/server_actor.py",
     "engine/backends/shipment.py",
-    "federation/backend.py",
+    "federation/exchange/backend.py",
     "runs/gpu_share.py",
     "studies/running.py",
     "integrations/tuning/search.py",

@@ -21,9 +21,9 @@ from raypfl.common import rng
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.events import Event
 from raypfl.evaluation import Measures
-from raypfl.federation.backend import Backend
 from raypfl.federation.cohort import Cohort
-from raypfl.federation.group_runner import GroupRunner
+from raypfl.federation.exchange.backend import Backend
+from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger, LedgerEntry
 from raypfl.federation.method import Method
 from raypfl.federation.schedule import even_sizes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from raypfl.clients.worker import Call, Group, Reply, Worker
-    from raypfl.federation.backend import Failed
+    from raypfl.federation.exchange.backend import Failed
     from raypfl.storage.states import Stack
 
 
@@ -71,7 +71,7 @@ class ClientActor:
         return reply, *(None if stack is None else stack.alone(k) for k in range(len(group.clients)))
 
     def _run(self, call: Call, group: Group) -> tuple[Reply | Failed, Stack | None]:
-        from raypfl.federation.backend import failure, states_of
+        from raypfl.federation.exchange.backend import failure, states_of
 
         assert self._worker is not None
         try:

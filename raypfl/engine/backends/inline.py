@@ -12,7 +12,7 @@ from raypfl.clients.worker import Call, Group, Worker
 from raypfl.common.errors import Stopped
 from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
-from raypfl.federation.backend import Done, Failed, failure, states_of
+from raypfl.federation.exchange.backend import Done, Failed, failure, states_of
 from raypfl.storage.states import Stack
 
 

@@ -18,9 +18,9 @@ from raypfl.engine.backends.actor_pools import ActorPools
 from raypfl.engine.backends.client_actor import Home, get_broadcasts, get_states
 from raypfl.engine.backends.restarts import MAX_SETUP_FAILURES, RestartPolicy
 from raypfl.engine.backends.shipment import Shipment
-from raypfl.federation.backend import Done, Failed
-from raypfl.federation.broadcasts import INLINE_BYTES
-from raypfl.federation.placement import Dispatch, Speeds
+from raypfl.federation.exchange.backend import Done, Failed
+from raypfl.federation.exchange.broadcasts import INLINE_BYTES
+from raypfl.federation.exchange.placement import Dispatch, Speeds
 from raypfl.storage.states import Stack
 
 APART = 1_000_000

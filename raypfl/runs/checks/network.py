@@ -13,7 +13,7 @@ from raypfl.common import streams
 from raypfl.common.errors import ConfigError
 from raypfl.common.user_code import with_location
 from raypfl.engine.prepared import Prepared
-from raypfl.federation.backend import ONE_SAMPLE
+from raypfl.federation.exchange.backend import ONE_SAMPLE
 from raypfl.learning.executor import Precision
 from raypfl.learning.settings import TrainingSettings
 

@@ -14,10 +14,10 @@ from raypfl.clients.worker import Call, Group, Reply
 from raypfl.common.errors import ClientError, OutOfMemory, RaypflError
 from raypfl.common.memory import out_of_memory
 from raypfl.common.messages import Scatter
-from raypfl.federation.backend import Backend, Failed
-from raypfl.federation.broadcasts import Broadcasts
+from raypfl.federation.exchange.backend import Backend, Failed
+from raypfl.federation.exchange.broadcasts import Broadcasts
+from raypfl.federation.exchange.placement import Timings
 from raypfl.federation.ledger import Ledger
-from raypfl.federation.placement import Timings
 from raypfl.federation.schedule import cut_into_groups
 from raypfl.federation.server_training import ServerContext
 from raypfl.federation.settings import FailureSettings

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raypfl.clients.worker import SharedTensors
 from raypfl.common.messages import unmarked
-from raypfl.federation.backend import Backend
+from raypfl.federation.exchange.backend import Backend
 
 INLINE_BYTES = 64_000
 """Bytes up to which tensors are part of each group's call. Fetching an object of its own takes an actor longer: with
@@ -42,7 +42,9 @@ class Broadcasts:
         self._large: dict[int, _SentTensor] = {}  # by the tensor's id, as long as it lives
         self._numbers = count()
 
-    def send(self, tensors: Mapping[str, Tensor], round: int, on_demand: Mapping[str, Tensor] | None = None) -> SharedTensors:
+    def send(
+        self, tensors: Mapping[str, Tensor], round: int, on_demand: Mapping[str, Tensor] | None = None
+    ) -> SharedTensors:
         """Send the tensors of a call in a round; those that are fetched `on_demand` are not part of the call itself."""
         where: dict[str, tuple[int, str]] = {}
         objects: dict[int, Any] = {}

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from raypfl.common.errors import ConfigError
+from raypfl.models.architectures.transformer import TransformerBlock
 from raypfl.models.networks import MODELS
-from raypfl.models.transformer import TransformerBlock
 
 
 class _CausalConvolution(nn.Module):

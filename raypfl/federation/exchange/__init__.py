@@ -1,0 +1,1 @@
+"""One exchange with a cohort: its groups run on a backend, and their replies are added up."""
