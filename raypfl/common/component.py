@@ -1,4 +1,4 @@
-"""What an experiment is made of: methods, objectives, metrics, optimizers, analyses."""
+"""The base class of an experiment's components: methods, objectives, metrics, optimizers, analyses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, dataclass_transform
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.limits import outside
+from raypfl.common.limits import limit_violations
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -15,7 +15,7 @@ class Component:
 
     Attributes
     ----------
-    section : of the experiment, by which messages name an option.
+    section : the experiment's section, which precedes an option's name in messages (``"method."``).
     """
 
     section: ClassVar[str] = ""
@@ -26,10 +26,11 @@ class Component:
 
     def __post_init__(self) -> None:
         """Raise a ConfigError for an option that is outside of the limit that its type declares."""
-        if lines := outside(self):
-            raise ConfigError(" ".join(f"{self.section}{line}." for line in lines))
+        violations = limit_violations(self)
+        if violations:
+            raise ConfigError(" ".join(f"{self.section}{violation}." for violation in violations))
 
 
 def undefined(entry: Any) -> str:
-    """The abstract functions that a class has left undefined, separated by commas; empty for what has none."""
+    """Return the abstract functions that a class leaves undefined, separated by commas; empty if there are none."""
     return ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))

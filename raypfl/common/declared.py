@@ -1,4 +1,4 @@
-"""What a dataclass declares of its fields beside their types: ``clip: Annotated[float, needs("noise")] = 1.0``."""
+"""Annotations of a dataclass's fields: ``clip: Annotated[float, needs("noise")] = 1.0``."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 
 @lru_cache(maxsize=512)
-def declared(kind: Any, wanted: type) -> dict[str, tuple[Any, ...]]:
-    """Field -> the objects of the type `wanted` that its annotation has; only fields that have some.
+def declared(dataclass: Any, item_type: type) -> dict[str, tuple[Any, ...]]:
+    """Return field -> the objects of `item_type` in its annotation; only fields that have some.
 
-    A subclass that declares a field again, for another default, inherits what it does not declare.
+    A subclass that declares a field again, for another default, inherits the objects that it does not declare.
     """
     by_field: dict[str, tuple[Any, ...]] = {}
-    for owner in reversed(kind.__mro__):
-        for name, hint in _hints(owner).items():
-            beside = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-            if objects := tuple(item for item in beside if isinstance(item, wanted)):
-                by_field[name] = objects
+    for cls in reversed(dataclass.__mro__):
+        for name, hint in _hints(cls).items():
+            if get_origin(hint) is not Annotated:
+                continue
+            _, *metadata = get_args(hint)
+            items = tuple(item for item in metadata if isinstance(item, item_type))
+            if items:
+                by_field[name] = items
     return by_field
 
 
-def _hints(owner: type) -> dict[str, Any]:
-    """The types of the fields that a class itself declares."""
+def _hints(cls: type) -> dict[str, Any]:
+    """Return the types of the fields that a class itself declares."""
     try:
-        hints = get_type_hints(owner, include_extras=True)
+        hints = get_type_hints(cls, include_extras=True)
     except (NameError, TypeError):  # a name that is imported for the type checker only
         return {}
-    return {name: hints[name] for name in vars(owner).get("__annotations__", {}) if name in hints}
+    return {name: hints[name] for name in vars(cls).get("__annotations__", {}) if name in hints}

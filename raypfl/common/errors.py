@@ -8,61 +8,61 @@ from collections.abc import Collection, Iterable
 
 
 class RaypflError(Exception):
-    """Base of the errors that raypfl raises; the message is written for the person who can fix it."""
+    """Base class of raypfl's errors; the message is written for the person who can fix it."""
 
 
 class Refused(RaypflError):
-    """Settings or data do not allow what is asked for: a command exits with 2, where other failures end it with 1."""
+    """Error for settings or data that do not allow what is asked for: a command exits with 2 instead of 1."""
 
 
 class ConfigError(Refused):
-    """An experiment asks for something that does not exist, or contradicts itself."""
+    """Error for an experiment that asks for something that does not exist, or contradicts itself."""
 
 
 class DataError(Refused):
-    """A data set cannot be read, or cannot be partitioned, as described."""
+    """Error for a data set that cannot be read, or cannot be partitioned, as described."""
 
 
 class MethodError(RaypflError, ValueError):
-    """A method's code uses raypfl in a wrong way."""
+    """Error for a method's code that uses raypfl in a wrong way."""
 
 
 class IncompleteError(MethodError, NotImplementedError):
-    """A class of the user's own lacks a function that it must define."""
+    """Error for a user's class without a function that it must define."""
 
 
 class UserCodeError(Refused):
-    """A function of the user's own failed before the first round; nothing is left of the run."""
+    """Error for a user's function that failed before the first round; the run leaves nothing behind."""
 
 
 class ListenerError(RaypflError):
-    """A listener failed, so that the run ends."""
+    """Error for a listener that failed; it ends the run."""
 
 
 class PrivacyError(MethodError):
-    """A method needs what the privacy settings do not let it have."""
+    """Error for a method that needs what the privacy settings do not let it have."""
 
 
 class CheckpointError(RaypflError):
-    """A checkpoint is missing, damaged, or belongs to another experiment."""
+    """Error for a checkpoint that is missing, damaged, or another experiment's."""
 
 
 class NoRun(CheckpointError, Refused):
-    """A folder that is named has no run, or none of the kind that is needed."""
+    """Error for a folder without a run, or without one of the kind that a command needs."""
 
 
 class Unwritable(RaypflError):
-    """A file of a run's folder cannot be written: the disk is full, or permissions are missing."""
+    """Error for a file that cannot be written: the disk is full, or permissions are missing."""
 
 
 class ClientError(RaypflError):
-    """A client's work failed.
+    """Error for clients whose work failed.
 
     Parameters
     ----------
     message : what happened, as a sentence.
-    clients : ids of the clients that failed.
-    repeatable : whether another try would fail too (a NaN loss), so that there is none.
+    clients : numbers of the clients that failed.
+    repeatable : whether another try would fail too, as after a NaN loss; then there is none.
     """
 
     def __init__(self, message: str, clients: Iterable[int] = (), repeatable: bool = False):
@@ -76,41 +76,50 @@ class ClientError(RaypflError):
 
 
 class EmptyCohort(RaypflError):
-    """No client is left in a round."""
+    """Error for a round in which no client is left."""
 
 
 class OutOfMemory(RaypflError):
-    """A GPU's memory is too small for a group of clients."""
+    """Error for a GPU whose memory is too small for a group of clients."""
 
 
 class LostState(RaypflError):
-    """Client states were lost with the node that held them; the rounds since the last checkpoint must be run again."""
+    """Error for client states lost with their node; the rounds since the last checkpoint must be run again."""
 
 
 class Stopped(RaypflError):
-    """The run was asked to stop (Ctrl-C, SIGTERM), and stops before the next result."""
+    """Error that ends a run that was asked to stop (Ctrl-C, SIGTERM), before the next result."""
 
 
-_ABBREVIATED = {"learning_rate": "lr"}
+_ABBREVIATIONS = {"learning_rate": "lr"}
+"""Names that users know from elsewhere -> ours, where the letters are too different to be near."""
+
+_MAX_LISTED = 50
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"did you mean 'x'?"`` for the nearest known name, else the list of the known ones."""
-    known = sorted(known)
-    meant = {full: short for full, short in _ABBREVIATED.items() if short in known} | {one: one for one in known}
-    by_letters = {_letters(full): short for full, short in meant.items()}
-    near = [by_letters[close] for close in difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)]
-    more = f" and {len(known) - 50} more" if len(known) > 50 else ""
-    return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(known[:50])}{more}."
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return ``"did you mean 'x'?"`` for the nearest candidate, or a list of all if none is near."""
+    candidates = sorted(candidates)
+    by_letters = {}
+    for full_name, abbreviation in _ABBREVIATIONS.items():
+        if abbreviation in candidates:
+            by_letters[_letters(full_name)] = abbreviation
+    by_letters |= {_letters(candidate): candidate for candidate in candidates}
+
+    nearest = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.5)
+    if nearest:
+        return f"did you mean {by_letters[nearest[0]]!r}?"
+    more = f" and {len(candidates) - _MAX_LISTED} more" if len(candidates) > _MAX_LISTED else ""
+    return f"known are: {', '.join(candidates[:_MAX_LISTED])}{more}."
 
 
 def _letters(name: str) -> str:
-    """A name without regard to case and punctuation: ``CIFAR-10`` is ``cifar10``."""
+    """Return a name without case and punctuation: ``CIFAR-10`` is ``cifar10``."""
     return re.sub(r"[\W_]+", "", name.casefold())
 
 
 def known_pool(name: str, pools: Collection[str]) -> str:
-    """Returns `name`.
+    """Return `name` if there is such a pool.
 
     Raises
     ------

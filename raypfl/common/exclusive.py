@@ -1,4 +1,4 @@
-"""A lock on what PyTorch has once a process, for programs that call raypfl from several threads."""
+"""A lock on PyTorch's global state, for programs that call raypfl from several threads."""
 
 import threading
 

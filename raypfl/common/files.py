@@ -21,12 +21,13 @@ def write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def draft(path: Path) -> Iterator[Path]:
-    """While active, where to write the file. At the end it is flushed to the disk, then renamed to `path`.
+    """Yield a temporary path to write to. At the end, the file is flushed to the disk, then renamed to `path`.
 
     Raises
     ------
     Unwritable : if it cannot be written; a file that existed before is unchanged.
     """
+    # Hidden, so that no listing of the folder shows it; with the suffix, since some writers go by it.
     unfinished = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
     try:
         try:
@@ -45,13 +46,13 @@ _REMEDIES = {
     "Allow this user to write there.": (errno.EACCES, errno.EPERM),
     "The file system is read-only; write to another one.": (errno.EROFS,),
     "A folder of this name is in the way; move it.": (errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
-    "A folder that it belongs in is missing, or was deleted meanwhile.": (errno.ENOENT, errno.ENOTDIR),
+    "A folder on its path is missing, or was deleted meanwhile.": (errno.ENOENT, errno.ENOTDIR),
     "Choose a shorter name.": (errno.ENAMETOOLONG,),
 }
 
 
 def remedy(error: OSError) -> str:
-    """What helps against an error of writing, as a sentence."""
+    """Return a sentence on what helps against an error of writing."""
     for sentence, numbers in _REMEDIES.items():
         if error.errno in numbers:
             return sentence

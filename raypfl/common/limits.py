@@ -10,7 +10,13 @@ from raypfl.common.declared import declared
 
 
 class Limit(NamedTuple):
-    """A condition, and how a sentence says it."""
+    """A range of allowed values.
+
+    Attributes
+    ----------
+    text : the range in words, as in "it must be at least 1".
+    holds : whether a value is in the range.
+    """
 
     text: str
     holds: Callable[[Any], bool]
@@ -27,15 +33,13 @@ INSIDE = Limit("above 0 and below 1", lambda v: 0 < v < 1)
 BELOW_ONE = Limit("at least 0 and below 1", lambda v: 0 <= v < 1)
 
 
-def outside(options: Any) -> list[str]:
-    """``"lam is -1; it must be 0 or more"`` for every field of a dataclass that is outside of its declared limit."""
-    said = []
-    kind: Any = type(options)
-    for name, limits in declared(kind, Limit).items():
+def limit_violations(options: Any) -> list[str]:
+    """Return ``"lam is -1; it must be 0 or more"`` for every field of a dataclass that is outside of its limit."""
+    violations = []
+    dataclass: Any = type(options)
+    for name, limits in declared(dataclass, Limit).items():
         value = getattr(options, name)
-        said += [f"{name} is {value!r}; it must be {limit.text}" for limit in limits if not _fits(value, limit)]
-    return said
-
-
-def _fits(value: Any, limit: Limit) -> bool:
-    return value is None or limit.holds(value)
+        for limit in limits:
+            if value is not None and not limit.holds(value):
+                violations.append(f"{name} is {value!r}; it must be {limit.text}")
+    return violations

@@ -1,4 +1,4 @@
-"""Memory of a GPU that runs out."""
+"""Recognise errors of a GPU that runs out of memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 from raypfl.common.errors import OutOfMemory
 
-_SAID = (
+_CUDA_MESSAGES = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",  # before cuDNN 9
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
-"""How CUDA's libraries say it; torch's allocator has a class for it."""
+"""Messages of CUDA's libraries, which raise a RuntimeError; torch's allocator has a class of its own."""
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that a GPU's memory is too small."""
+    """Return whether an error says that a GPU's memory is too small."""
     if isinstance(error, torch.OutOfMemoryError | OutOfMemory):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _CUDA_MESSAGES)

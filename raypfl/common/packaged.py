@@ -13,21 +13,24 @@ class Packaged:
 
     Parameters
     ----------
-    package : full name of the package. kind : what messages call one of its files, in the singular.
+    package : the full name of the package.
+    kind : what messages call one of its files, in the singular.
     """
 
     def __init__(self, package: str, kind: str):
-        self._folder, self._kind = files(package), kind
+        self._folder = files(package)
+        self._kind = kind
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(f.name.removesuffix(".yaml") for f in self._folder.iterdir() if f.name.endswith(".yaml")))
+        file_names = [file.name for file in self._folder.iterdir()]
+        return iter(sorted(name.removesuffix(".yaml") for name in file_names if name.endswith(".yaml")))
 
     def text(self, name: str) -> str:
-        """The YAML text called `name`.
+        """Return the text of the file called `name`.
 
         Raises
         ------
-        ConfigError : if there is none.
+        ConfigError : if there is no such file.
         """
         if name not in self:
             raise ConfigError(
@@ -37,5 +40,5 @@ class Packaged:
         return (self._folder / f"{name}.yaml").read_text(encoding="utf-8")
 
     def summary(self, name: str) -> str:
-        """Its first line."""
+        """Return the comment in the file's first line."""
         return self.text(name).partition("\n")[0].removeprefix("# ")

@@ -1,11 +1,17 @@
-"""Packages that only some of raypfl needs."""
+"""Errors for optional packages that are not installed."""
 
 from __future__ import annotations
 
 from raypfl.common.errors import ConfigError
 
 
-def not_installed(what: str, package: str, extra: str = "") -> ConfigError:
-    """The error for `what` was asked for, which needs a missing package; an `extra` of raypfl may install it."""
+def not_installed(reason: str, package: str, extra: str = "") -> ConfigError:
+    """Return the error for a missing package.
+
+    Parameters
+    ----------
+    reason : the beginning of the message: what was asked for, such as ``"data.name is 'x'"``.
+    extra : the extra of raypfl that installs the package, if there is one.
+    """
     install = f"'raypfl[{extra}]'" if extra else package
-    return ConfigError(f"{what}, but {package} is not installed: pip install {install}")
+    return ConfigError(f"{reason}, but {package} is not installed: pip install {install}")

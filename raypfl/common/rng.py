@@ -1,4 +1,4 @@
-"""Random draws that are keyed by what they are for, never by when they happen.
+"""Random draws keyed by their purpose, never by when they happen.
 
 A key is 64 bits derived from (seed, purpose, round, client, ...). Two draws share a key only if they are the same
 draw, so results do not depend on the order of execution, the number of actors, or a resume.
@@ -17,20 +17,21 @@ _MIX_B = np.uint64(0x94D049BB133111EB)
 
 
 def key(seed: int, purpose: str, *path: int) -> int:
-    """A 64-bit key for one purpose, e.g. ``key(seed, "cohort", round)``."""
+    """Return a 64-bit key for one purpose, e.g. ``key(seed, "cohort", round)``."""
     text = "/".join([str(int(seed)), purpose, *(str(int(part)) for part in path)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def keys(seed: int, purpose: str, round: int, clients: Sequence[int] | np.ndarray) -> np.ndarray:
-    """A key for each client, ``uint64[len(clients)]``, of one purpose in one round."""
+    """Return a key for each client, ``uint64[len(clients)]``, for one purpose in one round."""
     base = np.uint64(key(seed, purpose, round))
     with np.errstate(over="ignore"):
         return mix(base + mix(np.asarray(clients, dtype=np.uint64)))
 
 
 def generator(seed: int, purpose: str, *path: int) -> np.random.Generator:
-    """A NumPy generator for a handful of draws of one purpose."""
+    """Return a NumPy generator for a handful of draws for one purpose."""
     return np.random.Generator(np.random.Philox(key=key(seed, purpose, *path)))
 
 
@@ -43,18 +44,19 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def uniform(keys: np.ndarray) -> np.ndarray:
-    """A draw from [0, 1) for each key: ``float64[n]`` for ``uint64[n]``."""
+    """Return a draw from [0, 1) for each key: ``float64[n]`` for ``uint64[n]``."""
+    # The upper 53 bits are all that a float64 can hold.
     return (mix(keys) >> np.uint64(11)) * 2.0**-53
 
 
 def permutations(keys: np.ndarray, width: int, sizes: np.ndarray | None = None) -> np.ndarray:
-    """Keyed permutations: row i starts with a permutation of ``range(sizes[i])`` that depends on ``keys[i]`` alone.
+    """Return rows that start with a permutation of ``range(sizes[i])``, which depends on ``keys[i]`` alone.
 
     Parameters
     ----------
-    keys : ``uint64[K]``
-    width : length of a row.
-    sizes : ``int64[K]``, at most `width`; None: all of `width`. What follows in a longer row has no meaning.
+    keys : ``uint64[K]``, one key for each row.
+    width : the length of a row.
+    sizes : ``int64[K]``, at most `width`; None: all of `width`. The rest of a longer row has no meaning.
 
     Returns
     -------

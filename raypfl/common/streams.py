@@ -31,6 +31,8 @@ def seed(device: torch.device, key: int) -> None:
 
 
 def state(device: torch.device) -> Tensor:
-    """The state of torch's global streams, on the CPU and on `device`."""
-    host = torch.default_generator.get_state()
-    return torch.cat([host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else host
+    """Return the state of torch's global streams, on the CPU and on `device`."""
+    cpu_state = torch.default_generator.get_state()
+    if device.type != "cuda":
+        return cpu_state
+    return torch.cat([cpu_state, torch.cuda.get_rng_state(device)])

@@ -25,7 +25,10 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
-ROOMS = "common models learning learning.optimizers learning.objectives evaluation clients federation methods"
+ROOMS = (
+    "common models models.architectures learning learning.optimizers learning.objectives evaluation clients federation "
+    "federation.exchange methods"
+)
 for room in ROOMS.split():
     package = importlib.import_module("raypfl." + room)
     for module in pkgutil.iter_modules(package.__path__):

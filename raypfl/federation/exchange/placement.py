@@ -253,7 +253,7 @@ class Dispatch:
         if group not in self._shares:
             clients_on_node: Counter[str] = Counter()
             for refs in group.states:
-                nodes = {ref.node for ref in refs}
+                nodes = {ref.node for ref in refs or ()}
                 if len(nodes) == 1:
                     clients_on_node.update(nodes)
             self._shares[group] = {node: count / len(group.clients) for node, count in clients_on_node.items()}
