@@ -29,7 +29,8 @@ from benchmarks.circumstances import about
 from benchmarks.memory import proportional
 from raypfl.engine.events import Event, RoundFinished
 from raypfl.experiment import Experiment
-from raypfl.results.drawing import png, scale
+from raypfl.results.drawing.canvas import png
+from raypfl.results.drawing.curves import scale
 from tests.support.nodes import Node, Nodes
 from tests.support.runs import experiment
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from raypfl.models import FlatModel as FlatModel
     from raypfl.models import Predictor as Predictor
     from raypfl.results import report as report
-    from raypfl.results.display.paired import compare as compare
+    from raypfl.results.display.compare import compare as compare
     from raypfl.runs.driver import session as session
     from raypfl.trained.remote import RemoteRun as RemoteRun
     from raypfl.trained.saved_model import load_model as load_model
@@ -59,7 +59,7 @@ _HOMES = {
     "Scatter": "raypfl.common.messages",
     "Sum": "raypfl.common.messages",
     "Task": "raypfl.methods",
-    "compare": "raypfl.results.display.paired",
+    "compare": "raypfl.results.display.compare",
     "load_model": "raypfl.trained.saved_model",
     "per_client": "raypfl.common.messages",
     "resume": "raypfl.api",

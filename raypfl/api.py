@@ -24,9 +24,9 @@ from raypfl.integrations.tracking.connection import (
     without_password,
 )
 from raypfl.integrations.tracking.models import FOLDER
+from raypfl.results.display.compare import Differences, compare
 from raypfl.results.display.console import lines_for, view
 from raypfl.results.display.outcome import table
-from raypfl.results.display.paired import Differences, compare
 from raypfl.runs import driver, result, resuming
 from raypfl.trained.models import TrainedModels
 

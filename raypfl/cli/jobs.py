@@ -23,7 +23,7 @@ from raypfl.integrations.jobs import package
 from raypfl.integrations.jobs.cluster import client, sentences
 from raypfl.integrations.jobs.description import Description
 from raypfl.integrations.jobs.following import STOPPED, exit_code, follow, wait
-from raypfl.results.display.fitting import fitting, output
+from raypfl.results.display.fitting import fit_table, output
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -138,7 +138,7 @@ def _table(rows: Sequence[dict[str, Any]], width: int) -> Table:
     columns = {name: [row[name] for row in rows] for name in ("job", "status", "began")}
     columns["minutes"] = ["" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}" for row in rows]
     columns["command"] = [row["command"] for row in rows]
-    return fitting(width, columns, dispensable=["began", "minutes"], right=["minutes"])[0]
+    return fit_table(width, columns, dispensable=["began", "minutes"], right=["minutes"])[0]
 
 
 def _row(details: JobDetails) -> dict[str, Any]:

@@ -25,11 +25,11 @@ def report(
 
     --out table.tex writes the table of results as LaTeX, and --out table.csv as CSV.
     """
-    from raypfl.results.report import found, write
+    from raypfl.results.report import find_runs, write
     from raypfl.results.report.sweeps import is_sweep
 
     folders = runs or []
-    results, reasons_left_out = found(folders)
+    results, reasons_left_out = find_runs(folders)
     for reason in reasons_left_out:
         print_message(reason, "yellow")
     sweeps = [folder for folder in folders if is_sweep(folder)]

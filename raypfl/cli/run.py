@@ -21,10 +21,10 @@ from raypfl.experiment.identity import harmless_changes
 from raypfl.integrations.tracking.connection import how_to_view
 from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics, comparison_scores
 from raypfl.integrations.tracking.listener import MLflowListener
-from raypfl.results.compared import labels
+from raypfl.results.differences import find_label
 from raypfl.results.display import outcome
 from raypfl.results.display.console import lines_for, view, warner
-from raypfl.results.paired import named
+from raypfl.results.labels import labels
 from raypfl.runs import driver as runs
 from raypfl.runs.folders import ComparisonFolder, new_folder, with_checkpoints_apart
 from raypfl.runs.result import (
@@ -117,7 +117,7 @@ def run_experiments(
     RaypflError : if a run is refused, or fails.
     """
     if baseline:
-        named(labels(planned), baseline)
+        find_label(labels(planned), baseline)
     tags = {"recipe": tried[0]}
     if run_dir is not None and (begun := _begun(run_dir, planned)):
         _carry_out(replace(begun, tried=tried, tags=tags, command=command, baseline=baseline), quiet, as_json)
@@ -164,7 +164,7 @@ def resume_folder(
     """Finish the run or comparison in a folder, with ``dotted.key=value`` changes. Raises as `run_experiments` does."""
     work = _work(folder, ComparisonFolder.load(folder), changes)
     if baseline:
-        named(labels(list(work.runs.values())), baseline)
+        find_label(labels(list(work.runs.values())), baseline)
     _carry_out(replace(work, baseline=baseline), quiet, as_json)
 
 
@@ -281,7 +281,7 @@ def _baseline(work: _Work, judged: Sequence[RunResult]) -> str | None:
     if work.baseline is None:
         return None
     with suppress(ConfigError):
-        return named(labels([result.experiment for result in judged]), work.baseline)
+        return find_label(labels([result.experiment for result in judged]), work.baseline)
     return None
 
 

@@ -19,7 +19,7 @@ from raypfl.common.stopping import interrupting, message_if_killed
 from raypfl.data import load_federated
 from raypfl.engine.events import Event
 from raypfl.integrations.tracking.listener import MLflowListener
-from raypfl.results.compared import colour
+from raypfl.results.colours import colour
 from raypfl.results.display.console import RunLine, view, warner
 from raypfl.results.display.outcome import nearby
 from raypfl.runs.result import RunResult, is_finished

@@ -23,7 +23,7 @@ from raypfl.integrations.tuning.search import TrialListener
 from raypfl.integrations.tuning.sweep import Sweep, load
 from raypfl.integrations.tuning.trial import Trial, finished_runs
 from raypfl.results.display.console import warner
-from raypfl.results.display.fitting import fitting, output
+from raypfl.results.display.fitting import fit_table, output
 from raypfl.results.display.outcome import nearby
 from raypfl.runs.result import RunResult, events_of
 
@@ -118,7 +118,7 @@ def _table(width: int, outcome: SweepResult, trials: Sequence[Trial]) -> tuple[T
         **metrics,
         **settings,
     }
-    table, left_out = fitting(width, columns, [*reversed(settings)], right=["round", *metrics, *settings])
+    table, left_out = fit_table(width, columns, [*reversed(settings)], right=["round", *metrics, *settings])
     table.title, table.title_justify = f"{outcome.sweep.name}: {len(outcome.trials)} trials", "left"
     return table, [heading.replace("\n", "") for heading in left_out]
 

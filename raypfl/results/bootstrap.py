@@ -15,43 +15,54 @@ import numpy as np
 from raypfl.common import rng
 
 DRAWS = 4000
-_MANY = 100
+
+_MANY_CLIENTS = 100
 """Clients from which the mean of resampled ones is drawn from its limit, a normal distribution, which costs nothing."""
 
 
 def draws(values: Sequence[np.ndarray], same_clients: bool) -> np.ndarray:
-    """Resampled means over seeds of means over clients, ``float64[DRAWS]``; the same values give the same draws.
+    """Return resampled means over seeds of means over clients, ``float64[DRAWS]``; equal values give equal draws.
 
     Parameters
     ----------
-    values : of each seed, ``float64[clients]``; a single value is not resampled.
+    values : ``float64[clients]`` for each seed; a single value is not resampled.
     same_clients : whether the clients are the same in every seed; all seeds then have as many.
     """
     generator = rng.generator(0, "bootstrap")
-    chosen = generator.integers(len(values), size=(DRAWS, len(values)))
+    seeds = generator.integers(len(values), size=(DRAWS, len(values)))
     if same_clients:
-        return _crossed(np.stack(values), chosen, generator)
-    means = np.empty(chosen.shape)
+        return _crossed(np.stack(values), seeds, generator)
+
+    means = np.empty(seeds.shape)
     for seed, clients in enumerate(values):
-        places = chosen == seed
+        places = seeds == seed
         means[places] = _resampled_means(clients, places.sum(), generator)
     return means.mean(axis=1)
 
 
 def _resampled_means(clients: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    if len(clients) > _MANY:
-        return clients.mean() + clients.std() / np.sqrt(len(clients)) * generator.standard_normal(count)
-    return clients[generator.integers(len(clients), size=(count, len(clients)))].mean(axis=1)
+    """`count` means of clients that are drawn with replacement."""
+    if len(clients) > _MANY_CLIENTS:
+        deviation = clients.std() / np.sqrt(len(clients))
+        return clients.mean() + deviation * generator.standard_normal(count)
+
+    resampled = clients[generator.integers(len(clients), size=(count, len(clients)))]
+    return resampled.mean(axis=1)
 
 
-def _crossed(values: np.ndarray, chosen: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """`values` : ``[seeds, clients]``. `chosen` : the seeds of each draw."""
+def _crossed(values: np.ndarray, drawn_seeds: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Draws of seeds crossed with draws of clients.
+
+    `values` : ``[seeds, clients]``. `drawn_seeds` : the seeds of each draw, ``[DRAWS, seeds]``.
+    """
     seeds, clients = values.shape
-    weights = (chosen[:, :, None] == np.arange(seeds)).mean(axis=1)  # of each seed in each draw
-    if clients > _MANY:
+    weights = (drawn_seeds[:, :, None] == np.arange(seeds)).mean(axis=1)  # of each seed in each draw
+
+    if clients > _MANY_CLIENTS:
         covariance = np.cov(values, bias=True).reshape(seeds, seeds)
         deviation = np.sqrt(np.einsum("ds,st,dt->d", weights, covariance, weights).clip(0) / clients)
         return weights @ values.mean(axis=1) + deviation * generator.standard_normal(DRAWS)
-    picked = generator.integers(clients, size=(DRAWS, clients))
-    means = np.stack([seed[picked].mean(axis=1) for seed in values], axis=1)
+
+    drawn_clients = generator.integers(clients, size=(DRAWS, clients))
+    means = np.stack([seed[drawn_clients].mean(axis=1) for seed in values], axis=1)
     return (weights * means).sum(axis=1)

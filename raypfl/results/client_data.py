@@ -1,4 +1,4 @@
-"""What each client holds, as a table, as JSON, and as a picture: clients across, classes down, sizes above."""
+"""What each client holds: as tables, as JSON, and as a picture with clients across, classes down, sizes above."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.data.summary import Summary
-from raypfl.results.drawing import png
+from raypfl.results.drawing.canvas import DATA, PALE, png
 
-COLOUR, PALE = "#1F5FA8", "#B9C3CE"
-"""Of clients that are trained, and of those that never are."""
-
-_SHADES = LinearSegmentedColormap.from_list("shades", [f"{COLOUR}00", COLOUR])  # for light and dark backgrounds
+_SHADES = LinearSegmentedColormap.from_list("shades", [f"{DATA}00", DATA])  # for light and dark backgrounds
 _FEW_CLASSES = 30
-_CLIENT, _NARROW_CLIENT, _MARGIN = 0.28, 0.17, 1.8  # inches of a client, of one at least, and of axes and legend
-_COLUMNS = 1500  # of the picture of many clients; neighbours share one where there are more
-_NAME_LENGTH = 18
-_BUBBLE = 340.0  # the largest, in square points
+_CLIENT_INCHES = 0.28
+_NARROWEST_CLIENT_INCHES = 0.17
+_MARGIN_INCHES = 1.8  # of axes and legend
+_MOST_COLUMNS = 1500  # of the picture of many clients; neighbours share one where there are more
+_LONGEST_NAME = 18
+_LARGEST_BUBBLE = 340.0  # square points
 
 
 def show(console: Console, summary: Summary) -> None:
     """Print what clients hold, split by split, how their labels differ, and the pools."""
-    shape, kinds = "x".join(map(str, summary.input_shape)), f"{len(summary.class_names)} {summary.units}"
+    shape = "x".join(map(str, summary.input_shape))
+    kinds = f"{len(summary.class_names)} {summary.units}"
     unseen = f", {len(summary.unseen)} of them never trained" if len(summary.unseen) else ""
-    title = f": {shape}, {kinds}, {summary.num_clients} clients{unseen}"
-    console.print(Text.assemble((summary.name, "bold"), title))
+    console.print(Text.assemble((summary.name, "bold"), f": {shape}, {kinds}, {summary.num_clients} clients{unseen}"))
+
     totals = {name: f"{sizes.sum():,}" for name, sizes in summary.sizes.items()}
     console.print(_table("samples of a client", sizes_of(summary), totals))
     console.print(_table("training labels of a client", labels_of(summary)))
+
     for name, count in summary.pools.items():
         console.print(Text.assemble("pool ", (name, "bold"), f": {count:,} samples"))
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """The same as numbers."""
+    """Return the same as numbers."""
     classes, entropy, distance = labels_of(summary).values()
+    samples = {name: {"total": int(summary.sizes[name].sum()), **spread} for name, spread in sizes_of(summary).items()}
     return {
         "name": summary.name,
         "input_shape": list(summary.input_shape),
         "classes": summary.class_names,
         "clients": summary.num_clients,
         "unseen": summary.unseen.tolist(),
-        "samples": {
-            name: {"total": int(summary.sizes[name].sum()), **spread} for name, spread in sizes_of(summary).items()
-        },
+        "samples": samples,
         "classes_held": classes,
         "label_entropy_bits": entropy,
         "earth_movers_distance": distance,
@@ -64,12 +64,12 @@ def as_json(summary: Summary) -> dict[str, Any]:
 
 
 def sizes_of(summary: Summary) -> dict[str, dict[str, float]]:
-    """Of each split, how many samples clients hold: min, median, mean and max."""
+    """Return how many samples clients hold of each split: min, median, mean and max."""
     return {name: _over_clients(sizes) for name, sizes in summary.sizes.items()}
 
 
 def labels_of(summary: Summary) -> dict[str, dict[str, float]]:
-    """How clients' training labels differ, in three measures: min, median, mean and max of each."""
+    """Return how clients' training labels differ, in three measures: min, median, mean and max of each."""
     return {
         f"{summary.units} held": _over_clients(summary.classes_held),
         f"label entropy (bits, at most {math.log2(len(summary.class_names)):.2f})": _over_clients(summary.entropy),
@@ -78,8 +78,12 @@ def labels_of(summary: Summary) -> dict[str, dict[str, float]]:
 
 
 def number(value: float) -> str:
-    """With as many decimals as tell samples and shares apart."""
-    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
+    """Return a number with as many decimals as tell samples and shares apart."""
+    if value == round(value):
+        return f"{value:,.0f}"
+    if value >= 100:
+        return f"{value:,.1f}"
+    return f"{value:.2f}"
 
 
 def draw(summary: Summary, path: str | Path) -> Path:
@@ -89,71 +93,83 @@ def draw(summary: Summary, path: str | Path) -> Path:
     Beyond: each client's label mix as a column of shades. More clients than that are sorted by the class that they
     have most of.
     """
-    with png(path, min(5 + _CLIENT * summary.num_clients, 13), height(summary)) as figure:
+    width = min(5 + _CLIENT_INCHES * summary.num_clients, 13)
+    with png(path, width, height(summary)) as figure:
         paint(figure, summary)
         figure.axes[0].set_title(f"{summary.name}: what {summary.num_clients:,} clients train on")
     return Path(path)
 
 
 def height(summary: Summary) -> float:
-    """In inches, that suits the picture."""
+    """Return the height in inches that suits the picture."""
     return 2.6 + 0.3 * min(max(len(summary.class_names), 6), 24)
 
 
 def paint(figure: Figure, summary: Summary) -> None:
     """Draw the picture on an empty figure: bubbles if it is wide enough for them, else shades."""
-    width, tall = figure.get_size_inches()
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, max(tall - 2.2, 1.5)))
-    room = (width - _MARGIN) / summary.num_clients
-    few = room >= _NARROW_CLIENT
-    # Many clients are sorted by the class that they have most of, and within it by how much of it they have.
+    width, figure_height = figure.get_size_inches()
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, max(figure_height - 2.2, 1.5)))
+    client_inches = (width - _MARGIN_INCHES) / summary.num_clients
+    few_clients = client_inches >= _NARROWEST_CLIENT_INCHES
+
     shares = summary.shares
-    order = np.arange(summary.num_clients) if few else np.lexsort((-shares.max(axis=1), shares.argmax(axis=1)))
-    if few and len(summary.class_names) <= _FEW_CLASSES:
-        _bubbles(below, summary, _BUBBLE * min(room / _CLIENT, 1.0) ** 2)
+    order = np.arange(summary.num_clients)
+    if not few_clients:
+        # Many clients are sorted by the class that they have most of, and within it by how much of it they have.
+        order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1)))
+
+    if few_clients and len(summary.class_names) <= _FEW_CLASSES:
+        _draw_bubbles(below, summary, _LARGEST_BUBBLE * min(client_inches / _CLIENT_INCHES, 1.0) ** 2)
     else:
-        _shades(figure, below, shares[order])
-    _sizes(above, summary, order, few)
-    _label(above, below, summary, few)
+        _draw_shades(figure, below, shares[order])
+    _draw_sizes(above, summary, order, few_clients)
+    _label_axes(above, below, summary, few_clients)
 
 
-def _bubbles(axes: Axes, summary: Summary, largest: float) -> None:
-    client, label = np.nonzero(summary.counts)
-    counts = summary.counts[client, label]
-    colours = np.where(np.isin(client, summary.unseen), PALE, COLOUR)
-    axes.scatter(client, label, s=largest * counts / counts.max(), c=colours.tolist(), linewidths=0)
-    for step in _steps(int(counts.max())):
-        axes.scatter([], [], s=largest * step / counts.max(), c=COLOUR, linewidths=0, label=f"{step:,}")
+def _draw_bubbles(axes: Axes, summary: Summary, largest: float) -> None:
+    clients, classes = np.nonzero(summary.counts)
+    counts = summary.counts[clients, classes]
+    colours = np.where(np.isin(clients, summary.unseen), PALE, DATA)
+    axes.scatter(clients, classes, s=largest * counts / counts.max(), c=colours.tolist(), linewidths=0)
+
+    for step in _legend_steps(int(counts.max())):
+        axes.scatter([], [], s=largest * step / counts.max(), c=DATA, linewidths=0, label=f"{step:,}")
     axes.legend(title="samples", loc="center left", bbox_to_anchor=(1.01, 0.5), labelspacing=1.4, borderpad=1.0)
 
 
-def _steps(largest: int) -> list[int]:
+def _legend_steps(largest: int) -> list[int]:
     """Up to three numbers for a legend, ascending: the last of 1, 2, 5, 10, 20, ... within `largest`, and every second
     one before it."""
-    known = np.outer(10 ** np.arange(len(str(largest))), (1, 2, 5)).ravel()
-    return known[known <= largest][::-1][:5:2][::-1].tolist()
+    steps = np.outer(10 ** np.arange(len(str(largest))), (1, 2, 5)).ravel()
+    descending = steps[steps <= largest][::-1]
+    return descending[:5:2][::-1].tolist()
 
 
-def _shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
-    starts = np.unique(np.linspace(0, len(shares), min(_COLUMNS, len(shares)), endpoint=False).astype(int))
-    columns = np.add.reduceat(shares, starts, axis=0) / np.diff(np.append(starts, len(shares)))[:, None]
+def _draw_shades(figure: Figure, axes: Axes, shares: np.ndarray) -> None:
+    clients, classes = shares.shape
+    starts = np.unique(np.linspace(0, clients, min(_MOST_COLUMNS, clients), endpoint=False).astype(int))
+    columns = np.add.reduceat(shares, starts, axis=0) / np.diff(np.append(starts, clients))[:, None]
+
     look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": _SHADES}
-    extent = (-0.5, len(shares) - 0.5, shares.shape[1] - 0.5, -0.5)
+    extent = (-0.5, clients - 0.5, classes - 0.5, -0.5)
     # Up to the largest share that there is, since those of many classes are small.
     image = axes.imshow(columns.T, extent=extent, vmin=0, vmax=float(columns.max()) or 1.0, **look)
     axes.grid(False)
+
     bar = figure.colorbar(image, ax=axes, label="share of the client's samples", pad=0.01, fraction=0.03)
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g} %"))
 
 
-def _sizes(axes: Axes, summary: Summary, order: np.ndarray, few: bool) -> None:
-    sizes, unseen = summary.sizes["train"][order], np.isin(order, summary.unseen)
-    for chosen, colour in ((~unseen, COLOUR), (unseen, PALE)):
-        if few:
+def _draw_sizes(axes: Axes, summary: Summary, order: np.ndarray, few_clients: bool) -> None:
+    sizes = summary.sizes["train"][order]
+    unseen = np.isin(order, summary.unseen)
+    for chosen, colour in ((~unseen, DATA), (unseen, PALE)):
+        if few_clients:
             axes.bar(np.flatnonzero(chosen), sizes[chosen], width=0.7, color=colour)
         else:
             axes.fill_between(np.arange(len(order)), sizes * chosen, step="mid", color=colour, linewidth=0)
+
     if sizes.max() > 50 * max(np.median(sizes), 1):
         axes.set_yscale("log")
     else:
@@ -163,17 +179,24 @@ def _sizes(axes: Axes, summary: Summary, order: np.ndarray, few: bool) -> None:
     axes.grid(False, axis="x")
 
 
-def _label(above: Axes, below: Axes, summary: Summary, few: bool) -> None:
+def _label_axes(above: Axes, below: Axes, summary: Summary, few_clients: bool) -> None:
     above.set(ylabel="samples")
-    count = len(summary.class_names)
-    every = -(-count // _FEW_CLASSES)
-    names = [name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…" for name in summary.class_names]
-    below.set_yticks(range(0, count, every), names[::every])
-    below.set(ylim=(count - 0.5, -0.5), xlim=(-0.7, summary.num_clients - 0.3))
+
+    classes = len(summary.class_names)
+    every = math.ceil(classes / _FEW_CLASSES)
+    names = [_shortened(name) for name in summary.class_names[::every]]
+    below.set_yticks(range(0, classes, every), names)
+    below.set(ylim=(classes - 0.5, -0.5), xlim=(-0.7, summary.num_clients - 0.3))
     below.xaxis.set_major_locator(MaxNLocator(min(summary.num_clients + 1, 13), integer=True, steps=[1, 2, 5, 10]))
     below.xaxis.set_minor_locator(NullLocator())
-    clients = "client" if few else f"clients, sorted by the {summary.unit} that they have most of"
-    below.set(ylabel=summary.unit, xlabel=clients + (" (grey: never trained)" if len(summary.unseen) else ""))
+
+    clients = "client" if few_clients else f"clients, sorted by the {summary.unit} that they have most of"
+    unseen = " (grey: never trained)" if len(summary.unseen) else ""
+    below.set(ylabel=summary.unit, xlabel=f"{clients}{unseen}")
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def _over_clients(values: np.ndarray) -> dict[str, float]:
@@ -182,10 +205,18 @@ def _over_clients(values: np.ndarray) -> dict[str, float]:
 
 def _table(title: str, rows: Mapping[str, Mapping[str, float]], totals: Mapping[str, str] | None = None) -> Table:
     """A row for each line of `rows`, with its total if there are any."""
+    headings = list(next(iter(rows.values())))
+    if totals:
+        headings.append("all clients")
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(title)
-    for heading in (*next(iter(rows.values())), *(["all clients"] if totals else [])):
+    for heading in headings:
         table.add_column(heading, justify="right")
+
     for name, spread in rows.items():
-        table.add_row(name, *map(number, spread.values()), *([totals[name]] if totals else []))
+        cells = [number(value) for value in spread.values()]
+        if totals:
+            cells.append(totals[name])
+        table.add_row(name, *cells)
     return table

@@ -1,4 +1,4 @@
-"""What runs spent of their clients' privacy."""
+"""The privacy that runs guarantee their clients, as epsilons."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from raypfl.learning.privacy.accounting import ALL
-from raypfl.results.compared import RunGroup
+from raypfl.results.groups import RunGroup
 
-_UNITS = {"sample": "one sample of a client", "client": "all samples of a client"}
+_PROTECTED = {"sample": "one sample of a client", "client": "all samples of a client"}
 
 
 class Epsilons(NamedTuple):
@@ -34,28 +34,40 @@ class Epsilons(NamedTuple):
 
 
 def epsilons(group: RunGroup) -> list[Epsilons]:
-    """A row for each branch, and the last one for all of them; empty without privacy."""
-    found: dict[str, list[float]] = {}
-    for table in (result.privacy for result in group.results if result.privacy is not None):
-        for branch, epsilon in zip(table["branch"].to_pylist(), table["epsilon"].to_pylist(), strict=True):
-            found.setdefault(branch, []).append(epsilon)
-    order = sorted(found, key=lambda branch: (branch == ALL, branch))
-    return [Epsilons(branch, fmean(v), _spread(v), min(v), max(v)) for branch in order if (v := found[branch])]
+    """Return a row for each branch, and last one for all of them; nothing without privacy."""
+    by_branch: dict[str, list[float]] = {}
+    for result in group.results:
+        if result.privacy is None:
+            continue
+        branches = result.privacy["branch"].to_pylist()
+        for branch, epsilon in zip(branches, result.privacy["epsilon"].to_pylist(), strict=True):
+            by_branch.setdefault(branch, []).append(epsilon)
+
+    rows = []
+    for branch in sorted(by_branch, key=lambda branch: (branch == ALL, branch)):
+        values = by_branch[branch]
+        rows.append(Epsilons(branch, fmean(values), _deviation(values), min(values), max(values)))
+    return rows
 
 
-def sentence(group: RunGroup) -> str:
-    """What is protected, and how well; empty without privacy."""
-    rows, settings = epsilons(group), group.results[0].experiment.privacy
+def privacy_sentence(group: RunGroup) -> str:
+    """Return what is protected, and how well; empty without privacy."""
+    rows = epsilons(group)
     if not rows:
         return ""
-    *parts, whole = rows
-    alone = ", ".join(f"{row.training} {row.mean:.2f}" for row in parts) if len(parts) > 1 else ""
-    return (
-        f"{group.label}, privacy of {_UNITS[settings.unit]}: epsilon {whole.mean:.2f} at delta {settings.delta:g}, the "
-        f"mean over clients (standard deviation {whole.std:.2f}, largest {whole.most:.2f})."
-        + (f" Mean epsilon of each training alone: {alone}." if alone else "")
+
+    settings = group.results[0].experiment.privacy
+    *branches, whole = rows
+    text = (
+        f"{group.label}, privacy of {_PROTECTED[settings.unit]}: epsilon {whole.mean:.2f} at delta "
+        f"{settings.delta:g}, the mean over clients (standard deviation {whole.std:.2f}, largest {whole.most:.2f})."
     )
+    if len(branches) > 1:
+        alone = ", ".join(f"{row.training} {row.mean:.2f}" for row in branches)
+        text += f" Mean epsilon of each training alone: {alone}."
+    return text
 
 
-def _spread(values: Sequence[float]) -> float:
+def _deviation(values: Sequence[float]) -> float:
+    # An infinite epsilon has no deviation.
     return pstdev(values) if all(value < float("inf") for value in values) else 0.0

@@ -20,26 +20,28 @@ _COMMANDS = {
 }
 _NUMBER = re.compile(r"(?<![\w.,])[+-][\d,]*\.?\d+")
 
-Block = tuple[str, Sequence[Sequence[str]]]
-"""A title above rows, which may be empty, and the rows, each a LaTeX text for each column."""
+TitledRows = tuple[str, Sequence[Sequence[str]]]
+"""A title above rows, which may be empty, and the rows, each with a LaTeX text for each column."""
 
 
 def escaped(text: str) -> str:
-    """Plain text as LaTeX."""
+    """Return plain text as LaTeX."""
     return "".join(_COMMANDS.get(character, character) for character in text)
 
 
 def number(text: str) -> str:
-    """A number or several, as printed in plain text: with signs and ± as in formulas."""
+    """Return numbers that are printed in plain text as LaTeX, with signs and ± as in formulas."""
     return _NUMBER.sub(lambda signed: f"${signed[0]}$", escaped(text.replace("±", " ± ")))
 
 
-def table(headings: Sequence[str], blocks: Sequence[Block], caption: str, words: int = 1) -> str:
-    """A ``table`` environment.
+def table(headings: Sequence[str], parts: Sequence[TitledRows], caption: str, words: int = 1) -> str:
+    """Return a ``table`` environment.
 
     Parameters
     ----------
-    headings : LaTeX. caption : plain text. words : columns of words, on the left, before those of numbers.
+    headings : LaTeX.
+    caption : plain text.
+    words : number of columns of words, on the left, before those of numbers.
     """
     lines = [
         r"\begin{table}",
@@ -49,11 +51,14 @@ def table(headings: Sequence[str], blocks: Sequence[Block], caption: str, words:
         r"    \toprule",
         f"    {_row(headings)}",
     ]
-    for title, rows in blocks:
+    for title, rows in parts:
         lines.append(r"    \midrule")
-        lines += [rf"    \multicolumn{{{len(headings)}}}{{l}}{{\emph{{{title}}}}} \\"] if title else []
+        if title:
+            lines.append(rf"    \multicolumn{{{len(headings)}}}{{l}}{{\emph{{{title}}}}} \\")
         lines += [f"    {_row(row)}" for row in rows]
-    return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}", ""])
+
+    lines += [r"    \bottomrule", r"  \end{tabular}", r"\end{table}", ""]
+    return "\n".join(lines)
 
 
 def _row(cells: Sequence[str]) -> str:

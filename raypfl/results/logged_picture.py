@@ -10,15 +10,16 @@ from textwrap import fill
 import numpy as np
 from matplotlib import image
 
-from raypfl.results.compared import RunGroup, group_runs, setting
-from raypfl.results.drawing import GREY, png
+from raypfl.results.drawing.canvas import GREY, png
+from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.setting_text import setting_text
 from raypfl.runs.result import RunResult
 
 _COLUMNS = 4
 _ROWS = 6  # rounds at most, of which the first and the last are among
 _INCHES = 3.2  # of a column, or more if its images are plots
-_PLOT = 8.0
-_PIXELS = 150  # of a plot in an inch
+_PLOT_INCHES = 8.0
+_PIXELS_PER_INCH = 150  # of a plot
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Strip:
 
     Attributes
     ----------
-    rounds, files : of the images that are drawn, ascending by round.
+    rounds, files : the images that are drawn, ascending by round.
     """
 
     group: RunGroup
@@ -37,14 +38,14 @@ class Strip:
 
 
 def shown(results: Sequence[RunResult]) -> list[Strip]:
-    """The images of each method's first seed, by name; four strips at most."""
+    """Return the images of each method's first seed, by name; four strips at most."""
     strips = []
     for group in group_runs(results):
         rows = group.results[0].images.to_pylist()
         for name in dict.fromkeys(row["name"] for row in rows):
-            named = sorted((row["round"], Path(row["file"])) for row in rows if row["name"] == name)
-            chosen = np.unique(np.linspace(0, len(named) - 1, _ROWS).round().astype(int))
-            rounds, files = zip(*(named[i] for i in chosen), strict=True)
+            images = sorted((row["round"], Path(row["file"])) for row in rows if row["name"] == name)
+            evenly_spread = np.unique(np.linspace(0, len(images) - 1, _ROWS).round().astype(int))
+            rounds, files = zip(*(images[i] for i in evenly_spread), strict=True)
             strips.append(Strip(group, name, list(rounds), list(files)))
     return strips[:_COLUMNS]
 
@@ -55,23 +56,34 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
     It returns the path, whose folder must exist; at least one of the results must have logged images.
     """
     strips = shown(results)
-    pixels = [[image.imread(file) for file in strip.files] for strip in strips]
-    rows = max(map(len, pixels))
-    widths = [min(max(_INCHES, one[0].shape[1] / _PIXELS), _PLOT) for one in pixels]
-    columns = list(zip(widths, pixels, strict=True))
-    heights = [
-        max(width * one[i].shape[0] / one[i].shape[1] for width, one in columns if i < len(one)) + 0.35
-        for i in range(rows)
-    ]
+    columns = [[image.imread(file) for file in strip.files] for strip in strips]
+    widths = [min(max(_INCHES, images[0].shape[1] / _PIXELS_PER_INCH), _PLOT_INCHES) for images in columns]
+    heights = _row_heights(columns, widths)
+
     with png(path, sum(widths) + 0.25 * len(strips), sum(heights) + 0.8) as figure:
-        grid = figure.subplots(rows, len(strips), squeeze=False, height_ratios=heights, width_ratios=widths)
+        grid = figure.subplots(len(heights), len(strips), squeeze=False, height_ratios=heights, width_ratios=widths)
         for axes in grid.flat:
             axes.set_axis_off()
-        for column, strip, images in zip(grid.T, strips, pixels, strict=True):
-            for axes, round, one in zip(column, strip.rounds, images, strict=False):
-                axes.imshow(one, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+
+        for panels, strip, images in zip(grid.T, strips, columns, strict=True):
+            for axes, round, pixels in zip(panels, strip.rounds, images, strict=False):
+                axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
                 axes.set_title(f"round {round}", fontsize=9, color=GREY, pad=3)
             heading = f"{strip.group.label}: {strip.name}\nround {strip.rounds[0]}"
-            column[0].set_title(heading, fontsize=10, color=strip.group.colour, fontweight="bold", pad=3)
-        figure.suptitle(fill(setting(results[0].experiment, results[0].metadata), 100), fontsize=9, color=GREY)
+            panels[0].set_title(heading, fontsize=10, color=strip.group.colour, fontweight="bold", pad=3)
+
+        text = setting_text(results[0].experiment, results[0].metadata)
+        figure.suptitle(fill(text, 100), fontsize=9, color=GREY)
     return Path(path)
+
+
+def _row_heights(columns: Sequence[Sequence[np.ndarray]], widths: Sequence[float]) -> list[float]:
+    """Inches of each row, in which the tallest image and its title fit."""
+    heights = []
+    for row in range(max(map(len, columns))):
+        tallest = 0.0
+        for images, width in zip(columns, widths, strict=True):
+            if row < len(images):
+                tallest = max(tallest, width * images[row].shape[0] / images[row].shape[1])
+        heights.append(tallest + 0.35)
+    return heights

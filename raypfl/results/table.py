@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from raypfl.evaluation.masking import unmasked_name
-from raypfl.results.compared import RunGroup
-from raypfl.results.units import Cell, Unit, over_seeds
+from raypfl.results.groups import RunGroup
+from raypfl.results.units import TableCell, Unit, over_seeds
 
 MODELS = ("personal", "global")
 
@@ -19,7 +19,7 @@ class Column:
 
     Attributes
     ----------
-    heading : with line breaks for narrow tables.
+    heading : the heading, with line breaks for narrow tables.
     aggregate : a name in ``measures.aggregates``; empty: the primary metric.
     """
 
@@ -29,60 +29,81 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Block:
+class ProtocolResults:
     """Results on one protocol, in the last evaluated round or, if `best`, in the one that validation data chose.
 
     Attributes
     ----------
-    rows : for each group that has such results, by its index: a cell for each column.
+    rows : a cell for each column, by the index of the group, of the groups that have such results.
     """
 
     protocol: str
     best: bool
-    rows: dict[int, list[Cell]]
+    rows: dict[int, list[TableCell]]
 
 
-def columns(compared: Sequence[RunGroup]) -> list[Column]:
-    """The primary metric of both models, its spread, and the other shown metrics that have a value."""
-    measures = compared[0].measures
-    spread = [Column("std", "std"), Column("worst\ndecile", "worst_decile"), Column("by\nsamples", "weighted")]
-    others = [
-        Column(metric.heading or metric.name, metric.name)
-        for metric in measures.others
-        if metric.shown and any(one.scores(name, aggregate=metric.name) for one in compared for name in one.protocols)
-    ]
-    return [*(Column(model, model=model) for model in MODELS), *spread, *others]
+def result_columns(groups: Sequence[RunGroup]) -> list[Column]:
+    """Return the primary metric of both models, its spread, and the other shown metrics that have a value."""
+    columns = [Column(model, model=model) for model in MODELS]
+    columns += [Column("std", "std"), Column("worst\ndecile", "worst_decile"), Column("by\nsamples", "weighted")]
+
+    for metric in groups[0].measures.others:
+        if metric.shown and any(_has_values(group, metric.name) for group in groups):
+            columns.append(Column(metric.heading or metric.name, metric.name))
+    return columns
 
 
-def blocks(compared: Sequence[RunGroup], columns: Sequence[Column]) -> list[Block]:
-    """The rows of all tests, then those of tests in the round that validation data chose, then those of validation."""
-    made = []
-    for protocol, best in tests_of(compared):
-        there = [i for i, one in enumerate(compared) if protocol in one.protocols and (one.has_best or not best)]
-        down = [_cells([compared[i] for i in there], column, protocol, best) for column in columns]
-        made.append(Block(protocol, best, {i: [cells[row] for cells in down] for row, i in enumerate(there)}))
-    return [block for block in made if block.rows]
+def _has_values(group: RunGroup, metric: str) -> bool:
+    return any(group.scores(protocol, aggregate=metric) for protocol in group.protocols)
 
 
-def tests_of(compared: Sequence[RunGroup]) -> list[tuple[str, bool]]:
-    """Protocols, in the order of the blocks, and whether in the round that validation data chose."""
-    protocols = list(dict.fromkeys(name for group in compared for name in group.protocols))
+def result_rows(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[ProtocolResults]:
+    """Return the rows of all tests, then of tests in the round that validation data chose, then of validation data."""
+    results = []
+    for protocol, best in tests_of(groups):
+        tested = [i for i, group in enumerate(groups) if protocol in group.protocols and (group.has_best or not best)]
+        by_column = [_cells([groups[i] for i in tested], column, protocol, best) for column in columns]
+        rows = {i: [cells[row] for cells in by_column] for row, i in enumerate(tested)}
+        if rows:
+            results.append(ProtocolResults(protocol, best, rows))
+    return results
+
+
+def tests_of(groups: Sequence[RunGroup]) -> list[tuple[str, bool]]:
+    """Return protocols in the order of the table, each with whether it is in the round that validation data chose."""
+    protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
     tests = [name for name in protocols if unmasked_name(name) != "val"]
     validation = [name for name in protocols if name not in tests]
     return [(name, False) for name in tests] + [(name, True) for name in tests] + [(name, False) for name in validation]
 
 
-def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool) -> list[Cell]:
-    """A column: with as many digits as its largest number needs, and the best of several means marked."""
-    values = [one.scores(protocol, column.model, column.aggregate, best) for one in groups]
-    rivals = [seeds for seeds in values if seeds]
+def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool) -> list[TableCell]:
+    """A column with as many digits as its largest number needs, and with the best of several means marked."""
+    scores = [group.scores(protocol, column.model, column.aggregate, best) for group in groups]
+    rivals = [seeds for seeds in scores if seeds]
     if not rivals:
-        return [over_seeds(seeds) for seeds in values]
+        return [over_seeds(seeds) for seeds in scores]
+
     measures = groups[0].measures
     aggregate = column.aggregate or measures.primary.name
     digits = Unit(measures.of(aggregate)).digits(value for seeds in rivals for value in seeds)
-    if column.model and len(rivals) == 1:  # the only such model is best if it beats those that the others' clients use
-        rivals = [seeds for one in groups if (seeds := one.scores(protocol, best=best))]
-    means = [fmean(seeds) for seeds in rivals]
-    top = (min if measures.lower_is_better(aggregate) else max)(means) if len(means) > 1 else None
-    return [over_seeds(seeds, digits, None if top is None else f"{top:,.{digits}f}") for seeds in values]
+
+    if column.model and len(rivals) == 1:
+        # The only such model is best if it beats the models that clients of the other methods use.
+        deployed = [group.scores(protocol, best=best) for group in groups]
+        rivals = [seeds for seeds in deployed if seeds]
+
+    best_mean = None
+    if len(rivals) > 1:
+        choose = min if measures.lower_is_better(aggregate) else max
+        best_mean = f"{choose(fmean(seeds) for seeds in rivals):,.{digits}f}"
+    return [over_seeds(seeds, digits, best_mean) for seeds in scores]
+
+
+def legend(groups: Sequence[RunGroup]) -> list[str]:
+    """Return sentences for below the table: over which rounds and seeds its numbers are."""
+    averaged = {len(result.last_rounds) for group in groups for result in group.results} - {0, 1}
+    lines = [f"Means over the last {rounds} evaluated rounds." for rounds in sorted(averaged)]
+    if any(len(group.results) > 1 for group in groups):
+        lines.append("±: standard deviation over seeds.")
+    return lines

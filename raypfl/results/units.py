@@ -44,23 +44,23 @@ class Unit:
         return (self.metric.heading or self.metric.name).replace("\n", " ")
 
     def of(self, values: Iterable[float]) -> list[float]:
-        """The metric's values in this unit."""
+        """Return the metric's values in this unit."""
         return [self.factor * value for value in values]
 
     def digits(self, values: Iterable[float]) -> int:
-        """Decimals for numbers in this unit: one for a share, else enough for three significant digits."""
+        """Return the decimals of numbers in this unit: one for a share, else enough for three significant digits."""
         largest = max((abs(value) for value in values if isfinite(value)), default=0.0)
         if self.metric.percent or not largest:
             return 1
         return min(max(_SIGNIFICANT - 1 - floor(log10(largest)), 0), 9)
 
     def text(self, *seeds: float) -> str:
-        """Numbers in this unit, without its sign: ``"94.2"``, or ``"94.2±0.3"`` over several seeds."""
+        """Return numbers in this unit without its sign: ``"94.2"``, or ``"94.2±0.3"`` over several seeds."""
         return str(over_seeds(seeds, self.digits(seeds)))
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A number as it is printed: mean and standard deviation over seeds, and whether it is the best of its column."""
 
     mean: str
@@ -71,17 +71,21 @@ class Cell:
         return f"{self.mean}±{self.spread}" if self.spread else self.mean
 
 
-def over_seeds(values: Sequence[float], digits: int = 1, best: str | None = None) -> Cell:
-    """One number per seed as a cell; ``"–"`` without any.
+def over_seeds(values: Sequence[float], digits: int = 1, best: str | None = None) -> TableCell:
+    """Return one number per seed as a cell; ``"–"`` without any.
 
-    `best` : the best mean of the column, as it is printed, so that equal ones all count.
+    Parameters
+    ----------
+    best : the best mean of the column, as it is printed, so that equal ones all count.
     """
     if not values:
-        return Cell("–")
+        return TableCell("–")
+
     mean = f"{fmean(values):,.{digits}f}"
-    return Cell(mean, f"{stdev(values):.{digits}f}" if len(values) > 1 else "", mean == best)
+    spread = f"{stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return TableCell(mean, spread, mean == best)
 
 
-def capital(text: str) -> str:
-    """With an upper-case first letter."""
+def capitalised(text: str) -> str:
+    """Return the text with an upper-case first letter."""
     return text[0].upper() + text[1:]

@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from raypfl.results.compared import colour
-from raypfl.results.drawing import GREY, INK, png
+from raypfl.results.colours import colour
+from raypfl.results.drawing.canvas import GREY, INK, png
 from raypfl.studies.entries import TableEntry
 
 _INCHES = (3.6, 0.42)  # a panel's width, a method's height

@@ -7,21 +7,21 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from raypfl.methods.personal_models.pefll import PeFLL
-from raypfl.results.compared import RunGroup, group_runs, setting
-from raypfl.results.drawing import GREY, INK, png
+from raypfl.results.drawing.canvas import GREY, INK, png
+from raypfl.results.drawing.classes import class_colour, draw_class_legend, name_row
+from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.setting_text import setting_text
 from raypfl.runs.result import RunResult, newest
 from raypfl.trained.descriptors import Descriptors, descriptors_of
 from raypfl.trained.models import TrainedModels
 
 _ROWS = 4
 _INCHES = 3.6  # of a panel
-_FEW_CLASSES = 20
 _POINTS = 4000
 
 
@@ -48,15 +48,13 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
             _clients(left, start, "start")
             _clients(middle, end, f"round {group.results[0].round}")
             _distances(right, end)
-            name = {"color": group.colour, "fontsize": 12, "fontweight": "bold", "rotation": 90}
-            left.text(-0.1, 0.5, group.label, transform=left.transAxes, va="center", ha="center", **name)
-        figure.suptitle(fill(setting(results[0].experiment, results[0].metadata), 100), fontsize=10, color=GREY)
-        names = rows[0][-1]
-        handles = [
-            Line2D([], [], marker="o", linestyle="", color=_colour(c, len(names)), label=n) for c, n in _few(names)
-        ]
-        handles.append(Line2D([], [], marker="o", linestyle="", color="none", markeredgecolor=INK, label="unseen"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), handletextpad=0.2)
+            name_row(left, group, x=-0.1)
+
+        text = setting_text(results[0].experiment, results[0].metadata)
+        figure.suptitle(fill(text, 100), fontsize=10, color=GREY)
+        class_names = rows[0][-1]
+        unseen = Line2D([], [], marker="o", linestyle="", color="none", markeredgecolor=INK, label="unseen")
+        draw_class_legend(figure, class_names, unseen)
     return Path(path)
 
 
@@ -64,15 +62,6 @@ def _start_and_end(result: RunResult) -> tuple[Descriptors, Descriptors, list[st
     models = TrainedModels.of_snapshot(*newest(result.run_dir, whole=False))
     names = getattr(models.outline, "class_names", None) or [str(c) for c in range(models.outline.num_classes)]
     return descriptors_of(models, models.at_start()), descriptors_of(models), list(names)
-
-
-def _few(names: list[str]) -> list[tuple[int, str]]:
-    return list(enumerate(names)) if len(names) <= _FEW_CLASSES else []
-
-
-def _colour(c: int, count: int) -> tuple[float, float, float, float]:
-    scale = matplotlib.colormaps["tab10" if count <= 10 else "turbo"]
-    return scale(c if count <= 10 else c / (count - 1))
 
 
 def _clients(axes: Axes, found: Descriptors, title: str) -> None:
@@ -84,8 +73,8 @@ def _clients(axes: Axes, found: Descriptors, title: str) -> None:
         first, *others = np.argsort(-mix, kind="stable")[:2]
         second = others[0] if others and mix[others[0]] > 0 else first
         edge = INK if client in found.unseen else "white"
-        colours: dict[str, Any] = {"markerfacecolor": _colour(first, classes)}
-        colours["markerfacecoloralt"] = _colour(second, classes)
+        colours: dict[str, Any] = {"markerfacecolor": class_colour(first, classes)}
+        colours["markerfacecoloralt"] = class_colour(second, classes)
         axes.plot(*point, "o", fillstyle="left", markersize=8, markeredgecolor=edge, markeredgewidth=0.9, **colours)
     axes.set(xticks=[], yticks=[], title=title)
     axes.grid(False)

@@ -15,8 +15,8 @@ from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.messages import Mean, Scatter, per_client
 from raypfl.methods import FedAvg
 from raypfl.models import Predictor
-from raypfl.results.compared import group_runs
 from raypfl.results.display import outcome
+from raypfl.results.groups import group_runs
 from raypfl.results.numbers import messages
 from tests.support.federation import CLASSES, EXECUTORS, Federation, as_module
 from tests.support.prediction_methods import Hypernetwork, NearestNeighbours

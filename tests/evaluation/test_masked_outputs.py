@@ -14,8 +14,8 @@ from raypfl.engine.events import Evaluated
 from raypfl.evaluation.masking import MASKS
 from raypfl.integrations.tracking.entries import evaluation_points
 from raypfl.integrations.tuning.sweep import load as load_sweep
-from raypfl.results.compared import group_runs
-from raypfl.results.table import blocks, columns
+from raypfl.results.groups import group_runs
+from raypfl.results.table import result_columns, result_rows
 from raypfl.runs.result import events_of
 from raypfl.studies.cells import plan
 from raypfl.studies.description import load as load_study
@@ -143,9 +143,9 @@ def test_a_client_of_one_class_is_always_right_when_the_others_are_excluded_also
 def test_masked_numbers_stand_beside_the_others_in_tables_the_report_and_mlflow(tmp_path):
     changes = {"data__val_fraction": 0.2, "evaluation__protocols": "[local, val]", "rounds": 2}
     result = raypfl.run(experiment(tmp_path, method="fedavg", **changes, evaluation__masks="[exclude]"))
-    compared = group_runs([result])
-    made = [(block.protocol, block.best) for block in blocks(compared, columns(compared))]
-    assert made == [
+    groups = group_runs([result])
+    tests = [(rows.protocol, rows.best) for rows in result_rows(groups, result_columns(groups))]
+    assert tests == [
         *[("local", False), ("local/exclude", False), ("local", True), ("local/exclude", True)],
         *[("val", False), ("val/exclude", False)],  # validation data, not a test
     ]

@@ -23,8 +23,8 @@ from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.privacy import NoisySum, PrivacySettings
 from raypfl.learning.privacy.accounting import ALL, accounted, epsilon
 from raypfl.methods import MTL, Ditto, FedAvg, FedNH, FedProto, PerAda, PFedMe
-from raypfl.results.compared import group_runs
-from raypfl.results.epsilons import epsilons, sentence
+from raypfl.results.epsilons import epsilons, privacy_sentence
+from raypfl.results.groups import group_runs
 from raypfl.runs.driver import check
 from tests.support.federation import CLASSES, EXECUTORS, FP64, SHAPE, Federation, as_module, both, close, starts_of
 
@@ -396,7 +396,7 @@ def test_the_privacy_of_a_run_is_a_sentence_that_names_its_trainings(tmp_path):
     rows = {row.training: row for row in epsilons(group)}
     assert list(rows) == ["model 1 of train", "model 2 of train", "all"]
     whole, own = rows["all"], rows["model 1 of train"]
-    assert sentence(group) == (
+    assert privacy_sentence(group) == (
         f"ditto, privacy of one sample of a client: epsilon {whole.mean:.2f} at delta 1e-05, the mean over clients "
         f"(standard deviation {whole.std:.2f}, largest {whole.most:.2f}). Mean epsilon of each training alone: "
         f"model 1 of train {own.mean:.2f}, model 2 of train {own.mean:.2f}."

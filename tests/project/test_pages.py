@@ -263,7 +263,7 @@ def accepted(reader: Path) -> Iterator[Callable[[list[str]], bool]]:
             patch.setattr(f"raypfl.{name}", nothing)
         for name in ("data.load_federated", "data.summarised", "results.client_data.draw", "results.client_data.show"):
             patch.setattr(f"raypfl.{name}", nothing)
-        patch.setattr("raypfl.results.report.found", lambda runs: ([], []))
+        patch.setattr("raypfl.results.report.find_runs", lambda runs: ([], []))
         patch.setattr("raypfl.results.report.write", nothing)
         yield lambda words: not_refused(CliRunner().invoke(app, words, catch_exceptions=False))
 

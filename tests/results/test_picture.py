@@ -24,11 +24,12 @@ from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.federation.ledger import LEDGER
 from raypfl.integrations.tracking.entries import comparison_description, run_params
-from raypfl.results import drawing
-from raypfl.results.compared import group_runs, labels, lettered_settings, setting
 from raypfl.results.display import outcome
 from raypfl.results.display.console import LiveView, LogView, RunLine, View, lines_for, minutes, view
-from raypfl.results.drawing import draw
+from raypfl.results.drawing import canvas, draw
+from raypfl.results.groups import group_runs
+from raypfl.results.labels import labels
+from raypfl.results.setting_text import setting_text
 from raypfl.results.units import over_seeds
 from raypfl.storage.columns import Columns
 from raypfl.storage.tables import arrow
@@ -111,7 +112,7 @@ def test_a_picture_is_drawn_of(results, tmp_path: Path):
 @pytest.mark.parametrize("methods", [1, 3, 6])
 def test_no_legend_covers_data(methods: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn: list[Figure] = []
-    monkeypatch.setattr(drawing, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1])
+    monkeypatch.setattr(canvas, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1])
     runs = [
         made_up({"name": "ditto", "lam": i}, ("personal", "global"), seed=s) for i in range(methods) for s in (0, 1)
     ]
@@ -143,13 +144,13 @@ def test_clients_without_test_data_are_left_out_of_the_picture(tmp_path: Path):
 
 def test_a_setting_names_of_the_partition_what_is_not_by_default_so():
     usual, patient = ({"name": "dirichlet", "alpha": 0.3, **more} for more in ({}, {"tries": 50}))
-    assert setting(Experiment(partition=usual), {}) == "digits · 20 clients · dirichlet(alpha=0.3) · mlp"
-    assert "dirichlet(alpha=0.3, tries=50)" in setting(Experiment(partition=patient), {})
+    assert setting_text(Experiment(partition=usual), {}) == "digits · 20 clients · dirichlet(alpha=0.3) · mlp"
+    assert "dirichlet(alpha=0.3, tries=50)" in setting_text(Experiment(partition=patient), {})
 
 
 def test_a_population_is_announced_with_the_clients_that_it_has_and_no_partition():
     described = Experiment(data="tests.support.federated_data:Described")
-    text = setting(described, {"num_clients": 4})
+    text = setting_text(described, {"num_clients": 4})
     assert text == "tests.support.federated_data:Described · 4 clients · mlp"
     assert not [key for key in run_params(described) if key.startswith("partition")]
 
@@ -174,29 +175,28 @@ def test_settings_of_a_methods_own_are_told_beside_its_name_and_of_the_first_one
     assert labels(experiments({"methods": methods[:2]}))[1] == "ditto model=lenet training.optimizer=adam"
     many = {f"training.{key}": 3 for key in ("epochs", "batch_size", "clip_norm", "weight_decay")}
     methods[1] = {"name": "ditto", "settings": many}
-    assert labels(experiments({"methods": methods[:2]})) == ["fedavg · settings A", "ditto · settings B"]
-    methods[1] = {"name": "ditto", "settings": {"model.hidden": [8, 8], "training.lr": 0.05, "training.epochs": 3}}
-    assert labels(experiments({"methods": methods[:2]})) == ["fedavg · settings A", "ditto · settings B"]
-    meant = [
-        "settings A: model.hidden=default, training.epochs=1, training.lr=0.1",
-        "settings B: model.hidden=[8, 8], training.epochs=3, training.lr=0.05",
+    assert labels(experiments({"methods": methods[:2]})) == [
+        "fedavg",
+        "ditto training.epochs=3 training.batch_size=3 training.weight_decay=3.0 training.clip_norm=3.0",
     ]
-    assert lettered_settings(experiments({"methods": methods[:2]})) == meant
+    methods[1] = {"name": "ditto", "settings": {"model.hidden": [8, 8], "training.lr": 0.05, "training.epochs": 3}}
+    label = "ditto training.epochs=3 training.lr=0.05 model.hidden=[8, 8]"
+    assert labels(experiments({"methods": methods[:2]})) == ["fedavg", label]
     methods[1] = {"name": "ditto", "settings": {"model": "lenet", "training.epochs": 3, "training.weight_decay": 0.001}}
-    told = lettered_settings(experiments({"methods": methods[:2]}))
-    assert told[0] == "settings A: model=mlp, training.epochs=1, training.weight_decay=0.0" and len(told) == 2
+    label = "ditto model=lenet training.epochs=3 training.weight_decay=0.001"
+    assert labels(experiments({"methods": methods[:2]})) == ["fedavg", label]
     own = ({"model.hidden": [8, 8]}, {}, {"training": {"lr": 0.2, "epochs": 3}, "model": "lenet"})
     named = zip(("fedavg", "ditto", "local"), own, strict=True)
-    assert lettered_settings(experiments({"methods": [{"name": name, "settings": one} for name, one in named]})) == [
-        "settings A: model.hidden=[8, 8], model=mlp, training.epochs=1, training.lr=0.1",
-        "settings B: model.hidden=default",
-        "settings C: model=lenet, training.epochs=3, training.lr=0.2",
+    assert labels(experiments({"methods": [{"name": name, "settings": one} for name, one in named]})) == [
+        "fedavg",
+        "ditto model.hidden=default",
+        "local model=lenet training.epochs=3 training.lr=0.2",
     ]
     twice = ["fedavg", {"name": "fedavg", "settings": {"training.lr": 0.2}}]
     assert labels(experiments({"methods": twice})) == ["fedavg training.lr=0.1", "fedavg training.lr=0.2"]
 
 
-def test_runs_of_other_settings_are_told_by_the_one_that_differs_or_by_a_letter():
+def test_runs_of_other_settings_are_told_by_those_that_differ():
     runs = [Experiment(method=m) for m in ("fedavg", {"name": "ditto", "lam": 0.1}, {"name": "ditto", "lam": 1})]
     faster = runs[1].override(["training.lr=0.5"])
     names = ["fedavg training.lr=0.1", "ditto lam=0.1 training.lr=0.1", "ditto lam=1.0 training.lr=0.1"]
@@ -210,21 +210,26 @@ def test_runs_of_other_settings_are_told_by_the_one_that_differs_or_by_a_letter(
     searched = [faster.override([f"rounds={n}", f"training.lr={n}"]) for n in range(1, 29)]
     assert labels(searched)[:2] == ["ditto rounds=1 training.lr=1.0", "ditto rounds=2 training.lr=2.0"]
     many = [one.override([f"training.weight_decay={one.rounds}"]) for one in searched]
-    assert labels(many)[25:] == ["ditto · settings Z", "ditto · settings AA", "ditto · settings AB"]
+    assert labels(many)[27] == "ditto rounds=28 training.lr=28.0 training.weight_decay=28.0"
+    assert len(set(labels(many))) == 28
 
 
 def test_runs_of_one_label_have_the_same_settings():
     networks = [{"name": "mlp", "hidden": [8]}, *({"name": "vit_s_16", "depth": depth} for depth in (1, 2))]
     runs = [Experiment(method="ditto", model=network) for network in networks]
-    assert labels([Experiment(), *runs])[1:] == ["ditto · settings B", "ditto · settings C", "ditto · settings D"]
-    assert len(set(labels(runs))) == 3
+    told = ["ditto model.hidden=[8]", "ditto model=vit_s_16 model.depth=1", "ditto model=vit_s_16 model.depth=2"]
+    assert labels([Experiment(), *runs]) == ["fedavg", *told]
+    assert labels(runs) == ["ditto model=mlp model.hidden=[8]", *told[1:]]
+    private = [Experiment(method="fedavg", privacy={"noise": 1.0}), Experiment(method="ditto")]
+    both = [*private, private[1].override(["privacy={noise: 1.0}"])]
+    assert labels(both) == ["fedavg privacy.noise=1.0", "ditto privacy.noise=None", "ditto privacy.noise=1.0"]
 
 
 def test_labels_say_what_differs_and_name_no_file_that_follows_from_it():
     runs = experiments(settings_of("lora-digits"))
     pretrained = [one.override([f"model.weights=/cache/{one.model.lora}.safetensors"]) for one in runs]
     assert labels(pretrained) == ["fedavg", "partial", "fedper", "fedavg model.lora=0 training.lr=0.02"]
-    assert "weights" not in setting(pretrained[0], {})
+    assert "weights" not in setting_text(pretrained[0], {})
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_contender():

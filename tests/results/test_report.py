@@ -19,9 +19,10 @@ import raypfl
 from raypfl.cli.app import app
 from raypfl.common.errors import ConfigError
 from raypfl.results import numbers
-from raypfl.results.compared import COLOURS, group_runs
-from raypfl.results.report import found, tables, write
-from raypfl.results.report.figures import curves
+from raypfl.results.colours import COLOURS
+from raypfl.results.groups import group_runs
+from raypfl.results.report import find_runs, tables, write
+from raypfl.results.report.figures import metric_figure
 from raypfl.results.report.page import shades
 from tests.support.runs import experiment
 
@@ -92,9 +93,9 @@ def test_the_results_are_those_of_the_runs_tables_over_seeds(results, whole):
 
 
 def test_the_best_of_a_column_is_bold_and_equals_all_are(results):
-    headings, blocks = tables.results(group_runs(results))
+    headings, blocks = tables.result_tables(group_runs(results))
     for j, heading in enumerate(headings):
-        column = [cells[j] for _, _, cells in blocks[0][3] if cells[j].mean != "–"]
+        column = [cells[j] for _, _, cells in blocks[0].lines if cells[j].mean != "–"]
         wanted = (min if heading in ("std", "ECE") else max)(float(cell.mean) for cell in column)
         assert [cell.best for cell in column] == [float(cell.mean) == wanted for cell in column]
 
@@ -116,7 +117,7 @@ def test_runs_on_other_data_partitions_or_models_are_compared_in_parts_of_their_
 def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_their_default(results):
     ditto = replace(results[2], experiment=results[2].experiment.override(["method.lam=2"]))
     for run, expected in ((results[2], []), (ditto, ["method.lam"])):
-        differing, shared = tables.differences(group_runs([results[4], run]))
+        differing, shared = tables.compare_settings(group_runs([results[4], run]))
         assert [key for key, _ in differing] == expected
         assert ("method.lam" in dict(shared)) == (not expected)
 
@@ -124,8 +125,8 @@ def test_options_that_only_some_methods_have_are_differences_if_they_are_not_at_
 def test_the_only_personal_models_are_bold_where_the_headline_says_that_they_are_best(results, tmp_path):
     for personal in (97, 90):
         runs = [shifted(results[0], {"global": 95}), shifted(results[2], {"personal": personal, "global": 94})]
-        _, blocks = tables.results(group_runs(runs))
-        fedavg, ditto = (cells[:2] for _, _, cells in blocks[0][3])
+        _, blocks = tables.result_tables(group_runs(runs))
+        fedavg, ditto = (cells[:2] for _, _, cells in blocks[0].lines)
         assert ditto[0].best == (personal == 97) and fedavg[1].best
 
 
@@ -165,7 +166,7 @@ def test_the_ledger_by_tensor_adds_up_to_what_was_sent(results, whole):
 def test_what_differs_between_runs_is_listed_and_nothing_else(results):
     fedavg = results[0]
     other = replace(fedavg, experiment=fedavg.experiment.override(["training.lr=0.5", "seed=7", "partition.alpha=1"]))
-    differing, shared = tables.differences(group_runs([fedavg, other]))
+    differing, shared = tables.compare_settings(group_runs([fedavg, other]))
     names = ["fedavg partition.alpha=0.3 training.lr=0.1", "fedavg partition.alpha=1.0 training.lr=0.5"]
     assert differing == [
         ("partition.alpha", [("0.3", [names[0]]), ("1.0", [names[1]])]),
@@ -284,7 +285,7 @@ def test_only_models_that_there_are_have_a_line_in_the_key(results, whole, tmp_p
 
 def test_a_single_evaluation_is_in_the_middle_of_whole_rounds(results):
     last = results[0].evaluations.filter(pc.field("round") == results[0].round)
-    drawing = curves(group_runs([replace(results[0], evaluations=last)]), "local", "round")
+    drawing = metric_figure(group_runs([replace(results[0], evaluations=last)]), "local", "round")
     words = [text(one) for one in ElementTree.fromstring(drawing.svg).iter() if one.tag.endswith("text")]
     assert words[: words.index("round")] == [str(results[0].round + step) for step in (-1, 0, 1)]
 
@@ -313,7 +314,7 @@ def test_a_method_whose_seeds_have_no_round_in_common_is_named(results):
         replace(one, evaluations=one.evaluations.filter(pc.field("round") == number))
         for one, number in zip(results[:2], (1, 2), strict=True)
     )
-    drawing = curves(group_runs([first, second, *results[2:]]), "local", "round")
+    drawing = metric_figure(group_runs([first, second, *results[2:]]), "local", "round")
     assert drawing.caption == "Not drawn: fedavg, whose seeds were never evaluated in the same round."
 
 
@@ -418,7 +419,7 @@ def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_lis
     comparison = tmp_path / "comparison"
     shutil.copytree(results[2].run_dir, comparison / "ditto-s0")
     (comparison / "comparison.yaml").write_text("runs: [")
-    kept, notes = found(sorted(tmp_path.iterdir()))
+    kept, notes = find_runs(sorted(tmp_path.iterdir()))
     assert [one.run_dir.name for one in kept] == ["ditto-s0"]
     for name, why in (
         ("mlartifacts", "there is none in it"),
@@ -434,7 +435,7 @@ def test_folders_without_a_run_and_runs_that_cannot_be_read_are_left_out_and_lis
 def test_files_are_passed_over_and_a_run_that_repeats_another_is_left_out(results, tmp_path):
     (tmp_path / "compared.png").touch()
     again = raypfl.run(results[0].experiment.replace(output=str(tmp_path)))
-    kept, notes = found([results[0].run_dir, again.run_dir, tmp_path / "compared.png", results[2].run_dir])
+    kept, notes = find_runs([results[0].run_dir, again.run_dir, tmp_path / "compared.png", results[2].run_dir])
     assert [one.run_dir for one in kept] == [again.run_dir, results[2].run_dir]
     assert notes == [f"{results[0].run_dir} is left out: {again.run_dir} is also fedavg from seed 0."]
 

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import Result as Ended
 
 from raypfl.common.errors import NoRun, RaypflError
-from raypfl.results.report import found
+from raypfl.results.report import find_runs
 from raypfl.runs import driver
 from raypfl.runs.result import RunResult, description
 from tests.support.command import raypfl, told
@@ -154,7 +154,7 @@ def test_what_is_finished_of_an_interrupted_comparison_is_reported_on(cut_off):
     cut_off("ditto", "run", *QUIETLY, "--method", "fedavg,ditto,local")
     folder = only_folder()
     for named in (folder, Path("runs")):
-        results, notes = found([named])
+        results, notes = find_runs([named])
         assert [result.run_dir.name for result in results] == ["fedavg-s0"]
         assert f"{folder / 'ditto-s0'} was stopped before its first evaluation." in notes
         assert any(f"`raypfl resume {folder / 'local-s0'}` finishes an interrupted one" in note for note in notes)

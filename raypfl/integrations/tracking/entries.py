@@ -15,9 +15,10 @@ from raypfl.engine.events import Evaluated, RoundFinished, RunStarted
 from raypfl.experiment import Experiment
 from raypfl.experiment.assignments import flatten
 from raypfl.integrations.tracking.connection import without_password
-from raypfl.results.compared import RunGroup, group_runs, legend, setting, settings
-from raypfl.results.paired import HEADINGS, differences, remarks
-from raypfl.results.table import blocks, columns
+from raypfl.results.differences import HEADINGS, differences, remarks
+from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.setting_text import applicable_settings, setting_text
+from raypfl.results.table import legend, result_columns, result_rows
 from raypfl.results.units import Unit
 from raypfl.runs.result import RunResult
 
@@ -72,7 +73,7 @@ def _score(unit: Unit, value: float) -> str:
 
 def run_tags(started: RunStarted) -> dict[str, str]:
     """Return the tags by which one can search for a run."""
-    experiment = settings(started.experiment)
+    experiment = applicable_settings(started.experiment)
     parts = [part for part in ("method", "data", "partition", "model") if part in experiment]
     return {
         "kind": "run",
@@ -86,13 +87,13 @@ def run_tags(started: RunStarted) -> dict[str, str]:
 
 def run_params(experiment: Experiment) -> dict[str, str]:
     """Return all settings as texts, without passwords."""
-    return {key: without_password(value) for key, value in _texts(settings(experiment)).items()}
+    return {key: without_password(value) for key, value in _texts(applicable_settings(experiment)).items()}
 
 
 def run_description(started: RunStarted, run_id: str, uri: str) -> str:
     """Return the description of a run: its setting, and how to load its models."""
     return (
-        f"{setting(started.experiment, started.metadata)}\n\n"
+        f"{setting_text(started.experiment, started.metadata)}\n\n"
         "Its models, as networks that take images as they are stored:\n\n"
         "```python\n"
         "import raypfl\n\n"
@@ -110,12 +111,12 @@ def comparison_description(results: Sequence[RunResult], baseline: str | None = 
     """
     groups = group_runs(results)
     unit = groups[0].unit
-    shown_columns = [column for column in columns(groups) if column.aggregate in ("", "worst_decile")]
-    last_round = [block for block in blocks(groups, shown_columns) if not block.best]
+    shown_columns = [column for column in result_columns(groups) if column.aggregate in ("", "worst_decile")]
+    last_round = [block for block in result_rows(groups, shown_columns) if not block.best]
 
     sign = unit.sign or f" {unit.heading}"
     headings = " | ".join(f"{column.heading}{sign}".replace("\n", " ") for column in shown_columns)
-    lines = [setting(results[0].experiment, results[0].metadata), "", f"| method | tested on | {headings} |"]
+    lines = [setting_text(results[0].experiment, results[0].metadata), "", f"| method | tested on | {headings} |"]
     lines.append("|:--|:--|--:|--:|--:|")
     for i, group in enumerate(groups):
         for block in last_round:

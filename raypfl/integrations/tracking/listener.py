@@ -14,7 +14,7 @@ from raypfl.experiment import Experiment
 from raypfl.integrations.tracking import entries
 from raypfl.integrations.tracking.comparison_run import ComparisonRun
 from raypfl.integrations.tracking.run import NOTE, STATUS, RunRecord
-from raypfl.results.compared import differing_settings
+from raypfl.results.labels import differing_settings
 from raypfl.runs import folders
 from raypfl.runs.result import RunResult, events_of
 

@@ -13,7 +13,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
 from raypfl.integrations.tuning.spaces import Space, shown
-from raypfl.results.drawing import png
+from raypfl.results.drawing.canvas import png
 
 ABSENT = -0.12
 """The height at which a configuration without a setting crosses that setting's axis."""

@@ -30,9 +30,10 @@ from raypfl.engine.events import (
 )
 from raypfl.evaluation.measures import Measures
 from raypfl.experiment import Experiment
-from raypfl.results.compared import colour, labels
+from raypfl.results.colours import colour
 from raypfl.results.display.fitting import width_of
 from raypfl.results.display.outcome import nearby
+from raypfl.results.labels import labels
 from raypfl.results.units import Unit
 
 _PACE_ROUNDS = 10  # the pace is that of the last ones: the first ones also warm up

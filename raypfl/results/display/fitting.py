@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -16,24 +16,25 @@ _UNBOUNDED = 10_000  # columns of a terminal
 
 
 def output() -> Console:
-    """The standard output, as wide as the terminal; a file or a pipe has room for everything."""
+    """Return the standard output, as wide as the terminal; a file or a pipe has room for everything."""
     console = Console()
     return console if console.is_terminal else Console(width=_UNBOUNDED)
 
 
 def width_of(console: Console, table: Table) -> int:
-    """The width that a table takes where there is room."""
+    """Return the width that a table takes where there is room."""
     return console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum
 
 
-def fitting(
+def fit_table(
     width: int, columns: Mapping[str, Sequence[str]], dispensable: Sequence[str] = (), right: Sequence[str] = ()
 ) -> tuple[Table, list[str]]:
-    """A table at most `width` wide, if its columns can be made so narrow, and the headings left out.
+    """Return a table at most `width` wide, if its columns can be made so narrow, and the headings left out.
 
     Parameters
     ----------
-    columns : heading -> cells. dispensable : headings that may be left out, in this order.
+    columns : cells by heading.
+    dispensable : headings that may be left out, in this order.
     right : headings of columns that are aligned on the right.
     """
     for count in range(len(dispensable) + 1):
@@ -44,12 +45,16 @@ def fitting(
         excess = sum(widths.values()) + 2 * len(widths) - width
         if excess <= sum(spare.values()):
             break
+
     for _ in range(min(excess, sum(spare.values()))):
         widest = max(spare, key=spare.__getitem__)
-        widths[widest], spare[widest] = widths[widest] - 1, spare[widest] - 1
+        widths[widest] -= 1
+        spare[widest] -= 1
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading, wide in widths.items():
-        table.add_column(heading, width=wide, justify="right" if heading in right else "left", overflow="fold")
+    for heading, column_width in widths.items():
+        justify: JustifyMethod = "right" if heading in right else "left"
+        table.add_column(heading, width=column_width, justify=justify, overflow="fold")
     for row in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, row))
     return table, list(left_out)
@@ -57,9 +62,10 @@ def fitting(
 
 def _narrowest(heading: str, cells: Sequence[str]) -> int:
     """The width to which a column can be folded between words."""
-    words = [word for cell in cells for word in cell.split()]
-    folded = min(_longest(words), NARROW) if any(" " in cell for cell in cells) else _longest(words)
-    return max(folded, _longest(heading.splitlines()))
+    longest_word = _longest([word for cell in cells for word in cell.split()])
+    if any(" " in cell for cell in cells):
+        longest_word = min(longest_word, NARROW)
+    return max(longest_word, _longest(heading.splitlines()))
 
 
 def _longest(texts: Sequence[str]) -> int:

@@ -9,48 +9,64 @@ from statistics import fmean, stdev
 from typing import Any
 
 from raypfl.results import latex
-from raypfl.results.compared import RunGroup, legend, shared_setting
+from raypfl.results.differences import Difference, differences, remarks
+from raypfl.results.groups import RunGroup
 from raypfl.results.numbers import seconds
-from raypfl.results.paired import Difference, differences, remarks
-from raypfl.results.report.tables import results
-from raypfl.results.table import Column, columns, tests_of
-from raypfl.results.units import Cell, capital
+from raypfl.results.report.tables import result_tables
+from raypfl.results.setting_text import shared_setting_text
+from raypfl.results.table import Column, legend, result_columns, tests_of
+from raypfl.results.units import TableCell, capitalised
 
 
 def as_csv(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
-    """A row for each setting, method and test, with numbers as they are; a part is its groups and its baseline."""
-    rows = [row for compared, baseline in parts for row in _rows(compared, baseline)]
+    """Return a row for each setting, method and test, with unrounded numbers.
+
+    Parameters
+    ----------
+    parts : the groups and the baseline of each part of the report.
+    """
+    rows = [row for groups, baseline in parts for row in _rows(groups, baseline)]
+    headings = list(dict.fromkeys(key for row in rows for key in row))
+
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer = csv.DictWriter(text, headings, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
 def as_latex(parts: Sequence[tuple[Sequence[RunGroup], str | None]]) -> str:
-    """A table for each part."""
-    return "\n".join([latex.PREAMBLE, *(_latex_table(*part) for part in parts)])
+    """Return a table for each part."""
+    return "\n".join([latex.PREAMBLE, *(_latex_table(groups, baseline) for groups, baseline in parts)])
 
 
-def _rows(compared: Sequence[RunGroup], baseline: str | None) -> list[dict[str, Any]]:
-    shown = columns(compared)
-    of_row = {(row.method, row.protocol, row.best): row for row in differences(compared, baseline)}
+def _rows(groups: Sequence[RunGroup], baseline: str | None) -> list[dict[str, Any]]:
+    columns = result_columns(groups)
+    paired = {(row.method, row.protocol, row.best): row for row in differences(groups, baseline)}
+
     rows = []
-    for group in compared:
-        for protocol, best in tests_of(compared):
+    for group in groups:
+        for protocol, best in tests_of(groups):
             if protocol not in group.protocols or (best and not group.has_best):
                 continue
-            about = {"setting": _setting(compared), "method": group.label, "tested_on": protocol}
-            about |= {"round": "best by validation" if best else "last", "metric": group.unit.label}
-            numbers = _numbers(group, shown, protocol, best) | _costs(group)
-            rows.append(about | numbers | _paired(of_row.get((group.label, protocol, best))))
+            row: dict[str, Any] = {
+                "setting": _setting(groups),
+                "method": group.label,
+                "tested_on": protocol,
+                "round": "best by validation" if best else "last",
+                "metric": group.unit.label,
+            }
+            row |= _scores(group, columns, protocol, best)
+            row |= _costs(group)
+            row |= _difference(paired.get((group.label, protocol, best)))
+            rows.append(row)
     return rows
 
 
-def _numbers(group: RunGroup, shown: Sequence[Column], protocol: str, best: bool) -> dict[str, Any]:
+def _scores(group: RunGroup, columns: Sequence[Column], protocol: str, best: bool) -> dict[str, Any]:
     """Mean and standard deviation over seeds of each column, ``""`` for what there is not."""
     numbers: dict[str, Any] = {"seeds": len(group.results)}
-    for column in shown:
+    for column in columns:
         name = column.heading.replace("\n", "_").replace(" ", "_")
         scores = group.scores(protocol, column.model, column.aggregate, best)
         numbers[name] = fmean(scores) if scores else ""
@@ -60,43 +76,48 @@ def _numbers(group: RunGroup, shown: Sequence[Column], protocol: str, best: bool
 
 def _costs(group: RunGroup) -> dict[str, float]:
     """Means over seeds."""
-    sent = [result.megabytes for result in group.results]
+    megabytes = [result.megabytes for result in group.results]
     return {
         "rounds": fmean(result.round for result in group.results),
-        "megabytes_up": fmean(up for up, _ in sent),
-        "megabytes_down": fmean(down for _, down in sent),
+        "megabytes_up": fmean(up for up, _ in megabytes),
+        "megabytes_down": fmean(down for _, down in megabytes),
         "seconds": fmean(map(seconds, group.results)),
     }
 
 
-def _paired(row: Difference | None) -> dict[str, Any]:
+def _difference(row: Difference | None) -> dict[str, Any]:
     values = {} if row is None else row.as_dict()
     names = ("against", "difference", "low", "high", "seeds_paired", "seeds_ahead", "draws_ahead")
     return {name: "" if values.get(name) is None else values[name] for name in names}
 
 
-def _latex_table(compared: Sequence[RunGroup], baseline: str | None) -> str:
-    headings, blocks = results(compared)
-    rows = differences(compared, baseline)
-    of_row = {(row.method, row.protocol, row.best): row for row in rows}
-    titled = []
-    for title, protocol, best, lines in blocks:
-        references = {row.baseline for row in rows if (row.protocol, row.best) == (protocol, best)}
-        against = "".join(f", against {label}" for label in references)
-        cells = [
-            [latex.escaped(label), *map(_cell, numbers), *_ahead(of_row.get((label, protocol, best)), bool(rows))]
-            for _, label, numbers in lines
-        ]
-        titled.append((latex.escaped(f"{capital(title)}{against}"), cells))
-    named = [latex.escaped(heading) for heading in headings]
-    compared_in = ["difference [95\\% interval]", "ahead in"] if rows else []
-    table = latex.table(["method", *named, *compared_in], titled, _caption(compared, bool(rows)))
-    return table + "".join(f"% {line}\n" for line in remarks(rows, compared))
+def _latex_table(groups: Sequence[RunGroup], baseline: str | None) -> str:
+    headings, tables = result_tables(groups)
+    rows = differences(groups, baseline)
+    paired = {(row.method, row.protocol, row.best): row for row in rows}
+
+    parts = []
+    for table in tables:
+        # Without a baseline, each protocol is compared with the best method there.
+        baselines = {row.baseline for row in rows if (row.protocol, row.best) == (table.protocol, table.best)}
+        against = "".join(f", against {label}" for label in baselines)
+
+        lines = []
+        for _, label, cells in table.lines:
+            line = [latex.escaped(label), *map(_cell, cells)]
+            if rows:
+                line += _difference_cells(paired.get((label, table.protocol, table.best)))
+            lines.append(line)
+        parts.append((latex.escaped(f"{capitalised(table.title)}{against}"), lines))
+
+    columns = ["method", *map(latex.escaped, headings)]
+    if rows:
+        columns += ["difference [95\\% interval]", "ahead in"]
+    text = latex.table(columns, parts, _caption(groups, bool(rows)))
+    return text + "".join(f"% {line}\n" for line in remarks(rows, groups))
 
 
-def _ahead(row: Difference | None, wanted: bool) -> list[str]:
-    if not wanted:
-        return []
+def _difference_cells(row: Difference | None) -> list[str]:
     if row is None or row.mean is None:
         return ["--", "--"]
     difference = f"${row.text(row.mean)}$"
@@ -105,18 +126,18 @@ def _ahead(row: Difference | None, wanted: bool) -> list[str]:
     return [difference, f"{row.seeds_ahead}/{len(row.by_seed)}"]
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: TableCell) -> str:
     mean = rf"\textbf{{{cell.mean}}}" if cell.best else latex.escaped(cell.mean)
     return rf"{mean} $\pm$ {cell.spread}" if cell.spread else mean
 
 
-def _caption(compared: Sequence[RunGroup], is_paired: bool) -> str:
-    unit = compared[0].unit
-    lines = [f"{_setting(compared)}. {capital(unit.label)}, mean over clients."]
-    lines += legend(compared)
-    lines += ["Differences are paired by seed and client, with 95% bootstrap intervals."] if is_paired else []
-    return " ".join(lines)
+def _caption(groups: Sequence[RunGroup], has_differences: bool) -> str:
+    sentences = [f"{_setting(groups)}. {capitalised(groups[0].unit.label)}, mean over clients."]
+    sentences += legend(groups)
+    if has_differences:
+        sentences.append("Differences are paired by seed and client, with 95% bootstrap intervals.")
+    return " ".join(sentences)
 
 
-def _setting(compared: Sequence[RunGroup]) -> str:
-    return shared_setting([result for group in compared for result in group.results])
+def _setting(groups: Sequence[RunGroup]) -> str:
+    return shared_setting_text([result for group in groups for result in group.results])

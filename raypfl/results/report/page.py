@@ -20,21 +20,23 @@ from raypfl.data import load_federated, summarised
 from raypfl.evaluation.masking import unmasked_name
 from raypfl.evaluation.measures import Measures
 from raypfl.results import client_data
-from raypfl.results.compared import COLOURS, RunGroup, data_setting, group_runs, mark, shared_setting
-from raypfl.results.epsilons import epsilons, sentence
+from raypfl.results.colours import COLOURS, mark
+from raypfl.results.differences import HEADINGS, Difference, difference, differences, find_label, remarks
+from raypfl.results.epsilons import epsilons, privacy_sentence
+from raypfl.results.groups import RunGroup, group_runs
 from raypfl.results.numbers import prediction_traffic
-from raypfl.results.paired import HEADINGS, Difference, difference, differences, named, remarks
-from raypfl.results.report import export, figures, tables
-from raypfl.results.report import sweeps as searches
+from raypfl.results.report import export, figures, sweeps, tables
 from raypfl.results.report.tables import listed, protocol_name
+from raypfl.results.setting_text import data_text, shared_setting_text
 from raypfl.results.table import MODELS
-from raypfl.results.units import Unit, capital
+from raypfl.results.units import Unit, capitalised
 from raypfl.runs.result import RunResult
 
 _FIGURE_ID = re.compile(r"((?:id=\"|href=\"#|url\(#)\w?[0-9a-f]{10})")
 _EXPORTS = {".tex": export.as_latex, ".csv": export.as_csv}
-_CURVES = 6  # protocols that have a figure of their own
+_MOST_CURVES = 6  # protocols that have a figure of their own
 _PER_CLIENT = ("local", "unseen", "pm_l", "pm_v", "val", "train")
+
 # Some colours are a little darker on white, or lighter on the dark page, so that their contrast is 3:1 (WCAG 2.2).
 _ON_LIGHT = {"#D9A125": "#bb8a20", "#56B4D3": "#4c9eba", "#E58FB2": "#ca7e9d"}
 _ON_DARK = {"#4F55B5": "#565cb8"}
@@ -52,7 +54,7 @@ def write(
     Parameters
     ----------
     results : at least one; those that differ in their seed alone are one method's repetitions.
-    path : of the HTML file or, if it ends in ``.tex`` or ``.csv``, of the table; its folder must exist.
+    path : the HTML file or, if it ends in ``.tex`` or ``.csv``, the table; its folder must exist.
     notes : sentences for the reader, such as on what is left out.
     sweeps : folders of hyperparameter searches that the results are from.
     baseline : the method, by its label, that the others are compared with; None: the best one.
@@ -61,57 +63,80 @@ def write(
     ------
     ConfigError : if there is no such folder or baseline.
     """
-    if not Path(path).parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {Path(path).parent}.")
-    settings: dict[tuple[str, str], list[RunResult]] = {}
-    for result in results:
-        key = (data_setting(result.experiment, result.metadata), result.experiment.measures.primary.name)
-        settings.setdefault(key, []).append(result)
-    groups = [group_runs(some) for some in settings.values()]
-    baselines = _baselines(groups, baseline)
-    ending = Path(path).suffix
-    if ending not in ("", ".html", ".htm", *_EXPORTS):
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
+
+    parts = _comparable_parts(results)
+    baselines = _baselines(parts, baseline)
+
+    if path.suffix not in ("", ".html", ".htm", *_EXPORTS):
         raise ConfigError(f"A report is a page or a table: let {path} end in .html, {' or '.join(_EXPORTS)}.")
-    if export := _EXPORTS.get(ending):
-        files.write(Path(path), export(list(zip(groups, baselines, strict=True))))
-        return Path(path)
-    parts = [
-        _part(compared, f"-{i}" if len(groups) > 1 else "", label)
-        for i, (compared, label) in enumerate(zip(groups, baselines, strict=True), 1)
-    ]
-    count = max(map(len, groups))
-    for part in parts:
-        body = _template("part.html.jinja").render(**part, marks=[mark(i) for i in range(count)])
-        part["body"] = Markup(_FIGURE_ID.sub(rf"\1{part['suffix']}", body))
-    page = _template("page.html.jinja").render(
+    if path.suffix in _EXPORTS:
+        export_table = _EXPORTS[path.suffix]
+        files.write(path, export_table(list(zip(parts, baselines, strict=True))))
+    else:
+        files.write(path, _page(results, parts, baselines, notes, sweeps))
+    return path
+
+
+def _comparable_parts(results: Sequence[RunResult]) -> list[list[RunGroup]]:
+    """Groups of runs, by data and primary metric: only those with the same are compared."""
+    by_setting: dict[tuple[str, str], list[RunResult]] = {}
+    for result in results:
+        setting = data_text(result.experiment, result.metadata)
+        metric = result.experiment.measures.primary.name
+        by_setting.setdefault((setting, metric), []).append(result)
+    return [group_runs(comparable) for comparable in by_setting.values()]
+
+
+def _baselines(parts: Sequence[Sequence[RunGroup]], baseline: str | None) -> list[str | None]:
+    """The baseline of each part; None for parts without it, whose methods are compared with their best."""
+    if baseline is None:
+        return [None] * len(parts)
+
+    labels: list[str | None] = []
+    errors = []
+    for groups in parts:
+        try:
+            labels.append(find_label([group.label for group in groups], baseline))
+        except ConfigError as error:
+            labels.append(None)
+            errors.append(error)
+    if len(errors) == len(parts):
+        raise errors[0]
+    return labels
+
+
+def _page(
+    results: Sequence[RunResult],
+    parts: Sequence[list[RunGroup]],
+    baselines: Sequence[str | None],
+    notes: Sequence[str],
+    sweep_folders: Sequence[str | Path],
+) -> str:
+    """The page as HTML."""
+    most_groups = max(map(len, parts))
+    contents = []
+    for number, (groups, baseline) in enumerate(zip(parts, baselines, strict=True), start=1):
+        suffix = f"-{number}" if len(parts) > 1 else ""
+        content = _part(groups, suffix, baseline)
+        body = _template("part.html.jinja").render(**content, marks=[mark(i) for i in range(most_groups)])
+        # Figures of two parts may be the same, and would have the same ids.
+        content["body"] = Markup(_FIGURE_ID.sub(rf"\1{suffix}", body))
+        contents.append(content)
+
+    measures = results[0].experiment.measures
+    return _template("page.html.jinja").render(
         title=listed(list(dict.fromkeys(result.experiment.name for result in results))),
         style=Markup(_file("page.css")),
-        shades=[shades(i) for i in range(count)],
-        searches=[searches.read(Path(folder), results[0].experiment.measures) for folder in sweeps],
-        parts=parts,
-        notes=[*notes, *(parts[0]["notes"] if len(parts) == 1 else [])],
+        shades=[shades(i) for i in range(most_groups)],
+        searches=[sweeps.read(Path(folder), measures) for folder in sweep_folders],
+        parts=contents,
+        notes=[*notes, *(contents[0]["notes"] if len(contents) == 1 else [])],
         version=__version__,
         today=date.today().isoformat(),
     )
-    files.write(Path(path), page)
-    return Path(path)
-
-
-def _baselines(groups: Sequence[Sequence[RunGroup]], baseline: str | None) -> list[str | None]:
-    """The baseline of each part; None where it is not: differences there are to the best method."""
-    if baseline is None:
-        return [None] * len(groups)
-    found: list[str | None] = []
-    errors = []
-    for compared in groups:
-        try:
-            found.append(named([group.label for group in compared], baseline))
-        except ConfigError as error:
-            found.append(None)
-            errors.append(error)
-    if len(errors) == len(groups):
-        raise errors[0]
-    return found
 
 
 def _template(name: str) -> jinja2.Template:
@@ -126,59 +151,61 @@ def _file(name: str) -> str:
 
 
 def shades(index: int) -> tuple[str, str]:
-    """The colour of the group at `index` on the page's light and on its dark background."""
+    """Return the colour of the group at `index` on the page's light and on its dark background."""
     colour = COLOURS[index % len(COLOURS)]
     return _ON_LIGHT.get(colour, colour.lower()), _ON_DARK.get(colour, colour.lower())
 
 
-def _part(compared: list[RunGroup], suffix: str, baseline: str | None) -> dict[str, Any]:
+def _part(groups: list[RunGroup], suffix: str, baseline: str | None) -> dict[str, Any]:
     """What the page shows of runs on one data set, partition and model; `suffix` makes ids unique on the page."""
-    protocols = list(dict.fromkeys(name for one in compared for name in one.protocols))
+    protocols = list(dict.fromkeys(name for group in groups for name in group.protocols))
     tests = [name for name in protocols if unmasked_name(name) != "val"] or protocols
     tests.sort(key=lambda name: name != "local")
     main = tests[0]
-    own = next((name for name in _PER_CLIENT if name in protocols), None)
-    headings, blocks = tables.results(compared)
-    differing, shared = tables.differences(compared)
-    environment_differing, environment = tables.environment(compared)
-    logged_tables, logged_images = tables.logged(compared)
-    paired = differences(compared, baseline)
-    runs = [(i, one.label, result) for i, one in enumerate(compared) for result in one.results]
+    per_client = next((name for name in _PER_CLIENT if name in protocols), None)
+
+    headings, results = tables.result_tables(groups)
+    differing, shared = tables.compare_settings(groups)
+    environment_differing, environment = tables.compare_environments(groups)
+    logged_tables, logged_images = tables.logged(groups)
+    paired = differences(groups, baseline)
+    runs = [(i, group.label, result) for i, group in enumerate(groups) for result in group.results]
+
     return {
         "suffix": suffix,
-        "setting": shared_setting([result for _, _, result in runs]),
-        "lead": _lead(compared, main),
-        "size": _size(compared),
-        "notes": _cautions(compared),
-        "compared": compared,
-        "several_seeds": any(len(one.results) > 1 for one in compared),
+        "setting": shared_setting_text([result for _, _, result in runs]),
+        "lead": _lead(groups, main),
+        "size": _size(groups),
+        "notes": _cautions(groups),
+        "groups": groups,
+        "several_seeds": any(len(group.results) > 1 for group in groups),
         "headings": headings,
-        "models": [model for model in MODELS if any(one.scores(main, model) for one in compared)],
-        "unit": compared[0].unit,
-        "capital": capital,
-        "metrics": _other_metrics(compared[0].measures, headings),
-        "blocks": blocks,
-        "paired": tables.paired(compared, paired),
-        "paired_headings": [heading.replace("\n", " ") for heading in HEADINGS],
-        "paired_remarks": remarks(paired, compared),
-        "costs": tables.costs(compared),
+        "models": [model for model in MODELS if any(group.scores(main, model) for group in groups)],
+        "unit": groups[0].unit,
+        "capitalised": capitalised,
+        "metrics": _other_metrics(groups[0].measures, headings),
+        "results": results,
+        "differences": tables.difference_tables(groups, paired),
+        "difference_headings": [heading.replace("\n", " ") for heading in HEADINGS],
+        "difference_remarks": remarks(paired, groups),
+        "costs": tables.costs(groups),
         "tested": protocol_name(main),
-        "first_curves": figures.curves(compared, main, "round", wide=True),
-        "curve_values": tables.curve_values(compared, main),
-        "more_curves": [figures.curves(compared, name, "round") for name in tests[1:_CURVES]],
-        "undrawn": tests[_CURVES:],
-        "losses": figures.losses(compared),
-        "logged_curves": figures.logged(compared),
+        "first_curves": figures.metric_figure(groups, main, "round", wide=True),
+        "curve_values": tables.curve_values(groups, main),
+        "more_curves": [figures.metric_figure(groups, name, "round") for name in tests[1:_MOST_CURVES]],
+        "undrawn": tests[_MOST_CURVES:],
+        "losses": figures.loss_figure(groups),
+        "logged_curves": figures.logged_figures(groups),
         "logged_tables": logged_tables,
         "logged_images": logged_images,
-        "tested_alone": protocol_name(own) if own else "",
-        "sorted": figures.sorted_clients(compared, own) if own else None,
-        "planes": figures.personal_against_global(compared, own) if own else [],
-        "efforts": [figures.curves(compared, main, against) for against in ("megabytes", "seconds")],
-        "holdings": _holdings(compared[0].results[0]),
-        "ledger": tables.ledger(compared),
-        "privacy": [(sentence(one), epsilons(one)) for one in compared if epsilons(one)],
-        "predicted": any(prediction_traffic(one) for one in compared),
+        "tested_alone": protocol_name(per_client) if per_client else "",
+        "sorted": figures.clients_figure(groups, per_client) if per_client else None,
+        "planes": figures.personal_against_global(groups, per_client) if per_client else [],
+        "efforts": [figures.metric_figure(groups, main, against) for against in ("megabytes", "seconds")],
+        "holdings": _holdings(groups[0].results[0]),
+        "ledger": tables.ledger(groups),
+        "privacy": [(privacy_sentence(group), epsilons(group)) for group in groups if epsilons(group)],
+        "predicted": any(prediction_traffic(group) for group in groups),
         "differing": differing,
         "shared": shared,
         "environment_differing": environment_differing,
@@ -187,30 +214,43 @@ def _part(compared: list[RunGroup], suffix: str, baseline: str | None) -> dict[s
     }
 
 
-def _lead(compared: Sequence[RunGroup], protocol: str) -> str:
+def _lead(groups: Sequence[RunGroup], protocol: str) -> str:
     """The result in a sentence: of the models that clients use, and whose they are."""
-    unit, tested = compared[0].unit, protocol_name(protocol)
-    scored = [(one, values) for one in compared if (values := one.scores(protocol))]
-    ranked = sorted(scored, key=lambda pair: fmean(pair[1]), reverse=unit.metric.higher_is_better)
-    (best, reached), *others = ranked
+    unit = groups[0].unit
+    test_data = protocol_name(protocol)
+    scores = [(group, group.scores(protocol)) for group in groups]
+    ranked = sorted(
+        (pair for pair in scores if pair[1]), key=lambda pair: fmean(pair[1]), reverse=unit.metric.higher_is_better
+    )
+
+    (best, best_scores), *rivals = ranked
     models, reach, are = _models(best, protocol)
-    if not others:
-        return f"{capital(models)} {reach} {_printed(unit, reached)} on {tested}."
-    equals = [one for one, values in others if unit.text(fmean(values)) == unit.text(fmean(reached))]
+    if not rivals:
+        return f"{capitalised(models)} {reach} {_score_text(unit, best_scores)} on {test_data}."
+
+    best_text = unit.text(fmean(best_scores))
+    equals = [group for group, seeds in rivals if unit.text(fmean(seeds)) == best_text]
     if equals:
-        others_too = _models(equals[0], protocol)[0] if len(equals) == 1 else f"{len(equals)} others"
-        return f"{capital(models)} and {others_too} are best on {tested}: {_printed(unit, reached)}."
-    second, theirs = others[0]
-    ahead = abs(fmean(reached) - fmean(theirs))
-    way = f"{' points' if unit.metric.percent else ''} {'above' if unit.metric.higher_is_better else 'below'}"
-    own = best.scores(protocol, "global") if best.deployed(protocol) == "personal" else []
-    also = f" The global model of {best.label} has {_printed(unit, own)}." if own else ""
-    lead = f"{unit.text(ahead)}{way} {_models(second, protocol)[0]}"
-    sure = _certainty(difference(best, second, protocol), (reached, theirs))
-    return f"{capital(models)} {are} best on {tested}: {_printed(unit, reached)}, {lead}{sure}.{also}"
+        equal_models = _models(equals[0], protocol)[0] if len(equals) == 1 else f"{len(equals)} others"
+        return f"{capitalised(models)} and {equal_models} are best on {test_data}: {_score_text(unit, best_scores)}."
+
+    second, second_scores = rivals[0]
+    points = " points" if unit.metric.percent else ""
+    direction = "above" if unit.metric.higher_is_better else "below"
+    lead = unit.text(abs(fmean(best_scores) - fmean(second_scores)))
+    certainty = _certainty(difference(best, second, protocol), best_scores, second_scores)
+    sentence = (
+        f"{capitalised(models)} {are} best on {test_data}: {_score_text(unit, best_scores)}, "
+        f"{lead}{points} {direction} {_models(second, protocol)[0]}{certainty}."
+    )
+
+    global_scores = best.scores(protocol, "global") if best.deployed(protocol) == "personal" else []
+    if global_scores:
+        sentence += f" The global model of {best.label} has {_score_text(unit, global_scores)}."
+    return sentence
 
 
-def _certainty(row: Difference, scores: Sequence[Sequence[float]]) -> str:
+def _certainty(row: Difference, best_scores: Sequence[float], second_scores: Sequence[float]) -> str:
     """What follows the best method's lead: how often it is ahead, or the spread over seeds if they are not paired."""
     if row.low is not None and row.high is not None:
         interval = f"{row.text(row.low)} to {row.text(row.high)}"
@@ -218,22 +258,23 @@ def _certainty(row: Difference, scores: Sequence[Sequence[float]]) -> str:
             return f", but the 95% interval of the difference includes 0 ({interval})"
         ahead = f", ahead in {row.seeds_ahead} of {len(row.by_seed)} seeds" if len(row.by_seed) > 1 else ""
         return f"{ahead} (95% interval {interval})"
-    lead = abs(fmean(scores[0]) - fmean(scores[1]))
-    spread = max((stdev(values) for values in scores if len(values) > 1), default=0.0)
+
+    lead = abs(fmean(best_scores) - fmean(second_scores))
+    spread = max((stdev(seeds) for seeds in (best_scores, second_scores) if len(seeds) > 1), default=0.0)
     return f", which is within the spread over seeds (± {row.unit.text(spread)})" if lead <= spread else ""
 
 
-def _printed(unit: Unit, values: Sequence[float]) -> str:
+def _score_text(unit: Unit, scores: Sequence[float]) -> str:
     """``94.2 ± 0.3 %``, or ``a mean squared error of 2,900``."""
-    text = unit.text(*values).replace("±", " ± ")
+    text = unit.text(*scores).replace("±", " ± ")
     return f"{text}{unit.sign}" if unit.sign else f"a {unit.phrase} of {text}"
 
 
-def _models(one: RunGroup, protocol: str) -> tuple[str, str, str]:
+def _models(group: RunGroup, protocol: str) -> tuple[str, str, str]:
     """``the personal models of ditto``, ``the global model of fedavg``; and their verbs."""
-    if one.deployed(protocol) == "personal":
-        return f"the personal models of {one.label}", "reach", "are"
-    return f"the global model of {one.label}", "reaches", "is"
+    if group.deployed(protocol) == "personal":
+        return f"the personal models of {group.label}", "reach", "are"
+    return f"the global model of {group.label}", "reaches", "is"
 
 
 def _other_metrics(measures: Measures, headings: Sequence[str]) -> str:
@@ -244,50 +285,55 @@ def _other_metrics(measures: Measures, headings: Sequence[str]) -> str:
     )
 
 
-def _size(compared: Sequence[RunGroup]) -> str:
+def _size(groups: Sequence[RunGroup]) -> str:
     """``3 methods · 2 to 3 seeds · 20 rounds``."""
-    seeds = sorted({len(one.results) for one in compared})
-    rounds = sorted({result.round for one in compared for result in one.results})
-    methods = {type(one.results[0].experiment.method) for one in compared}
-    kind = "method" if len(methods) == len(compared) else "configuration"
+    methods = {type(group.results[0].experiment.method) for group in groups}
+    kind = "method" if len(methods) == len(groups) else "configuration"
+    seeds = {len(group.results) for group in groups}
+    rounds = {result.round for group in groups for result in group.results}
+
     parts = []
-    for what, numbers in ((kind, [len(compared)]), ("seed", seeds), ("round", rounds)):
-        span = f"{numbers[0]:,} to {numbers[-1]:,}" if len(numbers) > 1 else f"{numbers[0]:,}"
-        parts.append(f"{span} {what}{'s' * (numbers[-1] != 1)}")
+    for noun, numbers in ((kind, {len(groups)}), ("seed", seeds), ("round", rounds)):
+        span = " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
+        parts.append(f"{span} {noun}{'s' * (max(numbers) != 1)}")
     return " · ".join(parts)
 
 
-def _cautions(compared: Sequence[RunGroup]) -> list[str]:
+def _cautions(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader must know before comparing."""
     cautions = []
-    for one in compared:
-        cut = [result for result in one.results if result.status != "finished"]
-        cautions += [f"{one.label}, seed {run.experiment.seed}, {run.status} after round {run.round}." for run in cut]
-        rounds = {result.round for result in one.results}
+    for group in groups:
+        for result in group.results:
+            if result.status != "finished":
+                run = f"{group.label}, seed {result.experiment.seed}"
+                cautions.append(f"{run}, {result.status} after round {result.round}.")
+
+        rounds = {result.round for result in group.results}
         if len(rounds) > 1:
             cautions.append(
-                f"The seeds of {one.label} ended after {listed([str(number) for number in sorted(rounds)])} rounds. "
+                f"The seeds of {group.label} ended after {listed([str(number) for number in sorted(rounds)])} rounds. "
                 "Tables show each at its own end, curves the rounds that all of them reached."
             )
-    if len({tuple(sorted(result.experiment.seed for result in one.results)) for one in compared}) > 1:
+
+    seeds = {tuple(sorted(result.experiment.seed for result in group.results)) for group in groups}
+    if len(seeds) > 1:
         cautions.append("Methods were run from different seeds, so their partitions are not all the same.")
     return cautions
 
 
 def _holdings(first: RunResult) -> dict[str, Any]:
-    """Who holds what: `title`, a `drawing` and `rows` of min, median, mean and max; or `why_not`."""
+    """Who holds what: `title`, a `figure` and `rows` of min, median, mean and max; or `why_not`."""
     experiment = first.experiment
-    title = f"{data_setting(experiment, first.metadata)}, seed {experiment.seed}"
+    title = f"{data_text(experiment, first.metadata)}, seed {experiment.seed}"
     try:
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         if first.metadata["data"] != data.fingerprint:
-            return {"title": title, "drawing": None, "why_not": "The data has changed since the run."}
+            return {"title": title, "figure": None, "why_not": "The data has changed since the run."}
         summary = summarised(data)
     except RaypflError as error:
-        return {"title": title, "drawing": None, "why_not": str(error)}
-    samples = {f"{name} samples": row for name, row in client_data.sizes_of(summary).items() if row["max"]}
-    rows = {
-        name: [client_data.number(value) for value in row.values()]
-        for name, row in (samples | client_data.labels_of(summary)).items()
-    }
-    return {"title": title, "drawing": figures.partition(summary), "rows": rows}
+        return {"title": title, "figure": None, "why_not": str(error)}
+
+    spreads = {f"{name} samples": spread for name, spread in client_data.sizes_of(summary).items() if spread["max"]}
+    spreads |= client_data.labels_of(summary)
+    rows = {name: [client_data.number(value) for value in spread.values()] for name, spread in spreads.items()}
+    return {"title": title, "figure": figures.partition_figure(summary), "rows": rows}

@@ -12,26 +12,28 @@ from raypfl.results.units import Unit
 from raypfl.runs.result import RECIPE
 
 TABLE = "trials.csv"
-"""What makes a folder a sweep's."""
+"""The file that makes a folder a sweep's."""
 
-CONFIGURATIONS, IMPORTANCE = "configurations.png", "importance.png"
+CONFIGURATIONS = "configurations.png"
+IMPORTANCE = "importance.png"
 
 PICTURES = {
     CONFIGURATIONS: "Each line is a configuration: its value of every setting and, on the last axis, the metric.",
     IMPORTANCE: "The share of the metric's variance over the search space that each setting explains (fANOVA).",
 }
 
-SHOWN = 6
-"""Trials, the best, whose runs are on the page."""
+BEST_TRIALS = 6
+"""Number of trials, the best, whose runs are on the page."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """What a sweep found.
+    """A finished sweep.
 
     Attributes
     ----------
-    rows : of the table, the best trial first. pictures : each a PNG as a URI, and its caption.
+    rows : the rows of the table, the best trial first.
+    pictures : a PNG as a URI and its caption, for each picture.
     """
 
     name: str
@@ -41,27 +43,36 @@ class Search:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder is a sweep's, with a table."""
+    """Return whether a folder is a sweep's, with a table."""
     return (folder / TABLE).is_file()
 
 
 def read(folder: Path, measures: Measures) -> Search:
-    """The table and the pictures of a sweep with such metrics."""
+    """Return the table and the pictures of a sweep with these metrics."""
     trials = _trials(folder)
-    used = [name for name in trials[0] if any(trial[name] for trial in trials)]
-    units = {name: Unit(measures.of(value)) for name in used if (value := name.split("/")[0]) in measures.aggregates}
-    pictures = [(as_uri(folder / name), text) for name, text in PICTURES.items() if (folder / name).is_file()]
-    headings = [f"{name}{' (%)' if name in units and units[name].sign else ''}" for name in used]
-    rows = [[_shown(trial[name], units.get(name)) for name in used] for trial in trials]
+    columns = [name for name in trials[0] if any(trial[name] for trial in trials)]
+    units = {}
+    for name in columns:
+        aggregate = name.split("/")[0]  # of columns such as accuracy/val
+        if aggregate in measures.aggregates:
+            units[name] = Unit(measures.of(aggregate))
+
+    headings = [f"{name} (%)" if name in units and units[name].sign else name for name in columns]
+    rows = [[_cell(trial[name], units.get(name)) for name in columns] for trial in trials]
+    pictures = [(as_uri(folder / name), caption) for name, caption in PICTURES.items() if (folder / name).is_file()]
     return Search(folder.name, headings, rows, pictures)
 
 
 def best_runs(folder: Path) -> tuple[list[Path], str]:
-    """Folders of the best trials' runs, and a sentence on the others; empty if there are none."""
+    """Return the folders of the best trials' runs, and a sentence on the others; empty if there are none."""
     names = [trial["trial"] for trial in _trials(folder)]
-    runs = [file.parent for name in names[:SHOWN] for file in sorted((folder / "trials" / name).rglob(RECIPE))]
-    more = f"Of the {len(names)} trials of {folder.name}, the runs of the {SHOWN} best are shown."
-    return runs, more if len(names) > SHOWN else ""
+    runs = []
+    for name in names[:BEST_TRIALS]:
+        runs += [file.parent for file in sorted((folder / "trials" / name).rglob(RECIPE))]
+
+    if len(names) <= BEST_TRIALS:
+        return runs, ""
+    return runs, f"Of the {len(names)} trials of {folder.name}, the runs of the {BEST_TRIALS} best are shown."
 
 
 def _trials(folder: Path) -> list[dict[str, str]]:
@@ -69,8 +80,8 @@ def _trials(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _shown(text: str, unit: Unit | None) -> str:
-    """A number with few digits, in its unit if it has one; other text as such."""
+def _cell(text: str, unit: Unit | None) -> str:
+    """A number with few digits, in its unit if it has one; other text as it is."""
     try:
         number = float(text)
     except ValueError:

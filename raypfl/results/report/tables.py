@@ -12,11 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypfl.experiment.assignments import flatten
-from raypfl.results.compared import RunGroup, settings
+from raypfl.results.differences import Difference
+from raypfl.results.groups import RunGroup
 from raypfl.results.numbers import Message, messages, metric_curves, seconds
-from raypfl.results.paired import Difference
-from raypfl.results.table import blocks, columns
-from raypfl.results.units import Cell, over_seeds
+from raypfl.results.setting_text import applicable_settings
+from raypfl.results.table import result_columns, result_rows
+from raypfl.results.units import TableCell, over_seeds
+
+_MOST_ROUNDS = 20  # of the curves' numbers
+_MOST_LOGGED_ROWS = 20
 
 _PROTOCOLS = {
     "local": "each client’s own test data",
@@ -28,62 +32,42 @@ _PROTOCOLS = {
     "unseen": "the own test data of clients that were never trained",
 }
 
-_MASKED = {
+_MASKS = {
     "": "",
     "zero": ", with the logits of classes that a client lacks set to zero",
     "exclude": ", with the classes that a client lacks excluded",
 }
 
 
-def protocol_name(protocol: str) -> str:
-    """The test data of a protocol."""
-    kind, _, rest = protocol.partition("/")
-    if rest.startswith("corrupt/"):
-        name, _, severity = rest.removeprefix("corrupt/").partition("/")
-        strength = f"severity {severity}" if severity else "all severities"
-        return f"all clients’ test data, corrupted: {name.replace('_', ' ')}, {strength}"
-    if kind == "ood":
-        return f"the pool {rest}"
-    return _PROTOCOLS.get(kind, kind) + _MASKED[rest]
-
-
-def test_name(protocol: str, best: bool) -> str:
-    """The test data of a protocol and, if `best`, that the models are those of the round that validation data chose."""
-    return protocol_name(protocol) + (", in the round that validation data chose" if best else "")
-
-
-def as_yaml(value: Any) -> str:
-    """A setting, as YAML has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    return ", ".join(map(as_yaml, value)) or "none" if isinstance(value, list) else str(value)
-
-
-def listed(names: Sequence[str]) -> str:
-    """``a, b and c``."""
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-_CURVE_ROWS = 20
-_LOGGED_ROWS = 20
-
-
-Line = tuple[int, str, list[Cell]]
+Line = tuple[int, str, list[TableCell]]
 """A group's row: its index, its label and its cells."""
-Block = tuple[str, str, bool, list[Line]]
-"""A title, its protocol, whether in the round that validation data chose, and lines."""
-Setting = tuple[str, list[tuple[str, list[str]]]]
+SettingValues = tuple[str, list[tuple[str, list[str]]]]
 """A setting, and each of its values with the labels of the runs that have it."""
 
 
 @dataclass(frozen=True)
-class Logged:
+class ProtocolTable:
+    """The part of the results table on one protocol.
+
+    Attributes
+    ----------
+    best : whether in the round that validation data chose.
+    """
+
+    title: str
+    protocol: str
+    best: bool
+    lines: list[Line]
+
+
+@dataclass(frozen=True)
+class LoggedExcerpt:
     """What the first seed's last round logged under a name: the first rows of a table, or an image as a URI.
 
     Attributes
     ----------
-    index, label : of the group. more : rows that are left out.
+    index, label : the group's.
+    more : the number of rows that are left out.
     """
 
     index: int
@@ -96,139 +80,207 @@ class Logged:
     image: str = ""
 
 
-def results(compared: Sequence[RunGroup]) -> tuple[list[str], list[Block]]:
-    """Headings, and a block for each protocol; of columns, those in which anybody has a number."""
-    shown = columns(compared)
-    made = blocks(compared, shown)
-    filled = [j for j in range(len(shown)) if any(row[j].mean != "–" for one in made for row in one.rows.values())]
-    titled: list[Block] = []
-    for block in made:
-        lines = [(i, compared[i].label, [cells[j] for j in filled]) for i, cells in block.rows.items()]
-        titled.append((test_name(block.protocol, block.best), block.protocol, block.best, lines))
-    return [shown[j].heading.replace("\n", " ") for j in filled], titled
+def protocol_name(protocol: str) -> str:
+    """Return the test data of a protocol in words."""
+    kind, _, rest = protocol.partition("/")
+    if rest.startswith("corrupt/"):
+        name, _, severity = rest.removeprefix("corrupt/").partition("/")
+        strength = f"severity {severity}" if severity else "all severities"
+        return f"all clients’ test data, corrupted: {name.replace('_', ' ')}, {strength}"
+    if kind == "ood":
+        return f"the pool {rest}"
+    return _PROTOCOLS.get(kind, kind) + _MASKS[rest]
 
 
-def costs(compared: Sequence[RunGroup]) -> list[Line]:
-    """Rounds, megabytes up and down, seconds, seconds a round, seconds to start, over seeds."""
+def test_name(protocol: str, best: bool) -> str:
+    """Return the test data of a protocol in words, with whether validation data chose the round of the models."""
+    return protocol_name(protocol) + (", in the round that validation data chose" if best else "")
+
+
+def as_yaml(value: Any) -> str:
+    """Return a setting as YAML has it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return ", ".join(map(as_yaml, value)) or "none"
+    return str(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def result_tables(groups: Sequence[RunGroup]) -> tuple[list[str], list[ProtocolTable]]:
+    """Return headings, and a table for each protocol; of columns, those in which any group has a number."""
+    columns = result_columns(groups)
+    results = result_rows(groups, columns)
+
+    filled = []
+    for j in range(len(columns)):
+        if any(row[j].mean != "–" for protocol in results for row in protocol.rows.values()):
+            filled.append(j)
+
+    tables = []
+    for protocol in results:
+        lines = [(i, groups[i].label, [cells[j] for j in filled]) for i, cells in protocol.rows.items()]
+        title = test_name(protocol.protocol, protocol.best)
+        tables.append(ProtocolTable(title, protocol.protocol, protocol.best, lines))
+    return [columns[j].heading.replace("\n", " ") for j in filled], tables
+
+
+def costs(groups: Sequence[RunGroup]) -> list[Line]:
+    """Return rounds, megabytes up and down, seconds, seconds a round and seconds to start, over seeds."""
     lines = []
-    for i, one in enumerate(compared):
-        rounds = [result.round for result in one.results]
-        up, down = zip(*(result.megabytes for result in one.results), strict=True)
-        took = [seconds(result) for result in one.results]
-        each = [spent / max(count, 1) for spent, count in zip(took, rounds, strict=True)]
-        startup = [result.metadata["startup_seconds"] for result in one.results]
-        numbers = ((rounds, 0 if len(set(rounds)) == 1 else 1), (up, 1), (down, 1), (took, 1), (each, 3), (startup, 1))
-        # Equal costs of all seeds have no deviation that is worth its place.
-        cells = [over_seeds(values if len(set(values)) > 1 else values[:1], digits) for values, digits in numbers]
-        lines.append((i, one.label, cells))
+    for i, group in enumerate(groups):
+        rounds = [result.round for result in group.results]
+        up, down = zip(*(result.megabytes for result in group.results), strict=True)
+        duration = [seconds(result) for result in group.results]
+        a_round = [spent / max(count, 1) for spent, count in zip(duration, rounds, strict=True)]
+        startup = [result.metadata["startup_seconds"] for result in group.results]
+
+        round_digits = 0 if len(set(rounds)) == 1 else 1
+        columns = [(rounds, round_digits), (up, 1), (down, 1), (duration, 1), (a_round, 3), (startup, 1)]
+        cells = []
+        for values, digits in columns:
+            # Equal costs of all seeds have no deviation that is worth its place.
+            distinct = values if len(set(values)) > 1 else values[:1]
+            cells.append(over_seeds(distinct, digits))
+        lines.append((i, group.label, cells))
     return lines
 
 
-def paired(
-    compared: Sequence[RunGroup], rows: Sequence[Difference]
+def difference_tables(
+    groups: Sequence[RunGroup], rows: Sequence[Difference]
 ) -> list[tuple[str, list[tuple[int, str, Difference]]]]:
-    """For each test and baseline a title, and the differences with the index and label of their method."""
-    index = {group.label: i for i, group in enumerate(compared)}
-    titled: dict[str, list[tuple[int, str, Difference]]] = {}
+    """Return a title for each test and baseline, and the differences with the index and label of their method."""
+    index = {group.label: i for i, group in enumerate(groups)}
+    by_title: dict[str, list[tuple[int, str, Difference]]] = {}
     for row in rows:
         title = f"{test_name(row.protocol, row.best)}, against {row.baseline}"
-        titled.setdefault(title, []).append((index[row.method], row.method, row))
-    return list(titled.items())
+        by_title.setdefault(title, []).append((index[row.method], row.method, row))
+    return list(by_title.items())
 
 
-def curve_values(compared: Sequence[RunGroup], protocol: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Headings, and the values of the curves in about twenty rounds."""
-    found = {
-        f"{compared[i].label}, {model}": dict(zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True))
-        for (i, model), curve in metric_curves(compared, protocol).items()
-    }
-    rounds = sorted(set().union(*found.values()))
-    digits = compared[0].unit.digits(value for one in found.values() for value in one.values())
-    chosen = dict.fromkeys([*rounds[:: max(len(rounds) // _CURVE_ROWS, 1)], *rounds[-1:]])
-    rows = [(number, [f"{c[number]:.{digits}f}" if number in c else "–" for c in found.values()]) for number in chosen]
-    return list(found), rows
+def curve_values(groups: Sequence[RunGroup], protocol: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return headings, and the values of the curves in about twenty rounds."""
+    curves: dict[str, dict[int, float]] = {}
+    for (i, model), curve in metric_curves(groups, protocol).items():
+        by_round = zip(curve.x.astype(int).tolist(), curve.mean.tolist(), strict=True)
+        curves[f"{groups[i].label}, {model}"] = dict(by_round)
+
+    rounds = sorted(set().union(*curves.values()))
+    chosen = dict.fromkeys([*rounds[:: max(len(rounds) // _MOST_ROUNDS, 1)], *rounds[-1:]])
+    digits = groups[0].unit.digits(value for curve in curves.values() for value in curve.values())
+
+    rows = []
+    for round in chosen:
+        values = [f"{curve[round]:.{digits}f}" if round in curve else "–" for curve in curves.values()]
+        rows.append((round, values))
+    return list(curves), rows
 
 
-def ledger(compared: Sequence[RunGroup]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
-    """For each group its messages, each with its share of the megabytes of the group that sends most."""
-    found = [messages(one) for one in compared]
-    most = max((sum(message.megabytes for message in one) for one in found), default=0) or 1
-    return [
-        (i, one.label, [(message, message.megabytes / most) for message in sent])
-        for i, (one, sent) in enumerate(zip(compared, found, strict=True))
-    ]
+def ledger(groups: Sequence[RunGroup]) -> list[tuple[int, str, list[tuple[Message, float]]]]:
+    """Return each group's messages, each with its share of the megabytes of the group that sends most."""
+    by_group = [messages(group) for group in groups]
+    most = max((sum(message.megabytes for message in sent) for sent in by_group), default=0) or 1
+
+    lines = []
+    for i, (group, sent) in enumerate(zip(groups, by_group, strict=True)):
+        lines.append((i, group.label, [(message, message.megabytes / most) for message in sent]))
+    return lines
 
 
-def logged(compared: Sequence[RunGroup]) -> tuple[list[Logged], list[Logged]]:
-    """Each method's tables, and its images."""
-    tables = [
-        _excerpt(i, one.label, name, table)
-        for i, one in enumerate(compared)
-        for name, table in one.results[0].analysis.items()
-    ]
-    last = {(i, row["name"]): row for i, one in enumerate(compared) for row in one.results[0].images.to_pylist()}
-    images = [
-        Logged(i, compared[i].label, name, row["round"], image=as_uri(Path(row["file"])))
-        for (i, name), row in last.items()
-    ]
+def logged(groups: Sequence[RunGroup]) -> tuple[list[LoggedExcerpt], list[LoggedExcerpt]]:
+    """Return each method's tables, and its images."""
+    tables = []
+    images = []
+    for i, group in enumerate(groups):
+        first_seed = group.results[0]
+        for name, table in first_seed.analysis.items():
+            tables.append(_excerpt(i, group.label, name, table))
+
+        last_images = {row["name"]: row for row in first_seed.images.to_pylist()}
+        for name, row in last_images.items():
+            images.append(LoggedExcerpt(i, group.label, name, row["round"], image=as_uri(Path(row["file"]))))
     return tables, images
 
 
-def differences(compared: Sequence[RunGroup]) -> tuple[list[Setting], list[tuple[str, str]]]:
-    """Settings in which runs differ, other than method and seed, and those that all runs share.
+def compare_settings(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], list[tuple[str, str]]]:
+    """Return settings in which runs differ, other than method and seed, and those that all runs share.
 
     An option that only some methods have, and that is at its default, is no difference.
     """
-    runs = [(one.label, flatten(settings(result.experiment))) for one in compared for result in one.results]
-    methods: list[Any] = [one.results[0].experiment.method for one in compared]
-    defaults = {f"method.{field.name}": field.default for method in methods for field in fields(method)}
+    runs = []
+    defaults: dict[str, Any] = {}
+    for group in groups:
+        for result in group.results:
+            runs.append((group.label, flatten(applicable_settings(result.experiment))))
+        method: Any = group.results[0].experiment.method
+        defaults |= {f"method.{field.name}": field.default for field in fields(method)}
+
     differing, shared = _compare(runs, ("method.name", "seed"))
-    usual = {key: text for key, [(text, _), *more] in differing if not more and text == as_yaml(defaults.get(key))}
-    return [one for one in differing if one[0] not in usual], shared + list(usual.items())
+    different = []
+    at_default = []
+    for key, values in differing:
+        text, _ = values[0]
+        if len(values) == 1 and text == as_yaml(defaults.get(key)):
+            at_default.append((key, text))
+        else:
+            different.append((key, values))
+    return different, shared + at_default
 
 
-def environment(compared: Sequence[RunGroup]) -> tuple[list[Setting], list[tuple[str, str]]]:
-    """Device, executor, versions and so on: those in which runs differ, and those that all runs share."""
-    return _compare(
-        [(one.label, flatten(result.metadata)) for one in compared for result in one.results],
-        ("data", "startup_seconds"),
-    )
+def compare_environments(groups: Sequence[RunGroup]) -> tuple[list[SettingValues], list[tuple[str, str]]]:
+    """Return device, executor, versions and so on: those in which runs differ, and those that all runs share."""
+    runs = [(group.label, flatten(result.metadata)) for group in groups for result in group.results]
+    return _compare(runs, ("data", "startup_seconds"))
 
 
-def _excerpt(i: int, label: str, name: str, table: pa.Table) -> Logged:
-    last = pc.max(table["round"]).as_py()
-    rows = table.filter(pc.field("round") == last).drop_columns(["round"])
-    shown = [
-        [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
-        for row in rows.slice(0, _LOGGED_ROWS).to_pylist()
-    ]
-    return Logged(i, label, name, last, rows.column_names, shown, rows.num_rows - len(shown))
+def _excerpt(index: int, label: str, name: str, table: pa.Table) -> LoggedExcerpt:
+    last_round = pc.max(table["round"]).as_py()
+    rows = table.filter(pc.field("round") == last_round).drop_columns(["round"])
+
+    lines = []
+    for row in rows.slice(0, _MOST_LOGGED_ROWS).to_pylist():
+        lines.append([f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()])
+    return LoggedExcerpt(index, label, name, last_round, rows.column_names, lines, rows.num_rows - len(lines))
 
 
 def as_uri(file: Path) -> str:
-    """A PNG file as text that an ``img`` element takes."""
+    """Return a PNG file as text for the ``src`` of an ``img`` element."""
     return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def _compare(
     runs: Sequence[tuple[str, Mapping[str, Any]]], hidden: Sequence[str]
-) -> tuple[list[Setting], list[tuple[str, str]]]:
-    differing: list[Setting] = []
+) -> tuple[list[SettingValues], list[tuple[str, str]]]:
+    """The values in which runs differ, and those that all share; each run is its label and its values."""
+    differing: list[SettingValues] = []
     shared: list[tuple[str, str]] = []
     for key in dict.fromkeys(key for _, values in runs for key in values if key not in hidden):
-        holders: dict[str, list[str]] = {}
+        labels_by_value: dict[str, list[str]] = {}
         for label, values in runs:
-            holders.setdefault(as_yaml(values[key]) if key in values else "", []).append(label)
-        if len(holders) == 1:
-            shared.append((key, next(iter(holders))))
+            text = as_yaml(values[key]) if key in values else ""
+            labels_by_value.setdefault(text, []).append(label)
+
+        if len(labels_by_value) == 1:
+            shared.append((key, next(iter(labels_by_value))))
         else:
-            kept = [(value, _counted(labels, runs)) for value, labels in holders.items() if value]
-            differing.append((key, kept))
+            by_value = [(value, _with_counts(labels, runs)) for value, labels in labels_by_value.items() if value]
+            differing.append((key, by_value))
     return differing, shared
 
 
-def _counted(labels: Sequence[str], runs: Sequence[tuple[str, Any]]) -> list[str]:
+def _with_counts(labels: Sequence[str], runs: Sequence[tuple[str, Any]]) -> list[str]:
     """Labels once each, with the number of runs where it is not all of that label."""
-    every = [label for label, _ in runs]
-    counts = {label: (labels.count(label), every.count(label)) for label in labels}
-    return [label if some == all_ else f"{label} ({some} of {all_} runs)" for label, (some, all_) in counts.items()]
+    labels_of_runs = [label for label, _ in runs]
+    texts = []
+    for label in dict.fromkeys(labels):
+        count = labels.count(label)
+        total = labels_of_runs.count(label)
+        texts.append(label if count == total else f"{label} ({count} of {total} runs)")
+    return texts

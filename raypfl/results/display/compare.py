@@ -1,4 +1,4 @@
-"""The table of paired differences on a terminal, and the comparison that Python prints."""
+"""A comparison of methods as Python prints it, and its table of paired differences on a terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from raypfl.common.errors import ConfigError
-from raypfl.results.compared import RunGroup, group_runs
-from raypfl.results.display.fitting import fitting
-from raypfl.results.paired import HEADINGS, Difference, differences, remarks
+from raypfl.results.differences import HEADINGS, Difference, differences, remarks
+from raypfl.results.display.fitting import fit_table
+from raypfl.results.groups import RunGroup, group_runs
 from raypfl.runs.result import RunResult
 
-_PAGE = 100  # characters of what Python prints and a notebook shows
+_WIDTH = 100  # characters of what Python prints and a notebook shows
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,8 +25,8 @@ class Differences:
 
     Attributes
     ----------
-    rows : one for each protocol and method, see :class:`raypfl.results.paired.Difference`.
-    notes : what to know about them, in sentences.
+    rows : one for each protocol and method, see :class:`raypfl.results.differences.Difference`.
+    notes : sentences on how to read them.
     """
 
     rows: tuple[Difference, ...]
@@ -45,20 +45,20 @@ class Differences:
         return self._printed().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
     def _printed(self) -> Console:
-        console = Console(record=True, file=io.StringIO(), width=_PAGE)
-        drawn, _ = table(self.rows, _PAGE)
-        console.print(drawn)
+        console = Console(record=True, file=io.StringIO(), width=_WIDTH)
+        table, _ = difference_table(self.rows, _WIDTH)
+        console.print(table)
         for note in self.notes:
             console.print(Text(note))
         return console
 
 
 def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differences:
-    """How far methods are apart: paired differences of the primary metric, with intervals.
+    """Compare methods by paired differences of the primary metric, with intervals.
 
     Parameters
     ----------
-    results : of runs on the same data, evaluated at least once; those that differ in their seed alone are one method's.
+    results : runs on the same data, evaluated at least once; those that differ in their seed alone are one method's.
     baseline : the method, by its label, that the others are compared with; None: the best one of each protocol.
 
     Raises
@@ -75,30 +75,36 @@ def compare(results: Sequence[RunResult], baseline: str | None = None) -> Differ
         ]
         raypfl.compare(results, baseline="fedavg")
     """
-    compared = _compared(results)
-    rows = differences(compared, baseline)
-    return Differences(tuple(rows), tuple(remarks(rows, compared)))
+    groups = _comparable_groups(results)
+    rows = differences(groups, baseline)
+    return Differences(tuple(rows), tuple(remarks(rows, groups)))
 
 
-def _compared(results: Sequence[RunResult]) -> list[RunGroup]:
+def _comparable_groups(results: Sequence[RunResult]) -> list[RunGroup]:
     """The runs by method, if there are at least two with an evaluation; a ConfigError otherwise."""
-    compared = group_runs([result for result in results if result.evaluations.num_rows])
-    if len(compared) < 2:
+    groups = group_runs([result for result in results if result.evaluations.num_rows])
+    if len(groups) < 2:
         raise ConfigError(
             "There is nothing to compare: give results of at least two methods, or of one with two settings, that were "
             "evaluated. Runs that differ in their seed alone are one method's."
         )
-    return compared
+    return groups
 
 
-def table(rows: Sequence[Difference], width: int) -> tuple[Table, list[str]]:
-    """A row for each difference, folded to a width, and the headings left out."""
-    cells = list(zip(*(row.cells for row in rows), strict=True))
-    tests = [f"{row.protocol}{'*' * row.best}" for row in rows]
+def difference_table(rows: Sequence[Difference], width: int) -> tuple[Table, list[str]]:
+    """Return a table with a row for each difference, folded to a width, and the headings left out."""
+    tests = []
+    previous = ""
+    for row in rows:
+        test = f"{row.protocol}{'*' * row.best}"
+        tests.append("" if test == previous else test)
+        previous = test
+
+    cells = zip(*(row.cells for row in rows), strict=True)
     columns: dict[str, Sequence[str]] = {
-        "tested\non": ["" if i and tests[i - 1] == test else test for i, test in enumerate(tests)],
+        "tested\non": tests,
         "method": [row.method for row in rows],
         "against": [row.baseline for row in rows],
         **dict(zip(HEADINGS, cells, strict=True)),
     }
-    return fitting(width, columns, dispensable=HEADINGS[:1:-1], right=HEADINGS)
+    return fit_table(width, columns, dispensable=HEADINGS[:1:-1], right=HEADINGS)

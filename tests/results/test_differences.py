@@ -18,9 +18,9 @@ from raypfl.experiment import Experiment
 from raypfl.federation.logged import LOGGED
 from raypfl.integrations.tracking.entries import comparison_description, comparison_metrics
 from raypfl.results import bootstrap, latex
-from raypfl.results.compared import group_runs
-from raypfl.results.display.paired import compare
-from raypfl.results.paired import Difference, differences, named, remarks
+from raypfl.results.differences import Difference, differences, find_label, remarks
+from raypfl.results.display.compare import compare
+from raypfl.results.groups import group_runs
 from raypfl.results.report import write
 from raypfl.runs.result import RunResult
 from raypfl.storage.columns import Columns
@@ -147,15 +147,15 @@ def test_only_seeds_on_the_same_data_are_paired_and_the_others_are_named():
 
 def test_a_baseline_is_a_label_or_the_one_method_of_that_name():
     labels = ["fedavg", "ditto lam=0.1", "ditto lam=1.0", "fedavg"]
-    assert named(labels, "fedavg") == "fedavg" and named(labels, "ditto lam=1.0") == "ditto lam=1.0"
+    assert find_label(labels, "fedavg") == "fedavg" and find_label(labels, "ditto lam=1.0") == "ditto lam=1.0"
     for baseline, why in (
         ("ditto", "could be any of: ditto lam=0.1; ditto lam=1.0. Give one of these in full."),
         ("fedavgg", "is none of the methods; did you mean 'fedavg'?"),
     ):
         with pytest.raises(ConfigError, match=why):
-            named(labels, baseline)
+            find_label(labels, baseline)
     with pytest.raises(ConfigError, match="needs another method to compare with; there is only fedavg"):
-        named(["fedavg", "fedavg"], "fedavg")
+        find_label(["fedavg", "fedavg"], "fedavg")
 
 
 def test_a_terminal_of_eighty_columns_and_a_narrow_one_show_every_difference_whole():

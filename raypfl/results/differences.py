@@ -1,0 +1,282 @@
+"""Differences between methods, taken seed by seed and client by client: their intervals, and who is ahead how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from raypfl.common.errors import ConfigError, did_you_mean
+from raypfl.data.datasets.population import is_described
+from raypfl.data.partitions.natural import ByColumn, FromFile
+from raypfl.results import bootstrap
+from raypfl.results.groups import RunGroup
+from raypfl.results.numbers import client_scores
+from raypfl.results.table import tests_of
+from raypfl.results.units import Unit
+from raypfl.runs.result import RunResult
+
+_ENOUGH_SEEDS = 6
+"""From which a two-sided Wilcoxon test can give a p below .05: it is at least 2 / 2^n over n seeds."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The primary metric of a method minus that of a baseline, of the models that clients use, in the metric's unit.
+
+    Attributes
+    ----------
+    method, baseline : the labels.
+    best : whether it is in the round that validation data chose, instead of the last one.
+    unit : the metric's.
+    by_seed : the mean over clients, by the seeds that both have on the same data; empty: nothing is paired.
+    low, high : the middle 95% of the bootstrap's draws; None where there is nothing to resample.
+    draws_ahead : the share of draws in which the method is better than the baseline; None likewise.
+    over_clients : whether clients are resampled; not if each method has one model on one test set.
+    """
+
+    method: str
+    baseline: str
+    protocol: str
+    best: bool
+    unit: Unit
+    by_seed: dict[int, float]
+    low: float | None = None
+    high: float | None = None
+    draws_ahead: float | None = None
+    over_clients: bool = False
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the seeds; None: nothing is paired."""
+        return fmean(self.by_seed.values()) if self.by_seed else None
+
+    @property
+    def seeds_ahead(self) -> int:
+        """The number of seeds in which the method is better than the baseline."""
+        return int(_is_ahead(self.unit, np.array([*self.by_seed.values()])).sum())
+
+    def text(self, value: float) -> str:
+        """Return a difference as it is printed, with its sign: ``"+2.4"``."""
+        digits = self.unit.digits([self.mean or 0.0, self.low or 0.0, self.high or 0.0])
+        return f"{round(value, digits) + 0.0:+,.{digits}f}"  # never -0.0
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Difference, interval, seeds ahead and draws ahead as they are printed, ``"–"`` for what there is not."""
+        if self.mean is None:
+            return ("–",) * 4
+
+        seeds_ahead = f"{self.seeds_ahead} of {len(self.by_seed)}"
+        if self.low is None or self.high is None or self.draws_ahead is None:
+            return self.text(self.mean), "–", seeds_ahead, "–"
+
+        interval = f"{self.text(self.low)} to {self.text(self.high)}"
+        return self.text(self.mean), interval, seeds_ahead, f"{self.draws_ahead:.0%}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for programs; None for what there is not."""
+        return {
+            "method": self.method,
+            "against": self.baseline,
+            "protocol": self.protocol,
+            "round": "best" if self.best else "last",
+            "metric": self.unit.label,
+            "difference": self.mean,
+            "low": self.low,
+            "high": self.high,
+            "seeds_paired": len(self.by_seed),
+            "seeds_ahead": self.seeds_ahead,
+            "draws_ahead": self.draws_ahead,
+            "by_seed": self.by_seed,
+        }
+
+
+HEADINGS = ("difference", "95%\ninterval", "seeds\nahead", "draws\nahead")
+"""Headings of the `cells` of a difference, with line breaks for narrow tables."""
+
+
+def find_label(labels: Sequence[str], baseline: str) -> str:
+    """Return the label of a baseline: a label itself, or a method's name if only one label begins with it.
+
+    Raises
+    ------
+    ConfigError : if there is none or several, or nothing to compare with.
+    """
+    distinct = list(dict.fromkeys(labels))
+    if len(distinct) < 2:
+        raise ConfigError(
+            f"The baseline {baseline!r} needs another method to compare with; there is only {distinct[0]}."
+        )
+
+    matches = [label for label in distinct if baseline in (label, label.split()[0])]
+    if not matches:
+        raise ConfigError(f"The baseline {baseline!r} is none of the methods; {did_you_mean(baseline, distinct)}")
+    if baseline in matches:
+        return baseline
+    if len(matches) > 1:
+        candidates = "; ".join(matches)
+        raise ConfigError(f"The baseline {baseline!r} could be any of: {candidates}. Give one of these in full.")
+    return matches[0]
+
+
+def differences(groups: Sequence[RunGroup], baseline: str | None = None) -> list[Difference]:
+    """Compare every method with the baseline or, without one, with the best, protocol by protocol.
+
+    Raises
+    ------
+    ConfigError : if the baseline is none of the methods.
+    """
+    label = find_label([group.label for group in groups], baseline) if baseline else ""
+
+    rows = []
+    for protocol, best in tests_of(groups):
+        tested = [group for group in groups if (group.has_best or not best) and group.scores(protocol, best=best)]
+        if label:
+            reference = next((group for group in tested if group.label == label), None)
+        else:
+            reference = _best_group(tested, protocol, best)
+        if reference is not None:
+            rows += [difference(group, reference, protocol, best) for group in tested if group is not reference]
+    return rows
+
+
+def _best_group(tested: Sequence[RunGroup], protocol: str, best: bool) -> RunGroup | None:
+    """The first of the groups with the best mean; None if there is no other to compare it with."""
+    if len(tested) < 2:
+        return None
+    choose = max if tested[0].unit.metric.higher_is_better else min
+    return choose(tested, key=lambda group: fmean(group.scores(protocol, best=best)))
+
+
+def remarks(rows: Sequence[Difference], groups: Sequence[RunGroup]) -> list[str]:
+    """Return sentences for below a table of the differences between `groups`."""
+    if not rows:
+        return []
+
+    unit = rows[0].unit
+    lines = [
+        f"Paired differences{' in points' if unit.sign else ''}, seed by seed and client by client, of the models that "
+        f"clients use.{'' if unit.metric.higher_is_better else ' A method is ahead if it is lower.'}",
+        *_resampling_remarks(rows),
+    ]
+
+    seeds = max(len(row.by_seed) for row in rows)
+    if 1 < seeds < _ENOUGH_SEEDS:
+        lines.append(
+            f"{seeds} seeds cannot show much: a two-sided Wilcoxon test over them gives p = {2 / 2**seeds:.2g} at "
+            f"best, and p below 0.05 takes {_ENOUGH_SEEDS} seeds or more."
+        )
+
+    seeds_of = {group.label: [result.experiment.seed for result in group.results] for group in groups}
+    for row in rows:
+        remark = _unpaired_remark(row, seeds_of[row.method], seeds_of[row.baseline])
+        if remark and remark not in lines:
+            lines.append(remark)
+    return lines
+
+
+def _resampling_remarks(rows: Sequence[Difference]) -> list[str]:
+    """How intervals and draws come about."""
+    resampled = [row for row in rows if row.draws_ahead is not None]
+    if not resampled:
+        return []
+
+    several_seeds = any(len(row.by_seed) > 1 for row in resampled)
+    drawn = ["the seeds"] if several_seeds else []
+    if any(row.over_clients for row in resampled):
+        drawn.append("the clients")
+
+    lines = [f"The 95% interval is that of {bootstrap.DRAWS:,} bootstrap draws of {' and '.join(drawn)}."]
+    if not several_seeds:
+        lines.append("There is only one seed: it does not say what others would give.")
+    return lines
+
+
+def _unpaired_remark(row: Difference, method_seeds: Sequence[int], baseline_seeds: Sequence[int]) -> str:
+    """What is not paired, as a sentence; empty: all seeds are."""
+    if not row.by_seed:
+        return f"{row.method} and {row.baseline} have no seed with the same data in common, so they are not paired."
+    if set(row.by_seed) == {*method_seeds} == {*baseline_seeds}:
+        return ""
+    seeds = ", ".join(map(str, row.by_seed))
+    return f"{row.method} against {row.baseline}: only over what both have, seed{'s' * (len(row.by_seed) > 1)} {seeds}."
+
+
+def difference(group: RunGroup, reference: RunGroup, protocol: str, best: bool = False) -> Difference:
+    """Compare a group with another on one protocol.
+
+    Parameters
+    ----------
+    best : whether to take the round that validation data chose.
+    """
+    references = {result.experiment.seed: result for result in reference.results}
+    models = group.deployed(protocol), reference.deployed(protocol)
+
+    differences_by_seed: dict[int, np.ndarray] = {}
+    shared_clients: list[list[int]] = []
+    for result in group.results:
+        seed = result.experiment.seed
+        if seed not in references or _data_hash(references[seed]) != _data_hash(result):
+            continue
+        clients, values = _client_by_client(result, references[seed], protocol, models, best)
+        if clients:
+            differences_by_seed[seed] = values
+            shared_clients.append(clients)
+
+    means = {seed: float(values.mean()) for seed, values in differences_by_seed.items()}
+    row = Difference(group.label, reference.label, protocol, best, group.unit, means)
+    same_clients = _keeps_clients(group.results[0]) and _all_equal(shared_clients)
+    return _with_interval(row, list(differences_by_seed.values()), same_clients)
+
+
+def _with_interval(row: Difference, clients: Sequence[np.ndarray], same_clients: bool) -> Difference:
+    over_clients = any(len(values) > 1 for values in clients)
+    if len(clients) < 2 and not over_clients:
+        return row
+
+    draws = bootstrap.draws(clients, same_clients)
+    low, high = np.quantile(draws, [0.025, 0.975]).tolist()
+    draws_ahead = float(_is_ahead(row.unit, draws).mean())
+    return replace(row, low=low, high=high, draws_ahead=draws_ahead, over_clients=over_clients)
+
+
+def _client_by_client(
+    result: RunResult, other: RunResult, protocol: str, models: tuple[str, str], best: bool
+) -> tuple[list[int], np.ndarray]:
+    """Clients that both have, and their differences; one model on one test set counts for every client of the other."""
+    clients, scores = client_scores(result, protocol, models[0], best)
+    other_clients, other_scores = client_scores(other, protocol, models[1], best)
+
+    tested_once = _TESTED_ONCE in (clients.tolist(), other_clients.tolist())
+    if clients.size and other_clients.size and tested_once:
+        longer = max(clients, other_clients, key=len)
+        return longer.tolist(), scores - other_scores
+
+    shared, i, j = np.intersect1d(clients, other_clients, return_indices=True)
+    return shared.tolist(), scores[i] - other_scores[j]
+
+
+_TESTED_ONCE = [-1]
+"""The clients of one model on one test set."""
+
+
+def _is_ahead(unit: Unit, differences: np.ndarray) -> np.ndarray:
+    return differences > 0 if unit.metric.higher_is_better else differences < 0
+
+
+def _data_hash(result: RunResult) -> str | None:
+    """A hash of the samples and of who holds them."""
+    return result.metadata.get("data")
+
+
+def _keeps_clients(result: RunResult) -> bool:
+    """Whether clients are the same in every seed: they come with the data and are not drawn."""
+    return is_described(result.experiment.data) or isinstance(result.experiment.partition, ByColumn | FromFile)
+
+
+def _all_equal(lists: Sequence[list[int]]) -> bool:
+    return all(items == lists[0] for items in lists)

@@ -1,0 +1,123 @@
+"""The picture of a comparison: curves over rounds, and every client at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from textwrap import fill
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from raypfl.results.colours import colour
+from raypfl.results.drawing.canvas import GREY, INK, png
+from raypfl.results.drawing.curves import (
+    Curves,
+    draw_clients,
+    draw_curves,
+    line_style,
+    point_style,
+    scale,
+    scale_rounds,
+)
+from raypfl.results.groups import RunGroup, group_runs
+from raypfl.results.numbers import clients_from_worst, metric_curves
+from raypfl.results.setting_text import shared_setting_text
+from raypfl.results.table import MODELS
+from raypfl.results.units import capitalised
+from raypfl.runs.result import RunResult
+
+_LEGEND_WIDTH = 150  # characters across the figure
+_LEGEND_GAP = 8  # characters that an entry takes besides its text
+_LEGEND_LINE = 70  # characters, from which a label goes on in another line
+
+
+def draw(results: Sequence[RunResult], path: str | Path) -> Path:
+    """Write a PNG of finished runs of one comparison, and return its path.
+
+    Left: the primary metric by round, mean over clients on their own test data, of the personal models (solid) and of
+    the global one (dashed); a band spans the seeds. Right: each client's at the end, from worst to best, with the model
+    that the client uses: its personal one where the method makes one. If only global models were tested, on one test
+    set, a bar and a dot for each seed.
+
+    Parameters
+    ----------
+    results : at least one, each evaluated at least once.
+    path : the PNG; its folder must exist.
+    """
+    groups = group_runs(results)
+    protocol = "local" if "local" in groups[0].protocols else groups[0].protocols[0]
+    curves = metric_curves(groups, protocol)
+    tested_once = all(len(clients_from_worst(group, protocol)) <= len(group.results) for group in groups)
+    metric = capitalised(groups[0].unit.phrase)
+
+    with png(path, 11, 5, padding=0.1) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+
+        _draw_rounds(left, groups, curves, protocol)
+        left.set_title(f"{metric} over rounds{'' if tested_once else ', mean over clients'}")
+
+        if tested_once:
+            _draw_ends(right, groups, protocol)
+            right.set_title("The global model at the end")
+        else:
+            draw_clients(right, groups, protocol, _paint)
+            right.set_title(f"{metric} of each client at the end")
+
+        figure.suptitle(fill(shared_setting_text(results), 110), fontsize=11, color=GREY)
+        _draw_legend(figure, groups, curves, protocol)
+    return Path(path)
+
+
+def _draw_rounds(axes: Axes, groups: Sequence[RunGroup], curves: Curves, protocol: str) -> None:
+    unit = groups[0].unit
+    test_data = "their own test data" if protocol == "local" else f"the {protocol} test data"
+
+    draw_curves(axes, groups, curves, _paint)
+    axes.set(xlabel="round", ylabel=f"{unit.phrase} on {test_data}{' (%)' if unit.sign else ''}")
+    scale_rounds(axes)
+    scale(axes.yaxis)
+
+
+def _draw_ends(axes: Axes, groups: Sequence[RunGroup], protocol: str) -> None:
+    """A bar for each group's final mean, and a dot for each of its seeds."""
+    for i, group in enumerate(groups):
+        scores = group.scores(protocol)
+        axes.barh(i, fmean(scores), height=0.7, alpha=0.6, **_paint(i))
+        axes.plot(scores, [i] * len(scores), "o", markersize=4, color=INK)
+
+    axes.invert_yaxis()
+    axes.set_yticks(range(len(groups)), [fill(group.label, 24) for group in groups])
+    axes.set_xlabel(groups[0].unit.label)
+    scale(axes.xaxis)
+
+
+def _draw_legend(figure: Figure, groups: Sequence[RunGroup], curves: Curves, protocol: str) -> None:
+    """The groups with their final scores, and how lines of personal and of global models look."""
+    handles = [
+        Line2D([], [], color=group.colour, linewidth=5, label=_label_with_score(group, protocol)) for group in groups
+    ]
+    is_one_round = all(len(curve.x) == 1 for curve in curves.values())
+    for model in MODELS:
+        if not any(model == drawn_model for _, drawn_model in curves):
+            continue
+        look = {"ls": "", **point_style(model)} if is_one_round else line_style(model)
+        handles.append(Line2D([], [], color=INK, label=f"{model} model", **look))
+
+    widest = max(len(line) for handle in handles for line in str(handle.get_label()).splitlines())
+    fitting = _LEGEND_WIDTH // (widest + _LEGEND_GAP)
+    columns = max(1, min(len(handles), 5, fitting))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def _label_with_score(group: RunGroup, protocol: str) -> str:
+    score = f"{group.unit.text(fmean(group.scores(protocol)))}{group.unit.sign}"
+    # Two spaces set the score apart; textwrap would make one of them.
+    return f"{fill(group.label, _LEGEND_LINE)}  {score}"
+
+
+def _paint(index: int) -> dict[str, Any]:
+    return {"color": colour(index)}

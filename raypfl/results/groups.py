@@ -1,0 +1,83 @@
+"""Runs grouped by method: runs that differ in their seed alone are repetitions of one method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from raypfl.evaluation.measures import OF_PRIMARY, Measures
+from raypfl.results.colours import colour
+from raypfl.results.labels import labels
+from raypfl.results.units import Unit
+from raypfl.runs.result import RunResult
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of one method with the same options and settings, one for each seed."""
+
+    label: str
+    colour: str
+    results: tuple[RunResult, ...]
+
+    @property
+    def measures(self) -> Measures:
+        """The metrics of the runs."""
+        return self.results[0].experiment.measures
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of the primary metric."""
+        return Unit(self.measures.primary)
+
+    def scores(self, protocol: str, model: str = "", aggregate: str = "", best: bool = False) -> list[float]:
+        """Return one number per seed, in the metric's unit; nothing where there is none.
+
+        Parameters
+        ----------
+        model : ``personal`` or ``global``; empty: the one that clients use.
+        aggregate : a name in ``measures.aggregates``; empty: the primary metric. One model on one test set has no
+            spread over clients.
+        best : whether to take the round that validation data chose, instead of the last evaluated one.
+        """
+        aggregate = aggregate or self.measures.primary.name
+        model = model or self.deployed(protocol)
+
+        tested_once = model == "global" and (protocol == "global" or protocol.startswith("ood/"))
+        if aggregate not in self.measures.aggregates or (tested_once and aggregate in OF_PRIMARY):
+            return []
+
+        rows = [row for row in self._summaries[best] if (row["protocol"], row["model"]) == (protocol, model)]
+        return Unit(self.measures.of(aggregate)).of(row[aggregate] for row in rows if aggregate in row)
+
+    @cached_property
+    def _summaries(self) -> dict[bool, list[dict[str, Any]]]:
+        """Rows of all seeds: of the last round under False, of the best round under True."""
+        last = [row for result in self.results for row in result.summary()]
+        best = [row for result in self.results for row in result.summary(result.best_round)]
+        return {False: last, True: best}
+
+    @property
+    def protocols(self) -> list[str]:
+        """The evaluated protocols, in order."""
+        return list(dict.fromkeys(row["protocol"] for row in self._summaries[False]))
+
+    @property
+    def has_best(self) -> bool:
+        """Whether validation data chose a round of every run."""
+        return all(result.best_round is not None for result in self.results)
+
+    def deployed(self, protocol: str) -> str:
+        """Return the model that clients use: ``personal`` where the method makes personal models, else ``global``."""
+        return "personal" if self.scores(protocol, "personal") else "global"
+
+
+def group_runs(results: Sequence[RunResult]) -> list[RunGroup]:
+    """Group results by everything but the seed, in order of first appearance."""
+    members: dict[str, list[RunResult]] = {}
+    for label, result in zip(labels([result.experiment for result in results]), results, strict=True):
+        members.setdefault(label, []).append(result)
+
+    return [RunGroup(label, colour(i), tuple(runs)) for i, (label, runs) in enumerate(members.items())]

@@ -1,0 +1,136 @@
+"""Labels of runs: the method, with the options and settings in which it differs from the runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raypfl.data.datasets.population import is_described
+from raypfl.experiment import Experiment
+from raypfl.experiment.assignments import flatten
+from raypfl.experiment.identity import deciding_settings, is_in
+
+_ONLY_ROUNDING = ("engine", "training.channels_last")
+"""Settings that change a result by rounding alone."""
+
+_SHOWN_ELSEWHERE = ("method", "seed", "data.root")
+
+
+def labels(experiments: Sequence[Experiment]) -> list[str]:
+    """Return a name for each experiment; those that differ in their seed alone have the same one.
+
+    A label is the method with the options in which runs of this method differ, and with the settings in which it
+    differs from the first experiment: ``ditto lam=0.1 training.lr=0.05``. Every label shows its value instead, the
+    first one's too, if all runs are of one method, or if they differ in one setting that no method has as its own.
+    """
+    names = _method_names(experiments)
+    return [" ".join(filter(None, pair)) for pair in zip(names, _setting_texts(names, experiments), strict=True)]
+
+
+def differing_settings(experiments: Sequence[Experiment]) -> list[str]:
+    """Return the part of each of the `labels` that is about settings other than the method's options."""
+    return _setting_texts(_method_names(experiments), experiments)
+
+
+def _method_names(experiments: Sequence[Experiment]) -> list[str]:
+    """Methods, each with the options in which experiments with this method differ."""
+    methods = [experiment.to_dict()["method"] for experiment in experiments]
+
+    # A class of one's own is "module:Class"; the module is shown only where two classes have the same name.
+    full_names = {method["name"] for method in methods}
+    short_names = {name: name.rpartition(":")[2] for name in full_names}
+    if len(set(short_names.values())) < len(full_names):
+        short_names = {name: name for name in full_names}
+
+    names = []
+    for method in methods:
+        namesakes = [other for other in methods if other["name"] == method["name"]]
+        differing = [key for key, value in method.items() if any(other[key] != value for other in namesakes)]
+        names.append(" ".join([short_names[method["name"]], *(f"{key}={method[key]}" for key in differing)]))
+    return names
+
+
+def _setting_texts(names: Sequence[str], experiments: Sequence[Experiment]) -> list[str]:
+    """``training.lr=0.05 rounds=4`` of each experiment, as `labels` says; `names` are their methods."""
+    settings = [_deciding_settings(experiment) for experiment in experiments]
+    first = settings[0]
+    keys = dict.fromkeys(key for values in settings for key in values)
+    differing = [key for key in keys if any(values.get(key) != first.get(key) for values in settings)]
+
+    by_name = dict(zip(names, settings, strict=True))
+    has_own_settings = all(by_name[name] == values for name, values in zip(names, settings, strict=True))
+    settings_of_methods = len(by_name) > 1 and has_own_settings
+    one_method = len({name.split()[0] for name in names}) == 1
+    shows_all = one_method or (len(differing) == 1 and not settings_of_methods)
+
+    complete = _with_defaults(settings)
+    reference = {} if shows_all else complete[0]
+    differences = [_differences(values, reference, differing) for values in complete]
+
+    short_texts = [_as_text(_without_parts_of_other_components(values)) for values in differences]
+    if _tell_apart(names, short_texts, settings):
+        return short_texts
+    # Such as two depths of one network beside another network: the short text has the network's name only.
+    return [_as_text(values) for values in differences]
+
+
+def _deciding_settings(experiment: Experiment) -> dict[str, Any]:
+    """The settings, other than method and seed, that decide a result up to rounding."""
+    hidden = [*_ONLY_ROUNDING, *_SHOWN_ELSEWHERE]
+    if experiment.model.pretrain is not None:
+        hidden.append("model.weights")  # a file that follows from the other settings
+    if is_described(experiment.data):
+        hidden.append("partition")
+
+    settings = flatten(deciding_settings(experiment))
+    return {key: value for key, value in settings.items() if not any(is_in(key, section) for section in hidden)}
+
+
+def _differences(settings: Mapping[str, Any], reference: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The values of `keys` that are not the reference's."""
+    present = [key for key in keys if key in settings]
+    return {key: settings[key] for key in present if key not in reference or settings[key] != reference[key]}
+
+
+def _with_defaults(all_settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The settings with ``default`` for options that others give to the same network, partition and so on."""
+    components_with: dict[str, set[str | None]] = {}
+    for settings in all_settings:
+        for key in settings:
+            components_with.setdefault(key, set()).add(settings.get(f"{_section(key)}.name"))
+
+    complete = []
+    for settings in all_settings:
+        values = dict(settings)
+        for key, components in components_with.items():
+            if key in settings:
+                continue
+            # Nothing is missing in a plain value, such as no privacy, or in a section instead of one.
+            is_plain = _section(key) in settings
+            is_section = any(is_in(present, key) for present in settings)
+            if not is_plain and not is_section and settings.get(f"{_section(key)}.name") in components:
+                values[key] = "default"
+        complete.append(values)
+    return complete
+
+
+def _section(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _without_parts_of_other_components(differences: Mapping[str, Any]) -> dict[str, Any]:
+    """The differences with only the name of another network, partition and so on: ``model=lenet``."""
+    components = {key.removesuffix(".name"): value for key, value in differences.items() if key.endswith(".name")}
+    parts = tuple(f"{component}." for component in components)
+    return components | {key: value for key, value in differences.items() if not key.startswith(parts)}
+
+
+def _as_text(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{key.removesuffix('.name')}={value}" for key, value in settings.items())
+
+
+def _tell_apart(names: Sequence[str], texts: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether experiments with the same name and text have the same settings."""
+    meanings: dict[tuple[str, str], Mapping[str, Any]] = {}
+    labels = zip(names, texts, strict=True)
+    return all(meanings.setdefault(label, values) == values for label, values in zip(labels, settings, strict=True))

@@ -1,0 +1,86 @@
+"""The setting of runs in one line: data, partition and model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from raypfl.data.datasets.population import is_described
+from raypfl.experiment import Experiment
+from raypfl.experiment.settings import ModelSettings
+from raypfl.runs.result import RunResult
+
+_MODEL_DEFAULTS = {field.name: field.default for field in fields(ModelSettings) if field.name != "name"}
+
+
+def setting_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
+    """Return data, partition and model in one line, without options at their default.
+
+    The partition's first option, such as alpha, is always there.
+
+    Parameters
+    ----------
+    metadata : what the run recorded about itself; the number of clients of a population, which has no partition, is
+        there.
+    """
+    return " · ".join([data_text(experiment, metadata), _component_text(_network(experiment))])
+
+
+def shared_setting_text(results: Sequence[RunResult]) -> str:
+    """Return the line of runs on the same data and partition, with what their models have in common."""
+    first, *others = (_network(result.experiment) for result in results)
+    common = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+
+    data = data_text(results[0].experiment, results[0].metadata)
+    if "name" not in common:
+        return data
+    return " · ".join([data, _component_text(common)])
+
+
+def data_text(experiment: Experiment, metadata: Mapping[str, Any]) -> str:
+    """Return data and partition in one line."""
+    values = applicable_settings(experiment)
+    parts = [values["data"]["name"]]
+
+    partition = values.get("partition")
+    if partition is None:
+        if "num_clients" in metadata:
+            parts.append(f"{metadata['num_clients']:,} clients")
+        return " · ".join(parts)
+
+    clients = partition.pop("clients", None)
+    if clients:
+        parts.append(f"{clients} clients")
+
+    defaults = {field.name: field.default for field in fields(experiment.partition)}
+    always = list(partition)[:2]  # its name and its first option, such as alpha
+    shown = {key: value for key, value in partition.items() if key in always or value != defaults[key]}
+    return " · ".join([*parts, _component_text(shown)])
+
+
+def applicable_settings(experiment: Experiment) -> dict[str, Any]:
+    """Return all settings, without the partition if the data is a population, which has none."""
+    values = experiment.to_dict()
+    if is_described(experiment.data):
+        del values["partition"]
+    return values
+
+
+def _network(experiment: Experiment) -> dict[str, Any]:
+    """The model's name, and its settings that are not at their default."""
+    model = applicable_settings(experiment)["model"]
+    network = {key: value for key, value in model.items() if value != _MODEL_DEFAULTS.get(key)}
+
+    if "pretrain" in network:
+        network.pop("weights", None)  # a file that follows from the other settings
+    if "weights" in network:
+        network["weights"] = Path(network["weights"]).name
+    return network
+
+
+def _component_text(component: Mapping[str, Any]) -> str:
+    """``mlp(hidden=[16])``."""
+    options = [f"{key}={value}" for key, value in component.items() if key != "name" and value is not None]
+    return f"{component['name']}({', '.join(options)})" if options else component["name"]
