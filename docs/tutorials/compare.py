@@ -62,7 +62,7 @@ raypfl.compare(results, baseline="fedavg")
 Image.open(draw(results, "comparison.png"))
 
 # %%
-raypfl.results.report.write(results, "report.html")
+raypfl.report.write(results, "report.html")
 
 # %% [markdown]
 # The report is one HTML file without scripts: send it, archive it with a paper, print it. `raypfl

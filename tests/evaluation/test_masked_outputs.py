@@ -150,7 +150,7 @@ def test_masked_numbers_stand_beside_the_others_in_tables_the_report_and_mlflow(
         *[("val", False), ("val/exclude", False)],  # validation data, not a test
     ]
     assert result.best_round is not None
-    page = raypfl.results.report.write([result], tmp_path / "report.html").read_text("utf-8")
+    page = raypfl.report.write([result], tmp_path / "report.html").read_text("utf-8")
     assert "each client’s own test data, with the classes that a client lacks excluded" in page
     evaluated = [event for event in events_of(result) if isinstance(event, Evaluated)]
     logged = {name for event in evaluated for name, *_ in evaluation_points(event)}
