@@ -1,4 +1,4 @@
-"""Analyses: studies of training that change nothing in it."""
+"""Analyses: studies of training that do not change it."""
 
 from raypfl.analysis import distillation, flntk, ntk  # noqa: F401 - they register themselves
 from raypfl.analysis.base import ANALYSES, AnalysedRound, Analysis

@@ -1,4 +1,4 @@
-"""What an analysis is, and what its server side sees of a round."""
+"""The interface of analyses, and what they see of a round on the server."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ ANALYSES = Registry("analysis")
 
 
 class AnalysedRound(Log):
-    """A round as an analysis sees it on the server, and where it logs what it finds.
+    """A round as an analysis sees it on the server, and the log of its results.
 
     Attributes
     ----------
-    round : its number; 0: before the first one.
+    round : the round's number; 0: before the first round.
     clients : numbers of the clients that took part.
     before, after : the global model ``[P+B]`` before and after the round; None if the method has none. Before the first
         round, both are the initial one.
-    task, method, training : what is run. cohort_size : clients that are drawn for a round.
-    folder : of this analysis, in the run's folder. Write files that later rounds need here, under names of rounds.
+    task, method, training : the run's task, method and training settings.
+    cohort_size : the number of clients drawn for a round.
+    folder : the analysis's folder in the run's folder. Write files that later rounds need here, under names of rounds.
     """
 
     def __init__(
@@ -52,32 +53,35 @@ class AnalysedRound(Log):
         self.round = round
         self.clients = clients
         self.before, self.after = models
-        self.task, self.method, self.training = run.task, run.method, run.training
+        self.task = run.task
+        self.method = run.method
+        self.training = run.training
         self.cohort_size = run.cohort_size
         self.folder = folder
         self._run = run
 
     def samples(self, client: int) -> Batch:
-        """All training samples of a client, as the network sees them."""
+        """Return all training samples of a client, as the network sees them."""
         return self._run.samples(client)
 
     def pool(self, name: str) -> Pool:
-        """Samples that belong to no client (``data.pools``)."""
+        """Return samples that belong to no client (``data.pools``)."""
         return self._run.pools.pool(name, self.round)
 
     def steps(self, client: int) -> Iterator[Observation]:
-        """What :meth:`Analysis.before_step` and `after_training` have kept of a client in this round, in its order."""
-        return observations(self.folder, self.round, client)
+        """Iterate over what `before_step` and `after_training` returned for a client in this round, in order."""
+        return load_observations(self.folder, self.round, client)
 
 
 @dataclass(frozen=True)
 class AnalysedRun:
-    """What all rounds of a run share.
+    """What all analysed rounds of a run share.
 
     Attributes
     ----------
-    samples : all training samples of a client.
-    pools : as the server reads them.
+    task, method, training, cohort_size : as in :class:`AnalysedRound`.
+    samples : a function that returns all training samples of a client.
+    pools : the server's view of the pools.
     """
 
     task: Task
@@ -96,14 +100,14 @@ def _refused(analysis: Analysis, name: str, value: Any) -> None:
 
 
 class Analysis(Component):
-    """A study of a run: it sees models and changes nothing. A run has the same bits with it and without.
+    """A study of a run that sees models and changes nothing: a run has the same bits with it and without.
 
-    Subclasses become frozen dataclasses; their fields are options. What they log and keep is no message, so that the
+    Subclasses become frozen dataclasses; their fields are options. What they log and keep is not a message, so the
     ledger does not count it.
 
     Attributes
     ----------
-    every : rounds between two that are analysed; the last one always is. 0: only the last.
+    every : number of rounds from one analysis to the next; the last round is always analysed. 0: only the last.
     """
 
     every: int = 1
@@ -117,70 +121,78 @@ class Analysis(Component):
             raise ConfigError(f"every is {self.every}; it must be 0, for the last round only, or more.")
 
     def needed_pools(self) -> tuple[str, ...]:
-        """The names in ``data.pools`` that this analysis needs; a run without one of them is refused."""
+        """Return the names in ``data.pools`` that this analysis needs; a run without one of them is refused."""
         return ()
 
     def observes(self, round: int, rounds: int) -> bool:
-        """Whether :meth:`before_step` is called in this round: by default, in those that are analysed."""
+        """Return whether `before_step` is called in this round; by default, if the round is analysed."""
         return self.is_due(round, rounds)
 
     def is_due(self, round: int, rounds: int) -> bool:
-        """Whether :meth:`after_round` is called after this round."""
+        """Return whether :meth:`after_round` is called after this round."""
         return is_due(round, self.every, rounds)
 
     def start(self, view: AnalysedRound) -> None:
-        """On the server, before the first round; also the place to refuse what cannot be analysed."""
+        """Prepare on the server, before the first round; refuse here what cannot be analysed."""
 
     def before_step(self, step: LocalStep) -> Mapping[str, Any] | None:
-        """On the clients, before each local step of each client. Returns arrays to keep, by name, or None."""
+        """Observe a client before each of its local steps. Return arrays to keep, by name, or None."""
         return None
 
     def after_training(self, step: LocalStep) -> Mapping[str, Any] | None:
-        """On the clients, after the last step of each training of each client, with the model that came out of it."""
+        """Observe a client after the last step of each training, with the trained model. Return as `before_step`."""
         return None
 
     def after_round(self, view: AnalysedRound) -> None:
-        """On the server, after a round: read what was kept, log numbers, tables and images."""
+        """Analyse a round on the server: read what was kept; log numbers, tables and images."""
 
     def summary(self, folder: Path, round: int) -> list[str]:
-        """Lines to print when the run is over, from this analysis's `folder`; `round` : rounds finished."""
+        """Return lines to print after the run, from this analysis's `folder`; `round` is the last finished round."""
         return []
 
 
-def folder_of(run_dir: str | Path, analysis: Analysis) -> Path:
-    """Where an analysis keeps its files."""
-    return Path(run_dir) / "analyses" / name_of(analysis)
+def analysis_folder(run_dir: str | Path, analysis: Analysis) -> Path:
+    """Return the folder of an analysis's files."""
+    return Path(run_dir) / "analyses" / analysis_name(analysis)
 
 
-def name_of(analysis: Analysis) -> str:
-    """Its registered name, or the name of its class."""
+def analysis_name(analysis: Analysis) -> str:
+    """Return the registered name of an analysis, or the name of its class."""
     return ANALYSES.name_of(type(analysis)).rpartition(":")[2]
 
 
-def observations(folder: Path, round: int, client: int) -> Iterator[Observation]:
-    """What an analysis has kept of a client's local steps in a round."""
-    found: dict[tuple[int, int], dict[str, Any]] = {}
-    file = file_of(folder, round, client)
-    for name, array in (load_file(file) if file.exists() else {}).items():
-        training, step, own = name.split("/", 2)
-        found.setdefault((int(training), int(step)), {})[own] = array
-    for (of, at), kept in sorted(found.items()):
-        yield Observation(client, of, at, kept)
+def load_observations(folder: Path, round: int, client: int) -> Iterator[Observation]:
+    """Iterate over what an analysis kept of a client's local steps in a round, in their order."""
+    file = _observation_file(folder, round, client)
+    if not file.exists():
+        return
+
+    arrays_by_step: dict[tuple[int, int], dict[str, Any]] = {}
+    for key, array in load_file(file).items():
+        training, step, name = key.split("/", 2)
+        arrays_by_step.setdefault((int(training), int(step)), {})[name] = array
+    for (training_number, step_number), arrays in sorted(arrays_by_step.items()):
+        yield Observation(client, training_number, step_number, arrays)
 
 
-def keep(folder: Path, round: int, seen: list[Observation]) -> None:
+def save_observations(folder: Path, round: int, observations: list[Observation]) -> None:
     """Write what an analysis keeps of one client's local steps. A round that is run again writes the same file."""
-    file = file_of(folder, round, seen[0].client)
+    file = _observation_file(folder, round, observations[0].client)
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({f"{o.training}/{o.step}/{name}": a for o in seen for name, a in o.arrays.items()}, file)
+
+    arrays = {}
+    for observation in observations:
+        for name, array in observation.arrays.items():
+            arrays[f"{observation.training}/{observation.step}/{name}"] = array
+    save_file(arrays, file)
 
 
-def file_of(folder: Path, round: int, client: int) -> Path:
+def _observation_file(folder: Path, round: int, client: int) -> Path:
     return folder / f"round-{round:06d}" / f"client-{client:06d}.safetensors"
 
 
 def picture(figure: Any) -> Tensor:
-    """A matplotlib figure as an image ``uint8[1, 3, H, W]``, for :meth:`AnalysedRound.log_image`."""
+    """Return a matplotlib figure as an image ``uint8[1, 3, H, W]``, for :meth:`AnalysedRound.log_image`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""How close the global model is to the ensemble of the clients' models, and what its error can be at most."""
+"""Distance of the global model to the ensemble of the clients' models, and the bound of its error that follows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypfl.learning.pool import Pool
 from raypfl.models.flat import FlatModel
 
 TOLERANCE = 1e-6
-"""Of an inequality, for the rounding of probabilities in single precision."""
+"""Tolerance of an inequality, since probabilities are rounded in single precision."""
 
 
 @ANALYSES.register("distillation")
@@ -34,10 +34,10 @@ class Distillation(Analysis):
 
     Attributes
     ----------
-    every : rounds between two that are analysed; the last one always is.
-    pool : of ``data.pools``: where the distillation distance, the mean of |g - h|_1, is measured.
-    labelled : another one, with the clients' labels: where errors and their bounds are measured.
-    samples : of each pool, the same in all rounds.
+    every : number of rounds from one analysis to the next; the last round is always analysed.
+    pool : name in ``data.pools`` of the pool for the distillation distance, the mean of |g - h|_1.
+    labelled : name of a pool with the clients' labels, for errors and their bounds.
+    samples : number of samples of each pool, the same in all rounds.
     """
 
     every: int = 1
@@ -59,7 +59,8 @@ class Distillation(Analysis):
                 f"analyses.distillation compares the global model with the clients', but {type(view.method).__name__} "
                 "has none. Choose another method, or leave the analysis out."
             )
-        labels = self.of(view.pool(self.labelled)).y
+
+        labels = self.batch(view.pool(self.labelled)).y
         if labels.dim() > 1 or labels.is_floating_point() or bool((labels < 0).any()):
             raise ConfigError(
                 f"analyses.distillation needs classes of the clients' for the pool {self.labelled!r}. Name another "
@@ -67,59 +68,69 @@ class Distillation(Analysis):
             )
 
     def after_training(self, step: LocalStep) -> dict[str, Any]:
-        return {name: self.logits(step.model, step.theta, step.pool(getattr(self, name))) for name in _POOLS}
+        return {
+            "pool": self.logits(step.model, step.theta, step.pool(self.pool)),
+            "labelled": self.logits(step.model, step.theta, step.pool(self.labelled)),
+        }
 
     def after_round(self, view: AnalysedRound) -> None:
-        steps, model = [list(view.steps(client)) for client in view.clients], view.task.model
+        model = view.task.model
+        steps = [list(view.steps(client)) for client in view.clients]
         if view.after is None or not all(steps):
             return
+
         with model.mode(train=False):
-            ours = {name: self.logits(model, view.after, view.pool(getattr(self, name))).softmax(1) for name in _POOLS}
-        sent = {name: _stacked([seen[-1].arrays[name] for seen in steps], model.device) for name in _POOLS}
-        g, h, y = ours["labelled"], sent["labelled"].softmax(2).mean(0), self.of(view.pool(self.labelled)).y
-        bound = Bound.of(g, h, y)
+            global_on_pool = self.logits(model, view.after, view.pool(self.pool)).softmax(1)
+            g = self.logits(model, view.after, view.pool(self.labelled)).softmax(1)
+        logits_on_pool = _stack([of_client[-1].arrays["pool"] for of_client in steps], model.device)
+        h = _stack([of_client[-1].arrays["labelled"] for of_client in steps], model.device).softmax(2).mean(0)
+        y = self.batch(view.pool(self.labelled)).y
+
+        bound = ErrorBound.of(g, h, y)
+        violations = bound.violations
         view.log(
-            distillation_distance=_distance(ours["pool"], sent["pool"].softmax(2).mean(0)).mean(),
-            distillation_distance_to_mean_logits=_distance(ours["pool"], sent["pool"].mean(0).softmax(1)).mean(),
+            distillation_distance=_distance(global_on_pool, logits_on_pool.softmax(2).mean(0)).mean(),
+            distillation_distance_to_mean_logits=_distance(global_on_pool, logits_on_pool.mean(0).softmax(1)).mean(),
             ensemble_loss=bound.reference.mean(),
             global_error=bound.error.mean(),
             global_bound=bound.bound.mean(),
         )
-        violated = bound.violated
-        if all(len(seen) > 1 for seen in steps):
-            logits = _stacked([seen[0].arrays["labelled"] for seen in steps], model.device)
-            own = [Bound.of(p, g, y) for p in logits.softmax(2)]
+
+        # A method with personal models trains twice in a round, the personal model first.
+        if all(len(of_client) > 1 for of_client in steps):
+            logits = _stack([of_client[0].arrays["labelled"] for of_client in steps], model.device)
+            personal = [ErrorBound.of(p, g, y) for p in logits.softmax(2)]
+            violations += sum(bound.violations for bound in personal)
             columns = {
-                "personal_distance": torch.stack([one.distance.mean() for one in own]),
-                "personal_error": torch.stack([one.error.mean() for one in own]),
-                "personal_bound": torch.stack([one.bound.mean() for one in own]),
+                "personal_distance": torch.stack([bound.distance.mean() for bound in personal]),
+                "personal_error": torch.stack([bound.error.mean() for bound in personal]),
+                "personal_bound": torch.stack([bound.bound.mean() for bound in personal]),
             }
-            violated += sum(one.violated for one in own)
             view.log(**{name: values.mean() for name, values in columns.items()})
             view.log_table("distillation", {"client": view.clients} | columns)
-        view.log(inequalities_violated=violated)
 
-    def of(self, pool: Pool) -> Batch:
-        """The samples of a pool that are looked at."""
+        view.log(inequalities_violated=violations)
+
+    def batch(self, pool: Pool) -> Batch:
+        """Return the samples of a pool on which models are compared."""
         count = min(self.samples, len(pool))
         return next(pool.batches(count, fraction=count / len(pool)).once(count))
 
     def logits(self, model: FlatModel, theta: Tensor, pool: Pool) -> Tensor:
-        """``float64[n, C]`` of a model vector ``[P+B]`` in evaluation mode."""
+        """Return the logits ``float64[n, C]`` of a model vector ``[P+B]`` in evaluation mode."""
         with torch.no_grad():
-            return at_statistics(model, theta)(model.parameters(theta), self.of(pool).x).double()
+            return at_statistics(model, theta)(model.parameters(theta), self.batch(pool).x).double()
 
 
-_POOLS = ("pool", "labelled")
-
-
-class Bound(NamedTuple):
-    """What a model's error on each sample is at most, given how it differs from another, ``[n]`` each.
+class ErrorBound(NamedTuple):
+    """Bound of a model's error on each sample by its distance to another model, ``[n]`` each.
 
     Attributes
     ----------
-    error : 1 where the model's class is wrong. loss : one minus its probability of the right class.
-    reference : the other's loss. distance : ``min(1, |.|_1)`` between both.
+    error : 1 where the model's class is wrong.
+    loss : one minus the model's probability of the right class.
+    reference : the other model's loss.
+    distance : ``min(1, |.|_1)`` between both models' probabilities.
     """
 
     error: Tensor
@@ -128,27 +139,29 @@ class Bound(NamedTuple):
     distance: Tensor
 
     @classmethod
-    def of(cls, model: Tensor, other: Tensor, labels: Tensor) -> Bound:
-        """Of two models' probabilities ``[n, C]``."""
-        loss, reference = (1 - p.gather(1, labels[:, None])[:, 0] for p in (model, other))
+    def of(cls, model: Tensor, other: Tensor, labels: Tensor) -> ErrorBound:
+        """Compare two models by their probabilities ``[n, C]``."""
         error = (model.argmax(1) != labels).to(model.dtype)
+        loss = 1 - model.gather(1, labels[:, None])[:, 0]
+        reference = 1 - other.gather(1, labels[:, None])[:, 0]
         return cls(error, loss, reference, _distance(model, other).clamp_max(1))
 
     @property
     def bound(self) -> Tensor:
-        """Of the error."""
+        """Bound of the error, ``[n]``."""
         return 2 * (self.reference + self.distance)
 
     @property
-    def violated(self) -> int:
-        """Samples for which one of the inequalities does not hold."""
-        first, second = self.error > 2 * self.loss + TOLERANCE, self.loss > self.reference + self.distance + TOLERANCE
-        return int((first | second).sum())
+    def violations(self) -> int:
+        """Number of samples for which one of the inequalities does not hold."""
+        error_violated = self.error > 2 * self.loss + TOLERANCE
+        loss_violated = self.loss > self.reference + self.distance + TOLERANCE
+        return int((error_violated | loss_violated).sum())
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().sum(1)
 
 
-def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+def _stack(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.stack(arrays)).to(device)

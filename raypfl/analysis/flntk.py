@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raypfl.analysis.base import ANALYSES, AnalysedRound, Analysis, LocalStep, picture
-from raypfl.analysis.theory.flntk import Setting, generalization, posterior_bound, report
+from raypfl.analysis.theory.flntk import TheoremSetting, generalization, posterior_bound, theory_report
 from raypfl.analysis.theory.kernels import Spectrum, asymmetry, gram, infinite_width, positive
 from raypfl.analysis.theory.limits import Diagnosis, diagnose
 from raypfl.analysis.theory.scaling import Scaling, around
@@ -71,7 +71,7 @@ class FLNTK(Analysis):
         active = positive(u, x)
         kernel, infinite = gram(x, x, active, active), infinite_width(x)
         error, setting, rounds = problem.network.outputs(u, x) - y, problem.setting(self.delta), view.task.rounds
-        found = report(setting, x, kernel, infinite, error, self.share)
+        found = theory_report(setting, x, kernel, infinite, error, self.share)
         first = float(error.square().sum())
         curves = {
             "frozen": setting.map(kernel).errors(error, rounds),
@@ -204,11 +204,11 @@ class Problem:
         assert theta is not None
         return theta.double().cpu().view(len(self.network.signs), -1)
 
-    def setting(self, delta: float) -> Setting:
+    def setting(self, delta: float) -> TheoremSetting:
         view, steps = self.view, _steps(self.view)
         assert isinstance(view.method, FedAvg)
         server_rate = view.method.server_lr
-        return Setting(
+        return TheoremSetting(
             parts=self.parts,
             width=len(self.network.signs),
             steps=steps,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from raypfl.analysis.base import ANALYSES, folder_of
+from raypfl.analysis.base import ANALYSES, analysis_folder
 from raypfl.analysis.flntk import DIAGNOSIS, FLNTK, REPORT, observed_errors
 from raypfl.analysis.ntk import NTK
 from raypfl.cli.run import run_experiments
@@ -87,7 +87,7 @@ def _found(result: RunResult) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in result.experiment.analyses:
         if isinstance(one, FLNTK | NTK):
-            name, folder = ANALYSES.name_of(type(one)), folder_of(result.run_dir, one)
+            name, folder = ANALYSES.name_of(type(one)), analysis_folder(result.run_dir, one)
             files = [file for name in (REPORT, DIAGNOSIS) if (file := folder / name).exists()]
             found[name] = {file.stem: json.loads(file.read_text()) for file in files}
             if isinstance(one, FLNTK):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from raypfl.analysis import AnalysedRound, Analysis, Observation
-from raypfl.analysis.base import AnalysedRun, folder_of, keep
+from raypfl.analysis.base import AnalysedRun, analysis_folder, save_observations
 from raypfl.common.errors import MethodError, RaypflError
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.federation.logged import Logged
@@ -32,7 +32,7 @@ class Analyses:
     def __init__(self, analyses: Sequence[Analysis], run: AnalysedRun, run_dir: str):
         self._analyses = analyses
         self._run = run
-        self._folders = [folder_of(run_dir, analysis) for analysis in analyses]
+        self._folders = [analysis_folder(run_dir, analysis) for analysis in analyses]
 
     def __bool__(self) -> bool:
         return bool(self._analyses)
@@ -46,7 +46,7 @@ class Analyses:
         """Write what analyses keep of a group's local steps, a file for each client."""
         for number, observations in observed.items():
             for _, of_client in groupby(observations, lambda observation: observation.client):
-                keep(self._folders[number], round, list(of_client))
+                save_observations(self._folders[number], round, list(of_client))
 
     def start(self, initial: Tensor | None, logged: Logged, tables: TableColumns) -> None:
         """Analyse the initial model, before the first round."""

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from raypfl.analysis import Analysis
-from raypfl.analysis.base import name_of
+from raypfl.analysis.base import analysis_name
 from raypfl.common.errors import ConfigError, did_you_mean
 from raypfl.common.user_code import framed
 from raypfl.data import Dirichlet, Partition
@@ -144,7 +144,7 @@ def _analyses(value: Any) -> tuple[Analysis, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"analyses is {value!r}; it must be a list of names, or of mappings with 'name' and options.")
     analyses = tuple(build(Analysis, analysis, "analyses") for analysis in value)
-    names = {name_of(analysis) for analysis in analyses}
+    names = {analysis_name(analysis) for analysis in analyses}
     if len(names) < len(analyses):
         raise ValueError("analyses names the same analysis twice, whose files would have the same names.")
     return analyses

@@ -12,7 +12,7 @@ import torch
 
 import raypfl
 from raypfl.analysis import Observation
-from raypfl.analysis.base import observations
+from raypfl.analysis.base import load_observations
 from raypfl.common.errors import ConfigError, MethodError, RaypflError
 from raypfl.results.display import outcome
 from tests.support.runs import Interrupt, experiment, same_tables
@@ -25,7 +25,7 @@ def observed(tmp_path: Path, name: str = "Everything", every: int = 2, **changes
 
 
 def kept(result: raypfl.Result, round: int, client: int) -> list[Observation]:
-    return list(observations(result.run_dir / "analyses/Everything", round, client))
+    return list(load_observations(result.run_dir / "analyses/Everything", round, client))
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "apfl"])

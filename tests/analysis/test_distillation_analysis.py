@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import raypfl
-from raypfl.analysis.distillation import Bound
+from raypfl.analysis.distillation import ErrorBound
 from raypfl.common.errors import ConfigError
 from tests.support import datasets
 from tests.support.runs import experiment
@@ -31,9 +31,9 @@ def test_the_inequalities_hold_for_any_two_points_of_the_simplex_and_are_not_emp
     draws = torch.Generator().manual_seed(0)
     for sharpness in (0.1, 1.0, 10.0):
         p, q = (torch.randn(5000, 10, generator=draws, dtype=torch.float64).mul(sharpness).softmax(1) for _ in range(2))
-        bound = Bound.of(p, q, torch.randint(0, 10, (5000,), generator=draws))
-        assert bound.violated == 0 and (bound.error <= bound.bound + 1e-12).all()
-        assert bound._replace(distance=0 * bound.distance).violated > 0, "without the distance, it must not hold"
+        bound = ErrorBound.of(p, q, torch.randint(0, 10, (5000,), generator=draws))
+        assert bound.violations == 0 and (bound.error <= bound.bound + 1e-12).all()
+        assert bound._replace(distance=0 * bound.distance).violations > 0, "without the distance, it must not hold"
 
 
 def test_a_lone_client_is_the_ensemble_and_the_bound_is_twice_its_loss(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import raypfl
-from raypfl.analysis.base import observations
+from raypfl.analysis.base import load_observations
 from raypfl.analysis.flntk import CURVES, DIAGNOSIS, KERNELS, REPORT, TERMS, observed_errors
 from raypfl.analysis.theory.kernels import asymmetry, infinite_width
 from raypfl.analysis.theory.two_layer import TwoLayer
@@ -83,7 +83,7 @@ def test_clients_are_observed_before_each_step_of_chosen_rounds(result, problem)
     p, parts = problem
     one, _ = fl_round(p, p.u, parts, 3, 0.2, 1.3)
     assert {int(f.parent.name[6:]) for f in files(result).rglob("client-*")} == {1, 3, 6}
-    kept = [list(observations(files(result), 1, c)) for c in range(4)]
+    kept = [list(load_observations(files(result), 1, c)) for c in range(4)]
     assert [[s.step for s in steps] for steps in kept] == [[0, 1, 2]] * 4
     for part, steps in zip(parts, kept, strict=True):
         for k, seen in enumerate(steps):

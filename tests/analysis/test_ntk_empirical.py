@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import raypfl
-from raypfl.analysis.base import observations
+from raypfl.analysis.base import load_observations
 from raypfl.analysis.ntk import NTK, nonlinear
 from raypfl.analysis.theory import empirical
 from raypfl.analysis.theory.empirical import Side, extremes, jacobian, kernel, product, push_forward, sketch
@@ -153,7 +153,7 @@ def test_clients_compute_their_columns_with_the_statistics_of_each_model(tmp_pat
     """The second network has batch norm and dropout: in evaluation mode, its kernel has no trace of the batch."""
     run = raypfl.run(analysed(tmp_path, model=model, training__smallest_batch=2, training__precision="fp64"))
     folder, clients = run.run_dir / "analyses/ntk", run.rounds["cohort"][1].as_py()
-    seen = {c: list(observations(folder, 2, c)) for c in clients}
+    seen = {c: list(load_observations(folder, 2, c)) for c in clients}
     assert all([one.step for one in steps] == [0, 2] for steps in seen.values())
     first, last = (np.load(folder / f"round-000002/kernel{end}.npy") for end in ("", "-last-step"))
     assert first.shape == (9, 9) and np.allclose(first, first.T, atol=1e-10) and not np.allclose(last, first, rtol=1e-3)
@@ -183,7 +183,7 @@ def test_a_sketch_of_all_parameters_finds_what_the_exact_kernel_does_from_each_c
     for exact, sketched in zip(found[0][0], found[100_000][0], strict=True):
         assert exact.shape == (90, 90) and np.allclose(exact, sketched, rtol=1e-9)
     folder, run = run.run_dir / "analyses/ntk", found[100_000][1]
-    [seen, *_] = observations(folder, 2, run.rounds["cohort"][1].as_py()[0])
+    [seen, *_] = load_observations(folder, 2, run.rounds["cohort"][1].as_py()[0])
     assert seen.arrays["gradients"].shape == (30, 100_000)
     assert "least" not in json.loads((folder / "diagnosis.json").read_text())
 

@@ -11,10 +11,10 @@ from torch.func import jacrev
 from raypfl.analysis.theory.kernels import (
     Spectrum,
     asymmetry,
+    count_common,
     gram,
     infinite_width,
     positive,
-    together,
 )
 from tests.support.ntk import fl_round, problem, sphere, split
 
@@ -81,8 +81,8 @@ def test_kernels_depend_neither_on_the_scale_of_the_weights_nor_on_the_order_of_
 def test_counts_are_the_same_in_any_chunks():
     p = problem(m=1000)
     at = positive(p.u, p.x)
-    whole = together(at, at)
-    assert torch.equal(whole, together(at, at, neurons=7)) and whole.dtype == torch.int64
+    whole = count_common(at, at)
+    assert torch.equal(whole, count_common(at, at, neurons=7)) and whole.dtype == torch.int64
     assert torch.equal(whole, (at.int()[:, None] * at.int()[None]).sum(2))
 
 

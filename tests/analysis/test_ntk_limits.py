@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypfl.analysis.theory.flntk import Setting
+from raypfl.analysis.theory.flntk import TheoremSetting
 from raypfl.analysis.theory.kernels import Spectrum, infinite_width, positive
 from raypfl.analysis.theory.limits import Diagnosis, diagnose
 from tests.support.ntk import Problem, problem, simulate, split
@@ -23,7 +23,7 @@ class Case:
     """A problem, how it is trained, and until which share of the squared error."""
 
     problem: Problem
-    setting: Setting
+    setting: TheoremSetting
     share: float = 0.1
 
     def squared_errors(self, rounds: int) -> Tensor:
@@ -85,7 +85,7 @@ def case(
     p = problem(n, d, m, sigma, seed, paired)
     rate = c / Spectrum.of(p.h0).largest
     parts = split(n, clients, by=p.y if by_target else None)
-    setting = Setting(parts=parts, width=m, steps=steps, rate=rate, server_rate=server_rate, sigma=sigma)
+    setting = TheoremSetting(parts=parts, width=m, steps=steps, rate=rate, server_rate=server_rate, sigma=sigma)
     return Case(p, setting, share)
 
 
@@ -132,7 +132,7 @@ def test_rounding_diverges_neither_at_an_eigenvalue_of_zero_nor_at_a_factor_belo
         p = problem(8, 5, 64, seed=seed, paired=True)
         twice = replace(p, x=torch.cat([p.x, p.x[:3]]), y=torch.cat([p.y, p.y[:3]]))
         rate = 0.889 / Spectrum.of(twice.h0).largest
-        found = Case(twice, Setting(parts=[torch.arange(11)], width=64, steps=1, rate=rate))
+        found = Case(twice, TheoremSetting(parts=[torch.arange(11)], width=64, steps=1, rate=rate))
         frozen = found.setting.map(twice.h0)
         radii.append(frozen.spectral_radius)
         assert float(1 - frozen.steps[-1]) == pytest.approx(0.111)

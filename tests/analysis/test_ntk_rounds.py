@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from raypfl.analysis.theory.flntk import Setting
+from raypfl.analysis.theory.flntk import TheoremSetting
 from raypfl.analysis.theory.kernels import Spectrum
 from raypfl.analysis.theory.rounds import RoundMap
 from raypfl.analysis.theory.scaling import Scaling, around
@@ -135,7 +135,7 @@ def test_rounds_grow_with_clients_and_fall_with_steps():
 
 def test_rounds_by_clients_and_steps_are_those_of_simulated_runs_with_samples_dealt_at_random():
     p = problem(24, 10, m=1024, paired=True)
-    setting = Setting(parts=split(24, 2), width=1024, steps=1, rate=0.1)
+    setting = TheoremSetting(parts=split(24, 2), width=1024, steps=1, rate=0.1)
     predicted = Scaling.of(setting, p.h0, -p.y, 0.2, clients=[2, 4], steps=[1, 3])
     for clients, by_steps in zip(predicted.clients, predicted.rounds, strict=True):
         for steps, rounds in zip(predicted.steps, by_steps, strict=True):

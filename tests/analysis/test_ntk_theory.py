@@ -9,19 +9,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raypfl.analysis.theory.flntk import Setting, generalization, literal_rate, posterior_bound, quadratic_form, report
+from raypfl.analysis.theory.flntk import (
+    TheoremSetting,
+    generalization,
+    literal_rate,
+    posterior_bound,
+    quadratic_form,
+    theory_report,
+)
 from raypfl.analysis.theory.kernels import Spectrum, infinite_width
 from raypfl.common.errors import ConfigError
 from tests.support.ntk import Problem, fl_round, problem, simulate, sphere, split
 
 
-def told(p: Problem, setting: Setting):
-    return report(setting, p.x, p.h0, infinite_width(p.x), p.network.outputs(p.u, p.x) - p.y)
+def told(p: Problem, setting: TheoremSetting):
+    return theory_report(setting, p.x, p.h0, infinite_width(p.x), p.network.outputs(p.u, p.x) - p.y)
 
 
-def setting(p: Problem, steps: int, c: float, clients: int = 4, server_rate: float = 1.0) -> Setting:
+def setting(p: Problem, steps: int, c: float, clients: int = 4, server_rate: float = 1.0) -> TheoremSetting:
     rate = c / Spectrum.of(p.h0).largest
-    return Setting(parts=split(len(p.x), clients), width=len(p.u), steps=steps, rate=rate, server_rate=server_rate)
+    return TheoremSetting(
+        parts=split(len(p.x), clients), width=len(p.u), steps=steps, rate=rate, server_rate=server_rate
+    )
 
 
 @pytest.mark.parametrize(("clients", "steps"), [(4, 1), (4, 5), (1, 5)])

@@ -19,16 +19,18 @@ from raypfl.analysis.theory.rounds import RoundMap
 from raypfl.common.errors import ConfigError
 
 CONSTANT = 1000
-"""Of the proof's conditions on rates and radius."""
+"""Constant of the proof's conditions on rates and radius."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What the theorems know of a run.
+class TheoremSetting:
+    """The quantities of a run on which the theorems depend.
 
     Attributes
     ----------
-    parts : samples of each client. width : m. steps : K.
+    parts : samples of each client.
+    width : m, the number of neurons.
+    steps : K, the number of local steps.
     rate, server_rate : eta_local, on the sum of a client's halved squared errors, and eta_global.
     sigma : standard deviation of the initial weights.
     delta : probability with which the guarantees may fail.
@@ -51,19 +53,25 @@ class Setting:
 
     @property
     def rho(self) -> float:
-        """The step of a whole round."""
+        """The step of a whole round, ``eta_local eta_global K / N``."""
         return self.rate * self.server_rate * self.steps / self.clients
 
     def map(self, kernel: Tensor) -> RoundMap:
-        """The round with this kernel, frozen."""
+        """Return the map of a round with this kernel frozen."""
         count = self.clients
-        weights, rates, steps = [1 / count] * count, [self.rate] * count, [self.steps] * count
-        return RoundMap.of(kernel, self.parts, weights, rates, steps, self.server_rate)
+        return RoundMap.of(
+            kernel,
+            self.parts,
+            weights=[1 / count] * count,
+            rates=[self.rate] * count,
+            steps=[self.steps] * count,
+            server_rate=self.server_rate,
+        )
 
 
 @dataclass(frozen=True)
-class Condition:
-    """A condition of the convergence theorem, and by what it is met or missed."""
+class TheoremCondition:
+    """A condition of the convergence theorem, with what it needs and the run's value."""
 
     name: str
     needs: str
@@ -72,24 +80,25 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the theory says about a run before it begins.
+class TheoryReport:
+    """The theory of a run, before it starts.
 
     Attributes
     ----------
-    least, least_infinite : lambda of H(0), of which the rate is made, and of H_inf.
+    least, least_infinite : lambda of H(0), on which the rate depends, and of H_inf.
     condition : kappa of H(0).
     rho, rate : the step of a round, and the theorem's factor of the squared error per round, ``1 - rho lambda / 2``.
-    norm, spectral_radius : of the round with H(0) frozen, each squared: the largest factor of the squared error in any
-        round, and the one after many rounds.
+    norm, spectral_radius : squared norm and spectral radius of the round with H(0) frozen: the largest factor of the
+        squared error in any round, and its factor after many rounds.
     applies : whether the squared error falls by the theorem's factor in every round with H(0) frozen; ``asymptotic``:
         only after many.
-    verdict : the same as a sentence.
-    conditions : of the theorem.
+    verdict : `applies` as a sentence.
+    conditions : the theorem's conditions.
     radius, local_radius : bounds of how far a neuron's weights move, in the server's model and in the clients'.
     required_width : smallest m for which the proof's conditions on it hold.
-    rounds : by the theorem, until the squared error is `share` of the first one; None: it gives none.
-    predicted_rounds : the same with H(0) frozen; None: never, or the run would diverge.
+    share : share of the first squared error, until which rounds are counted.
+    rounds : the theorem's number of rounds until then; None: it gives none.
+    predicted_rounds : number of rounds until then with H(0) frozen; None: never, or the run would diverge.
     """
 
     least: float
@@ -101,7 +110,7 @@ class Report:
     spectral_radius: float
     applies: Literal["yes", "asymptotic", "no"]
     verdict: str
-    conditions: tuple[Condition, ...]
+    conditions: tuple[TheoremCondition, ...]
     radius: float
     local_radius: float
     required_width: float
@@ -110,28 +119,36 @@ class Report:
     predicted_rounds: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, texts, lists and dicts, for JSON; what is infinite is None."""
-        plain = asdict(self)
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+        """Return the fields as numbers, texts, lists and dicts, for JSON, which has no infinity: it becomes None."""
+        values = asdict(self)
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[name] = None
+        return values
 
 
-def report(setting: Setting, x: Tensor, kernel: Tensor, infinite: Tensor, error: Tensor, share: float = 0.1) -> Report:
-    """The theory of a run.
+def theory_report(
+    setting: TheoremSetting, x: Tensor, kernel: Tensor, infinite: Tensor, error: Tensor, share: float = 0.1
+) -> TheoryReport:
+    """Return the theory of a run.
 
     Parameters
     ----------
     x : inputs ``[n, d]``.
     kernel, infinite : H(0) and H_inf, ``[n, n]``.
     error : ``y(0) - y``, ``[n]``.
-    share : of the first squared error, until which rounds are counted.
+    share : share of the first squared error, until which rounds are counted.
     """
     spectrum = Spectrum.of(kernel)
     positive = math.isfinite(spectrum.condition)
     least = spectrum.least if positive else 0.0
-    q, frozen = 1 - setting.rho * least / 2, setting.map(kernel)
+    q = 1 - setting.rho * least / 2
+    frozen = setting.map(kernel)
     applies, verdict = _verdict(setting, least, q, frozen)
-    radius, width = _radius(8, setting, error, least), _required_width(setting, error, least)
-    return Report(
+    radius = _radius(8, setting, error, least)
+    width = _required_width(setting, error, least)
+
+    return TheoryReport(
         least=least,
         least_infinite=Spectrum.of(infinite).least,
         condition=spectrum.condition,
@@ -152,21 +169,23 @@ def report(setting: Setting, x: Tensor, kernel: Tensor, infinite: Tensor, error:
 
 
 def rounds_to(share: float, rate: float) -> int:
-    """Rounds until a squared error that falls by `rate` per round is this share of the first one."""
+    """Return the rounds until a squared error that falls by `rate` per round is this share of the first one."""
     if not (0 < share < 1 and 0 < rate < 1):
         raise ConfigError(f"Rounds can be counted for a share and a rate between 0 and 1, not {share} and {rate}.")
     return math.ceil(math.log(share) / math.log(rate))
 
 
 def literal_rate(spectrum: Spectrum, samples: int, steps: int) -> float:
-    """The largest local rate that the theorem allows: ``lambda / (1000 kappa n^2 K)``."""
+    """Return the largest local rate that the theorem allows: ``lambda / (1000 kappa n^2 K)``."""
     return spectrum.least / (CONSTANT * spectrum.condition * samples**2 * steps)
 
 
-def _verdict(setting: Setting, least: float, q: float, frozen: RoundMap) -> tuple[Any, str]:
-    if not setting.full_participation or not setting.full_batch:
-        what = "all samples in every step" if setting.full_participation else "all clients in every round"
-        return "no", f"The theorem is for {what}, which is not the case here."
+def _verdict(setting: TheoremSetting, least: float, q: float, frozen: RoundMap) -> tuple[Any, str]:
+    """Return `applies` and `verdict` of a report; q is the theorem's factor of the squared error per round."""
+    if not setting.full_participation:
+        return "no", "The theorem is for all clients in every round, which is not the case here."
+    if not setting.full_batch:
+        return "no", "The theorem is for all samples in every step, which is not the case here."
     if least == 0:
         return "no", "lambda = 0: no guarantee. Some inputs are equal, or too many for this width."
     if frozen.diverges:
@@ -191,27 +210,32 @@ def _verdict(setting: Setting, least: float, q: float, frozen: RoundMap) -> tupl
 
 
 def _conditions(
-    setting: Setting, x: Tensor, spectrum: Spectrum, positive: bool, radius: float, width: float
-) -> tuple[Condition, ...]:
-    n, lengths = len(x), x.norm(dim=1)
-    least = spectrum.least if positive else 0.0
-    rate = literal_rate(spectrum, n, setting.steps) if positive else 0.0
-    near = least * setting.sigma / (CONSTANT * n)
-    away = float((lengths - 1).abs().max())
-    product = setting.rate * setting.server_rate
+    setting: TheoremSetting, x: Tensor, spectrum: Spectrum, positive: bool, radius: float, width: float
+) -> tuple[TheoremCondition, ...]:
+    n = len(x)
+    least = 0.0
+    largest_rate = 0.0
+    if positive:
+        least = spectrum.least
+        largest_rate = literal_rate(spectrum, n, setting.steps)
+    largest_radius = least * setting.sigma / (CONSTANT * n)
+    deviation = float((x.norm(dim=1) - 1).abs().max())
+    unit_length = deviation < 1e-5
 
-    def at_most(name: str, bound: float, found: float) -> Condition:
-        return Condition(name, f"<= {bound:.3g}", f"{found:.3g}", found <= bound and bound > 0)
+    def at_most(name: str, bound: float, value: float) -> TheoremCondition:
+        return TheoremCondition(name, f"<= {bound:.3g}", f"{value:.3g}", value <= bound and bound > 0)
 
     return (
-        Condition("lambda", "above 0, at most 1", f"{least:.3g}", 0 < least <= 1),
-        Condition("length of inputs", "1", "1" if away < 1e-5 else f"1 +- {away:.3g}", away < 1e-5),
-        at_most("eta_local", rate, setting.rate),
-        at_most("eta_local eta_global", rate, product),
-        Condition("width", f">= {width:.3g}", str(setting.width), setting.width >= width),
-        at_most("radius of weights", near, radius),
-        Condition("all clients in every round", "yes", _yes(setting.full_participation), setting.full_participation),
-        Condition("all samples in every local step", "yes", _yes(setting.full_batch), setting.full_batch),
+        TheoremCondition("lambda", "above 0, at most 1", f"{least:.3g}", 0 < least <= 1),
+        TheoremCondition("length of inputs", "1", "1" if unit_length else f"1 +- {deviation:.3g}", unit_length),
+        at_most("eta_local", largest_rate, setting.rate),
+        at_most("eta_local eta_global", largest_rate, setting.rate * setting.server_rate),
+        TheoremCondition("width", f">= {width:.3g}", str(setting.width), setting.width >= width),
+        at_most("radius of weights", largest_radius, radius),
+        TheoremCondition(
+            "all clients in every round", "yes", _yes(setting.full_participation), setting.full_participation
+        ),
+        TheoremCondition("all samples in every local step", "yes", _yes(setting.full_batch), setting.full_batch),
     )
 
 
@@ -219,23 +243,26 @@ def _yes(fact: bool) -> str:
     return "yes" if fact else "no"
 
 
-def _radius(constant: int, setting: Setting, error: Tensor, least: float) -> float:
-    top = constant * math.sqrt(len(error)) * float(error.norm())
-    return top / (math.sqrt(setting.width) * least) if least else math.inf
-
-
-def _required_width(setting: Setting, error: Tensor, least: float) -> float:
-    """Such that the radius is small enough, and the proof's events fail with probability delta at most."""
+def _radius(constant: int, setting: TheoremSetting, error: Tensor, least: float) -> float:
+    """Return the bound ``constant sqrt(n) ||y(0) - y|| / (sqrt(m) lambda)`` of a neuron's movement."""
     if not least:
         return math.inf
-    n, near = len(error), least / (CONSTANT * len(error))
-    by_radius = (12 * math.sqrt(n) * float(error.norm()) / least / near) ** 2 / setting.sigma**2
-    by_events = max(math.log(3 * n / setting.delta), 10 * math.log(3 * n**2 / setting.delta)) / near
+    return constant * math.sqrt(len(error)) * float(error.norm()) / (math.sqrt(setting.width) * least)
+
+
+def _required_width(setting: TheoremSetting, error: Tensor, least: float) -> float:
+    """Return the width for which the radius is small enough and the proof's events fail with probability delta."""
+    if not least:
+        return math.inf
+    n = len(error)
+    radius = least / (CONSTANT * n)
+    by_radius = (12 * math.sqrt(n) * float(error.norm()) / least / radius) ** 2 / setting.sigma**2
+    by_events = max(math.log(3 * n / setting.delta), 10 * math.log(3 * n**2 / setting.delta)) / radius
     return max(by_radius, by_events)
 
 
 def quadratic_form(infinite: Tensor, y: Tensor) -> float:
-    """``y^T H_inf^-1 y``: small for targets that the kernel learns easily.
+    """Return ``y^T H_inf^-1 y``, which is small for targets that the kernel learns easily.
 
     Raises
     ------
@@ -249,12 +276,12 @@ def quadratic_form(infinite: Tensor, y: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Generalization:
-    """Bound of the mean of a loss from 0 to 1, that changes by at most 1 per unit of the output, on new samples.
+    """Bound on new samples of the mean of a loss from 0 to 1 that changes by at most 1 per unit of the output.
 
     Attributes
     ----------
-    leading : ``sqrt(2 y^T H_inf^-1 y / n)``.
-    bound : with all its terms, for a width that is large enough, which is not checked.
+    leading : the leading term, ``sqrt(2 y^T H_inf^-1 y / n)``.
+    bound : all terms, for a width that is large enough, which is not checked.
     """
 
     leading: float
@@ -266,28 +293,33 @@ class Generalization:
 
 
 def generalization(infinite: Tensor, y: Tensor, delta: float = 0.1) -> Generalization:
-    """The bound before training (Theorem 4.3, with the constants of its proof)."""
+    """Return the bound before training (Theorem 4.3, with the constants of its proof)."""
     n = len(y)
     leading = math.sqrt(2 * quadratic_form(infinite, y) / n)
-    return Generalization(leading, leading + 5 / math.sqrt(n) + _deviation(n, Spectrum.of(infinite).least, delta))
+    deviation = _deviation(n, Spectrum.of(infinite).least, delta)
+    return Generalization(leading, leading + 5 / math.sqrt(n) + deviation)
 
 
 def posterior_bound(
     risk: float, moved: float, radius: float, *, samples: int, width: int, least: float, sigma: float, delta: float
 ) -> float:
-    """The bound after training, from how far the weights have moved.
+    """Return the bound after training, from how far the weights have moved.
 
     Parameters
     ----------
     risk : mean training loss, from 0 to 1.
     moved, radius : Frobenius norm of the weights' movement, and the largest movement of one neuron.
+    samples, width : n and m.
     least : lambda_min(H_inf).
+    sigma, delta : as in :class:`TheoremSetting`.
     """
-    n, m = samples, width
-    radius = 2.0 ** math.ceil(math.log2(radius)) if radius > 0 else 0.0
-    spread = math.ceil(moved) / math.sqrt(2 * n) * (1 + (2 * math.log(18 / delta) / m) ** 0.25)
-    curvature = 2 * radius**2 * math.sqrt(m) / sigma + radius * math.sqrt(2 * math.log(18 / delta))
-    return risk + 2 * (spread + curvature) + _deviation(n, least, delta)
+    # The bound holds for radii fixed in advance: whole numbers for all weights, powers of two for a neuron.
+    frobenius_radius = math.ceil(moved)
+    neuron_radius = 2.0 ** math.ceil(math.log2(radius)) if radius > 0 else 0.0
+
+    spread = frobenius_radius / math.sqrt(2 * samples) * (1 + (2 * math.log(18 / delta) / width) ** 0.25)
+    curvature = 2 * neuron_radius**2 * math.sqrt(width) / sigma + neuron_radius * math.sqrt(2 * math.log(18 / delta))
+    return risk + 2 * (spread + curvature) + _deviation(samples, least, delta)
 
 
 def _deviation(samples: int, least: float, delta: float) -> float:

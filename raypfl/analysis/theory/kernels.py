@@ -12,50 +12,56 @@ import torch
 from torch import Tensor
 
 EXACT = 2**24
-"""Neurons that may be counted at once in float32 without rounding."""
+"""Number of neurons that can be counted at once in float32 without rounding."""
 
 
 def angle(x: Tensor, z: Tensor) -> Tensor:
-    """Angles between the rows of ``x[p, d]`` and ``z[q, d]``, ``[p, q]``; also accurate near 0 and pi (Kahan)."""
-    x, z = x / x.norm(dim=1, keepdim=True), z / z.norm(dim=1, keepdim=True)
-    rows = [torch.atan2((one - z).norm(dim=1), (one + z).norm(dim=1)) for one in x]
+    """Return the angles ``[p, q]`` between rows of ``x[p, d]`` and ``z[q, d]``; also accurate near 0 and pi (Kahan)."""
+    x = x / x.norm(dim=1, keepdim=True)
+    z = z / z.norm(dim=1, keepdim=True)
+    rows = [torch.atan2((row - z).norm(dim=1), (row + z).norm(dim=1)) for row in x]
     return 2 * torch.stack(rows)
 
 
 def infinite_width(x: Tensor, z: Tensor | None = None) -> Tensor:
-    """H_inf ``[p, q]``: ``E x.z 1[w.x >= 0, w.z >= 0]`` over normal w (the arc-cosine kernel of order 0, times x.z)."""
+    """Return H_inf ``[p, q]``: ``E x.z 1[w.x >= 0, w.z >= 0]`` over normal w, with `x` itself for `z` by default.
+
+    It is the arc-cosine kernel of order 0, times x.z.
+    """
     z = x if z is None else z
     return (x @ z.T) * (math.pi - angle(x, z)) / (2 * math.pi)
 
 
 def positive(u: Tensor, x: Tensor) -> Tensor:
-    """``bool[n, m]``: which neurons are active on which inputs."""
+    """Return which neurons are active on which inputs, ``bool[n, m]``."""
     return x @ u.T >= 0
 
 
-def together(rows: Tensor, columns: Tensor, neurons: int = EXACT) -> Tensor:
-    """``int64[p, q]``: how many neurons are active in both, from ``bool[p, m]`` and ``bool[q, m]``.
+def count_common(rows: Tensor, columns: Tensor, neurons: int = EXACT) -> Tensor:
+    """Return the number of neurons that are active in both, ``int64[p, q]``.
 
-    `neurons` : counted at once. The result is the same for any number up to ``EXACT``.
+    Parameters
+    ----------
+    rows, columns : ``bool[p, m]`` and ``bool[q, m]``.
+    neurons : number of neurons to count at once. The result is the same for any number up to ``EXACT``.
     """
-    parts = zip(rows.split(neurons, dim=1), columns.split(neurons, dim=1), strict=True)
-    total = torch.zeros(len(rows), len(columns), dtype=torch.int64, device=rows.device)
-    for a, b in parts:
-        total += (a.float() @ b.float().T).long()
-    return total
+    counts = torch.zeros(len(rows), len(columns), dtype=torch.int64, device=rows.device)
+    for a, b in zip(rows.split(neurons, dim=1), columns.split(neurons, dim=1), strict=True):
+        counts += (a.float() @ b.float().T).long()
+    return counts
 
 
 def gram(x: Tensor, z: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """``[p, q]``: ``x.z / m`` times the neurons that are active on both, each side with its own weights.
+    """Return the kernel ``[p, q]``: ``x.z / m`` times the number of neurons that are active on both inputs.
 
-    It is the product of both networks' gradients: H(0), H(t) with the server's weights on both sides, H(t, k) with
+    It is the product of two networks' gradients: H(0) and H(t) with the server's weights on both sides, H(t, k) with
     the server's for rows and the client's after k steps for columns.
 
     Parameters
     ----------
-    rows, columns : of :func:`positive`, ``bool[p, m]`` for x and ``bool[q, m]`` for z.
+    rows, columns : activations from :func:`positive`, ``bool[p, m]`` for x and ``bool[q, m]`` for z.
     """
-    return (x @ z.T) * together(rows, columns) / rows.shape[1]
+    return (x @ z.T) * count_common(rows, columns) / rows.shape[1]
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class Asymmetry:
 
 
 def asymmetry(kernel: Tensor) -> Asymmetry:
-    """The asymmetry of a kernel ``[n, n]``."""
-    halves = (kernel + kernel.T) / 2, (kernel - kernel.T) / 2
-    return Asymmetry(float(halves[1].norm() / kernel.norm()), Spectrum.of(halves[0]).least)
+    """Return the asymmetry of a kernel ``[n, n]``."""
+    symmetric = (kernel + kernel.T) / 2
+    antisymmetric = (kernel - kernel.T) / 2
+    return Asymmetry(float(antisymmetric.norm() / kernel.norm()), Spectrum.of(symmetric).least)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from raypfl.analysis.theory.flntk import Setting
+from raypfl.analysis.theory.flntk import TheoremSetting
 from raypfl.analysis.theory.rounds import RoundMap
 
 PACE = 1.5
@@ -51,7 +51,7 @@ class Diagnosis:
 
 
 def diagnose(
-    setting: Setting,
+    setting: TheoremSetting,
     kernel: Tensor,
     infinite: Tensor,
     error: Tensor,
@@ -249,7 +249,7 @@ class _Change:
     map: RoundMap
 
 
-def _changes(setting: Setting, kernel: Tensor, infinite: Tensor) -> Iterator[_Change]:
+def _changes(setting: TheoremSetting, kernel: Tensor, infinite: Tensor) -> Iterator[_Change]:
     for name, limit, words in (
         ("rate", "local step size", "a local rate of {:.3g}"),
         ("steps", "number of local steps", "a number of local steps of {}"),
@@ -264,7 +264,7 @@ def _changes(setting: Setting, kernel: Tensor, infinite: Tensor) -> Iterator[_Ch
     yield _Change("width", "a very wide network", setting.map(infinite))
 
 
-def _shorter(setting: Setting, name: str, kernel: Tensor) -> Setting | None:
+def _shorter(setting: TheoremSetting, name: str, kernel: Tensor) -> TheoremSetting | None:
     """A step size, or the number of steps, halved, and again while the run would diverge; None: it cannot be halved."""
     changed = None
     for _ in range(HALVINGS):
@@ -278,7 +278,7 @@ def _shorter(setting: Setting, name: str, kernel: Tensor) -> Setting | None:
     return changed
 
 
-def _dealt(setting: Setting) -> Setting:
+def _dealt(setting: TheoremSetting) -> TheoremSetting:
     """The same samples, dealt at random to clients that hold as many as before."""
     everything = torch.cat(list(setting.parts))
     shuffled = everything[torch.randperm(len(everything), generator=torch.Generator().manual_seed(0))]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from raypfl.analysis.theory.flntk import Setting
+from raypfl.analysis.theory.flntk import TheoremSetting
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,13 @@ class Scaling:
 
     @classmethod
     def of(
-        cls, setting: Setting, kernel: Tensor, error: Tensor, share: float, clients: Sequence[int], steps: Sequence[int]
+        cls,
+        setting: TheoremSetting,
+        kernel: Tensor,
+        error: Tensor,
+        share: float,
+        clients: Sequence[int],
+        steps: Sequence[int],
     ) -> Scaling:
         """Predict the rounds if the samples were dealt at random to each number of clients, in equal parts.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
-from raypfl.analysis.base import folder_of
+from raypfl.analysis.base import analysis_folder
 from raypfl.common.files import write
 from raypfl.engine.events import Checkpointed, Evaluated, Event, RoundFinished, RunFinished, RunStarted
 from raypfl.engine.job import checkpoints_of
@@ -311,7 +311,7 @@ class RunRecord:
     def _log_analyses(self, client: MlflowClient) -> None:
         """Log the files of analyses, except those of single clients."""
         for analysis in self._started.experiment.analyses:
-            for file in sorted(folder_of(self.run_dir, analysis).rglob("*")):
+            for file in sorted(analysis_folder(self.run_dir, analysis).rglob("*")):
                 if file.is_file() and not file.name.startswith("client-"):
                     client.log_artifact(self.run_id, str(file), str(file.parent.relative_to(self.run_dir)))
 

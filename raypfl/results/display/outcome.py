@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.analysis.base import Analysis, folder_of
+from raypfl.analysis.base import Analysis, analysis_folder
 from raypfl.common.user_code import where_defined, with_location
 from raypfl.evaluation.masking import mask_of
 from raypfl.results.differences import differences, remarks
@@ -126,7 +126,7 @@ def findings(result: RunResult) -> list[str]:
 
 def _summary_lines(analysis: Analysis, result: RunResult) -> list[str]:
     try:
-        return analysis.summary(folder_of(result.run_dir, analysis), result.round)
+        return analysis.summary(analysis_folder(result.run_dir, analysis), result.round)
     except Exception as error:  # a class of the user's own may raise anything
         return [f"{where_defined(analysis.summary)} failed: {type(error).__name__}: {with_location(error)}"]
 
