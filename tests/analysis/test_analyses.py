@@ -95,7 +95,7 @@ def test_mistakes_are_told_with_their_place(tmp_path):
         raypfl.run(observed(tmp_path, "Remembers", every=1))
     with pytest.raises(RaypflError, match=r"Refuses.after_round .* failed after round 2: ValueError: this cannot be"):
         raypfl.run(observed(tmp_path, "Refuses"))
-    with pytest.raises(ConfigError, match="names the same one twice"):
+    with pytest.raises(ConfigError, match="names the same analysis twice"):
         experiment(tmp_path).replace(analyses=[OWN + "Everything", OWN + "Everything"])
     with pytest.raises(ConfigError, match="must be a list of names"):
         experiment(tmp_path).replace(analyses=3)
