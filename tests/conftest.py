@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 
-from raypfl.common.stopping import ASKING
+from raypfl.common.stopping import STOP_SIGNALS
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a script starts what is in the background with it ignored,
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this one
@@ -34,9 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     """No test, and nothing that it calls, may leave another handler of the signals that ask a run to stop."""
-    before = [signal.getsignal(number) for number in ASKING]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield
-    assert [signal.getsignal(number) for number in ASKING] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raypfl.common.own_modules import copy_files
 from raypfl.common.stopping import interrupting
+from raypfl.common.user_modules import copy_files
 from raypfl.integrations.jobs import package
 from raypfl.integrations.jobs.cluster import client, sentences
 from raypfl.integrations.jobs.description import Description

@@ -14,7 +14,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from raypfl.common.errors import RaypflError, Refused, Stopped
-from raypfl.common.user_code import framed
+from raypfl.common.user_code import explain_user_errors
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -28,7 +28,7 @@ class CommandsWithMessages(TyperGroup):
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = partial(_show_warning, warnings.showwarning, set())
-                with framed():
+                with explain_user_errors():
                     return super().invoke(ctx)
         except (Stopped, KeyboardInterrupt) as stop:
             print_message(str(stop) or "Stopped.", "yellow")

@@ -118,7 +118,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[\W_]+", "", name.casefold())
 
 
-def known_pool(name: str, pools: Collection[str]) -> str:
+def checked_pool(name: str, pools: Collection[str]) -> str:
     """Return `name` if there is such a pool.
 
     Raises

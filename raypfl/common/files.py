@@ -69,8 +69,8 @@ def sync(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Hold a lock on `path`, which other processes that call this wait for.
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock on `path` that other callers wait for.
 
     The lock is a file next to `path`, removed afterwards. A file system without locks does not wait.
 

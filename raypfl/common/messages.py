@@ -1,4 +1,4 @@
-"""What crosses between server and clients, as a method says it."""
+"""The messages of an exchange: what a method sends down to clients, and how their replies are reduced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from raypfl.common.errors import MethodError
 
 Weighting = Literal["samples", "uniform"]
-"""How clients count in a :class:`Mean`: by their training samples, or all the same."""
+"""The weight of a client in a :class:`Mean`: its number of training samples, or the same for all."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Broadcast:
 
     Parameters
     ----------
-    charged : how many of its numbers each client gets, one for all or ``[C]``, where that is not all of them. False for
-        what clients have already, by messages that were counted (global models of past rounds), and which is sent only
-        so that not every client's state holds a copy.
+    tensor : the tensor or tensors to send.
+    charged : how many of the numbers each client gets, if not all: one count for all clients, or ``[C]``. False for
+        tensors that clients already have by messages that were counted (global models of past rounds), and that are
+        sent only so that not every client's state holds a copy.
     """
 
     tensor: Tensor | Sequence[Tensor]
@@ -47,13 +48,13 @@ class Mean:
 
     Parameters
     ----------
-    rows : one row a client of the group.
-    weight : ``[K]``, not negative; None: every client counts the same. The server knows it beforehand (the clients'
-        sample counts), so it is not charged to the wire.
-    charged : how many numbers of its row each client sends, one for all or ``[K]``, where that is not all of them (rows
-        of zeros for classes that it lacks). False for what the server itself could compute from messages already
-        counted, and which is reduced on the actors only because that is where the models are (a teacher ensemble's
-        logits on a public pool).
+    rows : one row for each client of the group.
+    weight : ``[K]``, not negative; None: every client counts the same. It is not charged, since the server knows it
+        beforehand (the clients' sample counts).
+    charged : how many numbers of its row each client sends, if not all (rows of zeros for classes that it lacks): one
+        count for all clients, or ``[K]``. False for values that the server itself could compute from messages already
+        counted, and that are reduced on the actors only because the models are there (a teacher ensemble's logits on a
+        public pool).
     """
 
     rows: Tensor
@@ -77,12 +78,16 @@ class Each:
     charged: bool | int | Tensor = True
 
 
-def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, whole: int) -> np.ndarray:
-    """How many of the `whole` numbers of a message each of its clients sends or gets, ``int64[clients]``."""
-    numbers = np.asarray(whole * charged if isinstance(charged, bool) else unmarked(torch.as_tensor(charged)).cpu())
-    if numbers.shape not in ((), (clients,)) or (numbers < 0).any() or (numbers > whole).any():
+def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, size: int) -> np.ndarray:
+    """Return how many of a message's `size` numbers each client sends or gets, ``int64[clients]``."""
+    if isinstance(charged, bool):
+        numbers = np.asarray(size * charged)
+    else:
+        numbers = np.asarray(unmarked(torch.as_tensor(charged)).cpu())
+
+    if numbers.shape not in ((), (clients,)) or (numbers < 0).any() or (numbers > size).any():
         raise MethodError(
-            f"What {name!r} is charged must be a whole number between 0 and {whole}, the numbers of a row, one for all "
+            f"What {name!r} is charged must be a whole number between 0 and {size}, the numbers of a row, one for all "
             f"or one for each of the {clients} clients; it is {numbers.tolist()}."
         )
     return np.broadcast_to(numbers, clients).astype(np.int64)
@@ -91,8 +96,8 @@ def numbers_charged(name: str, charged: bool | int | Tensor, clients: int, whole
 class PerClient(torch.Tensor):
     """A tensor whose first axis runs over the clients of a group: a ``Scatter``'s rows, a state, a training's result.
 
-    What is computed from it is one too. Inside a loss, which sees one client at a time, it must come as an argument: a
-    loss that reaches for it directly would mix all clients' rows, so that is refused.
+    Results computed from it are of this type too. Inside a loss, which sees one client at a time, it must come as an
+    argument: a loss that closes over it would mix all clients' rows, so that is refused.
     """
 
     @classmethod
@@ -115,14 +120,15 @@ class ReadOnly(PerClient):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        dunder = name.endswith("__")
-        if (name.endswith("_") and not dunder) or (dunder and name in _IN_PLACE) or (kwargs and "out" in kwargs):
+        # A trailing underscore is torch's mark of a change in place: add_, mul_, ...
+        is_in_place = name in _IN_PLACE if name.endswith("__") else name.endswith("_")
+        if is_in_place or (kwargs and "out" in kwargs):
             raise ReadOnlyChanged
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class ReadOnlyChanged(Exception):
-    """An operation would change a :class:`ReadOnly` state in place; it needs a copy."""
+    """Error for an operation that would change a :class:`ReadOnly` state in place; it needs a copy."""
 
 
 _OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
@@ -135,7 +141,7 @@ def per_client(rows: Tensor) -> PerClient:
 
 
 def unmarked(tensor: Tensor) -> Tensor:
-    """The same tensor without the mark."""
+    """Return the same tensor without the mark."""
     return tensor.as_subclass(torch.Tensor) if isinstance(tensor, PerClient) else tensor
 
 
@@ -147,15 +153,16 @@ _one_client = _OneClient()
 
 
 def inside_a_loss() -> bool:
-    """Whether a function of one client is running."""
+    """Return whether a function of one client is running."""
     return _one_client.active
 
 
 @contextlib.contextmanager
 def one_client_at_a_time() -> Iterator[None]:
-    """Within: touching a :class:`PerClient` tensor is an error."""
-    was, _one_client.active = _one_client.active, True
+    """While active, touching a :class:`PerClient` tensor is an error."""
+    before = _one_client.active
+    _one_client.active = True
     try:
         yield
     finally:
-        _one_client.active = was
+        _one_client.active = before

@@ -17,19 +17,19 @@ from raypfl.common.user_code import traceback_text
 
 T = TypeVar("T")
 
-own: set[str] = set()
-"""Modules of the user's own from which this process has components."""
+user_modules: set[str] = set()
+"""The user's own modules from which this process has components."""
 
 
 class Registry:
-    """Maps a name, or a ``module:attribute`` path of the user's own, to a class or function.
+    """Maps a name, or the ``module:attribute`` path of a user's component, to a class or function.
 
-    Installed packages add names by entry points of the group ``raypfl.methods`` (``.models``, ``.datasets``, ...). What
-    is registered as ``timm:NAME`` is a function that gets the name after ``timm:`` and returns the entry.
+    Installed packages add names by entry points of the group ``raypfl.methods`` (``.models``, ``.datasets``, ...). The
+    entry registered as ``timm:NAME`` is a function that gets the name after ``timm:`` and returns the component.
 
     Parameters
     ----------
-    kind : what is registered, in the singular, as error messages say it (``"method"``).
+    kind : what the entries are, in the singular, as error messages say it (``"method"``).
     """
 
     def __init__(self, kind: str):
@@ -38,7 +38,7 @@ class Registry:
         self._entries: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: register a class or function as `name`."""
+        """Return a decorator that registers a class or function as `name`."""
 
         def add(entry: T) -> T:
             self._entries[name] = entry  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class Registry:
         return name in self._entries or name in self._installed().names
 
     def get(self, name: str) -> Callable[..., Any]:
-        """The entry called `name`, of raypfl or else of an installed package, or imported from ``module:attribute``.
+        """Return the entry called `name`: raypfl's, an installed package's, or that imported from ``module:attribute``.
 
         Raises
         ------
@@ -61,6 +61,7 @@ class Registry:
         """
         if name in self._entries:
             return self._entries[name]
+
         family, colon, member = name.partition(":")
         if f"{family}:NAME" in self._entries:
             return self._entries[f"{family}:NAME"](member)
@@ -71,16 +72,17 @@ class Registry:
         raise ConfigError(f"There is no {self.kind} called {name!r}; {did_you_mean(name, self)}")
 
     def name_of(self, entry: object) -> str:
-        """The name under which `entry` is registered, or its import path."""
-        for name, known in self._entries.items():
-            if known is entry:
+        """Return the name under which `entry` is registered, or its import path."""
+        for name, registered in self._entries.items():
+            if registered is entry:
                 return name
-        own.add(entry.__module__)
+        user_modules.add(entry.__module__)
         return f"{entry.__module__}:{entry.__qualname__}"  # type: ignore[attr-defined]
 
     def summary(self, name: str) -> str:
-        """First line of the entry's docstring."""
-        return (inspect.getdoc(self.get(name)) or "").partition("\n")[0]
+        """Return the first line of the entry's docstring."""
+        docstring = inspect.getdoc(self.get(name)) or ""
+        return docstring.partition("\n")[0]
 
     @property
     def _families(self) -> list[str]:
@@ -90,7 +92,7 @@ class Registry:
         return _entry_points(self.group, tuple(sys.path))
 
     def _load(self, name: str) -> Callable[..., Any]:
-        """The entry of an installed package, which is registered under its name."""
+        """Load an installed package's entry and register it."""
         (point, *_) = self._installed().select(name=name)
         try:
             self._entries[name] = point.load()
@@ -107,22 +109,28 @@ class Registry:
         if module.endswith(".py"):
             name = ".".join(PurePath(module).with_suffix("").parts)
             raise ConfigError(f"The {self.kind} {path!r} names a file; write the module's name: {name}:{attribute}.")
+
         try:
             imported = importlib.import_module(module)
         except Exception as error:
-            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-                if near := difflib.get_close_matches(module, self._families):
-                    meant = f"{near[0]}:{attribute}"
-                    raise ConfigError(f"There is no {self.kind} called {path!r}; did you mean {meant!r}?") from None
+            # Also if a package around the module is missing, but not if the module's own imports are.
+            is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+            if not is_missing:
                 raise ConfigError(
-                    f"The {self.kind} {path!r} cannot be imported: {error}. "
-                    f"Is the module's folder on PYTHONPATH, or the current folder?"
+                    f"The {self.kind} {path!r} cannot be imported, because its module raises an error:\n"
+                    f"{traceback_text(error)}"
                 ) from error
+
+            families = difflib.get_close_matches(module, self._families)
+            if families:
+                suggestion = f"{families[0]}:{attribute}"
+                raise ConfigError(f"There is no {self.kind} called {path!r}; did you mean {suggestion!r}?") from None
             raise ConfigError(
-                f"The {self.kind} {path!r} cannot be imported, because its module raises an error:\n"
-                f"{traceback_text(error)}"
+                f"The {self.kind} {path!r} cannot be imported: {error}. "
+                f"Is the module's folder on PYTHONPATH, or the current folder?"
             ) from error
-        own.add(module)
+
+        user_modules.add(module)
         try:
             return getattr(imported, attribute)
         except AttributeError as error:
@@ -133,5 +141,5 @@ class Registry:
 
 @functools.cache
 def _entry_points(group: str, _path: tuple[str, ...]) -> EntryPoints:
-    """Those of the packages on a search path, whose files are read once."""
+    """Return the entry points of a group. They are read once for a search path, which is the cache's key."""
     return entry_points(group=group)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a request to stop, which a run obeys at a safe point; a message if it is killed."""
+"""Requests to stop (Ctrl-C, SIGTERM and SIGHUP), which a run obeys at a safe point; a message if it is killed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to stop: by a person, a scheduler, a terminal that is closed."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to stop: from a person, from a scheduler, and from a terminal that is closed."""
 
 _WATCH = 'read -r over || printf "%s\\n" "$0" >&2'
+"""Prints the message unless this process writes a line before it ends."""
 
 
 class StopRequest:
-    """Whether the run was asked to stop. A second signal raises KeyboardInterrupt at once."""
+    """Whether the run was asked to stop. A second signal raises KeyboardInterrupt at once.
+
+    Attributes
+    ----------
+    received : whether the request was made.
+    """
 
     def __init__(self) -> None:
-        self.made = False
+        self.received = False
         self._interruptible = False
         self._noticed = threading.Event()
 
     def __call__(self) -> bool:
-        return self.made
+        return self.received
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -37,23 +43,23 @@ class StopRequest:
             self._interruptible = False
 
     @contextlib.contextmanager
-    def acknowledged(self, tell: Callable[[], None]) -> Iterator[None]:
-        """While active, `tell` is called in another thread as soon as the request is made: this one may be busy."""
-        over = threading.Event()
+    def acknowledged(self, acknowledge: Callable[[], None]) -> Iterator[None]:
+        """While active, call `acknowledge` in another thread as soon as the request is made: this one may be busy."""
+        is_over = threading.Event()
 
         def wait() -> None:
             self._noticed.wait()
-            if not over.is_set():
-                tell()
+            if not is_over.is_set():
+                acknowledge()
 
-        watch = threading.Thread(target=wait, name="raypfl-stopping", daemon=True)
-        watch.start()
+        watcher = threading.Thread(target=wait, name="raypfl-stopping", daemon=True)
+        watcher.start()
         try:
             yield
         finally:
-            over.set()
-            self._noticed.set()
-            watch.join()
+            is_over.set()
+            self._noticed.set()  # lets the thread end
+            watcher.join()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -62,21 +68,21 @@ class StopRequest:
             yield self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        insists = self.made
-        self.made = True
-        if not insists:  # the event's lock is not reentrant
+        is_second = self.received
+        self.received = True
+        if not is_second:  # the event's lock is not reentrant
             self._noticed.set()
-        if insists or self._interruptible:
+        if is_second or self._interruptible:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """While active, signals that ask to stop are held back; they are raised at the end."""
-    came: list[int] = []
-    with _handled(lambda number, frame: came.append(number)):
+    received: list[int] = []
+    with _handled(lambda number, frame: received.append(number)):
         yield
-    for number in came:
+    for number in received:
         signal.raise_signal(number)
 
 
@@ -84,7 +90,7 @@ def undisturbed() -> Iterator[None]:
 def interrupting() -> Iterator[None]:
     """While active, signals that are ignored or would end this process silently raise KeyboardInterrupt instead.
 
-    A shell script starts what goes on in the background with SIGINT ignored.
+    A shell script starts background processes with SIGINT ignored.
     """
     with _handled(signal.default_int_handler, instead_of=(signal.SIG_DFL, signal.SIG_IGN)):
         yield
@@ -94,39 +100,45 @@ def interrupting() -> Iterator[None]:
 def hangups_ignored() -> Iterator[None]:
     """While active, SIGHUP is ignored; processes that are started meanwhile ignore it for good.
 
-    A terminal that is closed sends it to all of them, and Ray's would end before the run is saved.
+    A terminal that is closed sends it to all its processes, and Ray's would end before the run is saved.
     """
     with _handled(signal.SIG_IGN, (signal.SIGHUP,)):
         yield
 
 
 @contextlib.contextmanager
-def handlers_kept() -> Iterator[None]:
+def handlers_restored() -> Iterator[None]:
     """At the end, restore the handlers of signals that ask to stop, which a library may have changed."""
     with _handled():
         yield
 
 
 @contextlib.contextmanager
-def _handled(by: Any = None, numbers: Iterable[int] = ASKING, instead_of: Collection[Any] = ()) -> Iterator[None]:
-    """While active, signals go to `by`, except for SIGHUP if it is ignored, as under nohup.
+def _handled(
+    handler: Any = None, numbers: Iterable[int] = STOP_SIGNALS, instead_of: Collection[Any] = ()
+) -> Iterator[None]:
+    """While active, signals go to `handler` (None: the handler that they have). At the end, restore their handlers.
 
-    With `instead_of`, only signals whose handler is one of these. Outside the main thread this does nothing.
+    SIGHUP is left alone if it is ignored, as under nohup. With `instead_of`, only signals whose handler is one of these
+    are changed. Outside the main thread, where Python sets no handlers, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
-    left = (signal.SIGHUP, signal.SIG_IGN)
-    replaced = instead_of or before.values()
-    mine = {n: handler for n, handler in before.items() if (n, handler) != left and handler in replaced}
+
+    before = {}
+    for number in numbers:
+        earlier = signal.getsignal(number) or signal.SIG_DFL
+        ignores_hangups = number == signal.SIGHUP and earlier == signal.SIG_IGN
+        if not ignores_hangups and (not instead_of or earlier in instead_of):
+            before[number] = earlier
     try:
-        for number, handler in mine.items():
-            signal.signal(number, handler if by is None else by)
+        for number, earlier in before.items():
+            signal.signal(number, earlier if handler is None else handler)
         yield
     finally:
-        for number, handler in mine.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextlib.contextmanager
@@ -135,7 +147,7 @@ def message_if_killed(how_to_continue: str) -> Iterator[None]:
 
     Parameters
     ----------
-    how_to_continue : the end of the message.
+    how_to_continue : the last sentence of the message.
     """
     reason = "killed, out of memory, or by Ray after one of its processes died"
     message = f"raypfl was ended from outside: {reason}. {how_to_continue}"

@@ -1,4 +1,4 @@
-"""Locations in user code: where a function is defined, and which lines led to an error."""
+"""Locations in the user's code: where a function is defined, and which lines led to an error."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ _FILE = '  File "'
 
 
 def where_defined(function: Callable[..., Any]) -> str:
-    """``"Mine.train (my_methods.py, line 12)"``."""
-    code = getattr(function, "__code__", None)
+    """Describe a function: ``"Mine.train (my_methods.py, line 12)"``."""
     name = getattr(function, "__qualname__", type(function).__name__)
-    return name + (f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else "")
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return name
+    return f"{name} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
 def source_digest(component: Any) -> str:
-    """A hash of the file that defines a class or function, for keys of caches of what it makes."""
+    """Return a hash of the file that defines a class or function, as a key for caches of its results."""
     try:
         return hashlib.sha256(Path(inspect.getfile(component)).read_bytes()).hexdigest()
     except (TypeError, OSError):
@@ -38,69 +40,82 @@ def source_digest(component: Any) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback of an error, reduced to the lines of user code; the full traceback if it has none."""
-    own = _user_lines(error)
-    text = "".join(
-        traceback.format_exception_only(error)
-        if own or isinstance(error, SyntaxError)
-        else traceback.format_exception(error)
-    ).rstrip()
-    shown = [*own.splitlines(), *text.splitlines()]
-    return "\n".join(shown if len(shown) <= _MAX_LINES else [*shown[:4], "  ...", *shown[5 - _MAX_LINES :]])
+    """Return the traceback of an error, reduced to the lines of user code; the full traceback if it has none."""
+    user_lines = _user_lines(error)
+    if user_lines or isinstance(error, SyntaxError):  # a syntax error's message has the line
+        text = "".join(traceback.format_exception_only(error)).rstrip()
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+
+    lines = [*user_lines.splitlines(), *text.splitlines()]
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[:4], "  ...", *lines[5 - _MAX_LINES :]]
+    return "\n".join(lines)
 
 
 @contextmanager
-def framed(
+def explain_user_errors(
     when: str = "", kind: type[RaypflError] = UserCodeError, function: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Within: what the user's own code raises becomes a sentence that names the function, the error and the lines.
+    """While active, an error of user code becomes a sentence that names the function, the error and the lines.
 
-    Errors of raypfl, which are sentences already, and those that no line of the user's led to, which are bugs of
+    Errors of raypfl, which are sentences already, and those that no line of user code led to, which are bugs of
     raypfl, pass unchanged.
 
     Parameters
     ----------
-    when : what was done, as ``"before round 1"``.
-    function : what is called, which may fail before its first line, because it takes other arguments.
+    when : when the code was called, as ``"before round 1"``.
+    kind : the class of the error to raise.
+    function : the function that is called, which may fail before its first line, because it takes other arguments.
 
     Raises
     ------
-    RaypflError : of this `kind`.
+    RaypflError : an error of this `kind`.
     """
     try:
         yield
     except RaypflError:
         raise
     except Exception as error:
-        if (sentence := failure_of(error, when, function)) is None:
+        sentence = describe_failure(error, when, function)
+        if sentence is None:
             raise
         raise kind(sentence) from None  # the sentence has all lines of the traceback that are the user's
 
 
-def failure_of(error: BaseException, when: str = "", function: Callable[..., Any] | None = None) -> str | None:
-    """``"Mine.start (mine.py, line 12) failed: KeyError: 'x'"`` and the lines; None if no user code led to it."""
+def describe_failure(error: BaseException, when: str = "", function: Callable[..., Any] | None = None) -> str | None:
+    """Return ``"Mine.start (mine.py, line 12) failed: KeyError: 'x'"`` and the lines that led to an error.
+
+    None if no user code led to it.
+    """
+    message = "".join(traceback.format_exception_only(error)).rstrip()
+    failed = f"failed {when}" if when else "failed"
+
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_user_frame(frame)]
-    said = "".join(traceback.format_exception_only(error)).rstrip()
-    if not frames and function is not None and isinstance(error, TypeError) and _is_of_user(function):
-        return f"{' '.join(filter(None, [where_defined(function), 'failed', when]))}: {said}"
     if not frames:
+        if function is not None and isinstance(error, TypeError) and _is_user_function(function):
+            return f"{where_defined(function)} {failed}: {message}"
         return None
+
     frame, line = frames[0]
     name = _qualified(frame.f_code)
     if name == "<module>":
         return None
-    where = f"{name} ({Path(frame.f_code.co_filename).name}, line {line})"
-    return f"{' '.join(filter(None, [where, 'failed', when]))}: {said}\n{_user_lines(error)}"
+    location = f"{name} ({Path(frame.f_code.co_filename).name}, line {line})"
+    return f"{location} {failed}: {message}\n{_user_lines(error)}"
 
 
 def with_location(error: BaseException) -> str:
-    """The message of an error, followed by the lines of user code unless it has them already."""
-    text, own = str(error), _user_lines(error)
-    return text if not own or _FILE in text else f"{text}\n{own}"
+    """Return the message of an error, followed by the lines of user code unless it has them already."""
+    message = str(error)
+    user_lines = _user_lines(error)
+    if not user_lines or _FILE in message:
+        return message
+    return f"{message}\n{user_lines}"
 
 
 def _user_lines(error: BaseException) -> str:
-    """The lines of user code that led to an error, outermost first; empty if there are none."""
+    """Return the lines of user code that led to an error, outermost first; empty if there are none."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = [_line(frame.f_code, number) for frame, number in frames if _is_user_frame(frame)]
     if len(lines) > _MAX_FRAMES:  # a recursion that does not end
@@ -109,7 +124,7 @@ def _user_lines(error: BaseException) -> str:
 
 
 def _is_user_frame(frame: FrameType) -> bool:
-    """Whether a frame is of a file that neither raypfl nor an installed package has."""
+    """Whether a frame's file is the user's: neither raypfl's nor an installed package's."""
     return _is_user_file(frame.f_code.co_filename)
 
 
@@ -117,7 +132,7 @@ def _is_user_file(file: str) -> bool:
     return not file.startswith(("<frozen ", "<string>", *_LIBRARIES))
 
 
-def _is_of_user(function: Callable[..., Any]) -> bool:
+def _is_user_function(function: Callable[..., Any]) -> bool:
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code is not None and _is_user_file(code.co_filename)
 

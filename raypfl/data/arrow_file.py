@@ -86,11 +86,11 @@ def receive_arrays(path: Path, chunks: Iterable[bytes]) -> None:
 
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
-    """Be the only process that works on `path` in a cache, as `files.alone`."""
+    """Be the only process that works on `path` in a cache, as `files.locked`."""
     # Errors of taking the lock are explained, those of the work within it pass unchanged.
     with ExitStack() as stack:
         with explain_write_errors(path):
-            stack.enter_context(files.alone(path))
+            stack.enter_context(files.locked(path))
         yield
 
 

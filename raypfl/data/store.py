@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raypfl.common.errors import ConfigError, DataError, did_you_mean, known_pool
+from raypfl.common.errors import ConfigError, DataError, checked_pool, did_you_mean
 from raypfl.data.arrow_file import Arrays, Unreadable, open_arrays, open_or_build
 from raypfl.data.datasets.population import DescribedData, is_described
 from raypfl.data.datasets.settings import SPLITS, DataConfig
@@ -105,7 +105,7 @@ class FederatedData:
         ------
         ConfigError : if there is no such pool.
         """
-        return self._pools[known_pool(name, self._pools)]
+        return self._pools[checked_pool(name, self._pools)]
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels, ``[n, ...]`` each, of the samples ``indices[n]``."""

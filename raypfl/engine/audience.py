@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypfl.common.errors import ListenerError
-from raypfl.common.user_code import framed
+from raypfl.common.user_code import explain_user_errors
 from raypfl.engine.events import Evaluated, Event, Listener, RoundFinished, RunStarted, Warned
 
 
@@ -42,7 +42,7 @@ class Audience:
                 startup_seconds = round(time.perf_counter() - self._start, 3)
                 event = replace(event, metadata={**event.metadata, "startup_seconds": startup_seconds})
             for listener in self._listeners:
-                with framed(f"as a listener, told of {type(event).__name__}", ListenerError, listener):
+                with explain_user_errors(f"as a listener, told of {type(event).__name__}", ListenerError, listener):
                     listener(event)
 
     def _is_news(self, event: Event) -> bool:

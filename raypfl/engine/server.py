@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raypfl.analysis.base import AnalysedRun
 from raypfl.common.errors import CheckpointError, EmptyCohort, LostState, MethodError, RaypflError, Stopped
-from raypfl.common.user_code import failure_of, framed, traceback_text, where_defined, with_location
+from raypfl.common.user_code import describe_failure, explain_user_errors, traceback_text, where_defined, with_location
 from raypfl.common.version import __version__
 from raypfl.engine.analysing import Analyses
 from raypfl.engine.evaluator import Evaluator
@@ -164,7 +164,7 @@ class Server:
         except Exception as error:
             due = evaluator.is_due(self.round)
             when = f"in the evaluation after round {self.round}" if due else f"in round {self.round + 1}"
-            said = failure_of(error, when, None if due else self.method.round)
+            said = describe_failure(error, when, None if due else self.method.round)
             if said is None:
                 said = f"{type(self.method).__name__} failed on the server {when}:\n{traceback_text(error)}"
             return self._end("failed", f"{said}\n{self._runner.last_exchange}".rstrip())
@@ -361,7 +361,7 @@ class Server:
         else:
             start = self.method.start
             device = self.task.model.device
-            with framed("before round 1", function=start), refuse_unkeyed(start, device, AT_START):
+            with explain_user_errors("before round 1", function=start), refuse_unkeyed(start, device, AT_START):
                 self.round = 0
                 self.state = start(self.task)
             if not isinstance(self.state, dict):

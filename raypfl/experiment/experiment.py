@@ -23,7 +23,7 @@ from pydantic import (
 from raypfl.analysis import Analysis
 from raypfl.analysis.base import analysis_name
 from raypfl.common.errors import ConfigError, did_you_mean
-from raypfl.common.user_code import framed
+from raypfl.common.user_code import explain_user_errors
 from raypfl.data import Dirichlet, Partition
 from raypfl.data.datasets import DATASETS, DataConfig, DataSource
 from raypfl.data.datasets.population import is_described
@@ -248,7 +248,7 @@ class Experiment(BaseModel):
     @classmethod
     def _in_sentences(cls, values: Any, validate: Any) -> Any:
         try:
-            with framed():
+            with explain_user_errors():
                 experiment = validate(values)
         except ValidationError as error:
             raise ConfigError(one_message(validation_mistakes(error, _unknown), "The experiment")) from None

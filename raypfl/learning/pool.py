@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raypfl.common import rng
-from raypfl.common.errors import MethodError, known_pool
+from raypfl.common.errors import MethodError, checked_pool
 from raypfl.learning.batches import Samples, draws
 from raypfl.learning.objectives.batch import Batch
 
@@ -39,7 +39,7 @@ class Pools:
         ------
         ConfigError : if there is no such pool.
         """
-        indices = self.indices[known_pool(name, self.indices)]
+        indices = self.indices[checked_pool(name, self.indices)]
         return Pool(name, self.own_samples.get(name, self.samples), indices, self.seed, round)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from raypfl.common.errors import CheckpointError, ConfigError, RaypflError, Refused, Unwritable
 from raypfl.common.files import write
 from raypfl.common.stopping import StopRequest
-from raypfl.common.user_code import framed
+from raypfl.common.user_code import explain_user_errors
 from raypfl.engine import history
 from raypfl.engine.audience import Audience
 from raypfl.engine.backends.cluster import connected
@@ -90,7 +90,7 @@ def resume(
 
 def check(experiments: Sequence[Experiment], *, listeners: Sequence[Listener] = ()) -> None:
     """Check all runs of a comparison before the first one starts; see :func:`raypfl.runs.preparing.check`."""
-    with framed():
+    with explain_user_errors():
         preparing.check(experiments, Audience(listeners))
 
 
@@ -117,7 +117,7 @@ def _run(experiment: Experiment, folder: Path, listeners: Sequence[Listener], lo
     stop = StopRequest()
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(framed())
+        stack.enter_context(explain_user_errors())
         if not is_inline:
             stack.enter_context(alone_on_ray())
         stack.enter_context(stop.acknowledged(lambda: emit(Progress(STOPPING))))

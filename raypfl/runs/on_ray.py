@@ -116,7 +116,7 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
             )
 
         # Repeatedly, since the server may not have begun, or may have been restarted.
-        if stop.made:
+        if stop.received:
             server.stop.remote(run)
 
         # A server that is being restarted is silent; the next look asks again.
@@ -130,7 +130,7 @@ def _follow(ray: Any, server: Any, job: Job, prepared: Prepared, emit: Listener,
                 try:
                     emit(event)
                 except Stopped:
-                    stop.made = True
+                    stop.received = True
 
     try:
         return ray.get(result)

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from raypfl.common import files
-from raypfl.common.errors import ConfigError, known_pool
+from raypfl.common.errors import ConfigError, checked_pool
 from raypfl.common.threads import threads
 from raypfl.common.user_code import source_digest
 from raypfl.common.version import __version__
@@ -116,7 +116,7 @@ def _pretrained(prepared: Prepared, emit: Listener) -> Pretraining:
     path.parent.mkdir(parents=True, exist_ok=True)
 
     seconds = None
-    with files.alone(path), threads(threads_of_server(recipe.experiment)):
+    with files.locked(path), threads(threads_of_server(recipe.experiment)):
         if not path.exists():
             start = time.perf_counter()
             refuse_misfit(recipe)
@@ -196,7 +196,7 @@ def _train(recipe: Prepared) -> tuple[dict[str, Tensor], float]:
 
 
 def _refuse_unlabelled(pool: str, data: ClientData) -> None:
-    known_pool(pool, data.pools)
+    checked_pool(pool, data.pools)
     if not isinstance(data, FederatedData):
         return
     labels = data.labels[data.pool(pool)]

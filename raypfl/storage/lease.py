@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow.fs as pafs
 
 from raypfl.common.errors import CheckpointError
-from raypfl.common.files import alone, write
+from raypfl.common.files import locked, write
 from raypfl.storage.checkpoint import resolve
 
 BEAT = 10.0
@@ -167,7 +167,7 @@ class _LeaseFile:
         """Write `mine`; raises a CheckpointError if an attempt that is alive on this machine holds the lease."""
         try:
             self._files.create_dir(self._root, recursive=True)
-            with alone(Path(self._path)) if self._is_local else contextlib.nullcontext():
+            with locked(Path(self._path)) if self._is_local else contextlib.nullcontext():
                 holder = self.read()
                 if holder is not None and holder.lives:
                     raise self._taken(holder)

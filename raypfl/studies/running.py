@@ -112,7 +112,7 @@ def _outcomes(
     cancelled = False
     while references:
         done, _ = ray.wait(list(references), timeout=POLL)
-        if stop.made and not cancelled:
+        if stop.received and not cancelled:
             listen(next(iter(references.values())), Progress("stopping: saving what runs"))
             for reference in reversed(references):  # those that wait first, so that no room is left to begin them
                 ray.cancel(reference)  # in a process that runs it, a Ctrl-C, which saves a checkpoint
@@ -129,7 +129,7 @@ def _outcome(ray: Any, reference: Any, folder: Path, stop: StopRequest) -> CellO
     try:
         outcome: CellOutcome = ray.get(reference)
     except ray.exceptions.RayError as error:
-        if stop.made:
+        if stop.received:
             return CellOutcome(STOPPED)
         if isinstance(error, ray.exceptions.RayTaskError):
             return CellOutcome(FAILED, str(error))

@@ -38,13 +38,13 @@ class CellOutcome:
 def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> CellOutcome:
     """Run a cell to its end, from its beginning or from its newest checkpoint, unless another process does so."""
     from raypfl.common.errors import RaypflError
-    from raypfl.common.files import alone
+    from raypfl.common.files import locked
     from raypfl.runs import driver as runs
     from raypfl.runs.result import RECIPE, is_finished
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with alone(folder):
+        with locked(folder):
             if is_finished(folder):
                 return CellOutcome(FINISHED)
             if (folder / RECIPE).exists():

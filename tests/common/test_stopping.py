@@ -14,7 +14,7 @@ from rich.console import Console
 
 import raypfl
 from raypfl.common.errors import ConfigError
-from raypfl.common.stopping import StopRequest, handlers_kept, interrupting, message_if_killed, undisturbed
+from raypfl.common.stopping import StopRequest, handlers_restored, interrupting, message_if_killed, undisturbed
 from raypfl.engine.events import Progress, RunFinished, Warned
 from raypfl.results.display.console import RunLine, View
 from tests.support.runs import experiment
@@ -108,7 +108,7 @@ def test_signals_wait_until_what_must_not_be_cut_off_is_done():
 
 def test_what_a_library_does_to_handlers_is_undone():
     before = signal.getsignal(signal.SIGTERM)
-    for kept in (handlers_kept, undisturbed):
+    for kept in (handlers_restored, undisturbed):
         with kept():
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(15))
         assert signal.getsignal(signal.SIGTERM) is before
@@ -121,7 +121,7 @@ def test_what_ends_a_process_without_a_word_interrupts_it_unless_the_person_want
     try:
         with interrupting(), StopRequest().listening() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-        assert not stop.made
+        assert not stop.received
     finally:
         signal.signal(signal.SIGHUP, before)
 

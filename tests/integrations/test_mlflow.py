@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import raypfl
-from raypfl.common.files import alone
+from raypfl.common.files import locked
 from raypfl.engine.events import RunFinished
 from raypfl.integrations.tracking.connection import how_to_view, opening_database
 from raypfl.integrations.tracking.listener import MLflowListener
@@ -287,7 +287,7 @@ def test_a_database_that_another_process_opens_is_waited_for(folder: Path, monke
     monkeypatch.setattr(RunRecord, "_open", lambda record: (order.append("opened"), real(record))[1])
     listener = MLflowListener(warn=pytest.fail)
     started, *rest = events(folder)
-    with alone(folder / "mlflow.db"):
+    with locked(folder / "mlflow.db"):
         listener(started)
         time.sleep(0.2)
         order.append("released")

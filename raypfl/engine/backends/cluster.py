@@ -16,8 +16,8 @@ from typing import Any
 
 from raypfl.common import registry
 from raypfl.common.errors import ConfigError, RaypflError
-from raypfl.common.own_modules import copy_files, own_files
-from raypfl.common.stopping import handlers_kept, hangups_ignored, interrupting, undisturbed
+from raypfl.common.stopping import handlers_restored, hangups_ignored, interrupting, undisturbed
+from raypfl.common.user_modules import copy_files, module_files
 from raypfl.engine.backends.actor_pools import ActorPools, reserved, room_for
 from raypfl.engine.events import Listener, Progress
 from raypfl.experiment.settings import RaySettings
@@ -98,9 +98,9 @@ def _local(ray: Any, dashboard: bool) -> Iterator[str | None]:
 @contextlib.contextmanager
 def _attached(ray: Any, address: str) -> Iterator[None]:
     try:
-        with handlers_kept(), _without_sigterm_handler(ray), tempfile.TemporaryDirectory() as folder:
+        with handlers_restored(), _without_sigterm_handler(ray), tempfile.TemporaryDirectory() as folder:
             if IN_A_JOB not in os.environ:
-                copy_files(own_files(registry.own), Path(folder))
+                copy_files(module_files(registry.user_modules), Path(folder))
             modules = [str(path) for path in Path(folder).iterdir()]
             try:
                 _knock(address)

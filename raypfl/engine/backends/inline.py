@@ -37,7 +37,7 @@ class Inline:
 
     def run(self, call: Call, groups: Sequence[Group]) -> Iterator[tuple[Group, Done | Failed]]:
         for group in groups:
-            if self._stop.made:
+            if self._stop.received:
                 raise Stopped("The run was asked to stop.")
             try:
                 with self._stop.interruptible(), threads(self._threads or torch.get_num_threads()):

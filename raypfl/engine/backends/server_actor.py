@@ -74,7 +74,7 @@ class ServerActor:
         """
         import torch
 
-        from raypfl.common.user_code import framed
+        from raypfl.common.user_code import explain_user_errors
         from raypfl.engine.backends import cluster
         from raypfl.engine.backends.processes import keep_freed_memory
         from raypfl.engine.backends.ray_backend import RayBackend
@@ -96,7 +96,7 @@ class ServerActor:
         keep_freed_memory()
         job, data = shipment.opened()
         torch.set_num_threads(threads_of_server(job.experiment))
-        with framed("in the server's process"):
+        with explain_user_errors("in the server's process"):
             prepared = Prepared(job.experiment, data, reserved_device()).build()
         metadata = {
             "backend": "ray",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.own_modules import named_in
+from raypfl.common.user_modules import modules_named_in
 from raypfl.experiment import experiments
 from raypfl.experiment.assignments import parse_assignments
 from raypfl.experiment.recipes import settings_of
@@ -75,7 +75,7 @@ class Description:
     @property
     def modules(self) -> list[str]:
         """The user's modules that are named, as in ``my_methods:Mine``."""
-        return named_in(value for _, value in self._leaves())
+        return modules_named_in(value for _, value in self._leaves())
 
     def refuse_lost_paths(self, run_dir: Path | None) -> None:
         """Raise a ConfigError if results would vanish with the job, or a path means nothing on the cluster.

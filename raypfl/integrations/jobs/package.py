@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from raypfl.common.errors import ConfigError
-from raypfl.common.own_modules import own_files
+from raypfl.common.user_modules import module_files
 
 LIMIT = 100 * 2**20
 """Bytes that a Ray cluster accepts (``DASHBOARD_CLIENT_MAX_SIZE``); its documentation says 500 MiB."""
@@ -28,7 +28,7 @@ def collect(files: Iterable[str], modules: Iterable[str]) -> dict[str, Path]:
     ------
     ConfigError : if a file is outside the current folder, a link leads out of its folder, or all are too large.
     """
-    package = {inside(file): Path(file) for file in files} | own_files(modules)
+    package = {inside(file): Path(file) for file in files} | module_files(modules)
     _refuse_too_large(package)
     return package
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypfl.common.files import alone, draft
+from raypfl.common.files import draft, locked
 from raypfl.experiment import Experiment
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def opening_database(uri: str) -> Iterator[None]:
 
     file = Path(match[1])
     file.parent.mkdir(parents=True, exist_ok=True)
-    with alone(file):
+    with locked(file):
         if not file.exists():
             with draft(file) as unfinished:
                 _create_tables(f"{uri[: match.start(1)]}{unfinished}{uri[match.end(1) :]}", file.parent)

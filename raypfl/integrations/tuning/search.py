@@ -14,7 +14,7 @@ from typing import Any
 
 from raypfl.common.errors import ConfigError
 from raypfl.common.files import write
-from raypfl.common.stopping import handlers_kept
+from raypfl.common.stopping import handlers_restored
 from raypfl.data import load_federated
 from raypfl.engine.backends.cluster import (
     bundle,
@@ -112,7 +112,7 @@ def search(
     """
     _refuse_another(sweep, folder)
     # Tune leaves its own handler for SIGINT behind.
-    with connected(first.ray) as ray, _events(ray, hear) as events, handlers_kept():
+    with connected(first.ray) as ray, _events(ray, hear) as events, handlers_restored():
         from ray import tune
 
         from raypfl.integrations.tuning.ray_tune import run_arguments

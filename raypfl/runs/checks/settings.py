@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from raypfl.common.errors import ConfigError, did_you_mean, known_pool
+from raypfl.common.errors import ConfigError, checked_pool, did_you_mean
 from raypfl.engine.prepared import Prepared
 from raypfl.experiment import Experiment
 from raypfl.learning.objectives import KINDS, OBJECTIVES
@@ -82,7 +82,7 @@ def refuse_large_cohort(prepared: Prepared) -> None:
 def refuse_missing_pools(prepared: Prepared) -> None:
     """Raise a ConfigError if network, method or an analysis needs a pool that the data lack."""
     for name in _needed_pools(prepared.experiment):
-        known_pool(name, prepared.data.pools)
+        checked_pool(name, prepared.data.pools)
 
 
 def _needed_pools(experiment: Experiment) -> list[str]:

@@ -23,13 +23,13 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _LEFT_OUT = {"__pycache__", "mlruns", "mlartifacts", "node_modules"}
 
 
-def named_in(values: Iterable[object]) -> list[str]:
+def modules_named_in(values: Iterable[object]) -> list[str]:
     """Return the modules that values of a description name, as in ``my_methods:Mine``."""
     matches = (_ENTRY.fullmatch(value.strip()) for value in values if isinstance(value, str))
     return list(dict.fromkeys(match[1] for match in matches if match))
 
 
-def own_files(modules: Iterable[str]) -> dict[str, Path]:
+def module_files(modules: Iterable[str]) -> dict[str, Path]:
     """Return the files of these modules and of all that they import, except for what is installed, by their paths.
 
     Paths are relative to the folder that Python finds a module in. Environments, folders of runs, caches and what is
@@ -39,11 +39,11 @@ def own_files(modules: Iterable[str]) -> dict[str, Path]:
     ------
     ConfigError : if a link leads out of that folder.
     """
-    waiting = [_top(module) for module in modules]
+    pending = [_top(module) for module in modules]
     visited: set[str] = set()
-    own: dict[str, Path] = {}
-    while waiting:
-        name = waiting.pop()
+    all_files: dict[str, Path] = {}
+    while pending:
+        name = pending.pop()
         if name in visited:
             continue
         visited.add(name)
@@ -51,10 +51,10 @@ def own_files(modules: Iterable[str]) -> dict[str, Path]:
         path = _location(name)
         if path is not None:
             files = _files_of(path)
-            own |= files
+            all_files |= files
             for file in files.values():
-                waiting += _imported(file)
-    return own
+                pending += _imported(file)
+    return all_files
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
