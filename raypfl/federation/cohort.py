@@ -69,9 +69,9 @@ class Cohort(Log, ServerTraining):
         dropped: tuple[int, ...],
         round: int,
         lr: float,
-        analysis: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+        earlier_kinds: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ):
-        Log.__init__(self, analysis)
+        Log.__init__(self, earlier_kinds)
         self.ids = ids
         self.unseen = False
         self.round = round

@@ -49,6 +49,7 @@ class EmbeddingNetwork(nn.Module):
         super().__init__()
         self.num_classes = num_classes
         self.images = kind == "cnn"
+
         if kind == "linear":
             self.layers: nn.Module = nn.Linear(num_classes, length)
         elif kind == "mlp1":
@@ -59,6 +60,7 @@ class EmbeddingNetwork(nn.Module):
                     "The embedding network cnn needs images of at least 16x16 pixels, but samples here are "
                     f"{list(input_shape)}; choose method.embedding=linear or mlp1."
                 )
+
             channels, height, width = input_shape
             self.layers = LeNet((channels + num_classes, height, width), length)
 

@@ -127,12 +127,12 @@ def select(pattern: str, module: nn.Module, common_parts: Mapping[str, list[str]
     """Return the names of all tensors that a pattern selects, frozen or not; see :meth:`VectorLayout.names`."""
     names = list(stored(module))
     selected: set[str] = set()
-    for item in pattern.split(","):
-        item = item.strip()
+    for item in map(str.strip, pattern.split(",")):
         matches = [n for n in names if n == item or n.startswith(item + ".") or fnmatch.fnmatch(n, item)]
         if not matches and item not in common_parts:
             modules = [name for name, _ in module.named_modules() if name]
             candidates = [*names, *modules, *common_parts]
             raise ConfigError(f"No segment of the network matches {item!r}; {did_you_mean(item, candidates)}")
+
         selected |= {*matches, *common_parts.get(item, [])}
     return selected

@@ -32,6 +32,7 @@ def image_shape(name: str, input_shape: tuple[int, ...], min_side: int = 1) -> t
             f"The {name} model takes images [C, H, W], but these are [{channels}, {height}, {width}]: their channels "
             "seem to come last. Transpose them, as with images.transpose(0, 3, 1, 2)."
         )
+
     if min(height, width) < min_side:
         raise ConfigError(
             f"The {name} model needs images of at least {min_side}x{min_side} pixels, these are {height}x{width}; use "
@@ -99,6 +100,7 @@ class TwoLayerReLU(nn.Module):
                 "The two_layer model needs 1 output, a width above 0 that is even if paired, and a sigma above 0, not "
                 f"{num_classes} outputs, width {width} and sigma {sigma}."
             )
+
         self.sigma = sigma
         units = width // 2 if paired else width
         weight = sigma * torch.randn(units, prod(input_shape))
@@ -106,6 +108,7 @@ class TwoLayerReLU(nn.Module):
         if paired:
             weight = torch.cat([weight, weight])
             signs = torch.cat([signs, -signs])
+
         self.weight = nn.Parameter(weight)
         self.signs = nn.Parameter(signs, requires_grad=False)
 

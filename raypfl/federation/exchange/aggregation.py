@@ -82,11 +82,13 @@ class ReplyAggregator:
             dtype = self.sample[name].masked
             tensor = torch.from_numpy(array) if dtype is None else unmasked(array, dtype)
             tensor = tensor.to(self._device)
+
             if self.sample[name].kind == "mean":
                 if self._weights[name] <= 0:
                     raise MethodError(
                         f"The weights of Mean {name!r} sum to {self._weights[name]}; they must be positive."
                     )
                 tensor = tensor / self._weights[name]
+
             result[name] = tensor
         return result

@@ -53,9 +53,9 @@ class Broadcasts:
             for name, tensor in batch.items():
                 array = unmarked(tensor).detach().cpu().numpy()
                 if array.nbytes > INLINE_BYTES:
-                    sent = self._send_large(tensor, array, round)
-                    where[name] = (sent.number, "")
-                    objects[sent.number] = sent.handle
+                    large = self._send_large(tensor, array, round)
+                    where[name] = (large.number, "")
+                    objects[large.number] = large.handle
                 else:
                     small[name] = array
 
@@ -65,24 +65,25 @@ class Broadcasts:
                 where |= {name: (number, name) for name in small}
 
         self._large = {
-            key: sent for key, sent in self._large.items() if sent.round >= round - 1 and sent.tensor() is not None
+            key: large for key, large in self._large.items() if large.round >= round - 1 and large.tensor() is not None
         }
-        return SharedTensors(where, objects, frozenset(sent.number for sent in self._large.values()))
+        return SharedTensors(where, objects, frozenset(large.number for large in self._large.values()))
 
     def _send_large(self, tensor: Tensor, array: np.ndarray, round: int) -> _SentTensor:
         """Send a tensor as an object of its own, unless an earlier object still has its bits."""
         earlier = self._large.get(id(tensor))
+
         # An id may be a dead tensor's; so compare the tensor itself.
         if (
             earlier is not None
             and earlier.tensor() is tensor
             and _same_bits(self._backend.get_broadcast(earlier.handle)[""], array)
         ):
-            sent = replace(earlier, round=round)
+            large = replace(earlier, round=round)
         else:
-            sent = _SentTensor(next(self._numbers), self._backend.broadcast({"": array}), weakref.ref(tensor), round)
-        self._large[id(tensor)] = sent
-        return sent
+            large = _SentTensor(next(self._numbers), self._backend.broadcast({"": array}), weakref.ref(tensor), round)
+        self._large[id(tensor)] = large
+        return large
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
