@@ -76,7 +76,7 @@ def test_an_unknown_variant_is_refused():
 
 
 def test_the_toys_network_has_five_layers_and_features_in_all_directions():
-    torch.manual_seed(0)
+    torch.manual_seed(2)
     net = MODELS.get("mlp")((2, 1, 1), 6, hidden=[64, 64, 64], latent=2, head_bias=False)
     shapes = [tuple(p.shape) for p in net.parameters() if p.dim() == 2]
     assert shapes == [(64, 2), (64, 64), (64, 64), (2, 64), (6, 2)] and net[-1].bias is None
