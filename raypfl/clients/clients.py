@@ -380,7 +380,7 @@ class Clients:
         context = self._context
         models = theta if isinstance(theta, Predictor) else self._group.rows(theta)
         metric_sums = MetricSums(context.measures)
-        sums = metric_sums.of(context.model_outputs(models, self._group.split(split)), len(self))
+        sums = metric_sums.accumulate(context.model_outputs(models, self._group.split(split)), len(self))
 
         rows = metric_sums.values(sums).to(self.device)
         columns = dict(zip(context.measures.columns, rows.unbind(1), strict=True))

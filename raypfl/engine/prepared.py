@@ -23,7 +23,7 @@ from raypfl.federation.server_training import ServerContext, ServerProgress
 from raypfl.federation.task import Task
 from raypfl.learning.batches import GroupSamples, device_data_budget
 from raypfl.learning.executor import Executor, Precision
-from raypfl.learning.objectives import Objective, fitting
+from raypfl.learning.objectives import Objective, default_objective
 from raypfl.learning.objectives.batch import Batch
 from raypfl.learning.pool import Pools
 from raypfl.learning.vectorised import Vectorised
@@ -91,7 +91,7 @@ class Prepared:
     @cached_property
     def measures(self) -> Measures:
         """The objective and the metrics."""
-        objective = self.experiment.objective or fitting(self.data.kind)
+        objective = self.experiment.objective or default_objective(self.data.kind)
         return Measures(objective, self.experiment.evaluation.metrics, self.data.num_classes)
 
     @property

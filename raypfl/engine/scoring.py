@@ -92,7 +92,7 @@ def _score_on_union(group: ClientGroup, models: Tensor | Predictor, protocols: C
 
     metric_sums = MetricSums(group.context.measures, by_class=bool(weighted_protocols))
     outputs = group.context.model_outputs(models, group.context.union("test"))
-    sums = metric_sums.of(outputs, len(group))
+    sums = metric_sums.accumulate(outputs, len(group))
     rows = {}
     if "global" in protocols:
         rows["global"] = metric_sums.values(sums)
@@ -129,7 +129,7 @@ def _score_shared(
             values[protocol] = Each(metric_sums.values(sums))
             values |= {name: Each(plain_sums.values(masked_sums)) for name, masked_sums in sums_by_name.items()}
         if serves_union:
-            if metric_sums.whole:
+            if metric_sums.needs_all_outputs:
                 # An area under a curve is not the sum of its parts' areas, so the union is tested by itself.
                 union = [EvaluationSamples(group.context.union("test"))]
                 sums = _sums_of_shares(group, model, union, shares)
@@ -151,7 +151,7 @@ def _own_sums(
     Masked sums are not kept by class. They are empty for a client without training samples, which knows no class.
     """
     if not masks:
-        return {protocol: layout.of(outputs, len(group))}
+        return {protocol: layout.accumulate(outputs, len(group))}
 
     plain = RunningSums(layout, len(group))
     is_known = _class_counts(group) > 0
@@ -176,7 +176,7 @@ def _sums_of_shares(
 
     If the sums of shares do not add up, the test stays whole, and the first client's group does it.
     """
-    if MetricSums(group.context.measures).whole:
+    if MetricSums(group.context.measures).needs_all_outputs:
         has_first_client = any(i == 0 for i, _ in shares)
         samples = test_sets if has_first_client else ()
     else:
@@ -203,7 +203,7 @@ def _common_sums(
     for test_set in test_sets:
         change = _input_change(group, test_set, again)
         outputs = group.context.model_outputs(models, test_set.indices, change)
-        total = total + metric_sums.of(outputs, len(models))
+        total = total + metric_sums.accumulate(outputs, len(models))
     return total
 
 

@@ -410,7 +410,7 @@ class Server:
                 f"The run in {self.job.run_dir} began with other weights than {self.experiment.model.weights} holds "
                 "now, with which new clients would begin. Restore the file, or start a new run."
             )
-        if different := set(self._tables["evaluations"].waiting.kinds) ^ set(self._evaluator.measures.kinds):
+        if different := set(self._tables["evaluations"].waiting.kinds) ^ set(self._evaluator.measures.column_types):
             raise CheckpointError(
                 f"The run in {self.job.run_dir} was evaluated by other metrics than it would be now "
                 f"({', '.join(sorted(different))}). Restore its objective and evaluation.metrics, or start a new run."
@@ -422,6 +422,6 @@ def _kind(value: object) -> str:
 
 
 def _empty_tables(measures: Measures) -> dict[str, Table]:
-    of = {"rounds": ROUNDS, "evaluations": measures.kinds, "ledger": LEDGER, "logged": LOGGED, "images": IMAGES}
+    of = {"rounds": ROUNDS, "evaluations": measures.column_types, "ledger": LEDGER, "logged": LOGGED, "images": IMAGES}
     of["spending"] = SPENDING
     return {name: Table(Columns(columns)) for name, columns in of.items()}

@@ -31,39 +31,42 @@ class Corruption(NamedTuple):
     name: str
     severity: int
 
-    def __call__(self, x: Tensor, where: np.ndarray, scale: float) -> Tensor:
-        """Corrupted images, rounded to integers.
+    def __call__(self, x: Tensor, indices: np.ndarray, scale: float) -> Tensor:
+        """Corrupt images, and round them to integers.
 
         Parameters
         ----------
-        x : ``uint8[n, C, H, W]``; `scale` is white.
-        where : ``int64[n]``, the samples' numbers, which key the noise.
+        x : the images, ``uint8[n, C, H, W]``.
+        indices : the samples' numbers, which key the noise, ``int64[n]``.
+        scale : the value of white.
         """
-        work, strengths = CORRUPTIONS[self.name]
+        corrupt, strengths = CORRUPTIONS[self.name]
         key = rng.key(self.severity, self.name)
-        keys = rng.mix(np.asarray(where, dtype=np.uint64) + np.uint64(key % 2**62))
-        worse = work(x.float() / scale, strengths[self.severity - 1], keys)
-        return (worse.clamp(0, 1) * scale).round_().to(torch.uint8)
+        keys = rng.mix(np.asarray(indices, dtype=np.uint64) + np.uint64(key % 2**62))
+        corrupted = corrupt(x.float() / scale, strengths[self.severity - 1], keys)
+        return (corrupted.clamp(0, 1) * scale).round_().to(torch.uint8)
 
 
 def _uniform(keys: np.ndarray, shape: torch.Size, stream: int) -> Tensor:
-    """Numbers in (0, 1], ``float32[n, ...]``; ``keys[i]`` keys row i."""
+    """Draw numbers in (0, 1], ``float32[n, ...]``; ``keys[i]`` keys row i."""
     size = math.prod(shape[1:])
     with np.errstate(over="ignore"):
-        steps = rng.mix(np.arange(size, dtype=np.uint64) + np.uint64(stream * size))
-        draws = rng.mix(keys[:, None] + steps[None, :])
+        offsets = rng.mix(np.arange(size, dtype=np.uint64) + np.uint64(stream * size))
+        draws = rng.mix(keys[:, None] + offsets[None, :])
+    # The upper 24 bits, as many as a float32 has. Never 0, whose logarithm Box and Muller's method would take.
     return torch.from_numpy(((draws >> np.uint64(40)) + np.uint64(1)).astype(np.float32) / 2**24).reshape(shape)
 
 
 def _normal(x: Tensor, keys: np.ndarray) -> Tensor:
-    """Standard normal numbers (Box and Muller 1958)."""
+    """Draw standard normal numbers (Box and Muller 1958)."""
     radius = (-2 * _uniform(keys, x.shape, 0).log()).sqrt()
     return (radius * (2 * math.pi * _uniform(keys, x.shape, 1)).cos()).to(x.device)
 
 
 def _impulse_noise(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
-    hit, salt = (_uniform(keys, x.shape, stream).to(x.device) for stream in (0, 1))
-    return torch.where(hit <= strength, (salt > 0.5).to(x.dtype), x)
+    changes = _uniform(keys, x.shape, stream=0).to(x.device) <= strength
+    is_white = _uniform(keys, x.shape, stream=1).to(x.device) > 0.5
+    return torch.where(changes, is_white.to(x.dtype), x)
 
 
 def _functional() -> Any:
@@ -73,7 +76,9 @@ def _functional() -> Any:
 
 
 def _gaussian_blur(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
-    size = min(2 * math.ceil(3 * strength) + 1, *(2 * ((side - 1) // 2) + 1 for side in x.shape[-2:]))
+    # The kernel covers three standard deviations; its size must be odd, and no larger than the image.
+    height, width = (2 * ((side - 1) // 2) + 1 for side in x.shape[-2:])
+    size = min(2 * math.ceil(3 * strength) + 1, height, width)
     return _functional().gaussian_blur(x, [size, size], [strength, strength])
 
 
@@ -88,7 +93,8 @@ def _pixelate(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
 
 def _jpeg(x: Tensor, strength: float, keys: np.ndarray) -> Tensor:
     pixels = (x * 255).round().to(torch.uint8).cpu()
-    return (torch.stack([_functional().jpeg(one, int(strength)) for one in pixels]).float() / 255).to(x.device)
+    compressed = torch.stack([_functional().jpeg(image, int(strength)) for image in pixels])
+    return (compressed.float() / 255).to(x.device)
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[Tensor, float, np.ndarray], Tensor], tuple[float, ...]]] = {
@@ -102,6 +108,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Tensor, float, np.ndarray], Tensor], tupl
     "pixelate": (_pixelate, (0.95, 0.90, 0.85, 0.75, 0.65)),
     "jpeg": (_jpeg, (80, 65, 58, 50, 40)),
 }
-"""By name, what corrupts ``x[n, C, H, W]`` between 0 and 1, and its strength at each severity: standard deviation of
-noise, or fraction of changed pixels; standard deviation of blur, in pixels; increase of brightness; factor of contrast
-and saturation; factor of the side; quality of JPEG."""
+"""By name, a function that corrupts ``x[n, C, H, W]`` between 0 and 1, and its strength at each severity: standard
+deviation of noise, or fraction of changed pixels; standard deviation of blur, in pixels; increase of brightness; factor
+of contrast and saturation; factor of the side; quality of JPEG."""

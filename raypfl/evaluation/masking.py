@@ -1,6 +1,6 @@
-"""Masked outputs: models judged as if they predicted only the classes that a client knows from its training data.
+"""Masked outputs: evaluation as if a model predicted only the classes in its client's training data.
 
-Which classes a client knows is worked out where the client is evaluated; nothing is sent for it.
+The actor that evaluates a client finds out its classes; no message is sent for them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from raypfl.learning.objectives import Objective
 Mask = Literal["zero", "exclude"]
 MASKS: tuple[Mask, ...] = get_args(Mask)
 
-_LOGIT_OF_UNKNOWN: dict[Mask, float] = {"zero": 0.0, "exclude": -inf}
+_LOGIT_OF_MASKED: dict[Mask, float] = {"zero": 0.0, "exclude": -inf}
 
 
 def masked_name(protocol: str, mask: str) -> str:
-    """The protocol of masked results, as tables name it: ``local/zero``."""
+    """Name of the protocol of masked results in tables: ``local/zero``."""
     return f"{protocol}/{mask}"
 
 
 def unmasked_name(protocol: str) -> str:
-    """``local`` of ``local/zero``; any other protocol is returned as it is."""
+    """Return ``local`` for ``local/zero``; other protocols are returned unchanged."""
     base, _, mask = protocol.partition("/")
     return base if base in OWN and mask in MASKS else protocol
 
 
 def mask_of(protocol: str) -> str:
-    """``zero`` of ``local/zero``; empty for unmasked results."""
+    """Return ``zero`` for ``local/zero``; empty for unmasked results."""
     return protocol.removeprefix(unmasked_name(protocol)).removeprefix("/")
 
 
 def with_masks(protocols: Iterable[str], masks: Sequence[str]) -> list[str]:
-    """The protocols of the tables: each protocol on clients' own samples is followed by its masked ones."""
+    """Protocols of the tables: each protocol on clients' own samples is followed by its masked ones."""
     names = []
     for protocol in protocols:
         names.append(protocol)
@@ -49,36 +49,38 @@ def with_masks(protocols: Iterable[str], masks: Sequence[str]) -> list[str]:
     return names
 
 
-def masked(answers: ModelOutputs, known: Tensor, mask: Mask) -> ModelOutputs:
-    """The answers with 0 or minus infinity as the logit of each class that the model's client does not know.
+def masked(batch: ModelOutputs, trained_classes: Tensor, mask: Mask) -> ModelOutputs:
+    """Set the logits of classes that the model's client did not train on to 0 or minus infinity.
 
     Parameters
     ----------
-    answers : outputs are logits ``[k, b, outputs]``. Outputs beyond the classes are masked too: nobody knows them.
-    known : ``bool[K, classes]``, of the group's clients.
+    batch : a batch whose outputs are logits ``[k, b, outputs]``. Outputs beyond the classes are masked too.
+    trained_classes : whether a class is in a client's training data, ``bool[K, classes]`` for the group's clients.
 
     Raises
     ------
     ConfigError : if the outputs are not logits of the classes.
     """
-    outputs = answers.outputs
-    beyond = outputs.shape[-1] - known.shape[1]
+    outputs = batch.outputs
+    num_classes = trained_classes.shape[1]
+    beyond = outputs.shape[-1] - num_classes
     if outputs.dim() != 3 or beyond < 0:
         raise ConfigError(
-            f"evaluation.masks needs a logit for each of the {known.shape[1]} classes, but the network's outputs for a "
+            f"evaluation.masks needs a logit for each of the {num_classes} classes, but the network's outputs for a "
             f"sample are {list(outputs.shape[2:])}; leave evaluation.masks out."
         )
-    known = F.pad(known.to(outputs.device), (0, beyond))
+
+    unmasked = F.pad(trained_classes.to(outputs.device), (0, beyond))
     # [k, 1, outputs] for a client's own model; [1, b, outputs] for one model on samples of several clients.
-    known_of_sample = known[answers.models, None] if answers.owners is None else known[answers.owners][None]
-    if answers.weight is not None:
+    keep = unmasked[batch.models, None] if batch.owners is None else unmasked[batch.owners][None]
+    if batch.weight is not None:
         # Padding counts 0 times its loss, which must be finite: the sample that pads may be of an excluded class.
-        known_of_sample = known_of_sample | (answers.weight == 0)[..., None]
-    return answers._replace(outputs=outputs.where(known_of_sample, _LOGIT_OF_UNKNOWN[mask]))
+        keep = keep | (batch.weight == 0)[..., None]
+    return batch._replace(outputs=outputs.where(keep, _LOGIT_OF_MASKED[mask]))
 
 
 def mask_mistakes(masks: Sequence[str], protocols: Sequence[str]) -> list[str]:
-    """A sentence for each mistake in the settings."""
+    """Return a sentence for each mistake in the settings."""
     repeated = [mask for mask in dict.fromkeys(masks) if masks.count(mask) > 1]
     lines = [f"evaluation.masks has {mask!r} twice." for mask in repeated]
     if masks and not OWN.keys() & set(protocols):

@@ -21,8 +21,8 @@ class Measures:
     Attributes
     ----------
     objective : the run's objective.
-    extra : metrics that the user added.
-    targets : number of classes, labels, target numbers or tokens.
+    extra : the metrics that the user added.
+    targets : the number of classes, labels, target numbers or tokens.
     """
 
     objective: Objective = field(default_factory=Classification)
@@ -31,17 +31,17 @@ class Measures:
 
     @cached_property
     def metrics(self) -> dict[str, Metric]:
-        """By name, in the order of their columns."""
+        """The metrics by name, in the order of their columns."""
         return {metric.name: metric for metric in (*self.objective.metrics, *self.extra)}
 
     @property
     def primary(self) -> Metric:
-        """The metric to show if there is room for only one."""
+        """The metric that is shown if there is room for only one."""
         return self.metrics[self.objective.primary]
 
     @property
-    def others(self) -> list[Metric]:
-        """All except the primary one."""
+    def secondary(self) -> list[Metric]:
+        """All metrics except the primary one."""
         return [metric for metric in self.metrics.values() if metric is not self.primary]
 
     @cached_property
@@ -50,10 +50,11 @@ class Measures:
         return tuple(dict.fromkeys(("samples", *self.objective.columns, *self.metrics)))
 
     def output_mismatch(self, outputs: Any) -> str:
-        """What is wrong with a network that returns these outputs for a batch, as a sentence's end; empty: nothing."""
+        """Say why a network's outputs for a batch do not fit the targets, as a sentence's end; empty if they do."""
         if not isinstance(outputs, Tensor):
             return f"returns a {type(outputs).__name__}; in evaluation it must return a tensor [samples, ...]."
-        if self.objective.takes(shape := tuple(outputs.shape[1:]), self.targets):
+        shape = tuple(outputs.shape[1:])
+        if self.objective.takes(shape, self.targets):
             return ""
         return (
             f"returns outputs of shape {shape} for a sample, which do not suit the targets ({self.objective.targets}: "
@@ -66,20 +67,22 @@ class Measures:
         return name in self.metrics and self.metrics[name].always
 
     @property
-    def kinds(self) -> dict[str, str]:
+    def column_types(self) -> dict[str, str]:
         """All columns of the evaluations table and their types; see :mod:`raypfl.storage.columns`."""
-        whose = {"round": "int32", "client": "int32", "protocol": "text", "model": "text", "samples": "int64"}
-        return whose | {name: "float64" if self.always(name) else "float64 or none" for name in self.columns[1:]}
+        types = {"round": "int32", "client": "int32", "protocol": "text", "model": "text", "samples": "int64"}
+        for name in self.columns[1:]:
+            types[name] = "float64" if self.always(name) else "float64 or none"
+        return types
 
     @property
     def aggregates(self) -> tuple[str, ...]:
         """Keys of a summary for each protocol and model, if they are defined."""
-        return (self.primary.name, *OF_PRIMARY, *(metric.name for metric in self.others))
+        return (self.primary.name, *OF_PRIMARY, *(metric.name for metric in self.secondary))
 
-    def of(self, aggregate: str) -> Metric:
-        """The metric behind an aggregate."""
+    def metric_of(self, aggregate: str) -> Metric:
+        """Return the metric behind an aggregate."""
         return self.primary if aggregate in OF_PRIMARY else self.metrics[aggregate]
 
     def lower_is_better(self, aggregate: str) -> bool:
         """Whether a lower value of an aggregate is better; always true for `std`."""
-        return aggregate == "std" or not self.of(aggregate).higher_is_better
+        return aggregate == "std" or not self.metric_of(aggregate).higher_is_better

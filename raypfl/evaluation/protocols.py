@@ -1,4 +1,4 @@
-"""Protocols: on which samples models are evaluated; see ``docs/evaluation.md``."""
+"""Protocols, which define the samples on which models are evaluated; see ``docs/evaluation.md``."""
 
 from __future__ import annotations
 
@@ -31,30 +31,38 @@ _OOD, _CORRUPT = "ood/", "ood/corrupt/"
 
 
 class EvaluationSamples(NamedTuple):
-    """Samples ``int64[n]``, and the corruption of their inputs."""
+    """The numbers of test samples, ``int64[n]``, and the corruption of their inputs."""
 
     indices: np.ndarray
     corruption: Corruption | None = None
 
 
-def mistakes(protocols: Sequence[str]) -> list[str]:
-    """A sentence for each mistake in the names of protocols."""
-    known = ", ".join(PROTOCOLS)
+def protocol_mistakes(protocols: Sequence[str]) -> list[str]:
+    """Return a sentence for each mistake in the names of protocols."""
     if not protocols:
-        return [f"evaluation.protocols is empty; it must name one or more of {known}."]
-    twice = [name for name in dict.fromkeys(protocols) if protocols.count(name) > 1]
-    lines = [f"evaluation.protocols has {name!r} twice." for name in twice]
-    return lines + [f"evaluation.protocols has {name!r}, {why}" for name in protocols if (why := _unknown(name))]
+        return [f"evaluation.protocols is empty; it must name one or more of {', '.join(PROTOCOLS)}."]
+
+    lines = []
+    for name in dict.fromkeys(protocols):
+        if protocols.count(name) > 1:
+            lines.append(f"evaluation.protocols has {name!r} twice.")
+    for name in protocols:
+        mistake = _mistake_in(name)
+        if mistake:
+            lines.append(f"evaluation.protocols has {name!r}, {mistake}")
+    return lines
 
 
 def refuse_untestable(protocols: Iterable[str], data: ClientData, objective: Objective) -> None:
     """Raise a ConfigError if a protocol cannot be used with the data and objective."""
     for name in protocols:
-        if why := _untestable(name, data, objective):
-            raise ConfigError(f"evaluation.protocols has {name!r}, {why}")
+        reason = _why_untestable(name, data, objective)
+        if reason:
+            raise ConfigError(f"evaluation.protocols has {name!r}, {reason}")
 
 
-def _untestable(name: str, data: ClientData, objective: Objective) -> str:
+def _why_untestable(name: str, data: ClientData, objective: Objective) -> str:
+    """Say why a protocol cannot be used with the data and objective; empty if it can."""
     labels = getattr(data, "labels", None)
     if name == "val" and not data.sizes("val").any():
         return "but no client has validation samples; set data.val_fraction."
@@ -75,7 +83,7 @@ def _untestable(name: str, data: ClientData, objective: Objective) -> str:
 
 
 def pool_of(protocol: str, pools: Collection[str]) -> str:
-    """The name of the pool of ``ood/NAME``: ``ood/NAME`` itself, or NAME.
+    """Return the name of the pool of ``ood/NAME``: ``ood/NAME`` itself, or NAME.
 
     Raises
     ------
@@ -84,25 +92,31 @@ def pool_of(protocol: str, pools: Collection[str]) -> str:
     for name in (protocol, protocol.removeprefix(_OOD)):
         if name in pools:
             return name
-    asked = protocol.removeprefix(_OOD)
-    hint = did_you_mean(asked, [name.removeprefix(_OOD) for name in pools]) if pools else "there are no pools."
-    raise ConfigError(f"evaluation.protocols has {protocol!r}, but data has no pool called {asked!r}; {hint}")
+
+    pool = protocol.removeprefix(_OOD)
+    hint = did_you_mean(pool, [name.removeprefix(_OOD) for name in pools]) if pools else "there are no pools."
+    raise ConfigError(f"evaluation.protocols has {protocol!r}, but data has no pool called {pool!r}; {hint}")
 
 
-def ood_test_sets(protocol: str, everyone: np.ndarray, pools: Mapping[str, np.ndarray]) -> Iterator[EvaluationSamples]:
-    """The samples of ``ood/...``: a pool, or `everyone`'s test samples in one severity or in all of them."""
+def ood_test_sets(
+    protocol: str, test_samples: np.ndarray, pools: Mapping[str, np.ndarray]
+) -> Iterator[EvaluationSamples]:
+    """Yield the samples of ``ood/...``: a pool, or all clients' test samples in one severity or in each."""
     if not protocol.startswith(_CORRUPT):
         yield EvaluationSamples(pools[pool_of(protocol, pools)])
         return
-    name, _, severity = protocol.removeprefix(_CORRUPT).partition("/")
-    for one in (int(severity),) if severity else SEVERITIES:
-        yield EvaluationSamples(everyone, Corruption(name, one))
+
+    corruption, _, severity_text = protocol.removeprefix(_CORRUPT).partition("/")
+    severities = (int(severity_text),) if severity_text else SEVERITIES
+    for severity in severities:
+        yield EvaluationSamples(test_samples, Corruption(corruption, severity))
 
 
-def _unknown(name: str) -> str:
-    """What is wrong with a name; empty if nothing is."""
+def _mistake_in(name: str) -> str:
+    """Say what is wrong with the name of a protocol; empty if nothing is."""
     if name in _FIXED:
         return ""
+
     if name.startswith(_CORRUPT):
         corruption, slash, severity = name.removeprefix(_CORRUPT).partition("/")
         if corruption not in CORRUPTIONS:
@@ -112,6 +126,7 @@ def _unknown(name: str) -> str:
         return ""
     if name.startswith(_OOD) and name != _OOD:
         return ""
+
     base, slash, _ = name.partition("/")
     if slash and base in OWN:
         return f"which is not a protocol; masked outputs are {base!r} with evaluation.masks=[zero] or [exclude]."
@@ -119,5 +134,5 @@ def _unknown(name: str) -> str:
 
 
 def class_weights(protocol: str, counts: Tensor) -> Tensor:
-    """Weights ``[..., C]`` of the classes for clients with ``counts[..., C]`` training samples (Dai et al. 2023)."""
+    """Return class weights ``[..., C]`` of clients with ``counts[..., C]`` training samples (Dai et al. 2023)."""
     return counts if protocol == "pm_l" else (counts > 0).to(counts.dtype)

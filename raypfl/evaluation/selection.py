@@ -1,4 +1,4 @@
-"""The best round and early stopping, by validation data only."""
+"""Selection of the best round, and early stopping, by validation data only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Selection(NamedTuple):
 
     Attributes
     ----------
-    round : the best one, the earliest if several are equal; None: no round has a value.
-    waited : number of evaluations since then.
+    round : the best round, the earliest if several are equal; None: no round has a value.
+    waited : the number of evaluations since then.
     """
 
     round: int | None
@@ -26,25 +26,31 @@ class Selection(NamedTuple):
 
 
 def select(measures: Measures, validated: Mapping[int, Mapping[str, Any]], settings: EvaluationSettings) -> Selection:
-    """The best evaluated round.
+    """Select the best evaluated round.
 
     Parameters
     ----------
-    validated : round -> its :func:`validation_aggregates` aggregates, ascending. A missing metric or NaN is never best.
+    validated : each evaluated round's :func:`validation_aggregates`, in ascending order of rounds. A missing metric or
+        NaN is never best.
     """
     metric = settings.metric or measures.primary.name
-    lower = measures.lower_is_better(metric) if settings.mode == "auto" else settings.mode == "min"
-    sign = -1 if lower else 1
-    values = {round: sign * row.get(metric, math.nan) for round, row in validated.items()}
-    known = {round: value for round, value in values.items() if not math.isnan(value)}
-    if not known:
-        return Selection(None, len(values))
-    best = max(known, key=lambda round: (known[round], -round))
-    return Selection(best, sum(round > best for round in values))
+    lower_is_better = measures.lower_is_better(metric) if settings.mode == "auto" else settings.mode == "min"
+    sign = -1 if lower_is_better else 1
+
+    values = {}
+    for round, aggregates in validated.items():
+        value = sign * aggregates.get(metric, math.nan)
+        if not math.isnan(value):
+            values[round] = value
+    if not values:
+        return Selection(None, len(validated))
+
+    best = max(values, key=lambda round: (values[round], -round))
+    return Selection(best, sum(round > best for round in validated))
 
 
 def validation_aggregates(summary: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The aggregates on the clients' validation splits in a round's summary; None if there are none.
+    """Return the aggregates on the clients' validation splits in a round's summary; None if there are none.
 
     They are those of the personal models if the method has any, else those of the global model.
     """

@@ -50,7 +50,7 @@ class RunGroup:
             return []
 
         rows = [row for row in self._summaries[best] if (row["protocol"], row["model"]) == (protocol, model)]
-        return Unit(self.measures.of(aggregate)).of(row[aggregate] for row in rows if aggregate in row)
+        return Unit(self.measures.metric_of(aggregate)).of(row[aggregate] for row in rows if aggregate in row)
 
     @cached_property
     def _summaries(self) -> dict[bool, list[dict[str, Any]]]:

@@ -47,7 +47,7 @@ def result_columns(groups: Sequence[RunGroup]) -> list[Column]:
     columns = [Column(model, model=model) for model in MODELS]
     columns += [Column("std", "std"), Column("worst\ndecile", "worst_decile"), Column("by\nsamples", "weighted")]
 
-    for metric in groups[0].measures.others:
+    for metric in groups[0].measures.secondary:
         if metric.shown and any(_has_values(group, metric.name) for group in groups):
             columns.append(Column(metric.heading or metric.name, metric.name))
     return columns
@@ -86,7 +86,7 @@ def _cells(groups: Sequence[RunGroup], column: Column, protocol: str, best: bool
 
     measures = groups[0].measures
     aggregate = column.aggregate or measures.primary.name
-    digits = Unit(measures.of(aggregate)).digits(value for seeds in rivals for value in seeds)
+    digits = Unit(measures.metric_of(aggregate)).digits(value for seeds in rivals for value in seeds)
 
     if column.model and len(rivals) == 1:
         # The only such model is best if it beats the models that clients of the other methods use.

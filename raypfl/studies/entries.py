@@ -95,7 +95,7 @@ def table_entries(
         for heading, metric in study.metrics.items():
             tested = [_rows(result, metric) for result in finished]
             value = metric.value or measures.primary.name
-            unit = Unit(measures.of(value) if value in measures.aggregates else measures.primary)
+            unit = Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
             of_primary = value in (measures.primary.name, *OF_PRIMARY)
             found.append(
                 TableEntry(

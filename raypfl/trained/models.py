@@ -282,6 +282,6 @@ def _tested(context: Context, made: Tensor | Predictor, clients: Sequence[int]) 
     models = made if isinstance(made, Predictor) else unmarked(made).expand(len(clients), -1)
     sums, measures = MetricSums(context.measures), context.measures
     answers = context.model_outputs(models, [context.split(client, "test") for client in clients])
-    rows = sums.values(sums.of(answers, len(clients))).tolist()
+    rows = sums.values(sums.accumulate(answers, len(clients))).tolist()
     named = (dict(zip(measures.columns, row, strict=True)) for row in rows)
     return [{n: v for n, v in one.items() if n in measures.metrics and one["samples"] and v == v} for one in named]

@@ -27,7 +27,7 @@ def answers(logits, y, **fields):
 
 
 def sums_of(answers, rows, classes=0, objective=ONE_CLASS):
-    return MetricSums(Measures(objective, targets=classes), by_class=classes > 0).of(answers, rows)
+    return MetricSums(Measures(objective, targets=classes), by_class=classes > 0).accumulate(answers, rows)
 
 
 def label_sums(answers):

@@ -436,7 +436,7 @@ def test_evaluation_counts_each_models_right_answers_on_its_own_samples(executor
     judged = clients.evaluate(per_client(models), split="train")
     samples, correct, loss = (judged[name] for name in ("samples", "accuracy", "loss"))
     everywhere = np.concatenate(fed.split)
-    union = MetricSums(fed.context.measures).of(fed.context.model_outputs(models, everywhere), 4)
+    union = MetricSums(fed.context.measures).accumulate(fed.context.model_outputs(models, everywhere), 4)
     union_correct, union_loss = union[:, 1], union[:, 2]
     logits = clients.logits(models, fed.samples(1)[0])
     assert samples.tolist() == list(fed.sizes)

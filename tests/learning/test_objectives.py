@@ -77,7 +77,9 @@ def judged(objective: Objective, outputs, y, cuts=(2, 5), targets: int = 1, extr
     metric_sums = MetricSums(Measures(objective, extra, targets))
     ends = [0, *cuts, len(y)]
     parts = [(slice(a, b)) for a, b in itertools.pairwise(ends)]
-    sums = metric_sums.of([ModelOutputs(slice(0, 1), outputs[None, part], y[None, part], None) for part in parts], 1)
+    sums = metric_sums.accumulate(
+        [ModelOutputs(slice(0, 1), outputs[None, part], y[None, part], None) for part in parts], 1
+    )
     return dict(zip(metric_sums.measures.columns, metric_sums.values(sums)[0].tolist(), strict=True))
 
 

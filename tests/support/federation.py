@@ -33,7 +33,7 @@ from raypfl.federation.task import Task
 from raypfl.learning.augmentation import Augmentation, augmented
 from raypfl.learning.batches import Samples, epoch_order
 from raypfl.learning.executor import Executor, Precision
-from raypfl.learning.objectives import fitting, kind_of
+from raypfl.learning.objectives import default_objective, kind_of
 from raypfl.learning.pool import Pools
 from raypfl.learning.privacy import PrivacySettings
 from raypfl.learning.settings import TrainingSettings
@@ -162,7 +162,7 @@ class Federation:
             num_classes=CLASSES,
             training=self.training,
             seed=self.seed,
-            measures=Measures(fitting(kind_of(self.labels)), targets=CLASSES),
+            measures=Measures(default_objective(kind_of(self.labels)), targets=CLASSES),
             networks=self.task.networks,
             pools=self.pools,
             loss_limit=self.loss_limit,

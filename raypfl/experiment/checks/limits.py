@@ -21,7 +21,7 @@ from raypfl.common.limits import (
 )
 from raypfl.evaluation.masking import mask_mistakes
 from raypfl.evaluation.measures import Measures
-from raypfl.evaluation.protocols import mistakes
+from raypfl.evaluation.protocols import protocol_mistakes
 from raypfl.evaluation.settings import EvaluationSettings
 from raypfl.experiment.settings import ActorPool, RaySettings
 from raypfl.federation.settings import CohortSettings, FailureSettings
@@ -164,7 +164,7 @@ def privacy_mistakes(privacy: PrivacySettings, failures: FailureSettings) -> lis
 
 def evaluation_mistakes(evaluation: EvaluationSettings, objective: Objective | None) -> list[str]:
     """Return a sentence for every contradiction that is known before the data are read."""
-    lines = [*mistakes(evaluation.protocols), *mask_mistakes(evaluation.masks, evaluation.protocols)]
+    lines = [*protocol_mistakes(evaluation.protocols), *mask_mistakes(evaluation.masks, evaluation.protocols)]
 
     names = [metric.name for metric in evaluation.metrics]
     for name in names:

@@ -85,7 +85,7 @@ class SweepResult:
         """The unit of each metric, by name."""
         names = metric_names(self.sweep, self.measures)
         values = [target.value or self.measures.primary.name for target in self.sweep.metric]
-        return {name: Unit(self.measures.of(value)) for name, value in zip(names, values, strict=True)}
+        return {name: Unit(self.measures.metric_of(value)) for name, value in zip(names, values, strict=True)}
 
     @property
     def name(self) -> str:

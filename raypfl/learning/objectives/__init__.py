@@ -40,11 +40,13 @@ __all__ = [
     "SampleMean",
     "SampleSums",
     "Scores",
-    "fitting",
+    "default_objective",
     "kind_of",
 ]
 
-_FITTING: dict[str, type[Objective]] = {one.targets: one for one in (Classification, MultiLabel, Regression, NextToken)}
+_DEFAULTS: dict[str, type[Objective]] = {
+    one.targets: one for one in (Classification, MultiLabel, Regression, NextToken)
+}
 
 
 def kind_of(targets: np.ndarray) -> str:
@@ -56,6 +58,6 @@ def kind_of(targets: np.ndarray) -> str:
     return "labels" if targets.dtype == np.int8 else "tokens"
 
 
-def fitting(kind: str) -> Objective:
-    """The default objective for a kind of targets."""
-    return _FITTING[kind]()
+def default_objective(kind: str) -> Objective:
+    """Return the default objective for a kind of targets."""
+    return _DEFAULTS[kind]()

@@ -28,12 +28,12 @@ KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Outputs of k models on a batch, from which metrics are computed. A subclass adds what several metrics share.
+    """Outputs of k models on a batch, from which metrics are computed. Subclasses add values that metrics share.
 
     Attributes
     ----------
-    outputs : ``[k, b, ...]``.
-    targets : ``[k, b, ...]``.
+    outputs : the outputs, ``[k, b, ...]``.
+    targets : the targets, ``[k, b, ...]``.
     objective : the objective of the models.
     """
 
@@ -54,12 +54,12 @@ class Metric(Component):
 
     Attributes
     ----------
-    name : of its column in the evaluations table and of its aggregate.
-    heading : in printed tables, with line breaks; empty: the name.
-    phrase : its name in sentences; if empty, `name`.
+    name : the name of its column in the evaluations table and of its aggregate.
+    heading : the heading in printed tables, with line breaks; empty: the name.
+    phrase : the name in sentences; empty: `name`.
     higher_is_better : whether a higher value is better.
-    percent : whether it is a fraction, printed in %.
-    shown : whether printed tables contain it.
+    percent : whether the value is a fraction, printed in %.
+    shown : whether printed tables contain the metric.
     added : whether the aggregate is the sum over clients, not the mean.
     always : whether every tested model has a value. If not, aggregates skip clients without one.
     """
@@ -74,11 +74,11 @@ class Metric(Component):
     always: ClassVar[bool] = False
 
     def width(self, targets: int) -> int:
-        """The number of sums, given the number of classes, labels, target numbers or tokens."""
+        """Return the number of sums, given the number of classes, labels, target numbers or tokens."""
         return 1
 
     def value(self, sums: Tensor, samples: Tensor) -> Tensor:
-        """Values ``[...]`` from sums ``float64[..., width]`` over ``samples[...]`` samples."""
+        """Compute values ``[...]`` from sums ``float64[..., width]`` over ``samples[...]`` samples."""
         return sums[..., 0] / samples
 
 
@@ -88,7 +88,7 @@ class SampleMean(Metric):
     always: ClassVar[bool] = True
 
     def each(self, scores: Scores) -> Tensor:
-        """One number for each sample, ``[k, b]``."""
+        """Return a number for each sample, ``[k, b]``."""
         raise IncompleteError(f"{type(self).__name__} is not complete: define each(self, scores).")
 
 
@@ -96,7 +96,7 @@ class SampleSums(Metric):
     """A metric that :meth:`value` computes from several sums over samples."""
 
     def sums(self, scores: Scores) -> Tensor:
-        """The terms of the sums for each sample, ``[k, b, width]``."""
+        """Return the terms of the sums for each sample, ``[k, b, width]``."""
         raise IncompleteError(f"{type(self).__name__} is not complete: define sums(self, scores).")
 
 
@@ -104,7 +104,7 @@ class BinnedSums(Metric):
     """A metric that :meth:`value` computes from sums; each sample adds to only one of them."""
 
     def binned(self, scores: Scores) -> tuple[Tensor, Tensor]:
-        """The index of the sum to which each sample adds, ``int64[k, b]``, and the term, ``[k, b]``."""
+        """Return the index of the sum to which each sample adds, ``int64[k, b]``, and the term, ``[k, b]``."""
         raise IncompleteError(f"{type(self).__name__} is not complete: define binned(self, scores).")
 
 
@@ -112,7 +112,7 @@ class OverAll(Metric):
     """A metric of all outputs together, such as an area under a curve. The test set is then evaluated in one piece."""
 
     def of_all(self, outputs: Tensor, targets: Tensor) -> float:
-        """The value for one model's outputs ``[n, ...]`` on n samples; NaN if it is undefined."""
+        """Return the value for one model's outputs ``[n, ...]`` on n samples; NaN if it is undefined."""
         raise IncompleteError(f"{type(self).__name__} is not complete: define of_all(self, outputs, targets).")
 
 
@@ -129,16 +129,16 @@ class Loss(SampleMean):
 
 
 class Objective(Component):
-    """A loss and the metrics that go with it. An objective of your own defines at least the loss of each sample.
+    """A loss and its metrics. An objective of your own defines at least the loss of each sample.
 
     Subclasses become frozen dataclasses; their fields are options of the setting ``objective``.
 
     Attributes
     ----------
-    targets : the kind of targets that it is for, one of `KINDS`; empty: any.
-    metrics : in the order of their columns.
-    primary : name of the metric in pictures and progress. Spread and worst decile are computed for it, and it decides
-        which round is best.
+    targets : the kind of targets, one of `KINDS`; empty: any.
+    metrics : the metrics, in the order of their columns.
+    primary : the name of the metric in pictures and progress. Spread and worst decile are computed for it, and it
+        decides which round is best.
     columns : further columns of the evaluations table, which stay empty.
     weighs : whether `loss` is known to ignore padding. If not, this is tested before clients are trained together.
     """
@@ -150,7 +150,7 @@ class Objective(Component):
     weighs: ClassVar[bool] = False
 
     def outputs(self, targets: int) -> int:
-        """The number of outputs of the network, given the number of classes, labels, target numbers or tokens."""
+        """Return the number of the network's outputs, given the number of classes, labels, target numbers or tokens."""
         return targets
 
     def takes(self, shape: tuple[int, ...], targets: int) -> bool:
@@ -158,24 +158,24 @@ class Objective(Component):
         return True
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each sample, ``[..., b]``, from outputs and targets ``[..., b, ...]``."""
+        """Return the loss of each sample, ``[..., b]``, from outputs and targets ``[..., b, ...]``."""
         raise IncompleteError(f"{type(self).__name__} is not complete: define losses(self, outputs, targets).")
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """One client's loss on a batch, a scalar: by default the mean over its samples.
+        """Return one client's loss on a batch, a scalar: by default the mean over its samples.
 
         Parameters
         ----------
-        outputs : ``[b, ...]``, of the network.
-        batch : padding in it has weight 0 and must not count.
+        outputs : the network's outputs, ``[b, ...]``.
+        batch : the batch, whose padding has weight 0 and must not count.
         """
         return batch.mean(self.losses(unrounded(outputs), batch.y))
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
-        """The input of the metrics."""
+        """Return the input of the metrics."""
         return Scores(outputs, targets, self)
 
 
 def unrounded(outputs: Tensor) -> Tensor:
-    """Outputs with bfloat16 as float32; float32 and float64 stay, since rounding makes ties."""
+    """Return bfloat16 outputs as float32, and others unchanged: rounding float64 to float32 would make ties."""
     return outputs.float() if outputs.dtype == torch.bfloat16 else outputs

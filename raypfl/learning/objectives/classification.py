@@ -22,6 +22,8 @@ from raypfl.learning.objectives.base import (
 from raypfl.learning.objectives.batch import Batch
 
 BINS = 15
+"""Number of bins of the expected calibration error."""
+
 COLUMNS = ("accuracy", "loss", "ece", "auc", "left_out")
 """Columns of the evaluations table, the same for one class and for several labels."""
 
@@ -30,31 +32,34 @@ class ClassScores(Scores):
     """Logits ``[k, b, C]`` and classes ``[k, b]``."""
 
     @cached_property
-    def _guess(self) -> tuple[Tensor, Tensor]:
+    def _largest(self) -> tuple[Tensor, Tensor]:
+        """The largest logit, and its class."""
         return self.outputs.max(-1)
 
     @cached_property
-    def _below(self) -> Tensor:
-        return self.outputs - self._guess[0][..., None]
+    def _shifted(self) -> Tensor:
+        """Logits minus the largest one."""
+        return self.outputs - self._largest[0][..., None]
 
     @cached_property
-    def _odds(self) -> Tensor:
+    def _partition(self) -> Tensor:
+        """The sum of the exponentials of shifted logits; its reciprocal is the largest probability."""
         # Terms below e^-80 do not change a sum of at least 1, and exp is ten times slower where results are denormal.
-        return self._below.clamp_min(-80.0).exp_().sum(-1)
+        return self._shifted.clamp_min(-80.0).exp_().sum(-1)
 
     @cached_property
     def right(self) -> Tensor:
         """1 where the class has the largest logit, else 0."""
-        return (self._guess[1] == self.targets).to(self.outputs.dtype)
+        return (self._largest[1] == self.targets).to(self.outputs.dtype)
 
     @cached_property
     def loss(self) -> Tensor:
-        return self._odds.log() - self._below.gather(-1, self.targets[..., None])[..., 0]
+        return self._partition.log() - self._shifted.gather(-1, self.targets[..., None])[..., 0]
 
     @cached_property
     def confidence(self) -> Tensor:
         """The probability of the largest logit."""
-        return self._odds.reciprocal().nan_to_num_(0.0)
+        return self._partition.reciprocal().nan_to_num_(0.0)
 
 
 @METRICS.register("accuracy")

@@ -23,8 +23,8 @@ class LabelScores(Scores):
 
     @cached_property
     def loss(self) -> Tensor:
-        wanted = self.targets.to(self.outputs.dtype)
-        return F.binary_cross_entropy_with_logits(self.outputs, wanted, reduction="none").mean(-1)
+        targets = self.targets.to(self.outputs.dtype)
+        return F.binary_cross_entropy_with_logits(self.outputs, targets, reduction="none").mean(-1)
 
 
 class RightLabels(Accuracy):
@@ -50,10 +50,14 @@ class MacroAUC(OverAll):
         areas = []
         for score, target in zip(outputs.unbind(1), targets.unbind(1), strict=True):
             positive = target > 0.5
-            above, below = score[positive], score[~positive].sort().values
-            if len(above) and len(below):
-                wins = torch.searchsorted(below, above) + torch.searchsorted(below, above, right=True)
-                areas.append(float(wins.double().sum()) / (2 * len(above) * len(below)))
+            positives = score[positive]
+            negatives = score[~positive].sort().values
+            if len(positives) and len(negatives):
+                # The negatives below each positive, and those below or equal: twice the wins, in which ties are half.
+                below = torch.searchsorted(negatives, positives)
+                below_or_equal = torch.searchsorted(negatives, positives, right=True)
+                twice_wins = (below + below_or_equal).double().sum()
+                areas.append(float(twice_wins) / (2 * len(positives) * len(negatives)))
         return sum(areas) / len(areas) if areas else float("nan")
 
 

@@ -35,7 +35,7 @@ class TokenScores(Scores):
 
 
 class TokenMean(SampleSums):
-    """A mean over tokens, without padding."""
+    """A metric that is a mean over tokens, without padding."""
 
     def width(self, targets: int) -> int:
         return 2
@@ -58,7 +58,8 @@ class TokenAccuracy(TokenMean):
     percent: ClassVar[bool] = True
 
     def total(self, scores: Scores) -> Tensor:
-        return ((scores.outputs.argmax(-1) == scores.targets) * scores.real).sum(-1)  # type: ignore[attr-defined]
+        right = scores.outputs.argmax(-1) == scores.targets
+        return (right * scores.real).sum(-1)  # type: ignore[attr-defined]
 
 
 class TokenLoss(TokenMean):
@@ -100,13 +101,14 @@ class NextToken(Objective):
     weighs: ClassVar[bool] = True
 
     def real(self, targets: Tensor) -> Tensor:
-        """``bool[..., T]``: the targets that are not padding."""
+        """Whether a target is not padding, ``bool[..., T]``."""
         return targets != self.padding
 
     def surprises(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-likelihood of each token, ``[..., T]``; arbitrary for padding."""
-        at = torch.where(self.real(targets), targets, 0)
-        return -F.log_softmax(outputs, dim=-1).gather(-1, at[..., None]).squeeze(-1)
+        """Return the negative log-likelihood of each token, ``[..., T]``; arbitrary for padding."""
+        # Padding need not be a valid index of a logit.
+        tokens = torch.where(self.real(targets), targets, 0)
+        return -F.log_softmax(outputs, dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
 
     def takes(self, shape: tuple[int, ...], targets: int) -> bool:
         return len(shape) == 2 and shape[1] >= self.outputs(targets)

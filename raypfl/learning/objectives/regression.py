@@ -29,14 +29,14 @@ class NumberScores(Scores):
     objective: Regression
 
     @cached_property
-    def wanted(self) -> Tensor:
+    def target_rows(self) -> Tensor:
         """The targets, ``[k, b, T]``."""
-        return rowed(self.targets, self.outputs)
+        return rows_of(self.targets, self.outputs)
 
     @cached_property
     def errors(self) -> Tensor:
         """Prediction minus target, ``[k, b, T]``, in the units of the data set."""
-        return self.outputs * self.objective.std + self.objective.mean - self.wanted
+        return self.outputs * self.objective.std + self.objective.mean - self.target_rows
 
 
 @METRICS.register("mse")
@@ -78,15 +78,17 @@ class Determination(SampleSums):
 
     def sums(self, scores: Scores) -> Tensor:
         # In single precision, squares of large numbers lose their differences.
-        wanted, errors = scores.wanted.double(), scores.errors.double()  # type: ignore[attr-defined]
-        return torch.cat([errors.square(), wanted, wanted.square()], -1)
+        targets = scores.target_rows.double()  # type: ignore[attr-defined]
+        errors = scores.errors.double()  # type: ignore[attr-defined]
+        return torch.cat([errors.square(), targets, targets.square()], -1)
 
     def value(self, sums: Tensor, samples: Tensor) -> Tensor:
-        left, total, squares = sums.unflatten(-1, (3, -1)).unbind(-2)
+        residual, total, squares = sums.unflatten(-1, (3, -1)).unbind(-2)
         count = samples[..., None]
-        spread = squares - total.square() / count
-        varied = spread > 1e-12 * squares
-        return torch.where(varied, 1 - left / spread, torch.nan).mean(-1)
+        variation = squares - total.square() / count
+        # Equal targets leave no more than rounding errors in the difference.
+        varies = variation > 1e-12 * squares
+        return torch.where(varies, 1 - residual / variation, torch.nan).mean(-1)
 
 
 @OBJECTIVES.register("regression")
@@ -119,7 +121,8 @@ class Regression(Objective):
         return shape == (self.outputs(targets),)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        squares = (outputs - (rowed(targets, outputs) - self.mean) / self.std).square()
+        scaled_targets = (rows_of(targets, outputs) - self.mean) / self.std
+        squares = (outputs - scaled_targets).square()
         return squares.mean(-1) if self.reduction == "mean" else squares.sum(-1) / 2
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -130,6 +133,6 @@ class Regression(Objective):
         return NumberScores(outputs, targets, self)
 
 
-def rowed(targets: Tensor, outputs: Tensor) -> Tensor:
-    """Targets ``[..., b]`` or ``[..., b, T]`` as ``[..., b, T]``, with the dtype of the outputs."""
+def rows_of(targets: Tensor, outputs: Tensor) -> Tensor:
+    """Return targets ``[..., b]`` or ``[..., b, T]`` as ``[..., b, T]``, with the dtype of the outputs."""
     return targets.reshape(*targets.shape, *[1] * (outputs.dim() - targets.dim())).to(outputs.dtype)

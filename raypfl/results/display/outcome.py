@@ -186,7 +186,7 @@ def _table_notes(groups: Sequence[RunGroup], left_out: Sequence[str]) -> list[st
 
     metrics = []
     for column in _metric_columns(groups):
-        unit = Unit(groups[0].measures.of(column.aggregate))
+        unit = Unit(groups[0].measures.metric_of(column.aggregate))
         if column.heading not in left_out and unit.metric.phrase:
             metrics.append(f"{unit.heading}: {unit.phrase}{' in %' if unit.sign else ''}")
     if metrics:

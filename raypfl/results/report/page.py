@@ -279,7 +279,7 @@ def _models(group: RunGroup, protocol: str) -> tuple[str, str, str]:
 
 def _other_metrics(measures: Measures, headings: Sequence[str]) -> str:
     """``", the expected calibration error (ECE)"`` and so on, of the other metrics that are shown."""
-    units = [Unit(metric) for metric in measures.others if metric.phrase]
+    units = [Unit(metric) for metric in measures.secondary if metric.phrase]
     return "".join(
         f", the {unit.phrase.removeprefix('the ')} ({unit.heading})" for unit in units if unit.heading in headings
     )

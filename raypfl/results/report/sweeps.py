@@ -55,7 +55,7 @@ def read(folder: Path, measures: Measures) -> Search:
     for name in columns:
         aggregate = name.split("/")[0]  # of columns such as accuracy/val
         if aggregate in measures.aggregates:
-            units[name] = Unit(measures.of(aggregate))
+            units[name] = Unit(measures.metric_of(aggregate))
 
     headings = [f"{name} (%)" if name in units and units[name].sign else name for name in columns]
     rows = [[_cell(trial[name], units.get(name)) for name in columns] for trial in trials]
