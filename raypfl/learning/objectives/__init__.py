@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 _DEFAULTS: dict[str, type[Objective]] = {
-    one.targets: one for one in (Classification, MultiLabel, Regression, NextToken)
+    objective.targets: objective for objective in (Classification, MultiLabel, Regression, NextToken)
 }
 
 
 def kind_of(targets: np.ndarray) -> str:
-    """The kind of a data set's targets, one of `KINDS`, by their dtype and shape."""
+    """Return the kind of a data set's targets, one of `KINDS`, by their dtype and shape."""
     if targets.dtype.kind == "f":
         return "numbers"
     if targets.ndim == 1:

@@ -41,7 +41,7 @@ class TokenMean(SampleSums):
         return 2
 
     def total(self, scores: Scores) -> Tensor:
-        """The sum over each sequence, ``[k, b]``."""
+        """Return the sum over each sequence, ``[k, b]``."""
         raise NotImplementedError
 
     def sums(self, scores: Scores) -> Tensor:
