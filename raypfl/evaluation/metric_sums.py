@@ -125,8 +125,8 @@ class MetricSums:
         batch_sums = sums[batch.models]
         num_dense = 1 + len(dense)
         _add(batch_sums, batch.owners, rows[:num_dense])
-        for (metric, bins, _), row in zip(binned, rows[num_dense:], strict=True):
-            _add_at(batch_sums, batch.owners, bins + self.spans[metric.name].start, row)
+        for (binned_metric, bins, _), row in zip(binned, rows[num_dense:], strict=True):
+            _add_at(batch_sums, batch.owners, bins + self.spans[binned_metric.name].start, row)
 
         if self.by_class:
             columns = [0, *(self.spans[name].start for name in self.means)]
