@@ -139,7 +139,7 @@ class Clients:
 
         Parameters
         ----------
-        theta : ``[P+B]`` for all clients, or ``[K, P+B]``.
+        theta : the model vector, ``[P+B]`` for all clients, or ``[K, P+B]``.
         model : the network; None: the clients'.
         """
         model = model or self.model
@@ -375,7 +375,8 @@ class Clients:
 
         Parameters
         ----------
-        split : ``train``, ``val`` or ``test``. Training may not read test samples (:class:`raypfl.Method`).
+        theta : the models, ``[P+B]`` for all clients, or ``[K, P+B]``; or a predictor.
+        split : the split: ``train``, ``val`` or ``test``. Training may not read test samples (:class:`raypfl.Method`).
         """
         context = self._context
         models = theta if isinstance(theta, Predictor) else self._group.rows(theta)

@@ -47,7 +47,7 @@ class Context:
 
     Attributes
     ----------
-    split : ``split(client, name) -> int64[n]``, the sample numbers of one client's split.
+    split : the sample numbers of one client's split, ``split(client, name) -> int64[n]``.
     measures : the objective, and the metrics that evaluate models.
     privacy : the settings of private training.
     pools : the samples that belong to no client.

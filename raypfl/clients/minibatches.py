@@ -95,7 +95,7 @@ class MiniBatch:
 
     Attributes
     ----------
-    active : ``bool[K, 1]``, whether a client has a mini-batch in this step.
+    active : whether a client has a mini-batch in this step, ``bool[K, 1]``.
     """
 
     def __init__(self, steps: MiniBatches, s: int):

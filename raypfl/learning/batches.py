@@ -19,7 +19,7 @@ NORMALISE_ONCE_LIMIT = 2**21
 """The largest count of numbers that are normalised once for all batches; more would not fit into a CPU cache."""
 
 StackedBatches = Callable[..., Batch]
-"""See :meth:`GroupSamples.stacked`."""
+"""A function ``batch(which, s, width)``; see :meth:`GroupSamples.stacked`."""
 
 
 def device_data_budget(device: torch.device, share: float, gpus: float) -> float:
