@@ -19,8 +19,8 @@ from raypfl.experiment.checks.limits import aggregates
 from raypfl.experiment.identity import deciding_settings
 from raypfl.studies.description import Study, Variation, is_source, merged, plain_label
 
-_STATED = re.compile(r"\{([^{}]+) ([\w.]+)\}")
-"""In a choice: the value of a setting in a method's cells."""
+_PLACEHOLDER = re.compile(r"\{([^{}]+) ([\w.]+)\}")
+"""Placeholder in a choice, such as ``{Ditto method.lam}``: a setting's value in a method's cells."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class StudyCell:
 
     Attributes
     ----------
-    method, down, across : labels; empty where the study has no such axis.
-    experiment : what is run.
+    method, down, across : labels of the method, block and group of columns; empty if the study has no such axis.
+    experiment : the experiment that is run.
     """
 
     method: str
@@ -40,39 +40,44 @@ class StudyCell:
 
     @property
     def position(self) -> tuple[str, str, str]:
-        """Method, block and group of columns, which the cells of all seeds have in common."""
+        """Method, block and group of columns, which are the same for all seeds."""
         return self.method, self.down, self.across
 
     @property
     def label(self) -> str:
-        """Method, setting and seed, as shown to a person."""
+        """Method, setting and seed, as text for people."""
         return " · ".join([*filter(None, self.position), f"seed {self.experiment.seed}"])
 
     @property
     def folder(self) -> Path:
-        """Folder of its run, named after everything that decides the result: equal cells of other studies share it."""
+        """Folder of the run, named after all that decides the result, so that equal cells of studies share it."""
         values = self.experiment.to_dict()
         parts = (values["method"]["name"], values["data"]["name"], f"s{values['seed']}", identity(self.experiment))
-        return Path(self.experiment.output).absolute() / "cells" / re.sub(r"[^\w.-]+", "_", "-".join(parts))
+        name = re.sub(r"[^\w.-]+", "_", "-".join(parts))
+        return Path(self.experiment.output).absolute() / "cells" / name
 
 
 def identity(experiment: Experiment) -> str:
-    """Twelve hexadecimal digits, a hash of everything in a description that may change its result."""
+    """Return twelve hexadecimal digits, a hash of all settings that may change the result."""
     text = json.dumps(deciding_settings(experiment), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def select(study: Study, only: Iterable[str]) -> Study:
-    """The study with the labels in `only`; of an axis of which it names none, all labels.
+    """Return the study with the labels in `only`; an axis of which `only` names no label keeps all of them.
 
-    Case and punctuation do not count: ``dir0.3`` is ``Dir(0.3)``.
+    Case and punctuation are ignored: ``dir0.3`` is ``Dir(0.3)``.
 
     Raises
     ------
     ConfigError : for a word that is no label of the study.
     """
     axes: dict[str, dict[str, Any]] = {"methods": study.methods, "down": study.down, "across": study.across}
-    known = {plain_label(label): (axis, label) for axis, labels in axes.items() for label in labels}
+    known = {}
+    for axis, labels in axes.items():
+        for label in labels:
+            known[plain_label(label)] = (axis, label)
+
     named: dict[str, set[str]] = {axis: set() for axis in axes}
     for word in only:
         if plain_label(word) not in known:
@@ -80,20 +85,21 @@ def select(study: Study, only: Iterable[str]) -> Study:
             raise ConfigError(f"--only names {word!r}, which is no method and no setting of {study.name}; {hint}")
         axis, label = known[plain_label(word)]
         named[axis].add(label)
-    chosen = {
-        axis: {label: part for label, part in labels.items() if label in (named[axis] or labels)}
-        for axis, labels in axes.items()
-    }
-    return study.model_copy(update=chosen)
+
+    selected = {}
+    for axis, labels in axes.items():
+        selected_labels = named[axis] or labels
+        selected[axis] = {label: part for label, part in labels.items() if label in selected_labels}
+    return study.model_copy(update=selected)
 
 
 def plan(study: Study, assignments: Sequence[str] = ()) -> list[StudyCell]:
-    """The cells to run, all methods and settings of one seed before the next seed.
+    """Return the cells to run, all methods and settings of one seed before the next seed.
 
     Parameters
     ----------
-    assignments : ``dotted.key=value``, as for a comparison; ``seeds=1`` is how many there are, and
-        ``datasets.cifar10=FOLDER`` where a data set lies.
+    assignments : ``dotted.key=value``, as for a comparison; ``seeds=1`` sets the number of seeds, and
+        ``datasets.cifar10=FOLDER`` the folder of a data set.
 
     Raises
     ------
@@ -102,24 +108,23 @@ def plan(study: Study, assignments: Sequence[str] = ()) -> list[StudyCell]:
     for text in assignments:
         if text.partition("=")[0].strip() in ("method", "methods"):
             raise ConfigError(f"{text!r} cannot be set in a study: it has its methods. Choose among them with --only.")
+
     study, assignments = _with_datasets(study, assignments)
-    cells = [
-        cell
-        for down in study.down or ("",)
-        for across in study.across or ("",)
-        for cell in _cells(study, down, across, assignments)
-    ]
+    cells = []
+    for down in study.down or ("",):
+        for across in study.across or ("",):
+            cells += _cells(study, down, across, assignments)
     for cell in cells:
         _require_metrics(study, cell)
     return sorted(cells, key=lambda cell: cell.experiment.seed)
 
 
 def choices_with_values(study: Study, cells: Sequence[StudyCell]) -> list[str]:
-    """The study's choices with the values that its cells have; without those on methods that are not run.
+    """Return the study's choices with the values in its cells, without choices about methods that are not run.
 
     Raises
     ------
-    ConfigError : if a choice names a method or a setting that there is not.
+    ConfigError : if a choice names an unknown setting.
     """
     values: dict[str, dict[str, list[str]]] = {}
     for cell in cells:
@@ -127,14 +132,14 @@ def choices_with_values(study: Study, cells: Sequence[StudyCell]) -> list[str]:
         for key, value in flatten(cell.experiment.to_dict()).items():
             of_method.setdefault(key, []).append(str(value))
 
-    return [
-        _STATED.sub(lambda match: _stated(values, *match.groups()), choice)
-        for choice in study.choices
-        if all(label in values for label, _ in _STATED.findall(choice))
-    ]
+    choices = []
+    for choice in study.choices:
+        if all(label in values for label, _ in _PLACEHOLDER.findall(choice)):
+            choices.append(_PLACEHOLDER.sub(lambda match: _values_as_text(values, *match.groups()), choice))
+    return choices
 
 
-def _stated(values: Mapping[str, Mapping[str, Sequence[str]]], label: str, key: str) -> str:
+def _values_as_text(values: Mapping[str, Mapping[str, Sequence[str]]], label: str, key: str) -> str:
     if key not in values[label]:
         raise ConfigError(
             f"The study's choices name the setting {key} of {label}, which has none of this name; "
@@ -144,53 +149,63 @@ def _stated(values: Mapping[str, Mapping[str, Sequence[str]]], label: str, key: 
 
 
 def _with_datasets(study: Study, assignments: Sequence[str]) -> tuple[Study, list[str]]:
-    """The study with the data sets that assignments name, and the other assignments."""
-    others = [text for text in assignments if not text.strip().startswith("datasets.")]
+    """Return the study with the data sets that assignments locate, and the other assignments."""
+    other_assignments = [text for text in assignments if not text.strip().startswith("datasets.")]
+    of_datasets = [text for text in assignments if text not in other_assignments]
     values = {"datasets": dict(study.datasets)}
-    for path, value in parse_assignments(text for text in assignments if text not in others):
+    for path, value in parse_assignments(of_datasets):
         if path[1] not in study.dataset_names:
             hint = did_you_mean(path[1], study.dataset_names)
             raise ConfigError(f"datasets.{path[1]} is set, but no cell reads a data set of this name; {hint}")
         assign(values, path, value)
-    return study.model_copy(update=values), others
+    return study.model_copy(update=values), other_assignments
 
 
 def _relocated(data: Any, datasets: Mapping[str, Any]) -> Any:
-    """The description `data` of an experiment, in which data sets of these names are read from where they lie."""
-    described: dict[str, Any] = {"name": data} if isinstance(data, str) else dict(data)
-    if "pools" in described:
-        described["pools"] = {
-            name: _relocated(pool, datasets) if is_source(pool) else pool for name, pool in described["pools"].items()
-        }
-    place = datasets.get(described.get("name", ""))
-    if place is None:
-        return described
-    return merged(described, place if isinstance(place, Mapping) else {"root": place})
+    """Return an experiment's section `data`, in which these data sets are read from their own locations."""
+    section: dict[str, Any] = {"name": data} if isinstance(data, str) else dict(data)
+    if "pools" in section:
+        pools = {}
+        for name, pool in section["pools"].items():
+            pools[name] = _relocated(pool, datasets) if is_source(pool) else pool
+        section["pools"] = pools
+
+    location = datasets.get(section.get("name", ""))
+    if location is None:
+        return section
+    if not isinstance(location, Mapping):
+        location = {"root": location}
+    return merged(section, location)
 
 
 def _cells(study: Study, down: str, across: str, assignments: Sequence[str]) -> list[StudyCell]:
-    """The cells of all methods and seeds in one setting."""
+    """Return the cells of all methods and seeds in one setting."""
     values: dict[str, Any] = {"name": study.name, "seeds": study.seeds, **study.experiment}
-    described = dict(study.methods)
-    settings = study.down.get(down, Variation()), study.across.get(across, Variation())
-    for setting in settings:
-        values = merged(values, setting.experiment)
-        if setting.experiment:  # what the study gives all settings may have no effect in this one
-            drop_idle(values, paths_set_in(setting.experiment))
-        described |= {
-            label: merged(described[label], change) for label, change in setting.methods.items() if label in described
-        }
+    methods = dict(study.methods)
+
+    for variation in (study.down.get(down, Variation()), study.across.get(across, Variation())):
+        values = merged(values, variation.experiment)
+        if variation.experiment:
+            # A setting that all of the study shares may have no effect in this variation.
+            drop_idle(values, paths_set_in(variation.experiment))
+        for label, change in variation.methods.items():
+            if label in methods:
+                methods[label] = merged(methods[label], change)
     if study.datasets and "data" in values:
         values = values | {"data": _relocated(values["data"], study.datasets)}
-    planned = experiments(values | {"methods": list(described.values())}, assignments)
-    seeds = len(planned) // len(described)
-    return [StudyCell([*described][i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
+
+    planned = experiments(values | {"methods": list(methods.values())}, assignments)
+    labels = list(methods)
+    seeds = len(planned) // len(labels)
+    return [StudyCell(labels[i // seeds], down, across, experiment) for i, experiment in enumerate(planned)]
 
 
 def _require_metrics(study: Study, cell: StudyCell) -> None:
-    experiment = cell.experiment
-    protocols, masks = experiment.evaluation.protocols, experiment.evaluation.masks
-    known = aggregates(experiment.objective, experiment.evaluation.metrics)
+    evaluation = cell.experiment.evaluation
+    protocols = evaluation.protocols
+    masks = evaluation.masks
+    known = aggregates(cell.experiment.objective, evaluation.metrics)
+
     for heading, metric in study.metrics.items():
         if metric.down is not None and cell.down not in metric.down:
             continue

@@ -1,4 +1,4 @@
-"""A study's file: its cells, the layout of its table, and what was published."""
+"""A study's file: its cells, the layout of its table, and the published numbers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raypfl.experiment.yaml_text import read
 from raypfl.studies import STUDIES
 
 _REPLACED = ("published", "choices")
-"""Keys that a study which extends another replaces as a whole."""
+"""Keys that an extending study replaces as a whole, rather than merges."""
 
 _DASHES = {"–", "—", "-"}
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*±\s*(\d+(?:\.\d+)?))?")
 
 
 class PublishedNumber(NamedTuple):
-    """A published number in percent, and the number after its ±."""
+    """A published number in percent, and the number after the ±."""
 
     value: float
     spread: float | None = None
@@ -35,7 +35,8 @@ class _StudyPart(BaseModel):
     @classmethod
     def _without_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
-        if lines := boolean_mistakes(cls.model_fields[name].annotation, value, name):
+        lines = boolean_mistakes(cls.model_fields[name].annotation, value, name)
+        if lines:
             raise Mistakes(lines)
         return value
 
@@ -45,11 +46,12 @@ class MetricColumn(_StudyPart):
 
     Attributes
     ----------
-    protocol, model : which rows of an evaluation. value : which of their aggregates: a metric, or ``weighted``,
-        ``worst_decile`` or ``std`` of the primary one; None: the primary one. Shares are shown in percent.
-    last : the mean over so many evaluated rounds, the last ones.
-    spread : what the ± is: the standard deviation over the ``seeds``, or over the ``clients``.
-    down : the blocks in which the column is measured; None: all.
+    protocol, model : protocol and model of the rows of an evaluation.
+    value : aggregate of these rows: a metric, or ``weighted``, ``worst_decile`` or ``std`` of the primary metric; None:
+        the primary metric. Shares are shown in percent.
+    last : number of last evaluated rounds over which the value is averaged.
+    spread : number after the ±: the standard deviation over the ``seeds``, or over the ``clients``.
+    down : blocks in which the column is measured; None: all.
     """
 
     protocol: str
@@ -61,21 +63,21 @@ class MetricColumn(_StudyPart):
 
 
 class Variation(_StudyPart):
-    """What a block or a group of columns changes: parts of the experiment, and options of methods by their labels."""
+    """Changes of a block or a group of columns: parts of the experiment, and options of methods by label."""
 
     experiment: dict[str, Any] = Field(default_factory=dict)
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 class PublishedTable(_StudyPart):
-    """Numbers of the paper.
+    """The table in the paper.
 
     Attributes
     ----------
-    source : the paper, and the number of the table.
-    notes : remarks on these numbers.
+    source : the paper and the number of the table.
+    notes : remarks on the numbers.
     rows : the table as printed: by block (if there are any) and method, a list with an entry for each column; or, by
-        metric, lists with an entry for each group of columns.
+        metric, a list with an entry for each group of columns.
     """
 
     source: str
@@ -88,16 +90,16 @@ class Study(_StudyPart):
 
     Attributes
     ----------
-    name : of the study and of its folder.
+    name : name of the study and of its folder.
     experiment : settings that all cells share, as in an experiment's file.
     methods : label -> method with its options.
-    down, across : label -> what this block of rows, or this group of columns, changes.
+    down, across : label -> changes of this block of rows, or of this group of columns.
     metrics : heading -> metric, in each group of columns.
-    datasets : name of a data set -> its folder, or how another copy of it is read, wherever cells use the data set.
-    seeds : how often each method is run in each setting.
-    choices : sentences on what the paper leaves open and this study chooses. ``{Ditto method.lam}`` in one stands for
-        the value of this setting in the method's cells.
-    published : None: there is nothing to compare with.
+    datasets : name of a data set -> its folder, or settings that read another copy of it.
+    seeds : number of seeds for each method in each setting.
+    choices : sentences about what the paper leaves open and this study chooses. ``{Ditto method.lam}`` stands for the
+        value of this setting in the method's cells.
+    published : the published table; None: there is nothing to compare with.
     """
 
     name: str
@@ -119,9 +121,11 @@ class Study(_StudyPart):
     @property
     def dataset_names(self) -> set[str]:
         """Names of the data sets that cells read, for their clients or as pools."""
-        settings = [*self.down.values(), *self.across.values()]
-        described = [part.get("data") for part in (self.experiment, *(setting.experiment for setting in settings))]
-        return {name for data in described for name in _names_of(data)}
+        variations = [*self.down.values(), *self.across.values()]
+        names: set[str] = set()
+        for settings in (self.experiment, *(variation.experiment for variation in variations)):
+            names.update(_names_of(settings.get("data")))
+        return names
 
     @property
     def published_blocks(self) -> dict[str, Any]:
@@ -130,47 +134,56 @@ class Study(_StudyPart):
         return rows if self.down else {"": rows}
 
     def quoted(self, method: str, down: str, across: str, metric: str) -> PublishedNumber | None:
-        """The published number there, if there is one."""
+        """Return the published number of a column in a method's row, if there is one."""
         rows = self.published_blocks.get(down, {})
         if method not in rows or (across, metric) not in self.columns:
             return None
+
         row = rows[method]
         if isinstance(row, dict):
-            return _parsed(row[metric][list(self.across or [""]).index(across)]) if metric in row else None
+            if metric not in row:
+                return None
+            group = list(self.across or [""]).index(across)
+            return _parsed(row[metric][group])
         return _parsed(row[self.columns.index((across, metric))])
 
 
 def load(source: str) -> tuple[Study, Study]:
-    """A study, by name or from a file that ends in ``.yaml``, and the study with whose published table it is compared.
+    """Load a study, by name or from a file ending in ``.yaml``, and the study whose published table it is compared with.
 
-    The second is the study itself or, if its file extends another one and publishes nothing, that other one.
+    The second is the study itself or, if its file extends another study and has no published table, that other study.
 
     Raises
     ------
     ConfigError : if there is no such study, or for every mistake in it.
     """
     is_file = source.endswith((".yaml", ".yml"))
-    given: dict[str, Any] = {"name": Path(source).stem if is_file else source}
-    given |= read(Path(source) if is_file else STUDIES.text(source))
-    base = given.pop("extends", None)
+    values: dict[str, Any] = {"name": Path(source).stem if is_file else source}
+    values |= read(Path(source) if is_file else STUDIES.text(source))
+    base = values.pop("extends", None)
     if base is None:
-        study = _checked(source, given)
+        study = _checked(source, values)
         return study, study
     if not isinstance(base, str):
         raise ConfigError(f"{source}: extends is {base!r}; it must be the name of a study, or a file.")
+
     extended, reference = load(base)
     parent = extended.model_dump(exclude={"name", "published"})
-    replaced = {key: given[key] for key in _REPLACED if key in given}
-    if isinstance(changed := given.get("metrics"), Mapping):  # each is replaced as a whole
-        metrics = {**parent["metrics"], **changed}
+    replaced = {key: values[key] for key in _REPLACED if key in values}
+    if isinstance(values.get("metrics"), Mapping):
+        # Each metric is replaced as a whole, and null removes it.
+        metrics = {**parent["metrics"], **values["metrics"]}
         replaced["metrics"] = {heading: metric for heading, metric in metrics.items() if metric is not None}
-    changes = {key: value for key, value in given.items() if key not in replaced}
+
+    changes = {key: value for key, value in values.items() if key not in replaced}
     study = _checked(source, merged(parent, changes) | replaced)
-    return study, study if "published" in given else reference
+    if "published" in values:
+        return study, study
+    return study, reference
 
 
 def merged(base: Any, change: Any) -> Any:
-    """`base`, changed: mappings are merged key by key, and None removes a key."""
+    """Return `base` with a change: mappings are merged key by key, and None removes a key."""
     if not isinstance(change, Mapping):
         return change
     under = {"name": base} if isinstance(base, str) else base if isinstance(base, Mapping) else {}
@@ -179,7 +192,7 @@ def merged(base: Any, change: Any) -> Any:
 
 
 def is_source(pool: Any) -> bool:
-    """Whether a pool is a data set of its own, and not a share of the clients' samples."""
+    """Whether a pool is another data set, rather than a share of the clients' samples."""
     return isinstance(pool, Mapping) and "name" in pool
 
 
@@ -195,7 +208,7 @@ def _names_of(data: Any) -> Iterable[str]:
 
 
 def plain_label(label: str) -> str:
-    """A label as it is compared: letters and digits in lower case."""
+    """Return a label for comparisons: its letters and digits in lower case."""
     return re.sub(r"[\W_]+", "", label.casefold())
 
 
@@ -204,12 +217,15 @@ def _checked(source: str, values: dict[str, Any]) -> Study:
         study = Study(**values)
     except ValidationError as error:
         raise ConfigError(one_message(validation_mistakes(error, _unknown), f"The study {source}")) from None
-    if lines := [*_label_mistakes(study), *_option_mistakes(study), *_published_mistakes(study)]:
+
+    lines = [*_label_mistakes(study), *_option_mistakes(study), *_published_mistakes(study)]
+    if lines:
         raise ConfigError(one_message(lines, f"The study {source}"))
     return study
 
 
 def _unknown(path: tuple[int | str, ...]) -> str:
+    """Return the text that follows an unknown key in a message."""
     key = str(path[-1])
     parts: dict[str, type[BaseModel]] = {
         "metrics": MetricColumn,
@@ -291,6 +307,8 @@ def _parsed(entry: Any) -> PublishedNumber | None:
     text = str(entry).strip()
     if text in _DASHES:
         return None
-    if not (found := _NUMBER.fullmatch(text)):
+    match = _NUMBER.fullmatch(text)
+    if not match:
         raise ValueError(text)
-    return PublishedNumber(float(found[1]), None if found[2] is None else float(found[2]))
+    value, spread = match.groups()
+    return PublishedNumber(float(value), None if spread is None else float(spread))

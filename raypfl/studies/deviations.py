@@ -1,4 +1,4 @@
-"""How the runs depart from the published protocol, in sentences."""
+"""Deviations of the runs from the published protocol, as sentences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_DEVIATION = {
     "training": ("channels_last",),
     "evaluation": ("every", "protocols", "masks", "batch_size"),
 }
-"""Settings, by section, that decide where, how fast and how often something is done, but not what."""
+"""Settings, by section, that decide where, how fast and how often something is done, but not what is done."""
 
 _AXES = {"methods": "methods", "down": "blocks", "across": "groups of columns"}
 
@@ -30,87 +30,121 @@ def deviations(
     planned: Sequence[StudyCell],
     results: Mapping[int, RunResult],
 ) -> list[str]:
-    """A sentence for every departure; none if the whole table was measured as published.
+    """Return a sentence for every deviation; none if the whole table was measured as published.
 
     Parameters
     ----------
-    reference : with the published table; `planned` are all of its cells.
-    study : what was asked for. cells, results : what was run, and the results of the finished ones by their index.
+    reference : the study with the published table.
+    study : the study that was requested.
+    cells : the cells that were run.
+    planned : all cells of the published table.
+    results : the results of the finished `cells`, by index.
     """
-    ours, theirs = ({cell.experiment.seed for cell in some} for some in (cells, planned))
-    seeds = f"{len(ours)} seed{'s' * (len(ours) > 1)}, not {len(theirs)}."
     return [
         *_extent(reference, study),
         *_settings(cells, planned),
-        *([seeds] if len(ours) != len(theirs) else []),
+        *_seeds(cells, planned),
         *_unfinished(cells, results),
     ]
+
+
+def _seeds(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
+    measured = len({cell.experiment.seed for cell in cells})
+    published = len({cell.experiment.seed for cell in planned})
+    if measured == published:
+        return []
+    plural = "s" if measured > 1 else ""
+    return [f"{measured} seed{plural}, not {published}."]
 
 
 def _extent(reference: Study, study: Study) -> list[str]:
     lines = []
     for axis, name in _AXES.items():
-        published, selected = getattr(reference, axis), getattr(study, axis)
-        if left_out := [label for label in published if label not in selected]:
+        published = getattr(reference, axis)
+        selected = getattr(study, axis)
+
+        left_out = [label for label in published if label not in selected]
+        if left_out:
             count = len(published) - len(left_out)
             lines.append(f"{count} of {len(published)} {name}: without {', '.join(left_out)}.")
-        if added := [label for label in selected if label not in published]:
+
+        added = [label for label in selected if label not in published]
+        if added:
             lines.append(f"{', '.join(added)}: not in the published table.")
     return lines
 
 
 def _settings(cells: Sequence[StudyCell], planned: Sequence[StudyCell]) -> list[str]:
-    published = _of_first_seed(planned)
-    here = {position: values for position, values in _of_first_seed(cells).items() if position in published}
-    changed: dict[tuple[str, str, str], list[Position]] = {}
-    for position, values in here.items():
-        for path in dict.fromkeys([*values, *published[position]]):
-            ours, theirs = (_shown(some.get(path)) for some in (values, published[position]))
-            if ours != theirs:
-                changed.setdefault((path, ours, theirs), []).append(position)
-    return [
-        f"{path} is {ours}, not {theirs}{_scope(where, list(here))}." for (path, ours, theirs), where in changed.items()
-    ]
+    published = _protocols(planned)
+    measured = {position: values for position, values in _protocols(cells).items() if position in published}
+
+    # Many positions often share one deviation, which is one sentence.
+    positions_of: dict[tuple[str, str, str], list[Position]] = {}
+    for position, measured_values in measured.items():
+        published_values = published[position]
+        for path in dict.fromkeys([*measured_values, *published_values]):
+            measured_text = _as_text(measured_values.get(path))
+            published_text = _as_text(published_values.get(path))
+            if measured_text != published_text:
+                positions_of.setdefault((path, measured_text, published_text), []).append(position)
+
+    lines = []
+    for (path, measured_text, published_text), positions in positions_of.items():
+        scope = _scope(positions, list(measured))
+        lines.append(f"{path} is {measured_text}, not {published_text}{scope}.")
+    return lines
 
 
-def _of_first_seed(cells: Sequence[StudyCell]) -> dict[Position, dict[str, Any]]:
-    """The settings that count at each position, by their dotted paths."""
-    first: dict[Position, StudyCell] = {}
+def _protocols(cells: Sequence[StudyCell]) -> dict[Position, dict[str, Any]]:
+    """Return the settings that belong to the protocol at each position, from its first seed."""
+    first_cells: dict[Position, StudyCell] = {}
     for cell in cells:
-        first.setdefault(cell.position, cell)
-    return {position: _protocol(cell.experiment.to_dict()) for position, cell in first.items()}
+        first_cells.setdefault(cell.position, cell)
+    return {position: _protocol(cell.experiment.to_dict()) for position, cell in first_cells.items()}
 
 
 def _protocol(values: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in values.items() if key not in _NO_DEVIATION[""]}
-    for section in _NO_DEVIATION.keys() & kept.keys():
-        kept[section] = {key: value for key, value in kept[section].items() if key not in _NO_DEVIATION[section]}
-    return flatten(kept)
+    """Return the settings that belong to the protocol, by dotted path."""
+    protocol = {key: value for key, value in values.items() if key not in _NO_DEVIATION[""]}
+    for section in _NO_DEVIATION.keys() & protocol.keys():
+        excluded = _NO_DEVIATION[section]
+        protocol[section] = {key: value for key, value in protocol[section].items() if key not in excluded}
+    return flatten(protocol)
 
 
-def _scope(positions: list[Position], everywhere: list[Position]) -> str:
-    """Where something holds: everywhere, at some labels of one axis, or in so many of the positions."""
-    if len(positions) == len(everywhere):
+def _scope(positions: list[Position], all_positions: list[Position]) -> str:
+    """Say where a deviation holds: everywhere (empty text), at some labels of an axis, or at how many positions."""
+    if len(positions) == len(all_positions):
         return ""
     for axis in (1, 2, 0):  # down, across, methods
         labels = {position[axis] for position in positions}
-        if sum(position[axis] in labels for position in everywhere) == len(positions):
-            named = dict.fromkeys(position[axis] for position in everywhere if position[axis] in labels)
-            return f" ({', '.join(named)})"
-    return f" (in {len(positions)} of {len(everywhere)} rows of results)"
+        at_labels = [position for position in all_positions if position[axis] in labels]
+        if len(at_labels) == len(positions):
+            names = dict.fromkeys(position[axis] for position in at_labels)
+            return f" ({', '.join(names)})"
+    return f" (in {len(positions)} of {len(all_positions)} rows of results)"
 
 
 def _unfinished(cells: Sequence[StudyCell], results: Mapping[int, RunResult]) -> list[str]:
     lines = []
-    if left := len(cells) - len(results):
-        lines.append(f"{left} of {len(cells)} cells are not finished, so the means do not include them.")
-    short = [(i, one.round) for i, one in results.items() if one.round < one.experiment.rounds]
-    if short:
-        lines.append(f"Stopped early: {'; '.join(f'{cells[i].label} after {count}' for i, count in short)} rounds.")
+    unfinished = len(cells) - len(results)
+    if unfinished:
+        lines.append(f"{unfinished} of {len(cells)} cells are not finished, so the means do not include them.")
+
+    stopped_early = []
+    for i, result in results.items():
+        if result.round < result.experiment.rounds:
+            stopped_early.append(f"{cells[i].label} after {result.round}")
+    if stopped_early:
+        lines.append(f"Stopped early: {'; '.join(stopped_early)} rounds.")
     return lines
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if value is None:
         return "the default"
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

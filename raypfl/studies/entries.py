@@ -18,17 +18,17 @@ from raypfl.studies.description import MetricColumn, PublishedNumber, Study
 
 @dataclass(frozen=True)
 class TableEntry:
-    """One entry of the table; shares in percent.
+    """Entry of a study's table; shares are in percent.
 
     Attributes
     ----------
-    method, down, across, metric : labels.
-    values : one for each finished seed; empty if the method has no such model.
-    within : standard deviation over clients, of each of the `values`.
+    method, down, across, metric : labels of the entry's row, block, group of columns and column.
+    values : measured values, one per finished seed; empty if the method has no such model.
+    within : standard deviation over clients for each of the `values`.
     missing : number of seeds that are not finished.
     published : the number in the paper.
-    spread_over : ``seeds`` or ``clients``.
-    label : what the values are, as on an axis: ``accuracy (%)``.
+    spread_over : ``seeds`` or ``clients``, for the number after the ±.
+    label : label of the values on an axis: ``accuracy (%)``.
     """
 
     method: str
@@ -44,12 +44,12 @@ class TableEntry:
 
     @property
     def mean(self) -> float | None:
-        """Over the seeds."""
+        """Mean over the seeds."""
         return fmean(self.values) if self.values else None
 
     @property
     def over_seeds(self) -> float | None:
-        """Sample standard deviation of the values; None for less than two."""
+        """Sample standard deviation over the seeds; None for fewer than two."""
         return stdev(self.values) if len(self.values) > 1 else None
 
     @property
@@ -65,112 +65,134 @@ class TableEntry:
     @property
     def gap(self) -> float | None:
         """Measured minus published."""
-        return None if self.mean is None or self.published is None else self.mean - self.published.value
+        if self.mean is None or self.published is None:
+            return None
+        return self.mean - self.published.value
 
     @property
     def spread_gap(self) -> float | None:
-        """The gap of the spread, if that is over clients: then it is a result of its own."""
-        theirs = self.published.spread if self.published else None
-        if self.spread_over != "clients" or self.spread is None or theirs is None:
+        """Measured minus published spread, if it is over clients: only then is it a result."""
+        published_spread = self.published.spread if self.published else None
+        if self.spread_over != "clients" or self.spread is None or published_spread is None:
             return None
-        return self.spread - theirs
+        return self.spread - published_spread
 
 
 def table_entries(
     study: Study, reference: Study, cells: Sequence[StudyCell], results: Mapping[int, RunResult]
 ) -> list[TableEntry]:
-    """The table's entries, row by row.
+    """Return the table's entries, row by row.
 
     Parameters
     ----------
     reference : the study with the published numbers.
-    results : of the finished cells, by their index in `cells`.
+    results : results of the finished cells, by index in `cells`.
     """
-    found = []
+    entries = []
     for position in dict.fromkeys(cell.position for cell in cells):
-        numbers = [i for i, cell in enumerate(cells) if cell.position == position]
-        finished = [results[i] for i in numbers if i in results]
-        # Before a run has begun, it may not be known what will be learned.
-        measures = (finished[0] if finished else cells[numbers[0]]).experiment.measures
+        indices = [i for i, cell in enumerate(cells) if cell.position == position]
+        finished = [results[i] for i in indices if i in results]
+
+        # The objective may be open until a run starts, so a finished run knows the metrics better than its cell.
+        experiment = finished[0].experiment if finished else cells[indices[0]].experiment
+        measures = experiment.measures
+
         for heading, metric in study.metrics.items():
-            tested = [_rows(result, metric) for result in finished]
+            rows_by_run = [_rows(result, metric) for result in finished]
             value = metric.value or measures.primary.name
             unit = Unit(measures.metric_of(value) if value in measures.aggregates else measures.primary)
-            of_primary = value in (measures.primary.name, *OF_PRIMARY)
-            found.append(
+            is_of_primary = value in (measures.primary.name, *OF_PRIMARY)
+            entries.append(
                 TableEntry(
                     *position,
                     metric=heading,
-                    values=tuple(unit.of(_means(tested, value))),
-                    within=tuple(unit.of(_means(tested, "std") if of_primary else ())),
-                    missing=len(numbers) - len(finished),
+                    values=tuple(unit.of(_means(rows_by_run, value))),
+                    within=tuple(unit.of(_means(rows_by_run, "std") if is_of_primary else ())),
+                    missing=len(indices) - len(finished),
                     published=reference.quoted(*position, heading),
                     spread_over=metric.spread,
                     label=unit.label,
                 )
             )
-    downs, methods = list(study.down or [""]), list(study.methods)
-    return sorted(found, key=lambda one: (downs.index(one.down), methods.index(one.method)))
+
+    downs = list(study.down or [""])
+    methods = list(study.methods)
+    return sorted(entries, key=lambda entry: (downs.index(entry.down), methods.index(entry.method)))
 
 
 def _rows(result: RunResult, metric: MetricColumn) -> list[dict[str, Any]]:
-    """What a metric reads: the aggregates after each of its last rounds."""
-    rounds = sorted(set(result.evaluations["round"].to_pylist()))[-metric.last :]
-    wanted = (metric.protocol, metric.model)
-    return [row for round in rounds for row in result.summary(round) if (row["protocol"], row["model"]) == wanted]
+    """Return the aggregates that a metric reads, after each of its last evaluated rounds."""
+    evaluated_rounds = sorted(set(result.evaluations["round"].to_pylist()))
+    rows = []
+    for round in evaluated_rounds[-metric.last :]:
+        for row in result.summary(round):
+            if row["protocol"] == metric.protocol and row["model"] == metric.model:
+                rows.append(row)
+    return rows
 
 
-def _means(tested: Sequence[Sequence[Mapping[str, Any]]], value: str) -> list[float]:
-    """The mean over rounds of a value, for each run that has it."""
-    columns = ([row[value] for row in rows if value in row] for rows in tested)
-    return [fmean(column) for column in columns if column]
+def _means(rows_by_run: Sequence[Sequence[Mapping[str, Any]]], value: str) -> list[float]:
+    """Return the mean of a value over rounds, for each run that has it."""
+    means = []
+    for rows in rows_by_run:
+        column = [row[value] for row in rows if value in row]
+        if column:
+            means.append(fmean(column))
+    return means
 
 
-def entry_rows(found: Sequence[TableEntry]) -> list[dict[str, Any]]:
-    """A dict for each entry, as in Parquet and JSON; shares in percent, None for what there is not."""
+def entry_rows(entries: Sequence[TableEntry]) -> list[dict[str, Any]]:
+    """Return a dict for each entry, as in Parquet and JSON; shares in percent, None for missing numbers."""
     return [
         {
-            "method": one.method,
-            "down": one.down,
-            "across": one.across,
-            "metric": one.metric,
-            "measured": one.mean,
-            "std_over_seeds": one.over_seeds,
-            "std_over_clients": one.over_clients,
-            "seeds": len(one.values),
-            "missing_seeds": one.missing,
-            "published": one.published.value if one.published else None,
-            "published_spread": one.published.spread if one.published else None,
-            "gap": one.gap,
+            "method": entry.method,
+            "down": entry.down,
+            "across": entry.across,
+            "metric": entry.metric,
+            "measured": entry.mean,
+            "std_over_seeds": entry.over_seeds,
+            "std_over_clients": entry.over_clients,
+            "seeds": len(entry.values),
+            "missing_seeds": entry.missing,
+            "published": entry.published.value if entry.published else None,
+            "published_spread": entry.published.spread if entry.published else None,
+            "gap": entry.gap,
         }
-        for one in found
+        for entry in entries
     ]
 
 
-def entry_table(found: Sequence[TableEntry]) -> pa.Table:
-    """`entry_rows` as a table."""
-    rows = entry_rows(found)
+def entry_table(entries: Sequence[TableEntry]) -> pa.Table:
+    """Return the `entry_rows` as a table."""
+    rows = entry_rows(entries)
     kinds = {"method": "string", "down": "string", "across": "string", "metric": "string"}
     kinds |= {"seeds": "int32", "missing_seeds": "int32"}
     return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, "float64")) for name in rows[0]]))
 
 
 def cell_table(cells: Sequence[StudyCell], results: Mapping[int, RunResult]) -> pa.Table:
-    """A row for each protocol and model of each finished cell: its aggregates, and the run that measured them."""
-    found = dict.fromkeys(name for result in results.values() for name in result.experiment.measures.aggregates)
+    """Return a row for each finished cell, protocol and model: the aggregates, and the run that measured them."""
+    aggregates: dict[str, None] = {}
+    for result in results.values():
+        aggregates |= dict.fromkeys(result.experiment.measures.aggregates)
+
     schema = pa.schema(
         [
             *((name, "string") for name in ("method", "down", "across")),
             ("seed", "int64"),
             *((name, "string") for name in ("protocol", "model")),
-            *((name, "float64") for name in found or Measures().aggregates),
+            *((name, "float64") for name in aggregates or Measures().aggregates),
             *(("rounds", "int32"), ("run_dir", "string"), ("weights_hash", "string")),
         ]
     )
+
     rows = []
     for i, result in results.items():
-        about: dict[str, Any] = dict(zip(("method", "down", "across"), cells[i].position, strict=True))
-        about |= {"seed": cells[i].experiment.seed, "rounds": result.round, "run_dir": str(result.run_dir)}
-        about["weights_hash"] = result.weights_hash
-        rows += [about | {k: v for k, v in row.items() if k in schema.names} for row in result.summary()]
+        run: dict[str, Any] = dict(zip(("method", "down", "across"), cells[i].position, strict=True))
+        run["seed"] = cells[i].experiment.seed
+        run["rounds"] = result.round
+        run["run_dir"] = str(result.run_dir)
+        run["weights_hash"] = result.weights_hash
+        for summary in result.summary():
+            rows.append(run | {name: value for name, value in summary.items() if name in schema.names})
     return pa.Table.from_pylist(rows, schema)

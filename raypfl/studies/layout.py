@@ -18,20 +18,20 @@ from raypfl.studies.entries import TableEntry
 
 EMPTY = "–"
 PENDING = "…"
-"""Stands where cells are not finished."""
+"""Mark of unfinished cells."""
 
 _STYLES = {"here": "bold", "published": "dim", "gap": "cyan"}
 
 
 @dataclass(frozen=True)
 class TableBlock:
-    """The part of the table for one setting of `study.down`.
+    """Part of a study's table for one setting of `study.down`.
 
     Attributes
     ----------
     headings : ``(group, metric)`` of each column.
-    lines : up to three a method, each as its name (empty after the first), ``here``, ``published`` or ``gap``, and a
-        text for each column.
+    lines : up to three lines per method: the method's name (empty after the first line), then ``here``, ``published``
+        or ``gap``, then a text for each column.
     """
 
     title: str
@@ -39,16 +39,17 @@ class TableBlock:
     lines: list[list[str]]
 
 
-def blocks(found: Sequence[TableEntry]) -> list[TableBlock]:
-    """The table as the paper has it: a block for each setting down, a column for each metric and setting across."""
+def blocks(entries: Sequence[TableEntry]) -> list[TableBlock]:
+    """Arrange entries as in the paper: a block for each setting down, a column for each metric and setting across."""
     table = []
-    for title in dict.fromkeys(one.down for one in found):
-        own = [one for one in found if one.down == title]
-        headings = list(dict.fromkeys((one.across, one.metric) for one in own))
+    for title in dict.fromkeys(entry.down for entry in entries):
+        in_block = [entry for entry in entries if entry.down == title]
+        headings = list(dict.fromkeys((entry.across, entry.metric) for entry in in_block))
+
         lines = []
-        for method in dict.fromkeys(one.method for one in own):
-            at = {(one.across, one.metric): one for one in own if one.method == method}
-            lines += _lines(method, [at[heading] for heading in headings])
+        for method in dict.fromkeys(entry.method for entry in in_block):
+            by_heading = {(entry.across, entry.metric): entry for entry in in_block if entry.method == method}
+            lines += _lines(method, [by_heading[heading] for heading in headings])
         table.append(TableBlock(title, headings, lines))
     return table
 
@@ -57,131 +58,158 @@ def show(
     console: Console,
     study: Study,
     published: PublishedTable | None,
-    found: Sequence[TableEntry],
+    entries: Sequence[TableEntry],
     deviations: Sequence[str],
 ) -> None:
-    """Print the table and the notes on it."""
-    for block in blocks(found):
+    """Print the table and its notes."""
+    for block in blocks(entries):
         console.print()
         if block.title:
             console.print(Text(block.title, "bold"))
         for part in _parts(block, console):
             console.print(part)
-    for heading, lines in _notes(study, published, found, deviations):
-        loud = heading.startswith("Deviations")
-        console.print(Text(heading, "bold yellow" if loud else "dim"))
+
+    for heading, lines in _notes(study, published, entries, deviations):
+        is_warning = heading.startswith("Deviations")
+        console.print(Text(heading, "bold yellow" if is_warning else "dim"))
         for line in lines:
-            console.print(Padding(Text(line, "" if loud else "dim"), (0, 0, 0, 2)))
+            console.print(Padding(Text(line, "" if is_warning else "dim"), (0, 0, 0, 2)))
 
 
 def markdown(
-    study: Study, published: PublishedTable | None, found: Sequence[TableEntry], deviations: Sequence[str]
+    study: Study, published: PublishedTable | None, entries: Sequence[TableEntry], deviations: Sequence[str]
 ) -> str:
-    """The table and its notes as Markdown."""
+    """Return the table and its notes as Markdown."""
     parts = [f"# {study.name}"]
-    for block in blocks(found):
-        parts += [f"## {block.title}"] if block.title else []
+    for block in blocks(entries):
+        if block.title:
+            parts.append(f"## {block.title}")
         headings = ["", "", *(" ".join(filter(None, heading)) for heading in block.headings)]
         rows = [headings, ["---", "---", *["---:"] * len(block.headings)], *block.lines]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    for heading, lines in _notes(study, published, found, deviations):
+
+    for heading, lines in _notes(study, published, entries, deviations):
         parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
     return "\n\n".join(parts) + "\n"
 
 
 def as_latex(
-    study: Study, published: PublishedTable | None, found: Sequence[TableEntry], deviations: Sequence[str]
+    study: Study, published: PublishedTable | None, entries: Sequence[TableEntry], deviations: Sequence[str]
 ) -> str:
-    """The table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
-    of_headings: dict[tuple[tuple[str, str], ...], list[TableBlock]] = {}
-    for block in blocks(found):
-        of_headings.setdefault(tuple(block.headings), []).append(block)
-    (_, (legend,)), *notes = _notes(study, published, found, deviations)
+    """Return the table as LaTeX, one for all blocks with the same columns, and its notes as comments."""
+    by_headings: dict[tuple[tuple[str, str], ...], list[TableBlock]] = {}
+    for block in blocks(entries):
+        by_headings.setdefault(tuple(block.headings), []).append(block)
+    (_, (legend,)), *notes = _notes(study, published, entries, deviations)
+
     tables = []
-    for headings, alike in of_headings.items():
-        named = ["method", "", *(latex.escaped(" ".join(filter(None, heading))) for heading in headings)]
-        rows = [
-            (latex.escaped(block.title), [list(map(latex.number, line)) for line in block.lines]) for block in alike
-        ]
-        tables.append(latex.table(named, rows, f"{study.name}. {legend}", words=2))
-    comments = [f"% {heading}: {line}" for heading, lines in notes for line in lines]
+    for headings, same_columns in by_headings.items():
+        column_names = ["method", "", *(latex.escaped(" ".join(filter(None, heading))) for heading in headings)]
+        rows = []
+        for block in same_columns:
+            texts = [list(map(latex.number, line)) for line in block.lines]
+            rows.append((latex.escaped(block.title), texts))
+        tables.append(latex.table(column_names, rows, f"{study.name}. {legend}", words=2))
+
+    comments = []
+    for heading, lines in notes:
+        comments += [f"% {heading}: {line}" for line in lines]
     return "\n".join([latex.PREAMBLE, *tables, *comments, ""])
 
 
 def _parts(block: TableBlock, console: Console) -> Iterator[Table]:
-    """The block as a table or, if that is wider than the console, as several with some of its columns each."""
+    """Yield the block as a table or, if it is wider than the console, as several tables with some columns each."""
     columns = [list(texts) for texts in zip(*(line[2:] for line in block.lines), strict=True)]
     whole = _table(block, range(len(columns)), [None] * len(columns))
     if width_of(console, whole) <= console.width:
         yield whole
         return
-    widths = [
-        max(len(word) for text in (*heading, *texts) for word in text.split())
-        for heading, texts in zip(block.headings, columns, strict=True)
-    ]
-    room, some = console.width - width_of(console, _table(block, [], [])), list[int]()
+
+    # So wide that no word is broken.
+    widths = []
+    for heading, texts in zip(block.headings, columns, strict=True):
+        words = " ".join((*heading, *texts)).split()
+        widths.append(max(len(word) for word in words))
+
+    room = console.width - width_of(console, _table(block, [], []))
+    selected: list[int] = []
     for i, width in enumerate(widths):
-        if some and sum(widths[one] + 2 for one in some) + width + 2 > room:
-            yield _table(block, some, widths)
-            some = []
-        some.append(i)
-    yield _table(block, some, widths)
+        used = sum(widths[column] + 2 for column in selected)
+        if selected and used + width + 2 > room:
+            yield _table(block, selected, widths)
+            selected = []
+        selected.append(i)
+    yield _table(block, selected, widths)
 
 
 def _table(block: TableBlock, columns: Sequence[int], widths: Sequence[int | None]) -> Table:
-    """Some columns of a block, so wide that no word is broken; None: as wide as their texts."""
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    drawn.add_column("method", style="bold")
-    drawn.add_column("")
+    """Return some columns of a block as a table; a width of None fits the texts."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("method", style="bold")
+    table.add_column("")
     for i in columns:
-        drawn.add_column("\n".join(filter(None, block.headings[i])), justify="right", width=widths[i])
+        table.add_column("\n".join(filter(None, block.headings[i])), justify="right", width=widths[i])
     for i, (method, kind, *texts) in enumerate(block.lines):
         if method and i:
-            drawn.add_section()
-        drawn.add_row(Text(method), *(Text(text, _STYLES[kind]) for text in (kind, *(texts[one] for one in columns))))
-    return drawn
+            table.add_section()
+        shown_texts = [kind, *(texts[column] for column in columns)]
+        table.add_row(Text(method), *(Text(text, _STYLES[kind]) for text in shown_texts))
+    return table
 
 
 def _lines(method: str, row: Sequence[TableEntry]) -> list[list[str]]:
-    """A method's lines; those of published numbers and of gaps only if they are not empty."""
-    published = [_number(*one.published) if one.published else EMPTY for one in row]
-    gaps = [_gap(one) for one in row]
-    below = [["", "published", *published], ["", "gap", *gaps]]
-    return [[method, "here", *map(_measured, row)], *(line for line in below if {*line[2:]} != {EMPTY})]
+    """Return a method's lines; published numbers and gaps have a line unless all of them are empty."""
+    published = [_number(*entry.published) if entry.published else EMPTY for entry in row]
+    gaps = [_gap(entry) for entry in row]
+
+    lines = [[method, "here", *map(_measured, row)]]
+    for kind, texts in (("published", published), ("gap", gaps)):
+        if {*texts} != {EMPTY}:
+            lines.append(["", kind, *texts])
+    return lines
 
 
-def _measured(one: TableEntry) -> str:
-    if one.mean is None:
-        return PENDING if one.missing else EMPTY
-    return _number(one.mean, one.spread) + (PENDING if one.missing else "")
+def _measured(entry: TableEntry) -> str:
+    if entry.mean is None:
+        return PENDING if entry.missing else EMPTY
+    number = _number(entry.mean, entry.spread)
+    return number + PENDING if entry.missing else number
 
 
 def _number(value: float, spread: float | None) -> str:
     return f"{value:.2f}" if spread is None else f"{value:.2f}±{spread:.2f}"
 
 
-def _gap(one: TableEntry) -> str:
-    if one.gap is None:
+def _gap(entry: TableEntry) -> str:
+    if entry.gap is None:
         return EMPTY
-    return _signed(one.gap) if one.spread_gap is None else f"{_signed(one.gap)} ({_signed(one.spread_gap)})"
+    if entry.spread_gap is None:
+        return _signed(entry.gap)
+    return f"{_signed(entry.gap)} ({_signed(entry.spread_gap)})"
 
 
 def _signed(value: float) -> str:
-    return f"{round(value, 2) + 0.0:+.2f}"  # never -0.00
+    # Adding 0.0 turns -0.0 into 0.0, so that -0.00 is never shown.
+    return f"{round(value, 2) + 0.0:+.2f}"
 
 
 def _notes(
-    study: Study, published: PublishedTable | None, found: Sequence[TableEntry], deviations: Sequence[str]
+    study: Study, published: PublishedTable | None, entries: Sequence[TableEntry], deviations: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
-    clients = any(one.spread_over == "clients" for one in found)
-    gaps = "; gap (gap of the ±)" if published else ""
-    over = f"the clients, averaged over the seeds{gaps}" if clients else "the seeds"
-    shares = "In %" if all(one.label.endswith("(%)") for one in found) else "Shares in %"
+    """Return the notes below the table, as headings with lines; the first one is the legend."""
+    over = "the seeds"
+    if any(entry.spread_over == "clients" for entry in entries):
+        gaps = "; gap (gap of the ±)" if published else ""
+        over = f"the clients, averaged over the seeds{gaps}"
+    all_in_percent = all(entry.label.endswith("(%)") for entry in entries)
+    shares = "In %" if all_in_percent else "Shares in %"
     legend = f"{shares}. ± is the standard deviation over {over}. {PENDING} marks unfinished cells."
+
     notes = [("Numbers", [legend])]
     if published:
         notes.append(("Published", [published.source, *published.notes]))
         notes.append(("Choices where the source leaves something open", study.choices))
+
     heading = "Deviations from the published protocol" if published else "Deviations"
     notes.append((heading, [*deviations] or ["None: everything was run as described."]))
     return [(heading, lines) for heading, lines in notes if lines]

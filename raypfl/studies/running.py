@@ -1,4 +1,4 @@
-"""Running a study's cells: as many at a time as the cluster has room for, each in a process of its own."""
+"""Running a study's cells: as many at a time as the cluster has room for, each in its own process."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from raypfl.studies.cells import StudyCell
 from raypfl.studies.worker import FAILED, FINISHED, STOPPED, CellOutcome, run_cell, run_cell_task
 
 POLL = 0.3
-"""Seconds between looks at the events of running cells."""
+"""Seconds between polls of the running cells' events."""
 
 CellListener = Callable[[int, Event], None]
 
 
 def run(cells: Sequence[StudyCell], listen: CellListener) -> list[CellOutcome]:
-    """Run all cells to their ends, except for those that are stopped or fail.
+    """Run all cells; finished ones are skipped, and interrupted ones continue from their checkpoints.
 
-    Finished cells are skipped, interrupted ones continue from their checkpoints. Cells are Ray tasks that reserve what
-    a client actor would, or what the server would if that is more; Ray runs as many at a time as the cluster has room
-    for. With ``ray.actors`` or ``engine.backend=inline`` they run one after another in this process, with so many
-    actors each or without Ray.
+    Cells are Ray tasks. Each reserves as much as a client actor, or as the server if that is more; Ray runs as many at
+    a time as the cluster has room for. With ``ray.actors``, ``ray.pools`` or ``engine.backend=inline``, cells run one
+    after another in this process, with these actors or without Ray.
 
     Parameters
     ----------
-    listen : is called with a cell's number and every event of its run.
+    listen : called with a cell's number and each event of its run.
 
     Returns
     -------
-    The outcome of each. After Ctrl-C or SIGTERM, cells that are not finished are ``stopped``.
+    The outcome of each cell. After Ctrl-C or SIGTERM, cells that are not finished are ``stopped``.
     """
     outcomes = {i: CellOutcome(FINISHED) for i, cell in enumerate(cells) if is_finished(cell.folder)}
-    left = [i for i in range(len(cells)) if i not in outcomes]
-    if left:
-        one_by_one = any(_needs_this_process(cell.experiment) for cell in cells)
-        outcomes |= (_one_by_one if one_by_one else _as_tasks)(cells, left, listen)
+    unfinished = [i for i in range(len(cells)) if i not in outcomes]
+
+    if unfinished and any(_needs_this_process(cell.experiment) for cell in cells):
+        outcomes |= _run_one_by_one(cells, unfinished, listen)
+    elif unfinished:
+        outcomes |= _run_as_tasks(cells, unfinished, listen)
     return [outcomes.get(i, CellOutcome(STOPPED)) for i in range(len(cells))]
 
 
@@ -53,47 +54,53 @@ def _needs_this_process(experiment: Experiment) -> bool:
     return experiment.engine.backend == "inline" or experiment.ray.actors is not None or bool(experiment.ray.pools)
 
 
-def _one_by_one(cells: Sequence[StudyCell], left: Sequence[int], listen: CellListener) -> dict[int, CellOutcome]:
+def _run_one_by_one(
+    cells: Sequence[StudyCell], unfinished: Sequence[int], listen: CellListener
+) -> dict[int, CellOutcome]:
     outcomes: dict[int, CellOutcome] = {}
-    with runs.session(cells[left[0]].experiment):
-        for i in left:
+    with runs.session(cells[unfinished[0]].experiment):
+        for i in unfinished:
             outcomes[i] = run_cell(cells[i].experiment, cells[i].folder, [partial(listen, i)])
             if outcomes[i].status == STOPPED:
                 break
     return outcomes
 
 
-def _as_tasks(cells: Sequence[StudyCell], left: Sequence[int], listen: CellListener) -> dict[int, CellOutcome]:
-    listener = partial(listen, left[0])
-    with StopRequest().listening() as stop, connected(cells[left[0]].experiment.ray, listener) as ray:
+def _run_as_tasks(
+    cells: Sequence[StudyCell], unfinished: Sequence[int], listen: CellListener
+) -> dict[int, CellOutcome]:
+    first = unfinished[0]
+    with StopRequest().listening() as stop, connected(cells[first].experiment.ray, partial(listen, first)) as ray:
         from ray.util.queue import Queue
 
         spare.release(ray)
-        for i in left:
-            client_actors(ray, in_one_process(cells[i].experiment.ray), len(left))  # refuses what never has room
-        _refuse_unless_shared(ray, [cells[i] for i in left])
+        for i in unfinished:
+            # Refuses a cell for which the cluster will never have room.
+            client_actors(ray, in_one_process(cells[i].experiment.ray), len(unfinished))
+        _refuse_unless_shared(ray, [cells[i] for i in unfinished])
+
         events = Queue(actor_options=on_this_node(ray))
         try:
-            # If its process dies, Ray runs a task again, which costs the rounds since the last checkpoint.
+            # If a task's process dies, Ray runs the task again, from the cell's last checkpoint.
             task = ray.remote(max_retries=3)(run_cell_task)
-            references = {_begun(task, cells[i], i, events): i for i in left}
+            references = {_start(task, cells[i], i, events): i for i in unfinished}
             return _outcomes(ray, cells, references, events, listen, stop)
         finally:
             events.shutdown(force=True)
 
 
 def _refuse_unless_shared(ray: Any, cells: Sequence[StudyCell]) -> None:
-    """Raise a ConfigError unless every node that may run cells has the folders in which they are."""
+    """Raise a ConfigError unless every node that may run cells has their folders."""
     reserved: dict[Path, list[dict[str, float]]] = {}
     for cell in cells:
         needed = bundle(for_client(in_one_process(cell.experiment.ray)))
         reserved.setdefault(cell.folder.parent, []).append(needed)
-    for folder, needed_there in reserved.items():
-        refuse_unless_shared(ray, folder, needed_there, "This study")
+    for folder, bundles in reserved.items():
+        refuse_unless_shared(ray, folder, bundles, "This study")
 
 
-def _begun(task: Any, cell: StudyCell, number: int, events: Any) -> Any:
-    """A reference to the outcome of a cell, which Ray begins as soon as there is room for it."""
+def _start(task: Any, cell: StudyCell, number: int, events: Any) -> Any:
+    """Start a cell as soon as the cluster has room for it, and return the reference to its outcome."""
     reserved = for_client(in_one_process(cell.experiment.ray))
     inline = cell.experiment.override(["engine.backend=inline"])
     return task.options(**reserved).remote(number, inline, cell.folder, os.getcwd(), events)
@@ -107,19 +114,24 @@ def _outcomes(
     listen: CellListener,
     stop: StopRequest,
 ) -> dict[int, CellOutcome]:
-    """What became of the cells, all of which ended or, once that was requested, were stopped."""
+    """Wait for all cells to end, stop them on request, and return their outcomes."""
     outcomes: dict[int, CellOutcome] = {}
     cancelled = False
     while references:
-        done, _ = ray.wait(list(references), timeout=POLL)
+        ended, _ = ray.wait(list(references), timeout=POLL)
+
         if stop.received and not cancelled:
-            listen(next(iter(references.values())), Progress("stopping: saving what runs"))
-            for reference in reversed(references):  # those that wait first, so that no room is left to begin them
-                ray.cancel(reference)  # in a process that runs it, a Ctrl-C, which saves a checkpoint
+            listen(next(iter(references.values())), Progress("stopping: saving the running cells"))
+            # Waiting cells first, so that none of them starts in the room that a stopped one leaves.
+            for reference in reversed(references):
+                # A running cell receives it as a Ctrl-C, and saves a checkpoint.
+                ray.cancel(reference)
             cancelled = True
+
         for cell, event in events.get_nowait_batch(events.size()):
             listen(cell, ray.cloudpickle.loads(event))
-        for reference in done:
+
+        for reference in ended:
             number = references.pop(reference)
             outcomes[number] = _outcome(ray, reference, cells[number].folder, stop)
     return outcomes
@@ -133,8 +145,10 @@ def _outcome(ray: Any, reference: Any, folder: Path, stop: StopRequest) -> CellO
             return CellOutcome(STOPPED)
         if isinstance(error, ray.exceptions.RayTaskError):
             return CellOutcome(FAILED, str(error))
-        first = str(error).strip().splitlines()[0]
-        return CellOutcome(FAILED, f"Its process died every time that Ray started it: {first}")
+        reason = str(error).strip().splitlines()[0]
+        return CellOutcome(FAILED, f"Its process died every time that Ray started it: {reason}")
     if outcome.status == FINISHED and not is_finished(folder):
-        return CellOutcome(FAILED, f"It finished on a node that has another {folder}; let output be a shared folder.")
+        return CellOutcome(
+            FAILED, f"It finished on a node with another {folder}; set output to a folder that all nodes share."
+        )
     return outcome

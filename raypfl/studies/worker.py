@@ -1,7 +1,7 @@
-"""One cell of a study, in the process that runs it.
+"""Running one cell of a study, in its process.
 
-On Ray such a process begins by importing this module, so it imports nothing that takes long: a Ctrl-C before a cell's
-run begins is then a KeyboardInterrupt in that cell, rather than in Ray.
+A Ray process starts by importing this module, so it imports nothing slow at the top: a Ctrl-C before the cell's run
+starts is then a KeyboardInterrupt in the cell rather than in Ray.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FAILED: Status = "failed"
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """How a cell ended; `error` is a sentence, if it failed."""
+    """How a cell ended; if it failed, `error` is a sentence."""
 
     status: Status
     error: str = ""
 
 
 def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]) -> CellOutcome:
-    """Run a cell to its end, from its beginning or from its newest checkpoint, unless another process does so."""
+    """Run a cell from its start or its newest checkpoint to its end, unless another process is running it."""
     from raypfl.common.errors import RaypflError
     from raypfl.common.files import locked
     from raypfl.runs import driver as runs
@@ -48,7 +48,8 @@ def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]
             if is_finished(folder):
                 return CellOutcome(FINISHED)
             if (folder / RECIPE).exists():
-                values = experiment.to_dict()  # it may continue elsewhere, or with other checkpoints, to the same bits
+                # It may continue on other machines, or with other checkpoints, to the same bits.
+                values = experiment.to_dict()
                 changes = [f"{key}={json.dumps(values[key])}" for key in ("ray", "checkpoint")]
                 changes.append(f"engine.backend={experiment.engine.backend}")
                 result = runs.resume(folder, listeners=listeners, overrides=changes)
@@ -57,23 +58,26 @@ def run_cell(experiment: Experiment, folder: Path, listeners: Sequence[Listener]
         return CellOutcome(STOPPED if result.status == STOPPED else FINISHED)
     except RaypflError as error:
         return CellOutcome(FAILED, str(error))
-    except Exception:  # a cell that fails must not end the others
+    except Exception:
+        # A cell that fails must not end the others.
         return CellOutcome(FAILED, traceback.format_exc())
 
 
 def run_cell_task(cell: int, experiment: Experiment, folder: Path, home: str, events: Any) -> CellOutcome:
-    """`run_cell` as a Ray task.
+    """Run a cell as a Ray task.
 
     Parameters
     ----------
     home : the study's working directory, to which paths and modules are relative.
-    events : a Ray queue, into which the cell's number and its pickled events are put.
+    events : the Ray queue for the cell's number and pickled events.
     """
     with contextlib.suppress(OSError):
         os.chdir(home)
 
     def report(event: Event) -> None:
-        if type(event).__name__ != "Progress":  # the steps of the start-up, which cells take at the same time
-            events.put((cell, ray.cloudpickle.dumps(event)))  # the queue's own process need not import its class
+        # Progress events are steps of the start-up, which many cells take at the same time.
+        if type(event).__name__ != "Progress":
+            # Pickled, so that the queue's process need not import the event's class.
+            events.put((cell, ray.cloudpickle.dumps(event)))
 
     return run_cell(experiment, folder, [report])
