@@ -1,4 +1,4 @@
-"""What `raypfl submit`, `jobs`, `logs` and `stop` do: jobs on a Ray cluster, by Ray's job server."""
+"""`raypfl submit`, `jobs`, `logs` and `stop`: jobs on a Ray cluster, through Ray's job server."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
 STOP_SECONDS = 60
-"""Time that a stopped job gets to save its rounds; Ray's own three seconds are too short."""
+"""Time in which a stopped job saves its rounds; Ray's default of three seconds is too short."""
 
 
 def submit(
     kind: str, words: Sequence[str], about: Description, run_dir: Path | None, address: str | None, detach: bool
 ) -> int:
-    """Submit a job that carries out `raypfl KIND WORDS`, and follow it; returns its exit code.
+    """Submit `raypfl KIND WORDS` as a job, follow it, and return its exit code.
 
     Parameters
     ----------
@@ -63,20 +63,20 @@ def submit(
         )
     console = Console(stderr=True)
     results = run_dir or Path(about.output, about.name)
-    _tell(console, f"Submitted {job} with {package.listed(files)}. Results: {results}")
+    _print(console, f"Submitted {job} with {package.listed(files)}. Results: {results}")
     if detach:
-        _tell(console, _how_to_continue(job, address))
+        _print(console, _how_to_continue(job, address))
         return 0
     return _follow(cluster, job, address, console)
 
 
 def jobs(address: str | None, as_json: bool) -> None:
-    """List the jobs of a cluster that were submitted, the newest first."""
+    """List the submitted jobs of a cluster, newest first."""
     cluster = client(address)
     with sentences():
-        listed = [one for one in cluster.list_jobs() if one.submission_id]
-    listed.sort(key=lambda one: -(one.start_time or 0))
-    rows = [_row(one) for one in listed]
+        submitted = [details for details in cluster.list_jobs() if details.submission_id]
+    submitted.sort(key=lambda details: -(details.start_time or 0))
+    rows = [_row(details) for details in submitted]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -85,7 +85,7 @@ def jobs(address: str | None, as_json: bool) -> None:
 
 
 def logs(job: str, address: str | None, following: bool) -> int:
-    """Print a job's log; with `following`, until it ends, and return its exit code."""
+    """Print a job's log and return 0; with `following`, print until the job ends and return its exit code."""
     cluster = client(address)
     if following:
         return _follow(cluster, job, address, Console(stderr=True))
@@ -95,11 +95,13 @@ def logs(job: str, address: str | None, following: bool) -> int:
 
 
 def stop(job: str, address: str | None) -> None:
-    """Stop a job, and wait until it has saved its rounds."""
+    """Stop a job and wait until it has saved its rounds."""
     cluster = client(address)
     with sentences():
         was_running = cluster.stop_job(job)
-    print(f"{job}: {wait(cluster, job).status.value}{'' if was_running else ' (it was over before)'}")
+    status = wait(cluster, job).status.value
+    remark = "" if was_running else " (it was over before)"
+    print(f"{job}: {status}{remark}")
 
 
 def _follow(cluster: JobSubmissionClient, job: str, address: str | None, console: Console) -> int:
@@ -107,15 +109,16 @@ def _follow(cluster: JobSubmissionClient, job: str, address: str | None, console
         with interrupting():
             details = follow(cluster, job, _show)
     except KeyboardInterrupt:
-        _tell(console, f"No longer following; the job continues. {_how_to_continue(job, address)}", "yellow")
+        _print(console, f"No longer following; the job continues. {_how_to_continue(job, address)}", "yellow")
         return STOPPED
     code = exit_code(details)
     if code == STOPPED:
-        _tell(console, f"The job {job} was stopped. Submitted again with the same run folder, it continues.", "yellow")
-    elif details.driver_exit_code is None and code:  # the command was never started, or its node died
-        _tell(console, f"The job {job} failed: {_first_line(details)}", "red")
+        _print(console, f"The job {job} was stopped. Submitted again with the same run folder, it continues.", "yellow")
+    elif details.driver_exit_code is None and code:
+        # The command was never started, or its node died.
+        _print(console, f"The job {job} failed: {_first_line(details)}", "red")
     elif code:
-        _tell(console, f"The job {job} ended with exit code {code}.", "red")
+        _print(console, f"The job {job} ended with exit code {code}.", "red")
     return code
 
 
@@ -125,9 +128,10 @@ def _show(text: str) -> None:
 
 
 def _how_to_continue(job: str, address: str | None) -> str:
-    where = ["--address", address] if address else []
-    words = (["raypfl", "logs", job, "--follow", *where], ["raypfl", "stop", job, *where])
-    return "Follow it: {}. Stop it: {}".format(*map(shlex.join, words))
+    options = ["--address", address] if address else []
+    follow_command = shlex.join(["raypfl", "logs", job, "--follow", *options])
+    stop_command = shlex.join(["raypfl", "stop", job, *options])
+    return f"Follow it: {follow_command}. Stop it: {stop_command}"
 
 
 def _first_line(details: JobDetails) -> str:
@@ -142,16 +146,20 @@ def _table(rows: Sequence[dict[str, Any]], width: int) -> Table:
 
 
 def _row(details: JobDetails) -> dict[str, Any]:
-    began, ended = details.start_time, details.end_time
+    start = details.start_time  # milliseconds
+    seconds = None
+    if start:
+        end = details.end_time or time.time() * 1000
+        seconds = (end - start) / 1000
     return {
         "job": details.submission_id,
         "status": details.status.value,
-        "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(began / 1000)) if began else "",
-        "seconds": None if not began else ((ended or time.time() * 1000) - began) / 1000,
+        "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(start / 1000)) if start else "",
+        "seconds": seconds,
         "exit_code": details.driver_exit_code,
         "command": details.entrypoint.removeprefix("exec python -m "),
     }
 
 
-def _tell(console: Console, text: str, colour: str = "") -> None:
+def _print(console: Console, text: str, colour: str = "") -> None:
     console.print(Text(text, colour), soft_wrap=True)

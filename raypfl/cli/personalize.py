@@ -1,4 +1,4 @@
-"""What `raypfl personalize` and `raypfl serve` do."""
+"""`raypfl personalize` and `raypfl serve`: models for new clients."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from raypfl.trained.new_clients import refuse_without_way
 from raypfl.trained.samples import samples_in
 
 TOKEN = "RAYPFL_TOKEN"
-LEAST = 16  # characters of a token
+SHORTEST_TOKEN = 16  # characters
 
 
 def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool) -> None:
-    """Make a model for a new client, write it, and print how long it took and how good it is."""
-    begin = time.perf_counter()
+    """Make a model for a new client, save it, and print its quality and the time that it took."""
+    start = time.perf_counter()
     models = TrainedModels.of_snapshot(*newest(run, whole=False))
     refuse_without_way(models.experiment.method)
     x, y = samples_in(data, models)
-    made = models.personalize(x, y, held_out)
-    file = made.save(out)
-    total = time.perf_counter() - begin
+    model = models.personalize(x, y, held_out)
+    file = model.save(out)
+    total = time.perf_counter() - start
     if as_json:
-        print(json.dumps({**made.facts, "total_seconds": total, "file": str(file)}, indent=2))
+        print(json.dumps({**model.facts, "total_seconds": total, "file": str(file)}, indent=2))
         return
     name = METHODS.name_of(type(models.experiment.method))
     lines = [
-        f"{name} made a model from {made.samples} samples in {made.seconds * 1e3:,.1f} ms "
+        f"{name} made a model from {model.samples} samples in {model.seconds * 1e3:,.1f} ms "
         f"({total:.1f} s with reading the run and writing the file)."
     ]
-    if made.held_out:
+    if model.held_out:
         metrics = models.measures.metrics
-        units = {name: Unit(metrics[name]) for name in made.metrics}
-        values = {name: unit.of([made.metrics[name]])[0] for name, unit in units.items()}
+        units = {name: Unit(metrics[name]) for name in model.metrics}
+        values = {name: unit.of([model.metrics[name]])[0] for name, unit in units.items()}
         reached = ", ".join(f"{unit.phrase} {unit.text(values[name])}{unit.sign}" for name, unit in units.items())
-        lines.append(f"On {made.held_out} held-out samples: {reached}.")
+        lines.append(f"On {model.held_out} held-out samples: {reached}.")
     else:
         lines.append("No samples were held out, so it was not tested.")
-    if made.epsilon is not None:
+    if model.epsilon is not None:
         privacy = models.experiment.privacy
-        lines.append(f"Privacy of one of the client's samples: epsilon {made.epsilon:.2f} at delta {privacy.delta:g}.")
+        lines.append(f"Privacy of one of the client's samples: epsilon {model.epsilon:.2f} at delta {privacy.delta:g}.")
     lines.append(f'Model: {file} ({file.stat().st_size / 1e3:,.0f} kB); in Python: raypfl.load_model("{file}")')
     Console().print(Text("\n".join(lines)), soft_wrap=True)
 
@@ -65,17 +65,20 @@ def serve(run: Path, host: str, port: int, replicas: int, megabytes: float, samp
         from raypfl.trained import service
     except ImportError as error:
         raise not_installed(f"raypfl serve needs Ray Serve ({error})", "ray[serve]", "serve") from error
-    given = os.environ.get(TOKEN)
-    if given is not None and len(given) < LEAST:
-        raise ConfigError(f"${TOKEN} has {len(given)} characters; a token needs {LEAST} or more, or leave it unset.")
-    token = given or secrets.token_urlsafe(32)
+
+    own_token = os.environ.get(TOKEN)
+    if own_token is not None and len(own_token) < SHORTEST_TOKEN:
+        raise ConfigError(
+            f"${TOKEN} has {len(own_token)} characters; a token needs {SHORTEST_TOKEN} or more, or leave it unset."
+        )
+    token = own_token or secrets.token_urlsafe(32)
     say = partial(Console().print, soft_wrap=True, highlight=False)
     if host not in ("127.0.0.1", "localhost", "::1"):
         say(Text(f"Whoever reaches {host} can try tokens, and traffic is not encrypted.", "yellow"))
     limits = service.Limits(megabytes, samples)
     with interrupting(), service.served(run, token, host, port, replicas, limits) as address:
         say(f"Serving {run} at {address}")
-        say(f"Token: {f'that of ${TOKEN}' if given else token}")
+        say(f"Token: that of ${TOKEN}" if own_token else f"Token: {token}")
         say(f'In Python: raypfl.RemoteRun("{address}", TOKEN).personalize(x, y)')
         say("Ctrl-C ends it.")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What `raypfl pretrain` does: trains a network on a pool, and says where its weights are."""
+"""`raypfl pretrain`: train a network on a pool, and print the file of its weights."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from raypfl.runs.pretraining import pretrain
 
 
 def carry_out(experiment: Experiment, quiet: bool, as_json: bool) -> None:
-    """Pretrain the experiment's network, record that in MLflow if it is new, and print the file of weights.
+    """Pretrain the experiment's network, record new training in MLflow, and print the file of weights.
 
     Raises
     ------
-    RaypflError : if it cannot be trained.
+    RaypflError : if the network cannot be trained.
     """
-    progress, console = Console(stderr=True), Console()
+    progress = Console(stderr=True)
+    console = Console()
 
-    def hear(event: Event) -> None:
+    def show_progress(event: Event) -> None:
         if isinstance(event, Progress) and not quiet:
             progress.print(Text(event.text, "dim"))
 
-    done = pretrain(experiment, hear)
-    if done.seconds is not None:
+    result = pretrain(experiment, show_progress)
+    if result.seconds is not None:
         try:
-            record_pretraining(experiment, done)
+            record_pretraining(experiment, result)
         except (quiet_mlflow().MlflowException, OSError) as error:
             warner(progress)(f"MLflow did not record it: {first_line(error)}")
     if as_json:
-        console.print_json(json.dumps({"weights": str(done.path), "loss": done.loss, "seconds": done.seconds}))
+        console.print_json(json.dumps({"weights": str(result.path), "loss": result.loss, "seconds": result.seconds}))
         return
-    how = "was there already" if done.seconds is None else f"trained in {done.seconds:.1f} s"
-    console.print(Text(f"{done.samples:,} samples of {experiment.model.pretrain}, mean loss {done.loss:.3f}, {how}"))
-    console.print(Text(f"model.weights={done.path}"), soft_wrap=True)
+    how = "was there already" if result.seconds is None else f"trained in {result.seconds:.1f} s"
+    console.print(
+        Text(f"{result.samples:,} samples of {experiment.model.pretrain}, mean loss {result.loss:.3f}, {how}")
+    )
+    console.print(Text(f"model.weights={result.path}"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What `raypfl run` and `raypfl resume` do: carry out runs one after another, then show the results."""
+"""`raypfl run` and `raypfl resume`: carry out runs one after another, then show the results."""
 
 from __future__ import annotations
 
@@ -45,15 +45,18 @@ class _Work:
 
     Attributes
     ----------
-    folder : of the run or of the comparison. runs : the folder of each run, and what is run there.
-    tried : recipe or file, and the assignments that changed it. tags : for MLflow.
-    changes : assignments that this resume was given, and the next one needs.
-    command : of raypfl, which is suggested again. baseline : the method that others are compared with.
+    folder : folder of the run or of the comparison.
+    runs : folder -> experiment of each run.
+    words : the recipe or file, and the assignments that changed it.
+    tags : tags of the runs in MLflow.
+    changes : assignments of this resume, which the next one needs too.
+    command : name of the command, which is suggested again.
+    baseline : method that the others are compared with.
     """
 
     folder: Path
     runs: Mapping[Path, Experiment]
-    tried: Sequence[str]
+    words: Sequence[str]
     tags: Mapping[str, str] = field(default_factory=dict)
     changes: Sequence[str] = ()
     command: str = "run"
@@ -61,7 +64,7 @@ class _Work:
 
     @classmethod
     def of(cls, comparison: ComparisonFolder, changes: Sequence[str]) -> _Work:
-        """The runs of a comparison, with ``dotted.key=value`` changes."""
+        """Return the runs of a comparison, with ``dotted.key=value`` changes."""
         folders = [folder.absolute() for folder in comparison.folders]
         runs = dict(zip(folders, comparison.experiments(changes), strict=True))
         words = last_of_each([*comparison.words, *changes])
@@ -72,30 +75,32 @@ class _Work:
         return len(self.runs) > 1
 
     @property
-    def left(self) -> dict[Path, Experiment]:
-        """The runs that are not finished as described."""
-        return {
-            folder: one
-            for folder, one in self.runs.items()
-            if not is_finished(folder) or ends_later(one, description(folder))
-        }
+    def unfinished(self) -> dict[Path, Experiment]:
+        """The runs that are not finished, or finished before the round in which they should end now."""
+        unfinished = {}
+        for folder, experiment in self.runs.items():
+            if not is_finished(folder) or ends_later(experiment, description(folder)):
+                unfinished[folder] = experiment
+        return unfinished
 
     @property
-    def has_begun(self) -> bool:
-        """Whether there is a checkpoint to continue from; an error of the location must not hide that of the run."""
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint to continue from."""
+        # Asked while an error of a run is reported, which an error of the checkpoints' location must not hide.
         with suppress(CheckpointError):
-            return any(rounds_saved(folder, one) for folder, one in self.runs.items())
+            return any(rounds_saved(folder, experiment) for folder, experiment in self.runs.items())
         return False
 
     @property
     def to_continue(self) -> str:
-        """The command that continues it, announced as such."""
-        return "To continue: " + shlex.join(["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes])
+        """Sentence with the command that continues the work."""
+        command = ["raypfl", "resume", str(outcome.nearby(self.folder)), *self.changes]
+        return f"To continue: {shlex.join(command)}"
 
 
 def run_experiments(
     planned: Sequence[Experiment],
-    tried: Sequence[str],
+    words: Sequence[str],
     run_dir: Path | None,
     quiet: bool,
     as_json: bool,
@@ -106,29 +111,37 @@ def run_experiments(
 
     Parameters
     ----------
-    tried : the recipe or file, and the assignments that changed it.
-    run_dir : the folder; what has begun there continues, if it is the same. None: a new one in ``output``.
-    quiet : show no progress. as_json : print the results for programs. command : of raypfl, which is suggested again.
-    baseline : the method that the others are compared with; None: the best one.
+    words : the recipe or file, and the assignments that changed it.
+    run_dir : folder, in which the same run or comparison continues if it was started; None: a new folder in ``output``.
+    quiet : show no progress.
+    as_json : print the results as JSON.
+    command : name of the command, which is suggested again.
+    baseline : method that the others are compared with; None: the best one.
 
     Raises
     ------
-    Stopped : if it was interrupted; the text says how to continue.
-    RaypflError : if a run is refused, or fails.
+    Stopped : on an interruption; the message says how to continue.
+    RaypflError : if a run is refused or fails.
     """
     if baseline:
         find_label(labels(planned), baseline)
-    tags = {"recipe": tried[0]}
-    if run_dir is not None and (begun := _begun(run_dir, planned)):
-        _carry_out(replace(begun, tried=tried, tags=tags, command=command, baseline=baseline), quiet, as_json)
+    tags = {"recipe": words[0]}
+
+    started = None if run_dir is None else _started(run_dir, planned)
+    if started:
+        _carry_out(replace(started, words=words, tags=tags, command=command, baseline=baseline), quiet, as_json)
         return
+
     if len(planned) > 1:
-        comparison = ComparisonFolder.new(planned, tried, run_dir)
-        work, forget = _Work.of(comparison, []), comparison.forget_unbegun
+        comparison = ComparisonFolder.new(planned, words, run_dir)
+        work = _Work.of(comparison, [])
+        forget = comparison.forget_unbegun
     else:
         folder = (run_dir or new_folder(planned[0])).absolute()
         write_description(folder, planned[0])
-        work, forget = _Work(folder, {folder: planned[0]}, tried, tags), partial(forget_unbegun, folder)
+        work = _Work(folder, {folder: planned[0]}, words, tags)
+        forget = partial(forget_unbegun, folder)
+
     try:
         _carry_out(replace(work, command=command, baseline=baseline), quiet, as_json)
     except Refused:
@@ -136,26 +149,32 @@ def run_experiments(
         raise
 
 
-def _begun(folder: Path, planned: Sequence[Experiment]) -> _Work | None:
-    """What is left of these runs in the folder where they were started; None if the folder has no runs yet.
+def _started(folder: Path, planned: Sequence[Experiment]) -> _Work | None:
+    """Return the work to continue in a folder where these runs were started; None if the folder has no runs yet.
 
     Raises
     ------
-    ConfigError : if it has others.
+    ConfigError : if the folder has other runs.
     """
     comparison = ComparisonFolder.load(folder)
     if comparison is None and not (folder / RECIPE).exists():
         return None
-    there = len(comparison.runs) if comparison else 1
-    if there != len(planned):
-        kinds = [f"a comparison of {count} runs" if count > 1 else "a single run" for count in (there, len(planned))]
-        raise ConfigError(f"{folder} has {kinds[0]}, and this command {kinds[1]}. Name another folder.")
-    folders = comparison.folders if comparison else [folder]
-    asked = with_checkpoints_apart(planned, folder) if comparison else planned
-    for one, inside in zip(asked, folders, strict=True):
-        refuse_another(inside, one, description(inside))
-    changes = harmless_changes(planned[0], description(folders[0]))
+
+    count = len(comparison.runs) if comparison else 1
+    if count != len(planned):
+        problem = f"{folder} has {_counted(count)}, and this command {_counted(len(planned))}."
+        raise ConfigError(f"{problem} Name another folder.")
+
+    run_folders = comparison.folders if comparison else [folder]
+    requested = with_checkpoints_apart(planned, folder) if comparison else planned
+    for experiment, run_folder in zip(requested, run_folders, strict=True):
+        refuse_another(run_folder, experiment, description(run_folder))
+    changes = harmless_changes(planned[0], description(run_folders[0]))
     return _work(folder, comparison, changes)
+
+
+def _counted(runs: int) -> str:
+    return f"a comparison of {runs} runs" if runs > 1 else "a single run"
 
 
 def resume_folder(
@@ -173,14 +192,14 @@ def continue_as_new(
 ) -> None:
     """Continue a run after a round as a new run, with ``dotted.key=value`` changes. Raises as `run_experiments` does.
 
-    The run that is continued stays as it is.
+    The old run stays unchanged.
     """
     with continued(folder, round, new_folder, changes) as folder:
         _carry_out(_work(folder, None, []), quiet, as_json)
 
 
 def _work(folder: Path, comparison: ComparisonFolder | None, changes: Sequence[str]) -> _Work:
-    """The run or comparison that is in a folder, with ``dotted.key=value`` changes."""
+    """Return the run or comparison in a folder, with ``dotted.key=value`` changes."""
     if comparison:
         return _Work.of(comparison, changes)
     planned = {folder.absolute(): resumed(folder, changes)}
@@ -188,23 +207,27 @@ def _work(folder: Path, comparison: ComparisonFolder | None, changes: Sequence[s
 
 
 def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
-    """Carry out the runs that are left, then show the results there are, even if a run fails."""
+    """Carry out the unfinished runs, then show all results, even if a run fails."""
     progress = Console(stderr=True)
-    planned, left = list(work.runs.values()), work.left
+    planned = list(work.runs.values())
+    unfinished = work.unfinished
     lines = lines_for(planned)
     for line, folder in zip(lines, work.runs, strict=True):
-        if folder not in left:
-            line.status, line.round = "finished", line.rounds
+        if folder not in unfinished:
+            line.status = "finished"
+            line.round = line.rounds
+
     results: list[RunResult] = []
     name = planned[0].name if work.is_comparison else None
     kept_in = work.folder if work.is_comparison else None
     tracking = MLflowListener(name, tags=work.tags, warn=warner(progress), kept_in=kept_in)
+
     with interrupting(), message_if_killed(work.to_continue), tracking as tracked:
         trackers = tracked.for_each(planned)
         try:
-            with view(progress, lines, quiet) as shown, _session(list(left.values()), shown.listener(0)):
+            with view(progress, lines, quiet) as shown, _session(list(unfinished.values()), shown.listener(0)):
                 for i, folder in enumerate(work.runs):
-                    if folder in left:
+                    if folder in unfinished:
                         listeners: list[Listener] = [shown.listener(i), trackers[i]]
                         results.append(runs.resume(folder, listeners=listeners, overrides=work.changes))
                     else:
@@ -212,13 +235,14 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
                     if results[-1].status == "stopped":
                         raise KeyboardInterrupt
             if work.changes and (comparison := ComparisonFolder.load(work.folder)):
-                comparison.write(work.tried)
-        except KeyboardInterrupt:  # also before the first round, between two runs, or a second one
+                comparison.write(work.words)
+        except KeyboardInterrupt:
+            # A Ctrl-C before the first round, between two runs, or a second one arrives here directly.
             raise Stopped(f"Stopped. {_unfinished(work, results)}") from None
         except Refused:
             raise
         except RaypflError as error:
-            if not results and not work.has_begun:
+            if not results and not work.has_checkpoint:
                 raise
             raise RaypflError(f"{error}\n{_unfinished(work, results)}") from error
         finally:
@@ -227,76 +251,83 @@ def _carry_out(work: _Work, quiet: bool, as_json: bool) -> None:
 
 
 @contextmanager
-def _session(left: Sequence[Experiment], listener: Listener) -> Iterator[None]:
-    """Within: several runs share a session, after a check that would refuse any of them."""
-    if len(left) < 2:
+def _session(experiments: Sequence[Experiment], listener: Listener) -> Iterator[None]:
+    """Let several runs share a session, after all of them have been checked."""
+    if len(experiments) < 2:
         yield
         return
-    runs.check(left, listeners=[listener])
-    with runs.session(left[0], listeners=[listener]):
+    runs.check(experiments, listeners=[listener])
+    with runs.session(experiments[0], listeners=[listener]):
         yield
 
 
 def _unfinished(work: _Work, results: Sequence[RunResult]) -> str:
-    """How many runs are finished, and the command that continues."""
+    """Say how many runs are finished, and how to continue."""
     if not work.is_comparison:
         return work.to_continue
     finished = sum(result.status == "finished" for result in results)
-    before = sum(result.status == "finished" for result in _not_reached(work, results))
-    changed = f" with {shlex.join(work.changes)}; of {before}, there are the earlier results" if before else ""
+    finished_before = sum(result.status == "finished" for result in _not_reached(work, results))
+    changed = ""
+    if finished_before:
+        changed = f" with {shlex.join(work.changes)}; of {finished_before}, there are the earlier results"
     return f"{finished} of {len(work.runs)} runs are finished{changed}. {work.to_continue}"
 
 
 def _not_reached(work: _Work, results: Sequence[RunResult]) -> list[RunResult]:
-    """What the runs after those with these results have of an earlier time."""
-    found = []
+    """Return earlier results of the runs that this command has not reached."""
+    earlier = []
     for folder in [*work.runs][len(results) :]:
         with suppress(NoRun):
-            found.append(RunResult.load(folder))
-    return [result for result in found if result.status != "failed"]
+            earlier.append(RunResult.load(folder))
+    return [result for result in earlier if result.status != "failed"]
 
 
 def _report(work: _Work, results: Sequence[RunResult], tracked: MLflowListener, as_json: bool) -> None:
+    """Draw, track and print the results, with those of runs that were finished before."""
     is_complete = len(results) == len(work.runs) and results[-1].status == "finished"
     results = [*results, *_not_reached(work, results)]
-    judged = [result for result in results if result.evaluations.num_rows]
-    pictures = _pictures(work.folder, results, judged, warner(Console(stderr=True)))
-    for drawn in pictures.values():
-        tracked.attach(drawn)
-    baseline = _baseline(work, judged)
-    if judged:  # also runs that were finished before a comparison was interrupted
+    evaluated = [result for result in results if result.evaluations.num_rows]
+
+    pictures = _pictures(work.folder, results, evaluated, warner(Console(stderr=True)))
+    for picture in pictures.values():
+        tracked.attach(picture)
+
+    baseline = _baseline(work, evaluated)
+    if evaluated:
         tracked.describe(
-            comparison_description(judged, baseline), comparison_metrics(judged, baseline), comparison_scores(judged)
+            comparison_description(evaluated, baseline),
+            comparison_metrics(evaluated, baseline),
+            comparison_scores(evaluated),
         )
     if as_json:
         print(json.dumps(outcome.as_json(results, pictures, baseline), indent=2))
     else:
         mlflow = how_to_view(results[0].experiment, tracked.experiment_id)
-        tried = work.tried if is_complete else ()
-        outcome.show(Console(), results, pictures, tried, work.folder, mlflow, work.command, baseline)
+        words = work.words if is_complete else ()
+        outcome.show(Console(), results, pictures, words, work.folder, mlflow, work.command, baseline)
 
 
-def _baseline(work: _Work, judged: Sequence[RunResult]) -> str | None:
-    """The label of the baseline; None before it has run: methods are then compared with the best."""
+def _baseline(work: _Work, evaluated: Sequence[RunResult]) -> str | None:
+    """Return the label of the baseline; None before it has run, since methods are then compared with the best."""
     if work.baseline is None:
         return None
     with suppress(ConfigError):
-        return find_label(labels([result.experiment for result in judged]), work.baseline)
+        return find_label(labels([result.experiment for result in evaluated]), work.baseline)
     return None
 
 
 def _pictures(
-    folder: Path, results: Sequence[RunResult], judged: Sequence[RunResult], warn: Callable[[str], None]
+    folder: Path, results: Sequence[RunResult], evaluated: Sequence[RunResult], warn: Callable[[str], None]
 ) -> dict[str, Path]:
-    """The pictures that were drawn, by their headings."""
+    """Draw the pictures of the results, and return them by heading."""
     # Matplotlib takes a second, which an error need not wait for.
     from raypfl.results import drawing, latent_picture, logged_picture
     from raypfl.trained import descriptor_picture
 
     pictures = {}
     try:
-        if judged:
-            pictures["Picture"] = drawing.draw(judged, folder / "picture.png")
+        if evaluated:
+            pictures["Picture"] = drawing.draw(evaluated, folder / "picture.png")
         if latent_picture.shown(results):
             pictures["Latent space"] = latent_picture.draw(results, folder / "picture-latent.png")
         if logged_picture.shown(results):

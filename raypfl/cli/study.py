@@ -1,4 +1,4 @@
-"""What `raypfl study` does: plan the cells, run those that are left, show the table."""
+"""`raypfl study`: plan the cells, run the unfinished ones, show the table."""
 
 from __future__ import annotations
 
@@ -36,18 +36,20 @@ FILES = ("table.md", "table.tex", "table.csv", "table.parquet", "cells.parquet",
 
 
 def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quiet: bool, as_json: bool) -> None:
-    """Run the cells of a study that are left, then show the table, even if the study is stopped or some cells fail.
+    """Run the unfinished cells of a study, then show the table, even if the study is stopped or some cells fail.
 
     Parameters
     ----------
-    source : name or file of the study. only : labels that choose cells, see :func:`raypfl.studies.cells.select`.
-    assignments : ``dotted.key=value``, rounds and seeds among them.
-    quiet : show no progress. as_json : print the entries for programs.
+    source : name or file of the study.
+    only : labels that select cells, see :func:`raypfl.studies.cells.select`.
+    assignments : ``dotted.key=value``, including rounds and seeds.
+    quiet : show no progress.
+    as_json : print the entries as JSON.
 
     Raises
     ------
     ConfigError : before anything runs, if the study, a label or an assignment is wrong.
-    Stopped : if it was interrupted; the text says how to continue.
+    Stopped : on an interruption; the message says how to continue.
     RaypflError : if cells failed.
     """
     study, reference = load(source)
@@ -56,14 +58,22 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
     published = _published(reference, assignments)
     study = study.model_copy(update={"choices": choices_with_values(study, cells)})
     _refuse_missing_data([cell for cell in cells if not is_finished(cell.folder)])
+
     folder = Path(cells[0].experiment.output).absolute() / study.name
-    words = ["raypfl", "study", source, *assignments, *(["--only", ",".join(only)] if only else [])]
-    to_continue = f"To continue: {shlex.join(words)}"
+    command = ["raypfl", "study", source, *assignments]
+    if only:
+        command += ["--only", ",".join(only)]
+    to_continue = f"To continue: {shlex.join(command)}"
     progress = Console(stderr=True)
     tracking = MLflowListener(study.name, tags={"study": study.name}, warn=warner(progress), kept_in=folder)
+
     with interrupting(), message_if_killed(to_continue), tracking as tracked:
         outcomes = _run(cells, tracked, progress, quiet)
-        results = {i: RunResult.load(cells[i].folder) for i, one in enumerate(outcomes) if one.status == FINISHED}
+        results = {}
+        for i, outcome in enumerate(outcomes):
+            if outcome.status == FINISHED:
+                results[i] = RunResult.load(cells[i].folder)
+
         if results:
             measured = table_entries(study, reference, cells, results)
             departures = deviations(reference, study, cells, published, results)
@@ -73,6 +83,7 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
             tracked.describe(page)
             for name in FILES:
                 tracked.attach(folder / name)
+
             if as_json:
                 table = {"entries": entry_rows(measured), "deviations": departures}
                 print(json.dumps({"study": study.name, "folder": str(folder), **table}, indent=2))
@@ -82,37 +93,40 @@ def run_study(source: str, only: Sequence[str], assignments: Sequence[str], quie
 
 
 def _published(reference: Study, assignments: Sequence[str]) -> list[StudyCell]:
-    """The cells as the study's file has them; with the assignments if it has none without them, as for a data set
-    whose folder is named on the command line."""
+    """Return the cells as published, without assignments if possible."""
     try:
         return plan(reference)
     except ConfigError:
+        # The study may need an assignment, such as a data set's folder, to have any cells.
         return plan(reference, assignments)
 
 
 def _refuse_missing_data(cells: Sequence[StudyCell]) -> None:
     """Raise a ConfigError, with a sentence for each data set that cannot be read, before any cell runs."""
-    readers: dict[str, list[StudyCell]] = {}
+    cells_by_data: dict[str, list[StudyCell]] = {}
     for cell in cells:
-        readers.setdefault(str(cell.experiment.data), []).append(cell)
+        cells_by_data.setdefault(str(cell.experiment.data), []).append(cell)
 
-    problems: dict[str, list[StudyCell]] = {}
-    for those in readers.values():
-        experiment = those[0].experiment
+    cells_by_problem: dict[str, list[StudyCell]] = {}
+    for same_data in cells_by_data.values():
+        experiment = same_data[0].experiment
         try:
             load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         except Refused as error:
-            problems.setdefault(str(error), []).extend(those)
+            cells_by_problem.setdefault(str(error), []).extend(same_data)
 
-    if problems:
-        lines = [f"{_counted(those, cells)} cannot run. {problem}" for problem, those in problems.items()]
+    if cells_by_problem:
+        lines = []
+        for problem, affected in cells_by_problem.items():
+            lines.append(f"{_counted(affected, cells)} cannot run. {problem}")
         hint = "datasets.NAME=FOLDER says where a data set lies, and --only chooses what has data."
         raise ConfigError("\n".join([*lines, hint]))
 
 
-def _counted(some: Sequence[StudyCell], cells: Sequence[StudyCell]) -> str:
-    blocks = ", ".join(dict.fromkeys(cell.down for cell in some if cell.down))
-    return f"{len(some)} of {len(cells)} cells" + (f" ({blocks})" if blocks else "")
+def _counted(affected: Sequence[StudyCell], cells: Sequence[StudyCell]) -> str:
+    count = f"{len(affected)} of {len(cells)} cells"
+    blocks = ", ".join(dict.fromkeys(cell.down for cell in affected if cell.down))
+    return f"{count} ({blocks})" if blocks else count
 
 
 def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console, quiet: bool) -> list[CellOutcome]:
@@ -120,7 +134,9 @@ def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console,
     lines = [RunLine(cell.label, cell.experiment.rounds, colour(methods.index(cell.method))) for cell in cells]
     for line, cell in zip(lines, cells, strict=True):
         if is_finished(cell.folder):
-            line.status, line.round = FINISHED, line.rounds
+            line.status = FINISHED
+            line.round = line.rounds
+
     trackers = [tracked.beside({"cell": cell.label}) for cell in cells]
     try:
         with view(progress, lines, quiet) as shown:
@@ -131,7 +147,8 @@ def _run(cells: Sequence[StudyCell], tracked: MLflowListener, progress: Console,
                 trackers[cell](event)
 
             return run(cells, listen)
-    except KeyboardInterrupt:  # between two cells, or a second one
+    except KeyboardInterrupt:
+        # A Ctrl-C between two cells, or a second one.
         return [CellOutcome(FINISHED if is_finished(cell.folder) else STOPPED) for cell in cells]
 
 
@@ -158,8 +175,13 @@ def _show(
 
 
 def _raise_for(outcomes: Sequence[CellOutcome], cells: Sequence[StudyCell], to_continue: str) -> None:
-    failed = [f"{cell.label}: {one.error}" for cell, one in zip(cells, outcomes, strict=True) if one.status == FAILED]
-    finished = sum(one.status == FINISHED for one in outcomes)
+    """Raise an error if cells failed or were stopped."""
+    failed = []
+    for cell, outcome in zip(cells, outcomes, strict=True):
+        if outcome.status == FAILED:
+            failed.append(f"{cell.label}: {outcome.error}")
+
+    finished = sum(outcome.status == FINISHED for outcome in outcomes)
     summary = f"{finished} of {len(outcomes)} cells are finished. {to_continue}"
     if failed:
         raise RaypflError("\n".join([*failed, summary]))

@@ -149,9 +149,9 @@ class Study(_StudyPart):
 
 
 def load(source: str) -> tuple[Study, Study]:
-    """Load a study, by name or from a file ending in ``.yaml``, and the study whose published table it is compared with.
+    """Load a study, by name or from a file ending in ``.yaml``, and the study with the published table.
 
-    The second is the study itself or, if its file extends another study and has no published table, that other study.
+    The second is the study itself or, if it has no published table and extends another study, that other study.
 
     Raises
     ------
@@ -186,9 +186,16 @@ def merged(base: Any, change: Any) -> Any:
     """Return `base` with a change: mappings are merged key by key, and None removes a key."""
     if not isinstance(change, Mapping):
         return change
-    under = {"name": base} if isinstance(base, str) else base if isinstance(base, Mapping) else {}
-    over = {key: merged(under.get(key), value) for key, value in change.items()}
-    return {key: value for key, value in {**under, **over}.items() if value is not None}
+    if isinstance(base, str):
+        # A component given by its name.
+        base = {"name": base}
+    elif not isinstance(base, Mapping):
+        base = {}
+
+    result = dict(base)
+    for key, value in change.items():
+        result[key] = merged(base.get(key), value)
+    return {key: value for key, value in result.items() if value is not None}
 
 
 def is_source(pool: Any) -> bool:
