@@ -1,4 +1,4 @@
-"""What `raypfl ntk` does: say what the kernel's analyses have found of runs, after running them if need be."""
+"""`raypfl ntk`: show what the analyses of the neural tangent kernel find in runs, after running them if necessary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypfl.analysis.flntk import DIAGNOSIS, FLNTK, REPORT, observed_errors
 from raypfl.analysis.ntk import NTK
 from raypfl.cli.run import run_experiments
 from raypfl.common.errors import ConfigError
-from raypfl.experiment import experiments
+from raypfl.experiment import Experiment, experiments
 from raypfl.experiment.recipes import settings_of
 from raypfl.results.display import outcome
 from raypfl.runs.folders import ComparisonFolder, new_folder
@@ -25,23 +25,25 @@ from raypfl.trained.kernels import of_checkpoints
 
 
 def ntk(source: str, changes: Sequence[str], quiet: bool, as_json: bool) -> None:
-    """Say what the analyses `flntk` and `ntk` have found of a run, a comparison, or a recipe, which is run first.
+    """Show what the analyses `flntk` and `ntk` find in a run, a comparison, or a recipe, which is run first.
 
-    For a run without them, kernels are computed from its checkpoints.
+    For a run without these analyses, kernels are computed from its checkpoints.
 
     Raises
     ------
-    ConfigError : if a folder has no run, or no kernel can be computed of it.
+    ConfigError : if a folder has no run, or no kernel can be computed from it.
     """
     folder = Path(source)
     if folder.is_dir():
         _show(source, changes, as_json)
         return
+
     if len(folder.parts) > 1 and not folder.suffix:
         raise ConfigError(f"There is no folder {source}; name a run's folder, a recipe or a file that ends in .yaml.")
     planned = experiments(settings_of(source), changes)
-    if not any(isinstance(one, FLNTK | NTK) for run in planned for one in run.analyses):
-        planned = [run.replace(analyses=[*run.analyses, "ntk"]) for run in planned]
+    if not any(_has_kernel_analysis(experiment) for experiment in planned):
+        planned = [experiment.replace(analyses=[*experiment.analyses, "ntk"]) for experiment in planned]
+
     folder = new_folder(planned[0])
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         run_experiments(planned, [source, *changes], folder, quiet, as_json=False, command="ntk")
@@ -59,43 +61,59 @@ def _show(source: str, changes: Sequence[str], as_json: bool) -> None:
     comparison = ComparisonFolder.load(folder)
     if not comparison and not (folder / RECIPE).exists():
         raise ConfigError(f"{source} is neither the folder of a run or comparison nor a recipe.")
-    results = [RunResult.load(one) for one in (comparison.folders if comparison else [folder])]
-    told, lines = {}, []
+
+    run_folders = comparison.folders if comparison else [folder]
+    results = [RunResult.load(run_folder) for run_folder in run_folders]
+    findings = {}
+    lines_by_run = []
     for result in results:
         run = str(outcome.nearby(result.run_dir))
-        if not changes and any(isinstance(one, FLNTK | NTK) for one in result.experiment.analyses):
-            told[run] = _found(result)
-            lines.append(outcome.findings(result))
+        if not changes and _has_kernel_analysis(result.experiment):
+            findings[run] = _findings(result)
+            lines_by_run.append(outcome.findings(result))
         else:
             analyses = result.experiment.override(changes).analyses
-            own = next((one for one in analyses if isinstance(one, NTK)), NTK())
-            told[run] = {"checkpoints": of_checkpoints(result, own)}
-            lines.append([_line(row) for row in told[run]["checkpoints"]])
-            if len(lines[-1]) < 2:
-                lines[-1].append(
+            analysis = next((analysis for analysis in analyses if isinstance(analysis, NTK)), NTK())
+            rows = of_checkpoints(result, analysis)
+            findings[run] = {"checkpoints": rows}
+
+            lines = [_line(row) for row in rows]
+            if len(lines) < 2:
+                lines.append(
                     "Two checkpoints or more show how the kernel moves and why: run with checkpoint.every=5 "
                     "checkpoint.keep=100, or `raypfl ntk RECIPE`."
                 )
+            lines_by_run.append(lines)
+
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(findings, indent=2))
     else:
-        outcome.show_findings(Console(), results, lines)
+        outcome.show_findings(Console(), results, lines_by_run)
 
 
-def _found(result: RunResult) -> dict[str, Any]:
-    """What the analyses of a run have written, by analysis."""
-    found: dict[str, Any] = {}
-    for one in result.experiment.analyses:
-        if isinstance(one, FLNTK | NTK):
-            name, folder = ANALYSES.name_of(type(one)), analysis_folder(result.run_dir, one)
-            files = [file for name in (REPORT, DIAGNOSIS) if (file := folder / name).exists()]
-            found[name] = {file.stem: json.loads(file.read_text()) for file in files}
-            if isinstance(one, FLNTK):
-                found[name]["observed"] = observed_errors(folder, result.round)
-    return found
+def _has_kernel_analysis(experiment: Experiment) -> bool:
+    return any(isinstance(analysis, FLNTK | NTK) for analysis in experiment.analyses)
+
+
+def _findings(result: RunResult) -> dict[str, Any]:
+    """Return what the kernel's analyses of a run have written, by analysis."""
+    findings: dict[str, Any] = {}
+    for analysis in result.experiment.analyses:
+        if not isinstance(analysis, FLNTK | NTK):
+            continue
+        folder = analysis_folder(result.run_dir, analysis)
+        contents: dict[str, Any] = {}
+        for file in (folder / REPORT, folder / DIAGNOSIS):
+            if file.exists():
+                contents[file.stem] = json.loads(file.read_text())
+        if isinstance(analysis, FLNTK):
+            contents["observed"] = observed_errors(folder, result.round)
+        findings[ANALYSES.name_of(type(analysis))] = contents
+    return findings
 
 
 def _line(row: Mapping[str, float]) -> str:
+    """Describe the kernel of a checkpoint in a line."""
     numbers = [f"largest eigenvalue {row['largest']:.3g} ({row['largest_share']:.0%} of the sum of all)"]
     if "least" in row:
         numbers.append(f"least {row['least']:.3g}")

@@ -1,4 +1,4 @@
-"""What `raypfl tune` does: runs what is left of a sweep, and shows what it found."""
+"""`raypfl tune`: run a sweep or continue it, and show its trials."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ from raypfl.results.display.fitting import fit_table, output
 from raypfl.results.display.outcome import nearby
 from raypfl.runs.result import RunResult, events_of
 
-MOST_LINES = 20
-"""Trials that a table shows."""
+MOST_ROWS = 20
+"""Largest number of trials in a table."""
 
 
 def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: bool) -> None:
-    """Run a sweep, or continue one, and show its trials, the best first.
+    """Run a sweep or continue it, and show its trials, best first.
 
     Raises
     ------
-    ConfigError : before anything runs, if something in the sweep is wrong.
-    Stopped : if it was interrupted; the text says how to continue.
+    ConfigError : before anything runs, if the sweep has a mistake.
+    Stopped : on an interruption; the message says how to continue.
     RaypflError : if no trial has a value.
     """
     sweep = load(source, assignments)
     folder = sweep.folder
     progress = Console(stderr=True)
-    again = shlex.join(["raypfl", "tune", source, *assignments])
+    command = shlex.join(["raypfl", "tune", source, *assignments])
+    to_continue = f"To continue: {command}"
     tracked = MLflowListener(sweep.name, tags={"sweep": sweep.name}, warn=warner(progress), kept_in=folder)
-    with interrupting(), message_if_killed(f"To continue: {again}"), tracked:
+
+    with interrupting(), message_if_killed(to_continue), tracked:
         children: dict[tuple[str, int], MLflowListener] = {}
 
         def hear(trial: str, seed: int, event: Event) -> None:
@@ -61,13 +63,15 @@ def carry_out(source: str, assignments: Sequence[str], quiet: bool, as_json: boo
         for file in outcome.files:
             tracked.attach(file)
         tracked.conclude(outcome.status)
+
     if as_json:
         print(json.dumps({"sweep": sweep.name, "folder": str(folder), "trials": outcome.rows()}, indent=2))
     else:
         _print(outcome)
+
     if not outcome.is_complete:
-        done = sum(trial.has_ended for trial in outcome.trials)
-        raise Stopped(f"Stopped. {done} of {len(outcome.trials)} trials have ended. To continue: {again}")
+        ended = sum(trial.has_ended for trial in outcome.trials)
+        raise Stopped(f"Stopped. {ended} of {len(outcome.trials)} trials have ended. {to_continue}")
     if outcome.best is None:
         errors = dict.fromkeys(trial.error for trial in outcome.trials if trial.error)
         raise RaypflError("\n".join(["No trial of the sweep was evaluated.", *errors]))
@@ -85,12 +89,13 @@ def _searched(sweep: Sweep, progress: Console, quiet: bool, hear: TrialListener)
 
 
 def _lines(progress: Console, quiet: bool) -> Callable[[SweepResult], None]:
-    told: set[str] = set()
+    """Return a function that prints a line for each trial as it ends, for where there is no terminal."""
+    printed: set[str] = set()
 
     def show(outcome: SweepResult) -> None:
         for trial in outcome.trials:
-            if trial.has_ended and trial.name not in told and not quiet:
-                told.add(trial.name)
+            if trial.has_ended and trial.name not in printed and not quiet:
+                printed.add(trial.name)
                 values = ", ".join(f"{name} {_number(outcome, trial, name)}" for name in trial.values)
                 progress.print(Text(f"trial {trial.name}: {trial.status} after round {trial.round}  {values}"))
 
@@ -102,15 +107,18 @@ def _running_first(outcome: SweepResult) -> list[Trial]:
 
 
 def _table(width: int, outcome: SweepResult, trials: Sequence[Trial]) -> tuple[Table, list[str]]:
-    """At most that wide, and the settings that are left out for that."""
-    shown, rows = trials[:MOST_LINES], {row["trial"]: row for row in outcome.rows()}
-    metrics = {
-        f"{_broken(name)}{' (%)' if unit.sign else ''}": [
-            _number(outcome, trial, name).removesuffix(" %") for trial in shown
-        ]
-        for name, unit in outcome.units.items()
-    }
-    settings = {_broken(key): [_short(rows[trial.name][key]) for trial in shown] for key in outcome.searched}
+    """Return a table of at most `width` characters, and the settings that it leaves out for that."""
+    shown = trials[:MOST_ROWS]
+    rows = {row["trial"]: row for row in outcome.rows()}
+
+    metrics = {}
+    for name, unit in outcome.units.items():
+        heading = _in_two_lines(name)
+        if unit.sign:
+            heading += " (%)"
+        metrics[heading] = [_number(outcome, trial, name).removesuffix(" %") for trial in shown]
+    settings = {_in_two_lines(key): [_short(rows[trial.name][key]) for trial in shown] for key in outcome.searched}
+
     columns = {
         "trial": [trial.name for trial in shown],
         "": [trial.error or trial.status for trial in shown],
@@ -119,7 +127,8 @@ def _table(width: int, outcome: SweepResult, trials: Sequence[Trial]) -> tuple[T
         **settings,
     }
     table, left_out = fit_table(width, columns, [*reversed(settings)], right=["round", *metrics, *settings])
-    table.title, table.title_justify = f"{outcome.sweep.name}: {len(outcome.trials)} trials", "left"
+    table.title = f"{outcome.sweep.name}: {len(outcome.trials)} trials"
+    table.title_justify = "left"
     return table, [heading.replace("\n", "") for heading in left_out]
 
 
@@ -127,32 +136,42 @@ def _print(outcome: SweepResult) -> None:
     console = output()
     table, left_out = _table(console.width, outcome, outcome.ranked)
     console.print(table)
+
     if left_out:
         names = ", ".join(reversed(left_out))
         console.print(Text(f"A wider terminal has room for more columns: {names}.", "dim"), soft_wrap=True)
-    if len(outcome.trials) > MOST_LINES:
-        console.print(Text(f"The {MOST_LINES} best of {len(outcome.trials)} trials.", "dim"))
-    if missing := outcome.never_drawn:
-        console.print(Text(f"Never drawn: {', '.join(missing)}. More trials would try them.", "dim"), soft_wrap=True)
+    if len(outcome.trials) > MOST_ROWS:
+        console.print(Text(f"The {MOST_ROWS} best of {len(outcome.trials)} trials.", "dim"))
+    if outcome.never_drawn:
+        values = ", ".join(outcome.never_drawn)
+        console.print(Text(f"Never drawn: {values}. More trials would try them.", "dim"), soft_wrap=True)
+
     for file in outcome.files:
         console.print(Text(str(nearby(file))), soft_wrap=True)
-    if changes := outcome.changes:
-        console.print(Text("\n".join([f"{BEST}:", *changes]), "yellow"), soft_wrap=True)
+    if outcome.changes:
+        console.print(Text("\n".join([f"{BEST}:", *outcome.changes]), "yellow"), soft_wrap=True)
     if outcome.best is not None:
         console.print(Text(f"Try next: raypfl report {nearby(outcome.folder)}"), soft_wrap=True)
         console.print(Text(f"          raypfl run {nearby(outcome.folder / BEST)}"), soft_wrap=True)
 
 
-def _broken(name: str) -> str:
-    """The name of a metric or setting in two lines, such as ``training.`` and ``lr``."""
+def _in_two_lines(name: str) -> str:
+    """Break the name of a metric or setting into two lines, such as ``training.`` and ``lr``."""
     return re.sub(r"([./])(?=[^./]*$)", r"\1\n", name)
 
 
 def _number(outcome: SweepResult, trial: Trial, name: str) -> str:
-    """A metric of a trial in its unit, such as ``94.9 %``; nothing before its first evaluation."""
+    """Return a metric of a trial in its unit, such as ``94.9 %``; an empty text before the first evaluation."""
     unit = outcome.units[name]
-    return f"{unit.text(*unit.of([trial.values[name]]))}{unit.sign}" if name in trial.values else ""
+    if name not in trial.values:
+        return ""
+    (value,) = unit.of([trial.values[name]])
+    return f"{unit.text(value)}{unit.sign}"
 
 
 def _short(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
