@@ -19,6 +19,7 @@ _COLUMNS = 4
 _ROWS = 6  # rounds at most, of which the first and the last are among
 _INCHES = 3.2  # of a column, or more if its images are plots
 _PLOT_INCHES = 8.0
+_TITLE_WIDTH = 36  # characters of a line above a column
 _PIXELS_PER_INCH = 150  # of a plot
 
 
@@ -69,7 +70,7 @@ def draw(results: Sequence[RunResult], path: str | Path) -> Path:
             for axes, round, pixels in zip(panels, strip.rounds, images, strict=False):
                 axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
                 axes.set_title(f"round {round}", fontsize=9, color=GREY, pad=3)
-            heading = f"{strip.group.label}: {strip.name}\nround {strip.rounds[0]}"
+            heading = f"{fill(f'{strip.group.label}: {strip.name}', _TITLE_WIDTH)}\nround {strip.rounds[0]}"
             panels[0].set_title(heading, fontsize=10, color=strip.group.colour, fontweight="bold", pad=3)
 
         text = setting_text(results[0].experiment, results[0].metadata)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -37,6 +38,7 @@ from raypfl.results.labels import labels
 from raypfl.results.units import Unit
 
 _PACE_ROUNDS = 10  # the pace is that of the last ones: the first ones also warm up
+_LABEL_WIDTH = 48  # characters, from which a label goes on in another line
 
 
 class RunLine:
@@ -45,55 +47,68 @@ class RunLine:
     Parameters
     ----------
     label : the name of the run.
-    rounds : how many it has; updated when the run starts.
-    colour : of its label, as ``#RRGGBB``.
+    rounds : the number of rounds; updated when the run starts.
+    colour : the label's, as ``#RRGGBB``.
     """
 
     def __init__(self, label: str, rounds: int = 0, colour: str = "default"):
-        self.label, self.rounds, self.colour = label, rounds, colour
+        self.label = label
+        self.rounds = rounds
+        self.colour = colour
         self.status = "waiting"
-        self.round = self.first_round = 0
+        self.round = 0
+        self.first_round = 0
         self.loss: float | None = None
-        self.bytes_up = self.bytes_down = 0
+        self.bytes_up = 0
+        self.bytes_down = 0
         self.unit = Unit(Measures().primary)
+
         self._scores: dict[str, float] = {}
-        self._evaluated = 0
+        self._scored_round = 0
         self._metadata: dict[str, Any] = {}
-        self._began: float | None = None
-        self._ended: float | None = None
-        self._ends: deque[float] = deque(maxlen=_PACE_ROUNDS)
+        self._start_time: float | None = None
+        self._end_time: float | None = None
+        self._round_times: deque[float] = deque(maxlen=_PACE_ROUNDS)
 
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self.status, self.rounds, self._metadata = "running", event.experiment.rounds, event.metadata
-                self.first_round = self.round = event.first_round
+                self.status = "running"
+                self.rounds = event.experiment.rounds
                 self.unit = Unit(event.experiment.measures.primary)
-                self._began = time.monotonic()
+                self.first_round = event.first_round
+                self.round = event.first_round
+                self._metadata = event.metadata
+                self._start_time = time.monotonic()
             case RoundFinished():
-                self.round, self.loss = event.round, event.loss
-                self.bytes_up, self.bytes_down = event.bytes_up_total, event.bytes_down_total
-                self._ends.append(time.monotonic())
+                self.round = event.round
+                self.loss = event.loss
+                self.bytes_up = event.bytes_up_total
+                self.bytes_down = event.bytes_down_total
+                self._round_times.append(time.monotonic())
             case Evaluated():
-                self._scores, self._evaluated = self._means(event.summary), event.round
+                self._scores = self._mean_scores(event.summary)
+                self._scored_round = event.round
             case RunFinished():
-                self.status, self._ended = event.status, time.monotonic()
+                self.status = event.status
+                self._end_time = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """From the run's start to its end, or until now."""
-        if self._began is None:
+        """The seconds from the run's start to its end, or until now."""
+        if self._start_time is None:
             return 0.0
-        return (time.monotonic() if self._ended is None else self._ended) - self._began
+        end = time.monotonic() if self._end_time is None else self._end_time
+        return end - self._start_time
 
     @property
     def clock(self) -> str:
         """``"0:12 left"`` at the pace of the last rounds; ``"0:34"`` once the run has ended."""
-        if self._ended is not None:
+        if self._end_time is not None:
             return minutes(self.seconds)
-        if len(self._ends) < 2:
+        if len(self._round_times) < 2:
             return ""
-        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        pace = (self._round_times[-1] - self._round_times[0]) / (len(self._round_times) - 1)
         return f"{minutes(pace * (self.rounds - self.round))} left"
 
     @property
@@ -101,13 +116,15 @@ class RunLine:
         """The primary metric of personal and of global models on the clients' own test data: ``"94.1 / 90.2"``."""
         if not self._scores:
             return ""
-        known = [self._scores.get(model) for model in ("personal", "global")]
-        return " / ".join("–" if one is None else self.unit.text(one) for one in known)
+        texts = []
+        for model in ("personal", "global"):
+            texts.append(self.unit.text(self._scores[model]) if model in self._scores else "–")
+        return " / ".join(texts)
 
     @property
     def age(self) -> str:
         """``" (round 2)"`` if `scores` are of that round and others have finished since."""
-        return f" (round {self._evaluated})" if self._scores and self._evaluated < self.round else ""
+        return f" (round {self._scored_round})" if self._scores and self._scored_round < self.round else ""
 
     @property
     def sentence(self) -> str:
@@ -115,8 +132,11 @@ class RunLine:
         if not self._scores:
             return ""
         name = "" if self.unit.sign else f"{self.unit.heading} "
-        known = [(model, self._scores[model]) for model in ("personal", "global") if model in self._scores]
-        return name + ", ".join(f"{model} {self.unit.text(one)}{self.unit.sign}" for model, one in known) + self.age
+        texts = []
+        for model in ("personal", "global"):
+            if model in self._scores:
+                texts.append(f"{model} {self.unit.text(self._scores[model])}{self.unit.sign}")
+        return f"{name}{', '.join(texts)}{self.age}"
 
     @property
     def traffic(self) -> str:
@@ -126,49 +146,57 @@ class RunLine:
     @property
     def overview(self) -> str:
         """Clients, parameters, executor and actors, in one line."""
-        known = self._metadata
-        why = f" ({known['why']})" if known.get("why") else ""
-        layout = ", channels last" if known.get("channels_last") else ""
-        parts = [
-            f"{known['num_clients']:,} clients" if "num_clients" in known else "",
-            f"{known['parameters']:,} parameters" if "parameters" in known else "",
-            known.get("weights", ""),
-            f"{known['executor']}{layout} in groups of {known['group_size']}{why}" if "group_size" in known else "",
-            f"{known['actors']} actors" if known.get("actors", 1) > 1 else "",
-        ]
-        return " · ".join(part for part in parts if part)
+        metadata = self._metadata
+        parts = []
+        if "num_clients" in metadata:
+            parts.append(f"{metadata['num_clients']:,} clients")
+        if "parameters" in metadata:
+            parts.append(f"{metadata['parameters']:,} parameters")
+        if metadata.get("weights"):
+            parts.append(metadata["weights"])
+        if "group_size" in metadata:
+            layout = ", channels last" if metadata.get("channels_last") else ""
+            reason = f" ({metadata['why']})" if metadata.get("why") else ""
+            parts.append(f"{metadata['executor']}{layout} in groups of {metadata['group_size']}{reason}")
+        if metadata.get("actors", 1) > 1:
+            parts.append(f"{metadata['actors']} actors")
+        return " · ".join(parts)
 
-    def _means(self, summary: list[dict[str, Any]]) -> dict[str, float]:
-        """By model, in the metric's unit; none where there was no model to evaluate."""
+    def _mean_scores(self, summary: list[dict[str, Any]]) -> dict[str, float]:
+        """Scores by model, in the metric's unit; none where there was no model to evaluate."""
         protocols = [row["protocol"] for row in summary]
-        shown = "local" if "local" in protocols else next(iter(protocols), "")
+        protocol = "local" if "local" in protocols else next(iter(protocols), "")
         name = self.unit.metric.name
-        rows = [row for row in summary if row["protocol"] == shown and name in row]
+        rows = [row for row in summary if row["protocol"] == protocol and name in row]
         return {row["model"]: self.unit.factor * row[name] for row in rows}
 
 
 def lines_for(experiments: Sequence[Experiment]) -> list[RunLine]:
-    """A line for each run of a comparison, in order, with its seed where a method has several."""
+    """Return a line for each run of a comparison, in order, with its seed where a method has several."""
     names = labels(experiments)
     methods = list(dict.fromkeys(names))
-    seeded = len(methods) < len(names)
-    return [
-        RunLine(f"{name} · seed {one.seed}" if seeded else name, one.rounds, colour(methods.index(name)))
-        for one, name in zip(experiments, names, strict=True)
-    ]
+    has_several_seeds = len(methods) < len(names)
+
+    lines = []
+    for experiment, name in zip(experiments, names, strict=True):
+        label = f"{name} · seed {experiment.seed}" if has_several_seeds else name
+        lines.append(RunLine(label, experiment.rounds, colour(methods.index(name))))
+    return lines
 
 
 def server_work(event: ServerProgress) -> str:
-    """``"round 3: distilling 120/500"``."""
+    """Return ``"round 3: distilling 120/500"``."""
     of = "" if event.total is None else f"/{event.total}"
     return f"round {event.round}: {event.text} {event.done}{of}"
 
 
 def minutes(seconds: float) -> str:
-    """``"0:34"``, ``"1:02:03"``."""
-    whole, rest = divmod(round(seconds), 60)
-    hours, whole = divmod(whole, 60)
-    return f"{hours}:{whole:02}:{rest:02}" if hours else f"{whole}:{rest:02}"
+    """Return ``"0:34"``, ``"1:02:03"``."""
+    whole_minutes, rest = divmod(round(seconds), 60)
+    hours, whole_minutes = divmod(whole_minutes, 60)
+    if hours:
+        return f"{hours}:{whole_minutes:02}:{rest:02}"
+    return f"{whole_minutes}:{rest:02}"
 
 
 _MARKS = {
@@ -185,7 +213,7 @@ _LONGEST_SILENCE = 30.0  # seconds, if rounds end in between
 
 
 def warner(console: Console) -> Callable[[str], None]:
-    """A function that shows a sentence as a warning, also while runs are shown."""
+    """Return a function that shows a sentence as a warning, also while runs are shown."""
     return lambda text: console.print(Text.assemble(("Warning: ", "bold yellow"), text))
 
 
@@ -194,7 +222,7 @@ class View:
 
     Parameters
     ----------
-    console : where to show it.
+    console : the terminal, file or pipe.
     lines : one for each run, in order.
     """
 
@@ -209,7 +237,7 @@ class View:
         pass
 
     def listener(self, index: int) -> Listener:
-        """The listener for the run at `index`."""
+        """Return the listener for the run at `index`."""
         return partial(self._receive, self.lines[index])
 
     def _receive(self, line: RunLine, event: Event) -> None:
@@ -259,11 +287,12 @@ class LiveView(View):
                 self._step = ""
 
     def render(self) -> RenderableType:
-        """The table as it is now, with the columns for which there is room."""
+        """Return the table as it is now, with the columns for which there is room."""
         table = self._table(())
         for count in range(1, len(_DISPENSABLE) + 1):
             if width_of(self.console, table) > self.console.width:
                 table = self._table(_DISPENSABLE[:count])
+
         if not self._step:
             return table
         self._spinner.update(text=Text(self._step, style="dim"))
@@ -275,11 +304,13 @@ class LiveView(View):
         shown = [i for i, heading in enumerate(headings) if heading not in without]
         for i in shown:
             table.add_column(headings[i], justify="left" if i < 3 else "right", no_wrap=i != 2)
+
         lines = self.lines
         if len(self.lines) > _MOST_LINES:
             lines = [line for line in self.lines if line.status == "running"]
             ended = sum(line.status not in ("waiting", "running") for line in self.lines)
             table.title = f"{ended} of {len(self.lines)} runs have ended, {len(lines)} are running"
+
         for line in lines:
             cells = _cells(line)
             table.add_row(*(cells[i] for i in shown))
@@ -291,19 +322,22 @@ class LogView(View):
 
     Parameters
     ----------
-    clock : seconds, from any beginning.
+    clock : gives the time in seconds, from any beginning.
     """
 
     def __init__(self, console: Console, lines: Sequence[RunLine], clock: Callable[[], float] = time.monotonic):
         super().__init__(console, lines)
         self._waiting: dict[RunLine, str] = {}
-        self._steps: set[str] = set()
+        self._printed_steps: set[str] = set()
         self._clock = clock
-        self._printed = clock()
+        self._last_print = clock()
 
     def __enter__(self) -> Self:
-        if (count := len(self.lines)) > 1:
-            labels = ", ".join(line.label for line in self.lines[:_MOST_LINES]) + ", ..." * (count > _MOST_LINES)
+        count = len(self.lines)
+        if count > 1:
+            labels = ", ".join(line.label for line in self.lines[:_MOST_LINES])
+            if count > _MOST_LINES:
+                labels += ", ..."
             self.console.print(f"{count} runs: {labels}", soft_wrap=True, highlight=False, markup=False)
         return self
 
@@ -313,44 +347,52 @@ class LogView(View):
         if isinstance(event, Evaluated):
             self._waiting[line] = waiting and _round_text(line)
             return
+
         for text in filter(None, (waiting, self._text(line, event))):
             self.console.print(text, soft_wrap=True, highlight=False, markup=False)
-            self._printed = self._clock()
+            self._last_print = self._clock()
+
         if isinstance(event, RoundFinished) and (_ends_a_tenth(line) or self._silent_for_long()):
             self._waiting[line] = _round_text(line)
 
     def _silent_for_long(self) -> bool:
-        return self._clock() - self._printed >= _LONGEST_SILENCE
+        return self._clock() - self._last_print >= _LONGEST_SILENCE
 
     def _text(self, line: RunLine, event: Event) -> str:
         match event:
             case Progress():  # once, though a comparison prepares for all of its runs and then for each
-                known = event.text in self._steps
-                self._steps.add(event.text)
-                return "" if known else event.text
+                is_printed = event.text in self._printed_steps
+                self._printed_steps.add(event.text)
+                return "" if is_printed else event.text
             case ServerProgress() if self._silent_for_long():
                 return f"{line.label}: {server_work(event)}"
             case RunStarted():
                 return f"{line.label}: {line.overview}, in {nearby(Path(event.run_dir))}"
             case RunFinished():
-                self._steps.clear()
+                self._printed_steps.clear()
                 return ", ".join(filter(None, [f"{line.label}: {_end_text(line)}", line.sentence]))
         return ""
 
 
 def view(console: Console, lines: Sequence[RunLine], quiet: bool = False) -> View:
-    """The view that suits the console."""
-    kind = View if quiet else LiveView if console.is_terminal else LogView
-    return kind(console, lines)
+    """Return the view that suits the console."""
+    if quiet:
+        return View(console, lines)
+    if console.is_terminal:
+        return LiveView(console, lines)
+    return LogView(console, lines)
 
 
 def _cells(line: RunLine) -> list[RenderableType]:
-    mark, style = _MARKS[line.status]
-    bar = ProgressBar(max(line.rounds, 1), line.round, width=18, complete_style=line.colour, finished_style=line.colour)
-    loss = "" if line.loss is None else f"{line.loss:.3f}"
-    values = (f"{line.round}/{line.rounds}", loss, f"{line.scores}{line.age}", line.traffic, f"{line.clock:>9}")
+    """The cells of a run's row: mark, label, bar, and numbers as texts."""
+    mark, mark_style = _MARKS[line.status]
     dim = "dim" if line.status == "waiting" else ""
-    return [Text(mark, style), Text(line.label, dim or f"bold {line.colour}"), bar, *(Text(one, dim) for one in values)]
+    label = Text(fill(line.label, _LABEL_WIDTH), dim or f"bold {line.colour}")
+    bar = ProgressBar(max(line.rounds, 1), line.round, width=18, complete_style=line.colour, finished_style=line.colour)
+
+    loss = "" if line.loss is None else f"{line.loss:.3f}"
+    texts = (f"{line.round}/{line.rounds}", loss, f"{line.scores}{line.age}", line.traffic, f"{line.clock:>9}")
+    return [Text(mark, mark_style), label, bar, *(Text(text, dim) for text in texts)]
 
 
 def _heading(lines: Sequence[RunLine]) -> str:
@@ -364,8 +406,8 @@ def _heading(lines: Sequence[RunLine]) -> str:
 
 def _end_text(line: RunLine) -> str:
     rounds = line.round - line.first_round
-    where = f" after round {line.round}" if line.first_round else ""
-    return f"{line.status}{where}, {rounds} round{'' if rounds == 1 else 's'} in {minutes(line.seconds)}"
+    last_round = f" after round {line.round}" if line.first_round else ""
+    return f"{line.status}{last_round}, {rounds} round{'' if rounds == 1 else 's'} in {minutes(line.seconds)}"
 
 
 def _round_text(line: RunLine) -> str:

@@ -36,6 +36,7 @@ _MASK_NOTES = {
 }
 _COSTS = ("MB\nup", "MB\ndown", "seconds")
 _NOTE_WIDTH = 78
+_PLACE_WIDTH = 48  # characters, from which a label moves the place behind it, not all places
 
 
 def table(results: Sequence[RunResult], without: Sequence[str] = (), fold: bool = False) -> Table:
@@ -110,7 +111,7 @@ def show(
         places.append((f"{label}, seed {result.experiment.seed}", text))
     if mlflow:
         places.append(("MLflow", mlflow))
-    width = max(len(heading) for heading, _ in places)
+    width = min(max(len(heading) for heading, _ in places), _PLACE_WIDTH)
     _show_list(console, places, width)
 
     if tried:

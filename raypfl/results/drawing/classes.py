@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -14,6 +15,8 @@ from raypfl.results.groups import RunGroup
 
 FEW_CLASSES = 20
 """Classes up to which a picture names them."""
+
+_NAME_WIDTH = 32  # characters of a line of a method's name beside a panel
 
 Colour = tuple[float, float, float, float]
 
@@ -39,4 +42,4 @@ def draw_class_legend(figure: Figure, class_names: Sequence[str], symbol: Line2D
 def name_row(axes: Axes, group: RunGroup, x: float) -> None:
     """Write a method's name beside the first panel of its row, at `x` in the panel's widths."""
     look: dict[str, Any] = {"color": group.colour, "fontsize": 12, "fontweight": "bold", "rotation": 90}
-    axes.text(x, 0.5, group.label, transform=axes.transAxes, va="center", ha="center", **look)
+    axes.text(x, 0.5, fill(group.label, _NAME_WIDTH), transform=axes.transAxes, va="center", ha="center", **look)
