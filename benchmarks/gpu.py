@@ -34,7 +34,7 @@ from raypfl.clients.worker import Worker
 from raypfl.common.errors import OutOfMemory
 from raypfl.common.memory import out_of_memory
 from raypfl.engine.backends.inline import Inline
-from raypfl.engine.devices import same_bits_on_gpus
+from raypfl.engine.building.devices import same_bits_on_gpus
 from raypfl.federation.cohort import Cohort
 from raypfl.federation.exchange.group_runner import GroupRunner
 from raypfl.federation.ledger import Ledger

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from raypfl.trained.remote import RemoteRun as RemoteRun
     from raypfl.trained.saved_model import load_model as load_model
 
-_HOMES = {
+_MODULE_OF_NAME = {
     "Batch": "raypfl.learning.objectives.batch",
     "Broadcast": "raypfl.common.messages",
     "Clients": "raypfl.clients.clients",
@@ -69,7 +69,7 @@ _HOMES = {
     "tune": "raypfl.integrations.tuning.result",
 }
 
-_MODULES = {
+_MODULE_ALIASES = {
     "augmentation": "raypfl.learning.augmentation",
     "methods": "raypfl.methods",
     "objectives": "raypfl.learning.objectives",
@@ -77,7 +77,7 @@ _MODULES = {
     "report": "raypfl.results.report",
 }
 
-__all__ = ["RaypflError", "__version__", *_HOMES, *_MODULES]
+__all__ = ["RaypflError", "__version__", *_MODULE_OF_NAME, *_MODULE_ALIASES]
 
 
 def __dir__() -> list[str]:
@@ -88,8 +88,8 @@ def __getattr__(name: str) -> Any:
     # Imported on first use: the core runs with torch and NumPy alone, and `raypfl --help` needs neither.
     import importlib
 
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
+    if name in _MODULE_OF_NAME:
+        return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+    if name in _MODULE_ALIASES:
+        return importlib.import_module(_MODULE_ALIASES[name])
     raise AttributeError(f"module 'raypfl' has no attribute {name!r}")

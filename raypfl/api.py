@@ -1,4 +1,4 @@
-"""What one calls from Python: runs with their progress on the screen, results that display themselves, and models."""
+"""The Python interface: runs with their progress on the screen, results that display themselves, and models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Result(result.RunResult):
     def plot(self, path: str | Path | None = None) -> Image:
         """Draw the metric over rounds and of each client at the end: an image that notebooks display.
 
-        `path` : of the PNG file; None: ``picture.png`` in the run's folder.
+        `path` : the PNG file to write; None: ``picture.png`` in the run's folder.
 
         Raises
         ------
@@ -48,9 +48,11 @@ class Result(result.RunResult):
         """
         if not self.evaluations.num_rows:
             raise ConfigError(f"The run in {self.run_dir} is {self.status} and was never evaluated: nothing to plot.")
+
         from PIL import Image
 
-        from raypfl.results import drawing  # Matplotlib takes a second to import
+        # Imported only now, since Matplotlib takes a second to import.
+        from raypfl.results import drawing
 
         file = drawing.draw([self], path or self.run_dir / "picture.png")
         with Image.open(file) as image:
@@ -58,19 +60,22 @@ class Result(result.RunResult):
         return image
 
     def compare(self, *others: result.RunResult, baseline: str | None = None) -> Differences:
-        """How far this run and others are apart, client by client; see :func:`raypfl.compare`."""
+        """Compare this run with others, client by client; see :func:`raypfl.compare`."""
         return compare([self, *others], baseline)
 
     def _repr_html_(self) -> str:
         if not self.evaluations.num_rows:
             return f"<p>{escape(repr(self))}</p>"
+
         console = Console(record=True, file=io.StringIO(), width=120)
         console.print(table([self]))
-        text = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        html_table = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
         png = io.BytesIO()
         self.plot().save(png, format="PNG")
-        image = f'<img width="880" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}" />'
-        return f"<p>{escape(repr(self))}</p>{text}{image}"
+        encoded = base64.b64encode(png.getvalue()).decode()
+        image = f'<img width="880" src="data:image/png;base64,{encoded}" />'
+        return f"<p>{escape(repr(self))}</p>{html_table}{image}"
 
 
 def run(
@@ -84,14 +89,15 @@ def run(
 
     Parameters
     ----------
-    listeners : called with every event (:mod:`raypfl.engine.events`), in order, in this process. One that raises
-        :class:`raypfl.common.errors.Stopped` at a `Checkpointed` event stops the run.
+    experiment : the description of the run.
+    listeners : functions that are called with every event (:mod:`raypfl.engine.events`), in order, in this process. One
+        that raises :class:`raypfl.common.errors.Stopped` at a `Checkpointed` event stops the run.
     run_dir : a new folder for the run; None: one in ``experiment.output``, named after experiment, method and time.
     progress : whether to show progress on standard error; None: in a terminal and in a notebook.
 
     Returns
     -------
-    Its result; ``result.status`` is ``"stopped"`` if it was asked to stop (Ctrl-C, SIGTERM, SIGHUP).
+    the run's result; ``result.status`` is ``"stopped"`` if it was asked to stop (Ctrl-C, SIGTERM, SIGHUP).
 
     Raises
     ------
@@ -99,7 +105,7 @@ def run(
     RaypflError : if it failed. Completed rounds are in the run's folder, where :func:`resume` continues.
     """
     with _shown(experiment, progress) as shown:
-        return _own(driver.run(experiment, listeners=[*shown, *_listed(listeners)], run_dir=run_dir))
+        return _displayable(driver.run(experiment, listeners=[*shown, *_as_list(listeners)], run_dir=run_dir))
 
 
 def resume(
@@ -134,8 +140,9 @@ def resume(
     if from_round is not None and new_run_dir is not None:
         with resuming.continued(run_dir, from_round, new_run_dir, overrides) as folder:
             return resume(folder, listeners=listeners, progress=progress)
+
     with _shown(resuming.resumed(run_dir, overrides), progress) as shown:
-        return _own(driver.resume(run_dir, listeners=[*shown, *_listed(listeners)], overrides=overrides))
+        return _displayable(driver.resume(run_dir, listeners=[*shown, *_as_list(listeners)], overrides=overrides))
 
 
 def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
@@ -157,6 +164,7 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
     """
     if (Path(run) / result.RECIPE).exists():
         return TrainedModels.of_snapshot(*result.newest(run))
+
     uri = uri or tracking_uri(Experiment())
     try:
         with opening_database(uri):
@@ -164,7 +172,8 @@ def trained_models(run: str | Path, uri: str | None = None) -> TrainedModels:
         return TrainedModels.of_export(client.download_artifacts(str(run), FOLDER))
     except CheckpointError:
         raise
-    except Exception as error:  # tracking servers, databases and networks raise errors of all kinds
+    # Tracking servers, databases and networks raise errors of all kinds.
+    except Exception as error:
         raise CheckpointError(
             f"{run} is neither a run's folder, nor has MLflow at {without_password(uri)} the personal models "
             f"of a run of that id: {first_line(error)}"
@@ -176,18 +185,22 @@ def _shown(experiment: Experiment, progress: bool | None) -> Iterator[list[Liste
     """Listeners that show a run while it is active."""
     if progress is None:
         progress = sys.stderr.isatty() or "ipykernel" in sys.modules
-    if not progress or not isinstance(experiment, Experiment):  # which is refused with a better sentence
+    # What is no experiment the driver refuses with a better sentence.
+    if not progress or not isinstance(experiment, Experiment):
         yield []
         return
-    with view(Console(stderr=True), lines_for([experiment])) as shown:
-        yield [shown.listener(0)]
+
+    with view(Console(stderr=True), lines_for([experiment])) as progress_view:
+        yield [progress_view.listener(0)]
 
 
-def _listed(listeners: Sequence[Listener]) -> Sequence[Listener]:
+def _as_list(listeners: Sequence[Listener]) -> Sequence[Listener]:
+    """The listeners; raises a ConfigError if they are a single function."""
     if callable(listeners):
         raise ConfigError(f"listeners is {listeners!r}; it must be a list of such: listeners=[...].")
     return listeners
 
 
-def _own(done: result.RunResult) -> Result:
-    return Result(**vars(done))
+def _displayable(run_result: result.RunResult) -> Result:
+    """The same result as one that notebooks display."""
+    return Result(**vars(run_result))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from raypfl.clients.context import ROOM, Context
+from raypfl.engine.building.network import build_model
+from raypfl.engine.building.samples import normalisation, pool_indices, pools_for, samples_for
 from raypfl.engine.groups import client_costs, groups_for
-from raypfl.engine.network import build_model
 from raypfl.engine.outline import DataOutline
-from raypfl.engine.samples import normalisation, pool_indices, pools_for, samples_for
 from raypfl.evaluation import Measures
 from raypfl.federation.exchange.backend import Backend
 from raypfl.federation.exchange.group_runner import GroupRunner

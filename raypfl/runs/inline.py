@@ -10,7 +10,7 @@ from raypfl.common.stopping import StopRequest
 from raypfl.common.threads import threads
 from raypfl.engine.backends.inline import Inline
 from raypfl.engine.backends.processes import keep_freed_memory
-from raypfl.engine.devices import device_for
+from raypfl.engine.building.devices import device_for
 from raypfl.engine.events import Listener, RunFinished
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared, threads_of_server

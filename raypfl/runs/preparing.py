@@ -9,7 +9,7 @@ from pathlib import Path
 from raypfl.common.threads import threads
 from raypfl.data import load_federated
 from raypfl.engine import history
-from raypfl.engine.devices import device_for, refuse_missing_gpu
+from raypfl.engine.building.devices import device_for, refuse_missing_gpu
 from raypfl.engine.events import Listener, Progress, Warned
 from raypfl.engine.job import Job
 from raypfl.engine.prepared import Prepared, threads_of_server

@@ -24,7 +24,7 @@ from raypfl.common.version import __version__
 from raypfl.data import ClientData, FederatedData, load_federated
 from raypfl.data.datasets import DataConfig
 from raypfl.data.store import cache_folder
-from raypfl.engine.devices import device_for
+from raypfl.engine.building.devices import device_for
 from raypfl.engine.events import Listener, Progress
 from raypfl.engine.prepared import Prepared, threads_of_server
 from raypfl.experiment import Experiment

@@ -16,8 +16,8 @@ from raypfl.common.errors import ConfigError
 from raypfl.data import load_federated
 from raypfl.engine.backends import client_actor
 from raypfl.engine.backends.cluster import client_actors, for_client, for_server, in_one_process
-from raypfl.engine.devices import device_for
-from raypfl.engine.samples import samples_for
+from raypfl.engine.building.devices import device_for
+from raypfl.engine.building.samples import samples_for
 from raypfl.experiment.settings import RaySettings
 from raypfl.learning.batches import device_data_budget
 from tests.support.federation import Federation

@@ -12,7 +12,7 @@ from torch import nn
 from raypfl.common import rng
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.user_code import where_defined, with_location
-from raypfl.engine.devices import same_bits_on_gpus
+from raypfl.engine.building.devices import same_bits_on_gpus
 from raypfl.federation.method import Method
 from raypfl.models import MODELS, FlatModel, lora
 from raypfl.models.weights import Pretrained

@@ -1,0 +1,1 @@
+"""The parts of a prepared experiment: its network, the samples as the network sees them, and their devices."""

@@ -1,0 +1,142 @@
+"""The tables in which a run records its rounds, evaluations, messages and logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raypfl.engine.events import RoundFinished
+from raypfl.federation.cohort import Cohort, round_record
+from raypfl.federation.ledger import LEDGER, Ledger
+from raypfl.federation.logged import ANALYSIS, IMAGES, LOGGED, Logged, kinds
+from raypfl.learning.privacy import SPENDING, Spending
+from raypfl.storage import checkpoint
+from raypfl.storage.columns import Columns
+from raypfl.storage.tables import Table, arrow
+
+ROUNDS = {
+    "round": "int32",
+    "loss": "float64",
+    "seconds": "float64",
+    "bytes_up": "int64",
+    "bytes_down": "int64",
+    "clients": "int32",
+    "dropped": "int32",
+    "failed": "int32",
+    "cohort": "int32 list",
+}
+"""Columns of the table of rounds, and their kinds."""
+
+
+class RunTables:
+    """The tables of a run, and the traffic of its finished rounds.
+
+    Parameters
+    ----------
+    evaluations : the columns of the evaluations table, and their kinds.
+    saved : the tables of a checkpoint, by name, in place of empty ones.
+
+    Attributes
+    ----------
+    tables : all tables, by name.
+    """
+
+    def __init__(self, evaluations: Mapping[str, str], saved: Mapping[str, Table] | None = None):
+        columns_by_table = {
+            "rounds": ROUNDS,
+            "evaluations": evaluations,
+            "ledger": LEDGER,
+            "logged": LOGGED,
+            "images": IMAGES,
+            "spending": SPENDING,
+        }
+        self.tables = {name: Table(Columns(columns)) for name, columns in columns_by_table.items()}
+        self.tables |= saved or {}
+        self._bytes_up = 0
+        self._bytes_down = 0
+
+    def count_bytes(self, checkpoints: str) -> None:
+        """Add up the traffic of all rounds in the table, of which files in the folder of checkpoints have the older.
+
+        Raises
+        ------
+        CheckpointError : if a file is missing or damaged.
+        """
+        rounds = checkpoint.whole(checkpoints, self.tables["rounds"])
+        self._bytes_up = sum(rounds["bytes_up"].to_pylist())
+        self._bytes_down = sum(rounds["bytes_down"].to_pylist())
+
+    def add_round(self, number: int, cohort: Cohort, dropped: int, seconds: float, ledger: Ledger) -> RoundFinished:
+        """Record a finished round, and return its event."""
+        loss_of_client, logged = round_record(cohort)
+        losses = [loss_of_client[client] for client in cohort.ids if client in loss_of_client]
+        bytes_up = ledger.total("up", number)
+        bytes_down = ledger.total("down", number)
+        self._bytes_up += bytes_up
+        self._bytes_down += bytes_down
+        finished = RoundFinished(
+            round=number,
+            loss=float(np.mean(losses)) if losses else math.nan,
+            seconds=seconds,
+            bytes_up=bytes_up,
+            bytes_down=bytes_down,
+            clients=int(cohort.present.sum()),
+            dropped=dropped,
+            failed=len(cohort.failed),
+            bytes_up_total=self._bytes_up,
+            bytes_down_total=self._bytes_down,
+            logged=logged,
+        )
+
+        row = {**vars(finished), "cohort": cohort.ids}
+        self.tables["rounds"].waiting.append(**{name: row[name] for name in ROUNDS})
+        self.add_logged(number, logged)
+        self.add_spending(number, "training", cohort.spent)
+        return finished
+
+    def add_logged(self, number: int, logged: Logged) -> None:
+        """Record what method and analyses logged in a round."""
+        for name, value in logged.values.items():
+            self.tables["logged"].waiting.append(round=number, name=name, value=value)
+        for name, png in logged.images.items():
+            self.tables["images"].waiting.append(round=number, name=name, png=png)
+        for name, columns in logged.tables.items():
+            empty = Table(Columns({"round": "int32", **kinds(columns)}))
+            table = self.tables.setdefault(f"{ANALYSIS}{name}", empty)
+            num_rows = len(next(iter(columns.values())))
+            table.waiting.extend({"round": [number] * num_rows, **columns})
+
+    def add_evaluations(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Record an evaluation."""
+        self.tables["evaluations"].waiting.extend(columns)
+
+    def add_spending(self, number: int, phase: str, spent: Sequence[Spending]) -> None:
+        """Record what a round's ``training`` or ``prediction`` spent of clients' privacy."""
+        for row in spent:
+            self.tables["spending"].waiting.append(round=number, phase=phase, **row._asdict())
+
+    def logged_columns(self) -> dict[str, dict[str, str]]:
+        """The columns and their kinds of each table that was logged."""
+        columns_by_table = {}
+        for name, table in self.tables.items():
+            if name.startswith(ANALYSIS):
+                columns = {column: kind for column, kind in table.waiting.kinds.items() if column != "round"}
+                columns_by_table[name.removeprefix(ANALYSIS)] = columns
+        return columns_by_table
+
+    def whole(self, checkpoints: str) -> dict[str, pa.Table]:
+        """All tables with all their rows, of which files in the folder of checkpoints have the older.
+
+        Raises
+        ------
+        CheckpointError : if a file is missing or damaged.
+        """
+        return {name: checkpoint.whole(checkpoints, table) for name, table in self.tables.items()}
+
+    def waiting(self) -> dict[str, pa.Table]:
+        """All tables with the rows since the last checkpoint only."""
+        return {name: arrow(table.waiting) for name, table in self.tables.items()}
