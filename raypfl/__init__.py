@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from raypfl.results import report as report
     from raypfl.results.display.compare import compare as compare
     from raypfl.runs.driver import session as session
-    from raypfl.trained.remote import RemoteRun as RemoteRun
+    from raypfl.trained.serving.remote import RemoteRun as RemoteRun
     from raypfl.trained.saved_model import load_model as load_model
 
 _MODULE_OF_NAME = {
@@ -54,7 +54,7 @@ _MODULE_OF_NAME = {
     "Mean": "raypfl.common.messages",
     "Method": "raypfl.methods",
     "Predictor": "raypfl.models",
-    "RemoteRun": "raypfl.trained.remote",
+    "RemoteRun": "raypfl.trained.serving.remote",
     "Result": "raypfl.api",
     "Scatter": "raypfl.common.messages",
     "Sum": "raypfl.common.messages",

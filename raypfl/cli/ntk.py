@@ -21,7 +21,7 @@ from raypfl.experiment.recipes import settings_of
 from raypfl.results.display import outcome
 from raypfl.runs.folders import ComparisonFolder, new_folder
 from raypfl.runs.result import RECIPE, RunResult
-from raypfl.trained.kernels import of_checkpoints
+from raypfl.trained.kernels import checkpoint_kernels
 
 
 def ntk(source: str, changes: Sequence[str], quiet: bool, as_json: bool) -> None:
@@ -74,7 +74,7 @@ def _show(source: str, changes: Sequence[str], as_json: bool) -> None:
         else:
             analyses = result.experiment.override(changes).analyses
             analysis = next((analysis for analysis in analyses if isinstance(analysis, NTK)), NTK())
-            rows = of_checkpoints(result, analysis)
+            rows = checkpoint_kernels(result, analysis)
             findings[run] = {"checkpoints": rows}
 
             lines = [_line(row) for row in rows]

@@ -20,7 +20,7 @@ from raypfl.methods import METHODS
 from raypfl.results.units import Unit
 from raypfl.runs.result import newest
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_clients import refuse_without_way
+from raypfl.trained.new_clients import require_new_client_models
 from raypfl.trained.samples import samples_in
 
 TOKEN = "RAYPFL_TOKEN"
@@ -31,7 +31,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
     """Make a model for a new client, save it, and print its quality and the time that it took."""
     start = time.perf_counter()
     models = TrainedModels.of_snapshot(*newest(run, whole=False))
-    refuse_without_way(models.experiment.method)
+    require_new_client_models(models.experiment.method)
     x, y = samples_in(data, models)
     model = models.personalize(x, y, held_out)
     file = model.save(out)
@@ -62,7 +62,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
 def serve(run: Path, host: str, port: int, replicas: int, megabytes: float, samples: int) -> None:
     """Make models for new clients over HTTP until interrupted, which raises KeyboardInterrupt."""
     try:
-        from raypfl.trained import service
+        from raypfl.trained.serving import service
     except ImportError as error:
         raise not_installed(f"raypfl serve needs Ray Serve ({error})", "ray[serve]", "serve") from error
 

@@ -1,4 +1,4 @@
-"""What PeFLL's descriptors say of clients: how far they are apart, next to how far their label mixes are."""
+"""PeFLL's descriptors of clients: distances between them, beside distances between label mixes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ class Descriptors:
     unseen: np.ndarray
 
     def distances(self, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """From these clients to all others, ``[len(clients), n - 1]`` each: of descriptors, and of label mixes."""
-        others = np.arange(len(self.values))[None] != clients[:, None]
+        """Return distances of descriptors and of label mixes, from these clients to all others.
 
-        def apart(rows: np.ndarray) -> np.ndarray:
-            whole = np.linalg.norm(rows[clients][:, None] - rows[None], axis=2)
-            return whole[others].reshape(len(clients), -1)
+        Each is ``[len(clients), n - 1]``.
+        """
+        is_other = np.arange(len(self.values))[None] != clients[:, None]
 
-        return apart(self.values), apart(self.mixes)
+        def distances_of(rows: np.ndarray) -> np.ndarray:
+            to_all = np.linalg.norm(rows[clients][:, None] - rows[None], axis=2)
+            return to_all[is_other].reshape(len(clients), -1)
+
+        return distances_of(self.values), distances_of(self.mixes)
 
     @property
     def rank_correlations(self) -> np.ndarray:
@@ -49,37 +52,45 @@ class Descriptors:
 
 
 def descriptors_of(models: TrainedModels, server: Mapping[str, Any] | None = None) -> Descriptors:
-    """The descriptors of all clients of a run.
+    """Return the descriptors of all clients of a run.
 
-    `server` : the server's state, as ``result.server_states()`` gives it for earlier rounds; None: at the end.
+    Parameters
+    ----------
+    server : the server's state, as ``result.server_states()`` gives it for earlier rounds; None: that at the end.
 
     Raises
     ------
     ConfigError : if the method has no descriptors.
     """
-    method, server = models.experiment.method, models.server if server is None else server
+    method = models.experiment.method
+    server = models.server if server is None else server
     if not isinstance(method, PeFLL):
         raise ConfigError(f"{type(method).__name__} has no descriptors; pefll has.")
-    parts = [(method.descriptors(group, server["embed"]), group.label_counts()) for group in models.groups()]
-    values, counts = (
-        np.concatenate([unmarked(one).double().numpy() for one in part]) for part in zip(*parts, strict=True)
-    )
-    return Descriptors(values, counts / counts.sum(1, keepdims=True), np.asarray(models.outline.unseen))
+
+    values_by_group = []
+    counts_by_group = []
+    for group in models.groups():
+        values_by_group.append(unmarked(method.descriptors(group, server["embed"])).double().numpy())
+        counts_by_group.append(unmarked(group.label_counts()).double().numpy())
+    counts = np.concatenate(counts_by_group)
+    mixes = counts / counts.sum(1, keepdims=True)
+    return Descriptors(np.concatenate(values_by_group), mixes, np.asarray(models.outline.unseen))
 
 
 def extrapolated(
     models: TrainedModels, alphas: Sequence[float], *, clients: int = 20, samples: int = 20, seed: int = 0
 ) -> dict[float, np.ndarray]:
-    """Accuracies of new clients whose label mixes are drawn from Dirichlet distributions (Scott et al., Fig. 4).
+    """Return accuracies of new clients with label mixes drawn from Dirichlet distributions (Scott et al., Fig. 4).
 
     The samples are test samples of the run's clients, which nothing was trained on. The same seed gives the same
     clients, so runs of several methods can be compared.
 
     Parameters
     ----------
-    models : of a method that has a way to make models for new clients.
+    models : the models of a run whose method makes models for new clients.
     alphas : the concentrations; the smaller, the fewer classes a client has.
-    clients, samples : how many clients for each alpha, with how many samples, half of which are for the test.
+    clients : the number of clients for each alpha.
+    samples : the number of samples of a client, half of which are for the test.
 
     Returns
     -------
@@ -88,20 +99,23 @@ def extrapolated(
     data = models.outline.data
     if not isinstance(data, FederatedData) or models.outline.kind != "classes":
         raise ConfigError("Extrapolation needs stored data with classes.")
+
     tests = np.concatenate([data.indices(client, "test") for client in range(models.num_clients)])
-    of_class = [tests[data.labels[tests] == c] for c in range(data.num_classes)]
-    if min(map(len, of_class)) < samples:
-        raise DataError(
-            f"A class has {min(map(len, of_class))} test samples, fewer than the {samples} of a new client."
-        )
-    found = {}
+    tests_by_class = [tests[data.labels[tests] == label] for label in range(data.num_classes)]
+    fewest = min(map(len, tests_by_class))
+    if fewest < samples:
+        raise DataError(f"A class has {fewest} test samples, fewer than the {samples} of a new client.")
+
+    accuracies = {}
     for number, alpha in enumerate(alphas):
-        drawn = rng.generator(seed, "extrapolation", number)
-        new = []
-        for mix in drawn.dirichlet([alpha] * data.num_classes, size=clients):
-            counts = drawn.multinomial(samples, mix)
-            where = [drawn.choice(own, n, replace=False) for own, n in zip(of_class, counts, strict=True)]
-            new.append(data.take(np.concatenate(where)))
-        made = models.personalize_all(new, held_out=0.5)
-        found[alpha] = np.array([one.metrics["accuracy"] for one in made])
-    return found
+        draws = rng.generator(seed, "extrapolation", number)
+        samples_by_client = []
+        for mix in draws.dirichlet([alpha] * data.num_classes, size=clients):
+            counts = draws.multinomial(samples, mix)
+            indices = []
+            for candidates, count in zip(tests_by_class, counts, strict=True):
+                indices.append(draws.choice(candidates, count, replace=False))
+            samples_by_client.append(data.take(np.concatenate(indices)))
+        new_clients = models.personalize_all(samples_by_client, held_out=0.5)
+        accuracies[alpha] = np.array([client.metrics["accuracy"] for client in new_clients])
+    return accuracies

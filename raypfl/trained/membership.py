@@ -1,4 +1,4 @@
-"""Membership inference: how well an attacker who has a run's global model tells training samples from others."""
+"""Membership inference: how well an attacker with a run's global model tells training samples from others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raypfl.learning.settings import TrainingSettings
 from raypfl.models.flat import FlatModel
 from raypfl.runs.result import RunResult
 
-_TOGETHER = 512
+_EVALUATION_BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Membership:
 
     Attributes
     ----------
-    loss : by the model's loss (Yeom et al. 2018).
-    likelihood : by the likelihood ratio of the model's confidence in models that were trained with the sample and in
-        models that were not (LiRA, Carlini et al. 2022), with one variance for each; None: not made.
-    samples : of each kind.
+    loss : the accuracy of the attack by the model's loss (Yeom et al. 2018).
+    likelihood : the accuracy of the attack by likelihood ratio: of the model's confidence among models that were
+        trained with the sample, to that among models that were not (LiRA, Carlini et al. 2022), with one variance for
+        each; None: not made.
+    samples : the number of training samples, and of others.
     """
 
     loss: float
@@ -50,8 +51,9 @@ def membership(result: RunResult, shadows: int = 0, epochs: int = 20) -> Members
 
     Parameters
     ----------
-    shadows : models for the likelihood ratios, each trained on a random half of all these samples by the run's local
-        optimizer; 0: no likelihood ratios. epochs : of that training.
+    shadows : the number of models for the likelihood ratios, each trained on a random half of all these samples by the
+        run's local optimizer; 0: no likelihood ratios.
+    epochs : the number of epochs of that training.
 
     Raises
     ------
@@ -63,31 +65,36 @@ def membership(result: RunResult, shadows: int = 0, epochs: int = 20) -> Members
         raise ConfigError(f"{result.run_dir} has no global model of classes to attack; choose a run that has one.")
     if shadows and shadows < 4:
         raise ConfigError(f"shadows is {shadows}; likelihood ratios need at least 4 models, or 0 for none.")
+
     data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
     prepared = Prepared(experiment, data)
     context = prepared.context
     model = prepared.model
     draws = rng.generator(experiment.seed, "membership")
+
     splits = [context.union(split) for split in ("train", "test")]
     count = min(map(len, splits))
     x, y = context.samples.take(np.concatenate([draws.permutation(split)[:count] for split in splits]))
-    x, member = context.samples.normalise(x), torch.arange(2 * count) < count
+    x = context.samples.normalise(x)
+    member = torch.arange(2 * count) < count
     loss = _losses(model, theta, x, y)
     if not shadows:
         return Membership(_best_accuracy(-loss, member), None, count)
-    inside = torch.from_numpy(np.stack([draws.permutation(2 * count) < count for _ in range(shadows)]))
+
+    in_training = torch.from_numpy(np.stack([draws.permutation(2 * count) < count for _ in range(shadows)]))
     confidences = []
-    for s, mine in enumerate(inside):
-        batches = _batches(x[mine], y[mine], experiment.training.batch_size, epochs, draws)
-        shadow = _trained(model, rng.key(experiment.seed, "shadow", s), experiment.training, batches)
+    for number, chosen in enumerate(in_training):
+        batches = _batches(x[chosen], y[chosen], experiment.training.batch_size, epochs, draws)
+        shadow = _train(model, rng.key(experiment.seed, "shadow", number), experiment.training, batches)
         confidences.append(_confidence(_losses(model, shadow, x, y)))
-    ratio = _log_ratio(torch.stack(confidences), inside, _confidence(loss))
+    ratio = _log_ratio(torch.stack(confidences), in_training, _confidence(loss))
     return Membership(_best_accuracy(-loss, member), _best_accuracy(ratio, member), count)
 
 
-def _trained(model: FlatModel, key: int, training: TrainingSettings, batches: Iterable[Batch]) -> Tensor:
-    """A model vector that was trained by the local optimizer, with the first learning rate."""
-    theta, lr = model.init(key % 2**31), training.lr
+def _train(model: FlatModel, key: int, training: TrainingSettings, batches: Iterable[Batch]) -> Tensor:
+    """Train a new model by the local optimizer, with the first learning rate; return its vector."""
+    theta = model.init(key % 2**31)
+    lr = training.lr
 
     def loss(p: Tensor, batch: Batch) -> Tensor:
         return batch.mean(F.cross_entropy(model(p, batch.x), batch.y, reduction="none"))
@@ -101,33 +108,40 @@ def _trained(model: FlatModel, key: int, training: TrainingSettings, batches: It
 
 def _losses(model: FlatModel, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad(), model.mode(train=False):
-        outputs = torch.cat([model(theta, part) for part in x.split(_TOGETHER)])
+        outputs = torch.cat([model(theta, part) for part in x.split(_EVALUATION_BATCH)])
     return F.cross_entropy(outputs.double(), y, reduction="none")
 
 
 def _confidence(losses: Tensor) -> Tensor:
-    """``log(p / (1 - p))`` of the probability p of the right class."""
+    """Return ``log(p / (1 - p))`` of the probability p of the right class."""
     return -losses - torch.log(-torch.expm1(-losses.clamp_min(1e-12)))
 
 
-def _log_ratio(confidences: Tensor, inside: Tensor, seen: Tensor) -> Tensor:
-    """``log N(seen | with) - log N(seen | without)`` from ``confidences[S, n]`` of models that had a sample or not."""
-    ratio = torch.zeros_like(seen)
-    for sign, had in ((1, inside), (-1, ~inside)):
-        number = had.sum(0).clamp_min(1)
-        mean = (confidences * had).sum(0) / number
-        variance = ((confidences - mean).square() * had).sum() / had.sum()
-        ratio -= sign * ((seen - mean).square() / variance.clamp_min(1e-12) + variance.clamp_min(1e-12).log()) / 2
+def _log_ratio(confidences: Tensor, in_training: Tensor, observed: Tensor) -> Tensor:
+    """Return ``log N(observed | with) - log N(observed | without)`` for each sample.
+
+    Parameters
+    ----------
+    confidences : ``[S, n]``, the confidence of each shadow model in each sample.
+    in_training : ``bool[S, n]``, whether the shadow model was trained with the sample.
+    observed : ``[n]``, the confidence of the attacked model.
+    """
+    ratio = torch.zeros_like(observed)
+    for sign, mask in ((1, in_training), (-1, ~in_training)):
+        number = mask.sum(0).clamp_min(1)
+        mean = (confidences * mask).sum(0) / number
+        variance = ((confidences - mean).square() * mask).sum() / mask.sum()
+        ratio -= sign * ((observed - mean).square() / variance.clamp_min(1e-12) + variance.clamp_min(1e-12).log()) / 2
     return ratio
 
 
 def _best_accuracy(scores: Tensor, member: Tensor) -> float:
-    """The best that a threshold on the scores can do, above which samples are taken for members."""
+    """Return the accuracy of the best threshold on the scores, above which samples are taken for members."""
     order = scores.argsort(descending=True)
-    gained = torch.where(member[order], 1, -1).cumsum(0)
-    ends = torch.cat([scores[order][1:] != scores[order][:-1], torch.tensor([True])])  # equal scores go together
-    others = int((~member).sum())
-    return (others + max(0, int(gained[ends].max()))) / len(member)
+    gain = torch.where(member[order], 1, -1).cumsum(0)
+    is_last_of_equal = torch.cat([scores[order][1:] != scores[order][:-1], torch.tensor([True])])
+    non_members = int((~member).sum())
+    return (non_members + max(0, int(gain[is_last_of_equal].max()))) / len(member)
 
 
 def _batches(x: Tensor, y: Tensor, size: int, epochs: int, draws: np.random.Generator) -> Iterator[Batch]:

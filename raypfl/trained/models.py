@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from raypfl.runs.result import refuse_stranger
 from raypfl.storage import checkpoint
 from raypfl.storage.checkpoint import Snapshot
 from raypfl.storage.states import StateShard, StateTable, merged
-from raypfl.trained.new_clients import NewClient, checked, context_of, refuse_without_way
+from raypfl.trained.new_clients import NewClient, checked_samples, context_of, require_new_client_models
 from raypfl.trained.saved_model import Origin
 
 if TYPE_CHECKING:
@@ -56,34 +57,41 @@ class TrainedModels:
     A method that fine-tunes its models for evaluation, or has exchanges with its clients
     (:meth:`raypfl.Method.personalize`), does so here too and needs the clients' data; others need no data.
 
-    `outline` : of the run's data.
+    Parameters
+    ----------
+    outline : the outline of the run's data.
     """
 
     def __init__(self, experiment: Experiment, outline: DataOutline, snapshot: Snapshot):
-        self.experiment, self.outline, self._snapshot = experiment, outline, snapshot
+        self.experiment = experiment
+        self.outline = outline
+        self.server = dict(snapshot.server)
+        self.round = snapshot.round
+        self._snapshot = snapshot
         self._prepared = Prepared(experiment, outline)
-        self.server, self.round = dict(snapshot.server), snapshot.round
 
     @classmethod
     def of_snapshot(cls, experiment: Experiment, snapshot: Snapshot) -> TrainedModels:
-        """The models of a loaded checkpoint."""
+        """Return the models of a loaded checkpoint."""
         data = load_federated(experiment.data, experiment.partition, seed=experiment.seed)
         return cls(experiment, DataOutline.of(data), snapshot)
 
     def export(self, folder: str | Path) -> None:
         """Write a checkpoint of all that the models are made of: it needs neither the run's folder nor its data.
 
-        Of the clients' states, one file at a time is in memory.
+        One file of the clients' states at a time is in memory.
         """
-        values = {name: getattr(self.outline, name) for name in _OUTLINE} | dict(self.outline.counts)
-        arrays = {name: torch.from_numpy(np.array(one)) for name, one in values.items() if isinstance(one, np.ndarray)}
-        content = {"server": self.server, "data": values | arrays}
+        values: dict[str, Any] = {name: getattr(self.outline, name) for name in _OUTLINE} | dict(self.outline.counts)
+        for name, value in values.items():
+            if isinstance(value, np.ndarray):
+                values[name] = torch.from_numpy(np.array(value))
+        content = {"server": self.server, "data": values}
         meta = {"experiment": self.experiment.to_yaml()}
         checkpoint.save(str(folder), Snapshot(self.round, content, self._snapshot.states, {}, meta), keep=1)
 
     @classmethod
     def of_export(cls, folder: str | Path) -> TrainedModels:
-        """The models that :meth:`export` wrote.
+        """Return the models that :meth:`export` wrote.
 
         Raises
         ------
@@ -91,8 +99,10 @@ class TrainedModels:
         """
         snapshot = checkpoint.newest(str(folder))
         experiment = Experiment.from_record(snapshot.meta["experiment"])
-        stored = snapshot.server["data"].items()
-        values: dict[str, Any] = {n: one.numpy() if isinstance(one, torch.Tensor) else one for n, one in stored}
+
+        values: dict[str, Any] = {}
+        for name, value in snapshot.server["data"].items():
+            values[name] = value.numpy() if isinstance(value, torch.Tensor) else value
         counts = {split: values.pop(split) for split in ("train", "test")}
         load = partial(load_federated, experiment.data, experiment.partition, seed=experiment.seed)
         outline = DataOutline(known=values, counts=counts, load=load)
@@ -100,11 +110,11 @@ class TrainedModels:
 
     @property
     def num_clients(self) -> int:
-        """Clients are numbered from 0."""
+        """The number of clients, which are numbered from 0."""
         return self.outline.num_clients
 
     def global_model(self) -> TrainedModel:
-        """The global model, in evaluation mode.
+        """Return the global model, in evaluation mode.
 
         Raises
         ------
@@ -116,7 +126,7 @@ class TrainedModels:
         return self._trained(self._context.model.as_module(theta))
 
     def personal_model(self, client: int) -> TrainedModel:
-        """A client's own model, in evaluation mode; for a client that was never trained, what the method gives those.
+        """Return a client's own model, in evaluation mode; for a client that was never trained, what the method gives.
 
         Raises
         ------
@@ -125,26 +135,26 @@ class TrainedModels:
         """
         refuse_stranger(client, self.num_clients)
         unseen = client in self.outline.unseen
-        made, _ = self._made(self._context, [client], [self._snapshot.state_of(client)], unseen)
-        if made is None and unseen:
+        models, _ = self._make_models(self._context, [client], [self._snapshot.state_of(client)], unseen)
+        if models is None and unseen:
             return self.global_model()
-        if made is None:
+        if models is None:
             name = type(self.experiment.method).__name__
             raise ConfigError(f"{name} makes no personal models; its clients share the global one.")
-        return self._networks(made, 1)[0]
+        return self._networks(models, 1)[0]
 
     def personalize(self, x: Any, y: Any, held_out: float = 0.25) -> NewClient:
-        """A model for a client that was not in the run, in the method's way for clients that were never trained.
+        """Make a model for a client that was not in the run, as the method does for clients that were never trained.
 
         Parameters
         ----------
         x : ``[n, ...]``, labelled samples of the client, as the run's data set has them: pixels, not normalised.
-        y : their targets.
-        held_out : share of them that the model is tested on, class by class, and not made from; 0: none.
+        y : the targets of the samples.
+        held_out : the share of the samples that the model is tested on, class by class, and not made from; 0: none.
 
         Raises
         ------
-        ConfigError : if the method has no way.
+        ConfigError : if the method makes no models for new clients.
         DataError : if the samples do not fit, or no model can be made from them.
 
         Examples
@@ -154,25 +164,30 @@ class TrainedModels:
         return self.personalize_all([(x, y)], held_out)[0]
 
     def personalize_all(self, clients: Sequence[tuple[Any, Any]], held_out: float = 0.25) -> list[NewClient]:
-        """:meth:`personalize` for several clients at once, whose samples are ``(x, y)`` each."""
+        """Do :meth:`personalize` for several clients at once, each given by its samples ``(x, y)``."""
         privacy = self.experiment.privacy
-        refuse_without_way(self.experiment.method)
+        require_new_client_models(self.experiment.method)
         refuse_without_accountant(privacy)
         if not 0 <= held_out < 1:
             raise ConfigError(f"held_out is {held_out}, but must be at least 0 and below 1.")
-        samples = [checked(x, y, self.outline) for x, y in clients]
+
+        samples = [checked_samples(x, y, self.outline) for x, y in clients]
         context = context_of(self._context, self.outline, samples, held_out)
-        numbers, begin = list(range(len(samples))), time.perf_counter()
+        numbers = list(range(len(samples)))
+        start = time.perf_counter()
         try:
-            made, spent = self._made(context, numbers, [{}] * len(samples), unseen=True)
+            models, spent = self._make_models(context, numbers, [{}] * len(samples), unseen=True)
         except RaypflError as error:
             raise DataError(f"No model could be made for the new client. {error}") from error
-        if made is None:
+        if models is None:
             raise ConfigError(f"{type(self.experiment.method).__name__} made no model for a new client.")
-        seconds = time.perf_counter() - begin
-        metrics, epsilons = _tested(context, made, numbers), epsilons_of(spent, privacy)
-        return [
-            NewClient(
+        seconds = time.perf_counter() - start
+
+        metrics = _test_metrics(context, models, numbers)
+        epsilons = epsilons_of(spent, privacy)
+        new_clients = []
+        for client, network in enumerate(self._networks(models, len(samples))):
+            new_client = NewClient(
                 model=network,
                 samples=len(context.split(client, "train")),
                 held_out=len(context.split(client, "test")),
@@ -181,57 +196,62 @@ class TrainedModels:
                 epsilon=epsilons.get(client, 0.0) if privacy.protects_samples else None,
                 origin=self.origin,
             )
-            for client, network in enumerate(self._networks(made, len(samples)))
-        ]
+            new_clients.append(new_client)
+        return new_clients
 
     def groups(self, size: int = 50) -> Iterator[Clients]:
-        """All clients of the run, in the order of their numbers, as a method's functions get them.
+        """Yield all clients of the run, in the order of their numbers, as a method's functions get them.
 
-        Their states are empty, and their samples are read when they are asked for.
+        Their states are empty, and their samples are read when a function uses them.
         """
         for first in range(0, self.num_clients, size):
             ids = tuple(range(first, min(first + size, self.num_clients)))
             yield Clients(ClientGroup(self._context, ids, self.round, self._lr))
 
     def at_start(self) -> dict[str, Any]:
-        """The server's state before the first round."""
+        """Return the server's state before the first round."""
         return self.experiment.method.start(self.task)
 
     def as_networks(self, rows: Tensor) -> list[TrainedModel]:
-        """Model vectors ``[n, P+B]`` as networks, in evaluation mode."""
+        """Return model vectors ``[n, P+B]`` as networks, in evaluation mode."""
         return [self._trained(self.task.model.as_module(row)) for row in rows]
 
     @cached_property
     def normalisation(self) -> tuple[Tensor, Tensor]:
-        """``gain, offset``: networks see ``x * gain + offset``."""
+        """The normalisation ``gain, offset``: networks see ``x * gain + offset``."""
         return self._prepared.normalisation
 
-    def _made(
+    def _make_models(
         self, context: Context, clients: Sequence[int], states: list[Mapping[str, np.ndarray]], unseen: bool
     ) -> tuple[Tensor | Predictor | None, list[Spending]]:
-        """The models that the method makes for clients with these states, and what that spent of their privacy."""
-        method, spent = self.experiment.method, list[Spending]()
+        """Return the method's models for clients with these states, and what making them spent of their privacy."""
+        method = self.experiment.method
+        spent: list[Spending] = []
         with threads(self.experiment.engine.threads):
             if method.has("personalize"):
                 states, spent = self._after_exchanges(context, clients, states, unseen)
             group = ClientGroup(context, tuple(clients), self.round, self._lr, states)
-            made = getattr(method, maker(unseen))(Clients(group), self.server)
-        return made, [*spent, *(row for branch in group.private_trainings for row in branch.rows())]
+            models = getattr(method, maker(unseen))(Clients(group), self.server)
 
-    def _networks(self, made: Tensor | Predictor, count: int) -> list[TrainedModel]:
-        if isinstance(made, Predictor):
-            return [self._trained(made.as_module(k, self._context.evaluating)) for k in range(count)]
-        return self.as_networks(unmarked(made).expand(count, -1))
+        for training in group.private_trainings:
+            spent = [*spent, *training.rows()]
+        return models, spent
+
+    def _networks(self, models: Tensor | Predictor, count: int) -> list[TrainedModel]:
+        if isinstance(models, Predictor):
+            return [self._trained(models.as_module(k, self._context.evaluating)) for k in range(count)]
+        return self.as_networks(unmarked(models).expand(count, -1))
 
     def _after_exchanges(
         self, context: Context, clients: Sequence[int], states: list[Mapping[str, np.ndarray]], unseen: bool
     ) -> tuple[list[Mapping[str, np.ndarray]], list[Spending]]:
-        """The clients' states after the method has personalized them, as a cohort in this process; what was spent."""
+        """Personalize the clients as a cohort in this process; return their states, and what that spent."""
         table = StateTable()
         for client, state in zip(clients, states, strict=True):
             if state:
-                own = {name: np.asarray(value)[None] for name, value in state.items()}
-                table.stage((client,), StateShard(np.array([client]), own).stack())
+                rows = {name: np.asarray(value)[None] for name, value in state.items()}
+                table.stage((client,), StateShard(np.array([client]), rows).stack())
+
         sizes = np.zeros(max(clients) + 1, dtype=np.int64)
         sizes[list(clients)] = [len(context.split(client, "train")) for client in clients]
         runner = GroupRunner(
@@ -247,11 +267,13 @@ class TrainedModels:
         )
         cohort = EvaluationCohort(runner, clients, self.round, self._lr, unseen)
         personalize(self.experiment.method, self.server, cohort)
-        return [merged(ref.stack.of(ref.slot) for ref in table.refs(client)) for client in clients], cohort.spent
+
+        new_states = [merged(ref.stack.of(ref.slot) for ref in table.refs(client)) for client in clients]
+        return new_states, cohort.spent
 
     @cached_property
     def origin(self) -> Origin:
-        """What files of the models say about the run."""
+        """The description of the run in files of its models."""
         return Origin(self.experiment, self.outline)
 
     @property
@@ -277,11 +299,20 @@ class TrainedModels:
         return TrainedModel(network, gain.clone(), offset.clone(), self.outline.discrete)
 
 
-def _tested(context: Context, made: Tensor | Predictor, clients: Sequence[int]) -> list[dict[str, float]]:
-    """The metrics of each client's model on its test split, those that have a value."""
-    models = made if isinstance(made, Predictor) else unmarked(made).expand(len(clients), -1)
-    sums, measures = MetricSums(context.measures), context.measures
-    answers = context.model_outputs(models, [context.split(client, "test") for client in clients])
-    rows = sums.values(sums.accumulate(answers, len(clients))).tolist()
-    named = (dict(zip(measures.columns, row, strict=True)) for row in rows)
-    return [{n: v for n, v in one.items() if n in measures.metrics and one["samples"] and v == v} for one in named]
+def _test_metrics(context: Context, models: Tensor | Predictor, clients: Sequence[int]) -> list[dict[str, float]]:
+    """Return the metrics of each client's model on its test split, those that have a value."""
+    measures = context.measures
+    sums = MetricSums(measures)
+    if not isinstance(models, Predictor):
+        models = unmarked(models).expand(len(clients), -1)
+    outputs = context.model_outputs(models, [context.split(client, "test") for client in clients])
+
+    metrics_by_client = []
+    for row in sums.values(sums.accumulate(outputs, len(clients))).tolist():
+        values = dict(zip(measures.columns, row, strict=True))
+        metrics = {}
+        for name, value in values.items():
+            if name in measures.metrics and values["samples"] and not math.isnan(value):
+                metrics[name] = value
+        metrics_by_client.append(metrics)
+    return metrics_by_client

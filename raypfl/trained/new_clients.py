@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Labelled = tuple[np.ndarray, np.ndarray]
 """Inputs ``x[n, ...]`` as the run's data set has them, and their targets ``y[n]``."""
 
-_TRAIN, _TEST = SPLITS.index("train"), SPLITS.index("test")
-_CAST = {"classes": np.int64, "labels": np.int8, "tokens": np.int64}
+_INTEGER_TARGETS = {"classes": np.int64, "labels": np.int8, "tokens": np.int64}
+"""Kinds of targets that are integers, and the types in which they are stored."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class NewClient:
 
     Attributes
     ----------
-    model : in evaluation mode, for inputs as the run's data set has them.
-    samples : number of samples that it was made from.
-    held_out : number of samples that it was tested on.
-    metrics : what it reached on those, by name; empty if there are none.
-    seconds : that it took to make it, or those that were asked for together with it.
-    epsilon : what the model spent of the client's privacy, if the run's ``privacy`` protects samples; else None.
-    origin : what the run says about it.
+    model : the model, in evaluation mode, for inputs as the run's data set has them.
+    samples : the number of samples that it was made from.
+    held_out : the number of samples that it was tested on.
+    metrics : its metrics on those, by name; empty if there are none.
+    seconds : the time to make it, or all models that were made together with it.
+    epsilon : the client's privacy that making it spent, if the run's ``privacy`` protects samples; else None.
+    origin : the description of the run.
     """
 
     model: TrainedModel
@@ -55,7 +55,7 @@ class NewClient:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All that is known about the model, except the model."""
+        """The attributes that describe the model, without the model and the run."""
         return {name: getattr(self, name) for name in ("samples", "held_out", "metrics", "seconds", "epsilon")}
 
     def save(self, file: str | Path) -> Path:
@@ -65,13 +65,13 @@ class NewClient:
 
 @dataclass(eq=False)
 class _NewClients(Context):
-    """What new clients share. All have the same draws, so a model depends on its own client's samples alone."""
+    """The context of new clients. All have the same draws, so a model depends on its own client's samples alone."""
 
     def keys(self, purpose: str, round: int, clients: Sequence[int]) -> np.ndarray:
         return super().keys(purpose, round, [0] * len(clients))
 
 
-def refuse_without_way(method: Method) -> None:
+def require_new_client_models(method: Method) -> None:
     """Raise a ConfigError if a method makes no models for clients that were not in the run."""
     if not (method.has("unseen_model") or method.has("personalize")):
         raise ConfigError(
@@ -80,34 +80,37 @@ def refuse_without_way(method: Method) -> None:
         )
 
 
-def checked(x: Any, y: Any, outline: DataOutline) -> Labelled:
-    """The samples of a new client, as the run's data set would have them.
+def checked_samples(x: Any, y: Any, outline: DataOutline) -> Labelled:
+    """Return the samples of a new client, as the run's data set would have them.
 
     Raises
     ------
     DataError : if they do not fit, with the reason.
     """
-    x, y = np.asarray(x), np.asarray(y)
+    x = np.asarray(x)
+    y = np.asarray(y)
     _refuse_other_shape(x, outline, "x")
     if y.shape[:1] != x.shape[:1]:
         raise DataError(f"x has {len(x)} samples, but y has the shape {list(y.shape)}; y needs a target for each.")
     if not len(x):
         raise DataError("x and y are empty; a model is made from at least one labelled sample.")
     x = _inputs(x, outline, "x")
+
     kind = outline.kind
-    if kind in _CAST and y.dtype.kind not in "iub":
+    if kind in _INTEGER_TARGETS and y.dtype.kind not in "iub":
         raise DataError(f"y is {y.dtype}, but the run's targets are {kind}, which are integers.")
-    targets = y.astype(_CAST.get(kind, np.float32))
-    if kind in _CAST and not np.array_equal(targets, y):
+    targets = y.astype(_INTEGER_TARGETS.get(kind, np.float32))
+    if kind in _INTEGER_TARGETS and not np.array_equal(targets, y):
         raise DataError(f"y has numbers that are no {kind} of the run: they must fit into {targets.dtype}.")
+
     raw = RawData(x, targets, [str(number) for number in range(outline.num_classes)])
     if raw.kind != kind:
         raise DataError(f"y has the shape {list(y.shape)}, in which it has {raw.kind}; the run's targets are {kind}.")
     return x, targets
 
 
-def numbered(y: Any, names: Sequence[str]) -> np.ndarray:
-    """Targets with classes by number, where they are given by name.
+def class_numbers(y: Any, names: Sequence[str]) -> np.ndarray:
+    """Return targets with the numbers of classes in place of their names.
 
     Raises
     ------
@@ -116,15 +119,20 @@ def numbered(y: Any, names: Sequence[str]) -> np.ndarray:
     y = np.asarray(y)
     if y.dtype.kind != "U":
         return y
-    given = y.ravel().tolist()
-    for name in given:
+    numbers = []
+    for name in y.ravel().tolist():
         if name not in names:
             raise DataError(f"y has {name!r}, which is no class of the run; {did_you_mean(name, names)}")
-    return np.array([names.index(name) for name in given], np.int64).reshape(y.shape)
+        numbers.append(names.index(name))
+    return np.array(numbers, np.int64).reshape(y.shape)
 
 
 def checked_inputs(x: Any, outline: DataOutline, name: str) -> np.ndarray:
-    """Inputs to predict for, as the run's data set would have them; `name` is theirs in messages.
+    """Return inputs to predict for, as the run's data set would have them.
+
+    Parameters
+    ----------
+    name : the name of the inputs in messages.
 
     Raises
     ------
@@ -149,6 +157,7 @@ def _inputs(x: np.ndarray, outline: DataOutline, name: str) -> np.ndarray:
         if x.dtype.kind not in "iu":
             raise DataError(f"{name} is {x.dtype}, but the run's inputs are tokens, which are integers.")
         return x.astype(np.int64)
+
     if not np.isfinite(x).all():
         raise DataError(f"Sample {np.argwhere(~np.isfinite(x))[0][0]} of {name} has an input that is not finite.")
     if outline.scale > 1:  # images, whose values are known
@@ -166,26 +175,31 @@ def _inputs(x: np.ndarray, outline: DataOutline, name: str) -> np.ndarray:
 
 
 def context_of(context: Context, outline: DataOutline, clients: Sequence[Labelled], held_out: float) -> Context:
-    """The context of a run, with these clients' samples in place of its own; clients are numbered from 0.
+    """Return the context of a run, with these clients' samples in place of its own; clients are numbered from 0.
 
-    `held_out` : share of each client's samples that is its test split, class by class; the rest is its train split.
+    Parameters
+    ----------
+    held_out : the share of each client's samples that is its test split, class by class; the rest is its train split.
     """
     counts = [len(y) for _, y in clients]
-    ends, of = np.cumsum(counts), context.samples
+    ends = np.cumsum(counts)
     splits = [_splits(y, outline, held_out, context.seed) for _, y in clients]
 
     def split(client: int, name: str) -> np.ndarray:
         first = int(ends[client]) - counts[client]
         return first + np.flatnonzero(splits[client] == SPLITS.index(name))
 
-    inputs, labels = (np.concatenate(part) for part in zip(*clients, strict=True))
-    known = {one.name: getattr(context, one.name) for one in fields(Context)}
-    own = Samples(inputs, labels, of.gain, of.offset, of.augmentation)
-    return _NewClients(**known | {"samples": own, "split": split, "_unions": {}})
+    inputs = np.concatenate([x for x, _ in clients])
+    targets = np.concatenate([y for _, y in clients])
+    of_run = context.samples
+    samples = Samples(inputs, targets, of_run.gain, of_run.offset, of_run.augmentation)
+    attributes = {field.name: getattr(context, field.name) for field in fields(Context)}
+    return _NewClients(**attributes | {"samples": samples, "split": split, "_unions": {}})
 
 
 def _splits(y: np.ndarray, outline: DataOutline, held_out: float, seed: int) -> np.ndarray:
-    classes = outline.kind == "classes"
-    labels = y if classes else np.zeros(len(y), dtype=np.int64)
-    traits = Traits(labels, outline.num_classes if classes else 1)
+    if outline.kind == "classes":
+        traits = Traits(y, outline.num_classes)
+    else:
+        traits = Traits(np.zeros(len(y), dtype=np.int64), 1)
     return hold_out(traits, np.zeros(len(y), dtype=np.int64), held_out, 0.0, seed)

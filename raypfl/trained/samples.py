@@ -16,7 +16,7 @@ from raypfl.trained.models import TrainedModels
 
 
 def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a new client, in the shape and with the classes of the run's data.
+    """Return inputs and targets of a new client, in the shape and with the classes of the run's data.
 
     Parameters
     ----------
@@ -37,20 +37,22 @@ def samples_in(path: str | Path, models: TrainedModels) -> tuple[np.ndarray, np.
         raise ConfigError(f"{file} is neither a folder nor a .npz file with arrays x and y.")
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            there = set(arrays.files)
-            if not {"x", "y"} <= there:
-                raise DataError(f"{file} has {', '.join(sorted(there)) or 'no arrays'}; it needs arrays x and y.")
+            names = set(arrays.files)
+            if not {"x", "y"} <= names:
+                raise DataError(f"{file} has {', '.join(sorted(names)) or 'no arrays'}; it needs arrays x and y.")
             return arrays["x"], arrays["y"]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise DataError(f"{file} cannot be read as a .npz file: {error}") from error
 
 
 def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray]:
-    data, config = models.outline.data, models.experiment.data
+    data = models.outline.data
+    config = models.experiment.data
     if not isinstance(data, FederatedData):
         raise ConfigError(f"The data set {config.name!r} is generated; give a .npz file with arrays x and y.")
-    inside = [one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")]
-    if inside and set(inside) <= set(data.class_names):
+
+    subfolders = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    if subfolders and subfolders <= set(data.class_names):
         square = data.input_shape[-1] if len(set(data.input_shape[-2:])) == 1 else None
         source = DataSource(name="image_folder", root=str(folder), split="merged", options={"size": square})
     elif config.root is None:
@@ -60,7 +62,8 @@ def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray
         )
     else:
         source = DataSource(name=config.name, root=str(folder), split="merged", options=config.options)
-    own = RawData(
+
+    example = RawData(
         inputs=data.inputs[:1],
         labels=data.labels[:1],
         class_names=data.class_names,
@@ -68,7 +71,8 @@ def _folder(folder: Path, models: TrainedModels) -> tuple[np.ndarray, np.ndarray
         feature_names=data.feature_names,
         indicators=data.indicators,
     )
-    pool = read_pool(str(folder), source, own)
+    pool = read_pool(str(folder), source, example)
+
     targets = pool.labels.reshape(len(pool.labels), -1)
     unknown = np.isnan(targets) if data.kind == "numbers" else targets == UNLABELLED
     if unknown.all(axis=1).any():

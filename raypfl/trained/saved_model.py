@@ -1,4 +1,4 @@
-"""A personal model in a file of its own: safetensors, with an outline of the module whose tensors they are."""
+"""A personal model in a file: safetensors, with an outline of the module whose tensors they are."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ from raypfl.models.trained_model import TrainedModel
 
 FORMAT = "raypfl personal model 1"
 PREDICTOR = "predictor"
-_KNOWN = ("input_shape", "num_classes", "kind", "discrete", "scale", "mean", "std")
+_OUTLINE = ("input_shape", "num_classes", "kind", "discrete", "scale", "mean", "std")
 
 
 def inputs_of(outline: DataOutline) -> str:
-    """Shape and values of a run's inputs: ``"[n, 3, 32, 32] with values from 0 to 255"``."""
+    """Return shape and values of a run's inputs as text: ``"[n, 3, 32, 32] with values from 0 to 255"``."""
     shape = ", ".join(map(str, ("n", *outline.input_shape)))
-    images = f" with values from 0 to {outline.scale:g}" if outline.scale > 1 else ""
-    return f"[{shape}]" + (" of integer tokens" if outline.discrete else images)
+    if outline.discrete:
+        return f"[{shape}] of integer tokens"
+    if outline.scale > 1:
+        return f"[{shape}] with values from 0 to {outline.scale:g}"
+    return f"[{shape}]"
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,17 @@ class Origin:
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """What a model's file says about the run."""
-        known = {name: getattr(self.outline, name) for name in _KNOWN}
+        """The part of a model file's metadata that is about the run."""
+        outline = {name: getattr(self.outline, name) for name in _OUTLINE}
         return {
             "inputs": inputs_of(self.outline),
             "experiment": self.experiment.override(["model.weights=null"]).to_yaml(),  # the state dict has them
-            "data": json.dumps(known, default=lambda array: np.asarray(array).tolist()),
+            "data": json.dumps(outline, default=lambda array: np.asarray(array).tolist()),
         }
 
 
 def save(model: TrainedModel, origin: Origin, file: str | Path, facts: Mapping[str, Any]) -> Path:
-    """Write the model's file; :func:`encoded` says what is in it."""
+    """Write the model's file, and return its path; :func:`encoded` says what is in it."""
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, encoded(model, origin, facts))
@@ -67,14 +70,14 @@ def save(model: TrainedModel, origin: Origin, file: str | Path, facts: Mapping[s
 
 
 def encoded(model: TrainedModel, origin: Origin, facts: Mapping[str, Any]) -> bytes:
-    """The network's state dict as safetensors. The metadata have, as text or JSON:
+    """Return the network's state dict as safetensors, with metadata.
 
-    ``outline``, the network as torch prints it; ``gain`` and ``offset``, by which inputs become the network's:
-    ``network(x * gain + offset)``; ``inputs``, their shape and values; `facts`; and the run's ``experiment`` and
-    ``data``, from which raypfl builds the network again. Of a model that is more than a network, the tensors are those
-    that its method's function predicts with, and ``predictor`` names the function.
+    The metadata have, as text or JSON: ``outline``, the network as torch prints it; ``gain`` and ``offset``, by which
+    inputs become the network's: ``network(x * gain + offset)``; ``inputs``, their shape and values; `facts`; and the
+    run's ``experiment`` and ``data``, from which raypfl builds the network again. If a model is more than a network,
+    the tensors are those that its method's function predicts with, and ``predictor`` names the function.
     """
-    about = {
+    metadata = {
         "format": FORMAT,
         "outline": repr(model.network),
         "gain": json.dumps(model.gain.tolist()),
@@ -82,11 +85,11 @@ def encoded(model: TrainedModel, origin: Origin, facts: Mapping[str, Any]) -> by
         "facts": json.dumps(dict(facts)),
     } | _function_of(model.network, origin.experiment.method)
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in model.network.state_dict().items()}
-    return safetensors.torch.save(tensors, about | origin.metadata)
+    return safetensors.torch.save(tensors, metadata | origin.metadata)
 
 
 def load_model(file: str | Path) -> TrainedModel:
-    """The personal model in a file, in evaluation mode: it takes inputs as the run's data set has them.
+    """Return the personal model in a file, in evaluation mode: it takes inputs as the run's data set has them.
 
     It needs neither the run nor its data. Without raypfl: ``safetensors.torch.load_file`` gives the state dict of the
     module that the metadata outline (:func:`encoded`).
@@ -95,49 +98,55 @@ def load_model(file: str | Path) -> TrainedModel:
     ------
     CheckpointError : if there is no such file, it is damaged, or it is not one of these.
     """
-    about, tensors = tensors_in(file, "a personal model")
-    if about.get("format") != FORMAT:
+    metadata, tensors = tensors_in(file, "a personal model")
+    if metadata.get("format") != FORMAT:
         raise CheckpointError(
             f"{file} is not a personal model: its metadata do not say {FORMAT!r}. `raypfl personalize` writes them."
         )
-    experiment = Experiment.from_record(about["experiment"])
-    outline = outline_in(about["data"])
+
+    experiment = Experiment.from_record(metadata["experiment"])
+    outline = outline_in(metadata["data"])
     model = Prepared(experiment, outline).model
-    network = _network(model, tensors) if PREDICTOR not in about else _predictor(about, experiment, model, tensors)
+    network = _predictor(metadata, experiment, model, tensors) if PREDICTOR in metadata else _network(model, tensors)
     if network is None:
         name = METHODS.name_of(type(experiment.method))
         raise CheckpointError(f"The tensors in {file} are not those of a model of {name}; they are for your own code.")
-    gain, offset = (torch.tensor(json.loads(about[name]), dtype=model.dtype) for name in ("gain", "offset"))
+
+    gain = torch.tensor(json.loads(metadata["gain"]), dtype=model.dtype)
+    offset = torch.tensor(json.loads(metadata["offset"]), dtype=model.dtype)
     return TrainedModel(network, gain, offset, outline.discrete)
 
 
 def tensors_in(file: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors in a file of safetensors.
+    """Return the metadata and the tensors in a file of safetensors.
 
-    `what` : should be in it, for messages.
+    Parameters
+    ----------
+    what : the expected content, for messages.
 
     Raises
     ------
     CheckpointError : if there is no such file, or it is damaged.
     """
     try:
-        with safetensors.safe_open(str(file), "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
-            return opened.metadata() or {}, tensors
+        with safetensors.safe_open(str(file), "pt") as open_file:
+            tensors = {name: open_file.get_tensor(name) for name in open_file.keys()}  # noqa: SIM118 - not a dict
+            return open_file.metadata() or {}, tensors
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read as {what}: {error}") from error
 
 
 def outline_in(text: str) -> DataOutline:
-    """The outline of a run's data from what :class:`Origin` says of them, without samples."""
-    known = json.loads(text)
-    known |= {name: np.array(known[name], dtype=np.float32) for name in ("mean", "std")}
-    known["input_shape"] = tuple(known["input_shape"])
-    return DataOutline(known=known, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
+    """Return the outline of a run's data, without samples, from the ``data`` of :attr:`Origin.metadata`."""
+    values = json.loads(text)
+    for name in ("mean", "std"):
+        values[name] = np.array(values[name], dtype=np.float32)
+    values["input_shape"] = tuple(values["input_shape"])
+    return DataOutline(known=values, counts={"train": np.zeros(0, np.int64)}, load=_refuse)
 
 
 def _function_of(network: nn.Module, method: Method) -> dict[str, str]:
-    """The function of the method that predicts, if the model is more than a network and has such a function."""
+    """Return metadata that name the method's function that predicts, if the model is more than a network."""
     predictor = getattr(network, "predictor", None)
     if predictor is None or getattr(predictor.function, "__self__", None) != method:
         return {}
@@ -146,7 +155,7 @@ def _function_of(network: nn.Module, method: Method) -> dict[str, str]:
 
 
 def _network(model: FlatModel, tensors: Mapping[str, Tensor]) -> nn.Module | None:
-    """The network with this state dict; None: it is that of another."""
+    """Return the network with this state dict; None if it is that of another network."""
     network = model.as_module(model.init(0))
     try:
         network.load_state_dict(tensors)
@@ -156,15 +165,16 @@ def _network(model: FlatModel, tensors: Mapping[str, Tensor]) -> nn.Module | Non
 
 
 def _predictor(
-    about: Mapping[str, str], experiment: Experiment, model: FlatModel, tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str], experiment: Experiment, model: FlatModel, tensors: Mapping[str, Tensor]
 ) -> nn.Module | None:
-    """The function of the method with these tensors; None: the method has no such function."""
-    told = json.loads(about[PREDICTOR])
-    function = getattr(experiment.method, told["function"], None)
+    """Return the method's function with these tensors; None if the method has no such function."""
+    description = json.loads(metadata[PREDICTOR])
+    function = getattr(experiment.method, description["function"], None)
     rows = {name: per_client(tensor[None]) for name, tensor in tensors.items()}
-    if function is None or not rows.keys() >= set(told["models"]):
+    if function is None or not rows.keys() >= set(description["models"]):
         return None
-    extras = {name: Other(model, row) if name in told["models"] else row for name, row in rows.items()}
+
+    extras = {name: Other(model, row) if name in description["models"] else row for name, row in rows.items()}
     return Predictor(function, **extras).as_module(0, lambda: model.mode(train=False))
 
 

@@ -138,7 +138,7 @@ def ran(reader: Path) -> Callable[[str], SimpleNamespace]:
             sys.modules[module.__name__] = module
             patch.setattr(raypfl, "run", quick, raising=False)
             patch.setattr("requests.post", predicted)
-            patch.setattr("raypfl.trained.remote.RemoteRun", Served)
+            patch.setattr("raypfl.trained.serving.remote.RemoteRun", Served)
             patch.setattr("raypfl.trained.membership.membership", functools.partial(membership, epochs=1))
             vars(module).update(GIVEN.get(page, dict)())
             for code in blocks(page, "python"):

@@ -29,9 +29,9 @@ from starlette.requests import Request
 import raypfl
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.models.hypernetworks import EmbeddingNetwork
-from raypfl.trained import service
-from raypfl.trained.describing import embedder_file, read_embedder
-from raypfl.trained.service import Limits, Service, _Asked
+from raypfl.trained.serving import service
+from raypfl.trained.serving.embedder import embedder_file, read_embedder
+from raypfl.trained.serving.service import Limits, Service, _Query
 from tests.support import datasets
 from tests.support.command import raypfl as raypfl_command
 from tests.support.pages import blocks
@@ -79,10 +79,10 @@ def without_ray(run_dir: Path) -> Service:
     """A service outside of Ray Serve, which makes no batches."""
     service = Service(str(run_dir), TOKEN, Limits(megabytes=0.05, samples=20))
 
-    async def alone(asked: _Asked) -> Any:
-        return (await asyncio.to_thread(service._make, [asked]))[0]
+    async def alone(asked: _Query) -> Any:
+        return (await asyncio.to_thread(service._answer_all, [asked]))[0]
 
-    service._made = alone  # type: ignore[method-assign]
+    service._answer_in_batch = alone  # type: ignore[method-assign]
     return service
 
 
@@ -307,7 +307,7 @@ def test_a_busy_service_says_in_json_when_to_ask_again_and_the_client_does(
     def one_less(later: float) -> None:
         pefll._busy -= 1
 
-    monkeypatch.setattr("raypfl.trained.remote.time.sleep", one_less)
+    monkeypatch.setattr("raypfl.trained.serving.remote.time.sleep", one_less)
     with listening(pefll) as (address, seen):
         raypfl.RemoteRun(address, TOKEN).personalize(X, [str(label) for label in Y])
     assert [asked.path for asked in seen] == ["/", "/embedding", "/model", "/model"]
@@ -372,8 +372,8 @@ def test_requests_that_come_together_are_made_together_and_a_failing_one_fails_a
         return personalize_all(clients, held_out)
 
     monkeypatch.setattr(one._models, "personalize_all", counted)
-    good = [_Asked(((np.roll(X, i, 0), np.roll(Y, i)), 0.5), None) for i in range(3)]
-    *made, bad = one._make([*good, _Asked(((X * 0, Y), 0.5), None)])
+    good = [_Query(((np.roll(X, i, 0), np.roll(Y, i)), 0.5), None) for i in range(3)]
+    *made, bad = one._answer_all([*good, _Query(((X * 0, Y), 0.5), None)])
     assert calls == [4, 1, 1, 1, 1]
     assert str(bad) == "No model for this one."
     for answer in made:
@@ -381,7 +381,7 @@ def test_requests_that_come_together_are_made_together_and_a_failing_one_fails_a
         (tmp_path / "m.safetensors").write_bytes(answer)
         assert raypfl.load_model(tmp_path / "m.safetensors")(torch.from_numpy(X)).shape == (12, 10)
     calls.clear()
-    one._make([_Asked((good[0].given[0], share), None) for share in (0.5, 0.25, 0.5, 0.25)])
+    one._answer_all([_Query((good[0].client[0], share), None) for share in (0.5, 0.25, 0.5, 0.25)])
     assert calls == [2, 2]
 
 

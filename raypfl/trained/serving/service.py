@@ -29,13 +29,13 @@ from raypfl.engine.backends.of_this_process import spare
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
+from raypfl.trained.serving.model_makers import ClientModel, class_names, model_maker_of
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_clients import checked_inputs, refuse_without_way
+from raypfl.trained.new_clients import checked_inputs, require_new_client_models
 from raypfl.trained.saved_model import encoded
-from raypfl.trained.ways import Made, class_names, way_of
 
 BATCH = 8
-"""Clients whose models are made together, at most."""
+"""The largest number of clients whose models are made together."""
 
 WAIT = 0.01
 """Seconds that the first of them waits for others."""
@@ -44,10 +44,10 @@ TIMEOUT = 120.0
 """Seconds that a request's body may take to arrive, and then its model to be made."""
 
 PLACES = 8 * BATCH
-"""Requests that wait for a model in one replica, at most."""
+"""The largest number of requests that wait for a model in one replica."""
 
 RETRY = 1
-"""Seconds after which a client may ask again that was refused because others are waiting."""
+"""Seconds after which a client that was refused because others are waiting may ask again."""
 
 PREDICT = "/predict"
 
@@ -56,11 +56,12 @@ APP = "raypfl"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for.
+    """Limits of one request.
 
     Attributes
     ----------
-    megabytes : of its body. samples : in it.
+    megabytes : the largest size of its body.
+    samples : the largest number of samples in it.
     """
 
     megabytes: float = 10.0
@@ -72,14 +73,21 @@ class _Refused(Exception):
 
     def __init__(self, status: int, sentence: str, **headers: str):
         super().__init__(sentence)
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a model is made from, and the inputs that it predicts for; None: the model itself is asked for."""
+class _Query:
+    """A request for a model or its predictions.
 
-    given: Any
+    Attributes
+    ----------
+    client : what the model is made from, as :meth:`ModelMaker.checked` returns it.
+    inputs : the inputs to predict for; None: the request is for the model itself.
+    """
+
+    client: Any
     inputs: torch.Tensor | None
 
 
@@ -102,14 +110,16 @@ class Service:
     def __init__(self, run_dir: str, token: str, limits: Limits):
         torch.set_num_threads(1)
         self._models = TrainedModels.of_snapshot(*newest(run_dir, whole=False))
-        self._way = way_of(self._models)
-        self._token, self._limits = token.encode(), limits
-        self._allowed = {"/": "GET", **dict.fromkeys(self._way.files, "GET"), self._way.path: "POST", PREDICT: "POST"}
-        self._busy = 0
+        self._maker = model_maker_of(self._models)
+        self._token = token.encode()
+        self._limits = limits
+        files = dict.fromkeys(self._maker.files, "GET")
+        self._allowed = {"/": "GET", **files, self._maker.path: "POST", PREDICT: "POST"}
+        self._busy = 0  # requests that wait for a model
 
     async def __call__(self, request: Request) -> Response:
         try:
-            return await self._answered(request)
+            return await self._respond(request)
         except _Refused as refused:
             return JSONResponse({"error": str(refused)}, refused.status, refused.headers)
         except ClientDisconnect:
@@ -118,19 +128,19 @@ class Service:
             logging.getLogger("ray.serve").exception("A request failed.")
             return JSONResponse({"error": "The server failed at this request; its log says why."}, 500)
 
-    async def _answered(self, request: Request) -> Response:
+    async def _respond(self, request: Request) -> Response:
         path = request.url.path
         self._refuse_stranger(request)
         self._refuse_wrong_path(path, request.method)
         if path == "/":
             return JSONResponse(self._about())
-        if path in self._way.files:
-            return Response(self._way.files[path], media_type="application/octet-stream")
+        if path in self._maker.files:
+            return Response(self._maker.files[path], media_type="application/octet-stream")
 
         with self._place():
-            asked = await self._asked(request)
+            query = await self._read_query(request)
             try:
-                answer = await asyncio.wait_for(self._made(asked), TIMEOUT)
+                answer = await asyncio.wait_for(self._answer_in_batch(query), TIMEOUT)
             except TimeoutError:
                 raise _later(f"There was no model within {TIMEOUT:g} seconds.") from None
         if isinstance(answer, RaypflError):
@@ -147,15 +157,15 @@ class Service:
 
     def _refuse_wrong_path(self, path: str, method: str) -> None:
         if path not in self._allowed:
-            there = [f"{allowed} {name}" for name, allowed in self._allowed.items()]
-            raise _Refused(404, f"There is {', '.join(there[:-1])} and {there[-1]}, nothing else.")
+            paths = [f"{allowed} {name}" for name, allowed in self._allowed.items()]
+            raise _Refused(404, f"There is {', '.join(paths[:-1])} and {paths[-1]}, nothing else.")
         allowed = self._allowed[path]
         if method != allowed:
             raise _Refused(405, f"{path} takes {allowed}, not {method}.", Allow=allowed)
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        """Within: a request takes one of the places for those that wait for a model."""
+        """While active, a request takes one of the places for those that wait for a model."""
         if self._busy >= PLACES:
             raise _later(f"{PLACES} requests are waiting already.")
         self._busy += 1
@@ -165,7 +175,8 @@ class Service:
             self._busy -= 1
 
     def _about(self) -> dict[str, Any]:
-        experiment, outline = self._models.experiment, self._models.outline
+        experiment = self._models.experiment
+        outline = self._models.outline
         return {
             "method": METHODS.name_of(type(experiment.method)),
             "round": self._models.round,
@@ -179,63 +190,71 @@ class Service:
             "limits": asdict(self._limits),
         }
 
-    async def _asked(self, request: Request) -> _Asked:
+    async def _read_query(self, request: Request) -> _Query:
         held_out = _held_out(request)
         try:
             body = await asyncio.wait_for(self._body(request), TIMEOUT)
         except TimeoutError:
             raise _Refused(408, f"The body did not arrive within {TIMEOUT:g} seconds.") from None
+
         predicts = request.url.path == PREDICT
-        arrays = self._arrays(request, body, (*self._way.arrays, *(["inputs"] if predicts else [])))
+        names = (*self._maker.arrays, "inputs") if predicts else self._maker.arrays
+        arrays = self._arrays(request, body, names)
         try:
-            given = self._way.checked(arrays, held_out)
-            inputs = checked_inputs(arrays["inputs"], self._models.outline, "inputs") if predicts else None
+            client = self._maker.checked(arrays, held_out)
+            inputs = None
+            if predicts:
+                inputs = torch.from_numpy(checked_inputs(arrays["inputs"], self._models.outline, "inputs"))
         except RaypflError as error:
             raise _Refused(400, str(error)) from error
-        return _Asked(given, None if inputs is None else torch.from_numpy(inputs))
+        return _Query(client, inputs)
 
     async def _body(self, request: Request) -> bytes:
-        """The request's body, of which no more is read than is allowed."""
-        most = int(self._limits.megabytes * 1e6)
+        """Return the request's body, of which no more is read than is allowed."""
+        limit = int(self._limits.megabytes * 1e6)
         too_large = _Refused(413, f"The body is larger than {self._limits.megabytes:g} MB.")
-        if int(length if (length := request.headers.get("content-length", "")).isdecimal() else 0) > most:
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limit:
             raise too_large
+
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
-            if len(body) > most:
+            if len(body) > limit:
                 raise too_large
         return bytes(body)
 
-    def _arrays(self, request: Request, body: bytes, wanted: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """The arrays in a body, which must be those that are wanted."""
+    def _arrays(self, request: Request, body: bytes, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """Return the arrays in a body, which must have these names."""
         is_json = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
         arrays = _of_json(body) if is_json else _of_safetensors(body)
-        if arrays.keys() != set(wanted):
-            there = ", ".join(sorted(arrays)) or "none"
-            raise _Refused(400, f"The body must have {' and '.join(wanted)}, nothing else; it has: {there}.")
+        if arrays.keys() != set(names):
+            names_in_body = ", ".join(sorted(arrays)) or "none"
+            raise _Refused(400, f"The body must have {' and '.join(names)}, nothing else; it has: {names_in_body}.")
+
         for name, array in arrays.items():
             if name != "descriptor" and len(np.atleast_1d(array)) > self._limits.samples:
                 raise _Refused(413, f"There are more than {self._limits.samples} samples in {name}.")
         return arrays
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=WAIT)
-    async def _made(self, asked: list[_Asked]) -> list[bytes | dict[str, Any] | RaypflError]:
-        return await asyncio.to_thread(self._make, asked)
+    async def _answer_in_batch(self, queries: list[_Query]) -> list[bytes | dict[str, Any] | RaypflError]:
+        return await asyncio.to_thread(self._answer_all, queries)
 
-    def _make(self, asked: list[_Asked]) -> list[bytes | dict[str, Any] | RaypflError]:
-        """A model's file or its predictions for each, or why there is none."""
-        made = self._way.make([request.given for request in asked])
-        return [self._answer(*pair) for pair in zip(asked, made, strict=True)]
+    def _answer_all(self, queries: list[_Query]) -> list[bytes | dict[str, Any] | RaypflError]:
+        """Return a model's file or its predictions for each query, or why there is none."""
+        models = self._maker.make([query.client for query in queries])
+        return [self._answer(query, model) for query, model in zip(queries, models, strict=True)]
 
-    def _answer(self, asked: _Asked, made: Made | RaypflError) -> bytes | dict[str, Any] | RaypflError:
+    def _answer(self, query: _Query, made: ClientModel | RaypflError) -> bytes | dict[str, Any] | RaypflError:
         if isinstance(made, RaypflError):
             return made
-        if asked.inputs is None:
+        if query.inputs is None:
             return encoded(made.model, self._models.origin, made.facts)
+
         try:
             with torch.no_grad():
-                outputs = made.model(asked.inputs)
+                outputs = made.model(query.inputs)
         except (IndexError, RuntimeError) as error:  # such as a token that the network does not know
             return DataError(f"The model cannot predict for these inputs: {error}")
         if not outputs.isfinite().all():
@@ -249,7 +268,7 @@ class Service:
 
 
 def _later(sentence: str) -> _Refused:
-    """A refusal of a request that may be sent again."""
+    """Return a refusal of a request that may be sent again."""
     return _Refused(503, f"{sentence} Send the request again later.", **{"Retry-After": str(RETRY)})
 
 
@@ -276,13 +295,14 @@ def _of_json(body: bytes) -> dict[str, np.ndarray]:
 
 
 def _held_out(request: Request) -> float | None:
-    given = request.query_params.get("held_out")
-    if given is None:
+    text = request.query_params.get("held_out")
+    if text is None:
         return None
     with contextlib.suppress(ValueError):
-        if 0 <= (share := float(given)) < 1 and math.isfinite(share):
+        share = float(text)
+        if 0 <= share < 1 and math.isfinite(share):
             return share
-    raise _Refused(400, f"held_out is {json.dumps(given)}, but must be a number of at least 0 and below 1.")
+    raise _Refused(400, f"held_out is {json.dumps(text)}, but must be a number of at least 0 and below 1.")
 
 
 @contextlib.contextmanager
@@ -291,10 +311,10 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: L
 
     Raises
     ------
-    ConfigError : if the method has no way to make models for new clients, or the port is taken.
+    ConfigError : if the method makes no models for new clients, or the port is taken.
     """
     models = TrainedModels.of_snapshot(*newest(run, whole=False))
-    refuse_without_way(models.experiment.method)
+    require_new_client_models(models.experiment.method)
     _refuse_taken(host, port)
     deployed = serve.deployment(
         num_replicas=replicas,
@@ -302,6 +322,7 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: L
         ray_actor_options={"num_cpus": 1},
     )(Service)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # in this process; `quiet` is for Serve's own
+
     with connected(RaySettings()) as ray:
         spare.release(ray)
         http = {"host": host, "port": port, "request_timeout_s": 2 * TIMEOUT + 60}
@@ -318,11 +339,11 @@ def served(run: Path, token: str, host: str, port: int, replicas: int, limits: L
 
 
 def _wait_until_running() -> None:
-    """Return once the service runs; raises a ConfigError if it cannot start."""
+    """Wait until the service runs; raise a ConfigError if it cannot start."""
     deadline = time.monotonic() + TIMEOUT
     while (state := serve.status().applications[APP]).status != "RUNNING":
         if state.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
-            reasons = [one.message for one in state.deployments.values()] + [state.message]
+            reasons = [deployment.message for deployment in state.deployments.values()] + [state.message]
             raise ConfigError(
                 "The service did not start; each of its replicas needs a free CPU. "
                 f"Ray Serve says: {' '.join(filter(None, reasons)) or state.status}"
@@ -333,8 +354,8 @@ def _wait_until_running() -> None:
 def _refuse_taken(host: str, port: int) -> None:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(address)
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
     except OSError as error:
         raise ConfigError(f"{host}:{port} cannot be listened on: {error}. Choose another --port or --host.") from error

@@ -20,7 +20,7 @@ from raypfl.methods.personal_models.pefll import PeFLL
 from raypfl.models.hypernetworks import EmbeddingNetwork
 from raypfl.models.trained_model import TrainedModel
 from raypfl.trained.models import TrainedModels
-from raypfl.trained.new_clients import checked
+from raypfl.trained.new_clients import checked_samples
 from raypfl.trained.saved_model import outline_in, tensors_in
 
 FORMAT = "raypfl embedding network 1"
@@ -32,11 +32,11 @@ class Embedder:
 
     Attributes
     ----------
-    outline : shapes and values of the run's data, without samples.
-    network : of samples and their classes, in evaluation mode.
-    gain, offset : the network sees ``x * gain + offset``.
-    batch : samples that a client is described by, at most; None: all.
-    seed, round : which of them are drawn, as the run itself draws them.
+    outline : the shapes and values of the run's data, without samples.
+    network : the network of samples and their classes, in evaluation mode.
+    gain, offset : the normalisation: the network sees ``x * gain + offset``.
+    batch : the largest number of samples that describe a client; None: all.
+    seed, round : the keys by which these samples are drawn, as the run itself draws them.
     """
 
     outline: DataOutline
@@ -48,22 +48,22 @@ class Embedder:
     round: int
 
     def descriptor(self, x: Any, y: Any) -> np.ndarray:
-        """The mean embedding ``float[l]`` of a client's samples ``x[n, ...]`` and classes ``y[n]``.
+        """Return the mean embedding ``float[l]`` of a client's samples ``x[n, ...]`` and classes ``y[n]``.
 
         Raises
         ------
         DataError : if the samples do not fit the run's data.
         """
-        inputs, classes = checked(x, y, self.outline)
-        chosen = self._chosen(len(classes))
-        normalised = torch.addcmul(self.offset, torch.from_numpy(inputs[chosen]).to(self.gain.dtype), self.gain)
+        inputs, classes = checked_samples(x, y, self.outline)
+        batch = self._batch_indices(len(classes))
+        normalised = torch.addcmul(self.offset, torch.from_numpy(inputs[batch]).to(self.gain.dtype), self.gain)
 
         with torch.no_grad():
-            embeddings = self.network((normalised, torch.from_numpy(classes[chosen])))
+            embeddings = self.network((normalised, torch.from_numpy(classes[batch])))
         return embeddings.mean(0).numpy()
 
-    def _chosen(self, count: int) -> np.ndarray:
-        """The samples of the batch: those that :meth:`raypfl.Clients.batches` draws for PeFLL."""
+    def _batch_indices(self, count: int) -> np.ndarray:
+        """Return the samples of the batch, which are those that :meth:`raypfl.Clients.batches` draws for PeFLL."""
         if self.batch is None:
             return np.arange(count)
         keys = rng.keys(self.seed, "batchdescriptor", self.round, [0])  # all new clients have the draws of client 0
@@ -72,16 +72,16 @@ class Embedder:
 
 
 def can_describe(models: TrainedModels) -> bool:
-    """Whether the run's method makes a model of a client's descriptor alone."""
+    """Return whether the run's method makes a model from a client's descriptor alone."""
     return type(models.experiment.method) is PeFLL  # a subclass may describe its clients in another way
 
 
 def embedder_file(models: TrainedModels) -> bytes:
-    """The embedding network of a run of PeFLL as safetensors, which :func:`read_embedder` reads."""
+    """Return the embedding network of a run of PeFLL as safetensors, which :func:`read_embedder` reads."""
     method = models.experiment.method
     assert isinstance(method, PeFLL)
     network = models.task.networks["embed"].as_module(models.server["embed"])
-    about = {
+    metadata = {
         "format": FORMAT,
         "data": models.origin.metadata["data"],
         "embedding": method.embedding,
@@ -92,36 +92,37 @@ def embedder_file(models: TrainedModels) -> bytes:
     }
     gain, offset = models.normalisation
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
-    return safetensors.torch.save(tensors | {"gain": gain, "offset": offset}, about)
+    return safetensors.torch.save(tensors | {"gain": gain, "offset": offset}, metadata)
 
 
 def read_embedder(file: str | Path) -> Embedder:
-    """The embedding network in a file.
+    """Return the embedding network in a file.
 
     Raises
     ------
     CheckpointError : if the file is damaged, or has something else in it.
     """
-    about, tensors = tensors_in(file, "an embedding network")
-    if about.get("format") != FORMAT:
+    metadata, tensors = tensors_in(file, "an embedding network")
+    if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not an embedding network: its metadata do not say {FORMAT!r}.")
-    outline = outline_in(about["data"])
+    outline = outline_in(metadata["data"])
     gain = tensors.pop("gain")
     offset = tensors.pop("offset")
 
     network = EmbeddingNetwork(
-        about["embedding"],  # type: ignore[arg-type]
+        metadata["embedding"],  # type: ignore[arg-type]
         outline.input_shape,
         outline.num_classes,
-        int(about["length"]),
+        int(metadata["length"]),
     )
     network.to(gain.dtype).load_state_dict(tensors)
-    batch = json.loads(about["batch"])
-    return Embedder(outline, network.eval(), gain, offset, batch, int(about["seed"]), int(about["round"]))
+
+    batch = json.loads(metadata["batch"])
+    return Embedder(outline, network.eval(), gain, offset, batch, int(metadata["seed"]), int(metadata["round"]))
 
 
 def models_of_descriptors(models: TrainedModels, descriptors: np.ndarray) -> list[TrainedModel]:
-    """The models that PeFLL's hypernetwork makes of descriptors ``[n, l]``.
+    """Return the models that PeFLL's hypernetwork makes from descriptors ``[n, l]``.
 
     Raises
     ------

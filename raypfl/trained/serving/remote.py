@@ -17,25 +17,25 @@ import safetensors.numpy
 from raypfl.common.errors import ConfigError, RaypflError
 from raypfl.common.files import write
 from raypfl.models.trained_model import TrainedModel
-from raypfl.trained.describing import Embedder, read_embedder
-from raypfl.trained.new_clients import numbered
+from raypfl.trained.serving.embedder import Embedder, read_embedder
+from raypfl.trained.new_clients import class_numbers
 from raypfl.trained.saved_model import load_model
 
 TRIES = 10
-"""Requests that are sent before a service that says "later" each time is given up."""
+"""Requests to a service that answers "later" each time, before it is given up."""
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
 
 
 class RemoteRun:
-    """A run that ``raypfl serve`` serves, as a client sees it that has labelled samples.
+    """A run that ``raypfl serve`` serves, for a client with labelled samples.
 
     Parameters
     ----------
-    address : of the service, such as ``http://127.0.0.1:8000``.
-    token : of the service.
-    timeout : seconds to wait for an answer.
+    address : the address of the service, such as ``http://127.0.0.1:8000``.
+    token : the token of the service.
+    timeout : the time to wait for an answer, in seconds.
 
     Examples
     --------
@@ -50,18 +50,19 @@ class RemoteRun:
     @cached_property
     def about(self) -> dict[str, Any]:
         """The run's method, inputs, classes and paths, and the service's limits."""
-        return json.loads(self._asked("/"))
+        return json.loads(self._request("/"))
 
     def personalize(self, x: Any, y: Any, file: str | Path | None = None, upload: bool = False) -> TrainedModel:
-        """A model for a client with the samples ``x[n, ...]``, as the run's data set has them, and their targets ``y``:
-        numbers, or names of classes.
+        """Return a model for a client with these samples.
 
-        Of a run of PeFLL the client gets the embedding network, and sends nothing but its descriptor.
+        If the run's method is PeFLL, the client gets the embedding network, and sends nothing but its descriptor.
 
         Parameters
         ----------
-        file : where to write the model, for :func:`raypfl.load_model`; None: nowhere.
-        upload : send the samples themselves, which other methods need in order to train.
+        x : ``[n, ...]``, the samples, as the run's data set has them.
+        y : the targets of the samples: numbers, or names of classes.
+        file : a file for the model, for :func:`raypfl.load_model`; None: none is written.
+        upload : whether to send the samples themselves, which other methods need in order to train.
 
         Raises
         ------
@@ -69,14 +70,14 @@ class RemoteRun:
         DataError : if the samples do not fit the run.
         RaypflError : if the service cannot be reached, or refuses.
         """
-        y = numbered(y, self.about["class_names"] or [])
+        y = class_numbers(y, self.about["class_names"] or [])
         if "/embedding" in self.about["paths"]:
             if upload:
                 raise ConfigError(
                     "This service takes no samples: its method needs the descriptor only. Leave out upload."
                 )
             descriptor = self._embedder.descriptor(x, y)
-            model = self._asked("/model", json.dumps({"descriptor": descriptor.tolist()}).encode(), JSON)
+            model = self._request("/model", json.dumps({"descriptor": descriptor.tolist()}).encode(), JSON)
         else:
             if not upload:
                 raise ConfigError(
@@ -84,7 +85,7 @@ class RemoteRun:
                     "upload=True to send them, or run `raypfl personalize` where the run and the samples are."
                 )
             samples = {"x": np.ascontiguousarray(x), "y": np.ascontiguousarray(y)}
-            model = self._asked("/personalize?held_out=0", safetensors.numpy.save(samples), BINARY)
+            model = self._request("/personalize?held_out=0", safetensors.numpy.save(samples), BINARY)
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.safetensors") if file is None else Path(file)
@@ -95,14 +96,15 @@ class RemoteRun:
     def _embedder(self) -> Embedder:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "embedding.safetensors")
-            path.write_bytes(self._asked("/embedding"))
+            path.write_bytes(self._request("/embedding"))
             return read_embedder(path)
 
-    def _asked(self, path: str, body: bytes | None = None, media: str = JSON) -> bytes:
-        """The answer to a GET or, with a body, a POST. While the service is busy, it is asked again."""
+    def _request(self, path: str, body: bytes | None = None, media: str = JSON) -> bytes:
+        """Return the answer to a GET or, with a body, a POST. A busy service is asked again."""
         headers = {"Authorization": f"Bearer {self._token}"}
         if body is not None:
             headers["Content-Type"] = media
+
         request = urllib.request.Request(self.address + path, body, headers)
         for tries_left in reversed(range(TRIES)):
             try:
@@ -119,7 +121,7 @@ class RemoteRun:
 
 
 def _sentence(body: bytes) -> str:
-    """Why a request was refused."""
+    """Return why a request was refused."""
     try:
         return json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):

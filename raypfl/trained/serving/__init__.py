@@ -1,0 +1,1 @@
+"""A run that is served over HTTP: the service, and its client."""

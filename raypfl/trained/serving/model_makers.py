@@ -1,0 +1,153 @@
+"""How a served run makes models for new clients: from the client's descriptor, or from its samples."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from raypfl.common.errors import DataError, RaypflError
+from raypfl.models.trained_model import TrainedModel
+from raypfl.trained.serving.embedder import can_describe, embedder_file, models_of_descriptors
+from raypfl.trained.models import TrainedModels
+from raypfl.trained.new_clients import Labelled, checked_samples, class_numbers, require_new_client_models
+
+HELD_OUT = 0.25
+"""The share of a client's samples that its model is tested on, unless the request has another."""
+
+
+@dataclass(frozen=True)
+class ClientModel:
+    """A model that was made for a client, and the facts about it that its file has."""
+
+    model: TrainedModel
+    facts: Mapping[str, Any]
+
+
+class ModelMaker(ABC):
+    """How a run makes models for new clients.
+
+    Attributes
+    ----------
+    path : the path of requests for a model.
+    arrays : the names of the arrays in their bodies.
+    files : further files that a client can get, by path.
+    """
+
+    path: ClassVar[str]
+    arrays: ClassVar[tuple[str, ...]]
+
+    def __init__(self, models: TrainedModels):
+        self.models = models
+        self.files: dict[str, bytes] = {}
+
+    @abstractmethod
+    def checked(self, arrays: Mapping[str, np.ndarray], held_out: float | None) -> Any:
+        """Return what a model is made from, if it fits the run.
+
+        Parameters
+        ----------
+        held_out : the share of the samples that the model is only tested on; None: the request has none.
+
+        Raises
+        ------
+        DataError : if it does not fit the run, with the reason.
+        """
+
+    @abstractmethod
+    def make(self, inputs: Sequence[Any]) -> list[ClientModel | RaypflError]:
+        """Return a model for each client, or why there is none.
+
+        Parameters
+        ----------
+        inputs : what :meth:`checked` returned for each client.
+        """
+
+
+class DescriptorModelMaker(ModelMaker):
+    """PeFLL: the client describes its samples with the embedding network, and they stay with it."""
+
+    path: ClassVar[str] = "/model"
+    arrays: ClassVar[tuple[str, ...]] = ("descriptor",)
+
+    def __init__(self, models: TrainedModels):
+        super().__init__(models)
+        self.files = {"/embedding": embedder_file(models)}
+        self._length = models.experiment.method.vector_length(models.task)  # type: ignore[attr-defined]
+
+    def checked(self, arrays: Mapping[str, np.ndarray], held_out: float | None) -> np.ndarray:
+        if held_out is not None:
+            raise DataError("held_out is for services that get samples; hold some out yourself, and test the model.")
+        descriptor = arrays["descriptor"]
+        if descriptor.shape != (self._length,) or descriptor.dtype.kind not in "iuf":
+            raise DataError(
+                f"descriptor is {descriptor.dtype}{list(descriptor.shape)}, but must be {self._length} numbers: the "
+                "mean embedding of a client's samples, by the network of GET /embedding."
+            )
+        if not np.isfinite(descriptor).all():
+            raise DataError("descriptor has a number that is not finite.")
+        return descriptor.astype(np.float64)
+
+    def make(self, inputs: Sequence[np.ndarray]) -> list[ClientModel | RaypflError]:
+        try:
+            return [ClientModel(model, {}) for model in models_of_descriptors(self.models, np.stack(inputs))]
+        except RaypflError as error:
+            if len(inputs) == 1:
+                return [error]
+            # Only one of them may have failed, so each is tried alone.
+            return [self.make([descriptor])[0] for descriptor in inputs]
+
+
+class SampleModelMaker(ModelMaker):
+    """Methods that train for a new client: the client uploads its labelled samples."""
+
+    path: ClassVar[str] = "/personalize"
+    arrays: ClassVar[tuple[str, ...]] = ("x", "y")
+
+    def checked(self, arrays: Mapping[str, np.ndarray], held_out: float | None) -> tuple[Labelled, float]:
+        y = class_numbers(arrays["y"], class_names(self.models) or [])
+        samples = checked_samples(arrays["x"], y, self.models.outline)
+        return samples, HELD_OUT if held_out is None else held_out
+
+    def make(self, inputs: Sequence[tuple[Labelled, float]]) -> list[ClientModel | RaypflError]:
+        """Return a model for each client; those of clients that hold out the same share are made together."""
+        models: dict[int, ClientModel | RaypflError] = {}
+        for held_out in dict.fromkeys(share for _, share in inputs):
+            positions = [position for position, (_, share) in enumerate(inputs) if share == held_out]
+            samples = [inputs[position][0] for position in positions]
+            models |= dict(zip(positions, self._make_together(samples, held_out), strict=True))
+        return [models[position] for position in range(len(inputs))]
+
+    def _make_together(self, samples: list[Labelled], held_out: float) -> list[ClientModel | RaypflError]:
+        try:
+            clients = self.models.personalize_all(samples, held_out)
+        except RaypflError as error:
+            if len(samples) == 1:
+                return [error]
+            # Only one of them may have failed, so each is tried alone.
+            return [self._make_together([client], held_out)[0] for client in samples]
+        return [ClientModel(client.model, client.facts) for client in clients]
+
+
+def model_maker_of(models: TrainedModels) -> ModelMaker:
+    """Return what makes a run's models for new clients.
+
+    Raises
+    ------
+    ConfigError : if the method makes none.
+    """
+    if can_describe(models):
+        return DescriptorModelMaker(models)
+    require_new_client_models(models.experiment.method)
+    return SampleModelMaker(models)
+
+
+def class_names(models: TrainedModels) -> list[str] | None:
+    """Return the names of the run's classes or labels; None if its targets are neither."""
+    outline = models.outline
+    if outline.kind not in ("classes", "labels"):
+        return None
+    return list(getattr(outline, "class_names", None) or map(str, range(outline.num_classes)))
