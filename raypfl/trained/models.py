@@ -268,7 +268,9 @@ class TrainedModels:
         cohort = EvaluationCohort(runner, clients, self.round, self._lr, unseen)
         personalize(self.experiment.method, self.server, cohort)
 
-        new_states = [merged(ref.stack.of(ref.slot) for ref in table.refs(client)) for client in clients]
+        new_states: list[Mapping[str, np.ndarray]] = []
+        for client in clients:
+            new_states.append(merged(ref.stack.of(ref.slot) for ref in table.refs(client)))
         return new_states, cohort.spent
 
     @cached_property
