@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from raypfl.results import report as report
     from raypfl.results.display.compare import compare as compare
     from raypfl.runs.driver import session as session
-    from raypfl.trained.serving.remote import RemoteRun as RemoteRun
     from raypfl.trained.saved_model import load_model as load_model
+    from raypfl.trained.serving.remote import RemoteRun as RemoteRun
 
 _MODULE_OF_NAME = {
     "Batch": "raypfl.learning.objectives.batch",

@@ -29,10 +29,10 @@ from raypfl.engine.backends.of_this_process import spare
 from raypfl.experiment.settings import RaySettings
 from raypfl.methods import METHODS
 from raypfl.runs.result import newest
-from raypfl.trained.serving.model_makers import ClientModel, class_names, model_maker_of
 from raypfl.trained.models import TrainedModels
 from raypfl.trained.new_clients import checked_inputs, require_new_client_models
 from raypfl.trained.saved_model import encoded
+from raypfl.trained.serving.model_makers import ClientModel, class_names, model_maker_of
 
 BATCH = 8
 """The largest number of clients whose models are made together."""
