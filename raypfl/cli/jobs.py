@@ -53,6 +53,7 @@ def submit(
     if kind == "run" and run_dir is None:
         run_dir = Path(about.output, job)
         words += ["--run-dir", str(run_dir)]
+
     cluster = client(address)
     with tempfile.TemporaryDirectory() as folder, sentences():
         copy_files(files, Path(folder))
@@ -61,6 +62,7 @@ def submit(
             submission_id=job,
             runtime_env={"working_dir": folder, "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}},
         )
+
     console = Console(stderr=True)
     results = run_dir or Path(about.output, about.name)
     _print(console, f"Submitted {job} with {package.listed(files)}. Results: {results}")

@@ -36,6 +36,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
     model = models.personalize(x, y, held_out)
     file = model.save(out)
     total = time.perf_counter() - start
+
     if as_json:
         print(json.dumps({**model.facts, "total_seconds": total, "file": str(file)}, indent=2))
         return
@@ -52,6 +53,7 @@ def personalize(run: Path, data: Path, out: Path, held_out: float, as_json: bool
         lines.append(f"On {model.held_out} held-out samples: {reached}.")
     else:
         lines.append("No samples were held out, so it was not tested.")
+
     if model.epsilon is not None:
         privacy = models.experiment.privacy
         lines.append(f"Privacy of one of the client's samples: epsilon {model.epsilon:.2f} at delta {privacy.delta:g}.")
